@@ -1,0 +1,281 @@
+"""Metrics of a run: one `metrics.jsonl`, one progress display, TensorBoard and Weights & Biases as options.
+
+`metrics.jsonl` is the one source for plots, reports and comparisons. Each line is a JSON object
+`{"kind": ..., "step": ..., "time": ..., **values}`; kinds in use are `train`, `validation` and `sample`; `time` is in
+seconds since the epoch. A NaN or an infinity is written as `null`, because JSON has no number for either, and
+`read_metrics` returns it as NaN.
+
+Only rank 0 makes a `MetricsLogger`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+FILE_NAME = "metrics.jsonl"
+PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
+
+Value = float | int | str
+
+
+class MetricsLogger:
+    """Writes the metrics of one run and shows its progress on stderr.
+
+    Args:
+        directory: the run's folder; made when missing.
+        total_steps: the step at which the run ends.
+        initial_step: the step that the run goes on from. Above 0, lines of later steps, left by a run that was cut
+            after its last checkpoint, are removed. At 0 the run starts anew and the file of an earlier run in the
+            same folder is kept as `metrics.previous.jsonl`.
+        progress_bar: a bar when stderr is a terminal, else one plain line every 2 % or 10 minutes; False for silence.
+        tensorboard: also write event files to `directory/tensorboard`.
+        wandb: also log to Weights & Biases when its key `enabled` is true; further keys are `project`, `entity` and
+            `mode` ("online" or "offline"; offline needs no account and writes to `directory/wandb`).
+        config: the resolved configuration, stored with TensorBoard and Weights & Biases.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        total_steps: int,
+        initial_step: int = 0,
+        progress_bar: bool = True,
+        tensorboard: bool = False,
+        wandb: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / FILE_NAME
+        if initial_step > 0:
+            remove_later_steps(self.path, initial_step)
+        elif self.path.exists():
+            os.replace(self.path, directory / PREVIOUS_FILE_NAME)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._progress = _Progress(total_steps, initial_step) if progress_bar else None
+        self._tensorboard = _open_tensorboard(directory, initial_step, config) if tensorboard else None
+        self._wandb = _open_wandb(directory, initial_step, wandb, config) if wandb and wandb.get("enabled") else None
+
+    def log(self, step: int, values: Mapping[str, Value], *, kind: str = "train") -> None:
+        """Appends one line to `metrics.jsonl`, where it is readable at once, and passes the values on.
+
+        Raises:
+            ValueError: a key of `values` is one of the line's own ("kind", "step", "time").
+            TypeError: a value is not a number or a string (a tensor, say: pass `tensor.item()`).
+        """
+        reserved = {"kind", "step", "time"} & values.keys()
+        if reserved:
+            raise ValueError(f"metrics key {sorted(reserved)[0]!r} is taken by the line itself; choose another name")
+        line = {"kind": kind, "step": step, "time": round(time.time(), 3), **_finite(values)}
+        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._progress is not None:
+            self._progress.show(step, values, kind)
+        if self._tensorboard is not None:
+            for key, value in values.items():
+                add = self._tensorboard.add_text if isinstance(value, str) else self._tensorboard.add_scalar
+                add(f"{kind}/{key}", value, step)
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **{f"{kind}/{key}": value for key, value in values.items()}})
+
+    def close(self) -> None:
+        """Ends the display and closes every file; a second call does nothing."""
+        if self._progress is not None:
+            self._progress.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._progress = self._tensorboard = self._wandb = None
+        self._file.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Reads the lines of a run's `metrics.jsonl`, in the order in which they were written.
+
+    Args:
+        path: the file or the run's folder.
+
+    Returns:
+        One dict a line, with `null` as NaN. A last line that was cut (the run was killed, or is writing right now) is
+        left out; an unreadable line elsewhere is left out with a warning.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder, or the folder holds no `metrics.jsonl`.
+    """
+    path = Path(path)
+    file = path / FILE_NAME if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no metrics there; give a run's folder (it holds {FILE_NAME}) or the file")
+    return [_with_nan(line) for line in _parse(file)]
+
+
+def remove_later_steps(file: Path, step: int) -> None:
+    """Removes from a `metrics.jsonl` the lines of steps after `step` and a last line that was cut.
+
+    The new content is written aside and renamed, so that a kill leaves either the old file or the new one.
+    """
+    if not file.is_file():
+        return
+    aside = file.with_name(file.name + ".tmp")
+    with aside.open("w", encoding="utf-8") as out:
+        for line in _parse(file):
+            if line["step"] <= step:
+                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(aside, file)
+
+
+def _parse(file: Path) -> list[dict[str, Any]]:
+    lines, broken = [], []
+    raw = file.read_bytes().split(b"\n")
+    for number, text in enumerate(raw, start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+        elif number < len(raw):
+            broken.append(number)
+    if broken:
+        warnings.warn(f"{file}: {len(broken)} unreadable lines left out, the first is line {broken[0]}", stacklevel=3)
+    return lines
+
+
+def _finite(values: Mapping[str, Value]) -> dict[str, Value | None]:
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+
+
+def _with_nan(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: math.nan if value is None else value for key, value in line.items()}
+
+
+class _Progress:
+    """The one progress display: a bar on a terminal, sparse plain lines in a log file."""
+
+    def __init__(self, total_steps: int, initial_step: int, stream: TextIO | None = None) -> None:
+        self.stream = sys.stderr if stream is None else stream
+        self.total, self.initial = total_steps, initial_step
+        self.start = time.monotonic()
+        self.bar: tqdm[Any] | None = None
+        if self.stream.isatty():
+            form = "{desc} {percentage:3.0f}%|{bar}| {n}/{total} [{elapsed}<{remaining}{postfix}]"
+            self.bar = tqdm(
+                total=total_steps,
+                initial=initial_step,
+                desc="train",
+                file=self.stream,
+                bar_format=form,
+                dynamic_ncols=True,
+                smoothing=0.05,
+            )
+        self.line_every = max(1, math.ceil(total_steps / 50))
+        self.seconds_between_lines = 600.0
+        self.next_line_step = 0
+        self.last_line = self.start
+
+    def show(self, step: int, values: Mapping[str, Value], kind: str) -> None:
+        if kind == "validation":
+            self._print(f"{self._place(step)}  validation  {_pairs(values, _VALIDATION_FORMATS)}")
+        if kind != "train":
+            return
+        if self.bar is not None:
+            self.bar.set_postfix_str(_pairs(values, _TRAIN_FORMATS, separator=", "), refresh=False)
+            self.bar.update(step - self.bar.n)
+            return
+        now = time.monotonic()
+        late = now - self.last_line >= self.seconds_between_lines
+        if step >= self.next_line_step or step >= self.total or late:
+            self.next_line_step = (step // self.line_every + 1) * self.line_every
+            self.last_line = now
+            left = (now - self.start) / max(1, step - self.initial) * (self.total - step)
+            text = f"{self._place(step)}  {_pairs(values, _TRAIN_FORMATS)}"
+            self._print(text + (f"  ETA {_duration(left)}" if step < self.total else ""))
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def _place(self, step: int) -> str:
+        return f"step {step:>{len(str(self.total))}}/{self.total}"
+
+    def _print(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.write(text, file=self.stream)
+        else:
+            print(text, file=self.stream, flush=True)
+
+
+_TRAIN_FORMATS = {"loss": ("loss", ".4f"), "tokens_per_second": ("tokens/s", ",.0f"), "skipped_steps": ("skipped", "d")}
+_VALIDATION_FORMATS = {
+    "loss": ("loss", ".4f"),
+    "perplexity": ("perplexity", ".2f"),
+    "bits_per_byte": ("bits/byte", ".4f"),
+}
+
+
+def _pairs(values: Mapping[str, Value], formats: Mapping[str, tuple[str, str]], separator: str = "  ") -> str:
+    shown: Iterable[str] = (
+        f"{name} {values[key]:{form}}"
+        for key, (name, form) in formats.items()
+        if not isinstance(values.get(key, ""), str) and not (key == "skipped_steps" and values[key] == 0)
+    )
+    return separator.join(shown)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"
+
+
+def _open_tensorboard(directory: Path, initial_step: int, config: Mapping[str, Any] | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined]
+
+    writer = SummaryWriter(str(directory / "tensorboard"), purge_step=initial_step + 1 if initial_step else None)
+    if config is not None:
+        text = json.dumps(config, indent=2, default=str)
+        writer.add_text("config", "\n".join("    " + row for row in text.splitlines()), initial_step)
+    return writer
+
+
+def _open_wandb(
+    directory: Path, initial_step: int, settings: Mapping[str, Any], config: Mapping[str, Any] | None
+) -> Any:
+    import wandb
+
+    # The identity is kept beside the run so that a resumed run goes on in the same Weights & Biases run.
+    identity = directory / "wandb_run_id.txt"
+    if initial_step == 0 or not identity.is_file():
+        identity.write_text(uuid.uuid4().hex[:12] + "\n")
+    mode: Any = settings.get("mode") or "online"
+    run = wandb.init(
+        project=settings.get("project"),
+        entity=settings.get("entity"),
+        mode=mode,
+        dir=str(directory),
+        name=directory.name,
+        id=identity.read_text().strip(),
+        resume="allow" if mode == "online" else None,
+        config=dict(config) if config is not None else None,
+    )
+    # Wandb's own step may never go back, which a resumed run does; the run's step is an axis of its own instead.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run

@@ -1,0 +1,213 @@
+"""The metrics file, what stays of it after a kill and a resume, and the progress display."""
+
+import io
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+import termios
+import warnings
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.metrics import MetricsLogger, _Progress, read_metrics
+
+
+def log_steps(directory: Path, first: int, last: int, **arguments: object) -> None:
+    logger = MetricsLogger(directory, total_steps=10, initial_step=first - 1, progress_bar=False, **arguments)
+    for step in range(first, last + 1):
+        logger.log(step, {"loss": 1.0 / step, "tokens": 100 * step})
+    logger.close()
+
+
+def test_lines_are_readable_before_close_and_hold_what_was_logged(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path / "run", total_steps=2, progress_bar=False)
+    logger.log(1, {"loss": 2.5, "tokens": 64})
+    logger.log(1, {"prompt": "def ", "text": "naïve\n✓"}, kind="sample")
+    raw = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(raw) == 2
+    first, second = map(json.loads, raw)
+    assert {k: first[k] for k in ("kind", "step", "loss", "tokens")} == {
+        "kind": "train",
+        "step": 1,
+        "loss": 2.5,
+        "tokens": 64,
+    }
+    assert abs(first["time"] - os.stat(tmp_path / "run" / "metrics.jsonl").st_mtime) < 60
+    assert (second["kind"], second["text"]) == ("sample", "naïve\n✓")
+    assert read_metrics(tmp_path / "run") == [first, second]
+    logger.close()
+    logger.close()
+
+
+def test_non_finite_numbers_are_valid_json_and_come_back_as_nan(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path, total_steps=2, progress_bar=False)
+    logger.log(1, {"loss": math.nan, "gradient_norm": math.inf, "learning_rate": 0.1})
+    logger.close()
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line["loss"] is None
+    assert line["gradient_norm"] is None
+    back = read_metrics(tmp_path)[0]
+    assert math.isnan(back["loss"])
+    assert math.isnan(back["gradient_norm"])
+    assert back["learning_rate"] == 0.1
+
+
+def test_resume_removes_later_steps_and_a_cut_last_line(tmp_path: Path) -> None:
+    log_steps(tmp_path, 1, 6)
+    file = tmp_path / "metrics.jsonl"
+    before = file.read_text().splitlines()
+    with file.open("a") as out:
+        out.write('{"kind": "train", "step": 7, "lo')
+    assert [line["step"] for line in read_metrics(file)] == [1, 2, 3, 4, 5, 6]
+    log_steps(tmp_path, 5, 7)
+    after = file.read_text().splitlines()
+    assert after[:4] == before[:4], "lines that stay are untouched"
+    assert [json.loads(line)["step"] for line in after] == [1, 2, 3, 4, 5, 6, 7]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"], "nothing is left aside"
+
+
+def test_resume_keeps_the_file_when_the_rewrite_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_steps(tmp_path, 1, 6)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        MetricsLogger(tmp_path, total_steps=10, initial_step=3, progress_bar=False)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_new_run_keeps_the_earlier_file_aside(tmp_path: Path) -> None:
+    log_steps(tmp_path, 1, 3)
+    log_steps(tmp_path, 1, 2)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.previous.jsonl")] == [1, 2, 3]
+
+
+def test_reading_what_is_not_there_or_is_damaged(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl: no metrics there"):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind": "train", "step": 1}\n\x00\x00garbage\n{"kind": "train", "step": 2}\n'
+    )
+    with pytest.warns(UserWarning, match="1 unreadable lines left out, the first is line 2"):
+        assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n[1, 2')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(read_metrics(tmp_path)) == 1
+
+
+def test_wrong_values_are_refused(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path, total_steps=2, progress_bar=False)
+    with pytest.raises(ValueError, match="'step' is taken"):
+        logger.log(1, {"step": 3})
+    with pytest.raises(TypeError):
+        logger.log(1, {"loss": object()})  # type: ignore[dict-item]
+    logger.close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_plain_lines_are_sparse_and_name_what_matters() -> None:
+    stream = io.StringIO()
+    progress = _Progress(1000, 0, stream)
+    for step in range(1, 1001):
+        progress.show(step, {"loss": 4.0, "tokens_per_second": 12345.6, "skipped_steps": 0}, "train")
+    progress.show(1000, {"loss": 3.5, "perplexity": 33.1, "bits_per_byte": 1.75}, "validation")
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert 45 <= len(lines) <= 55
+    assert lines[0].startswith("step    1/1000  loss 4.0000  tokens/s 12,346  ETA ")
+    assert lines[1].startswith("step   20/1000")
+    assert lines[-2] == "step 1000/1000  loss 4.0000  tokens/s 12,346"
+    assert lines[-1] == "step 1000/1000  validation  loss 3.5000  perplexity 33.10  bits/byte 1.7500"
+
+
+def test_a_slow_run_prints_by_time() -> None:
+    stream = io.StringIO()
+    progress = _Progress(100_000, 0, stream)
+    progress.show(1, {"loss": 4.0}, "train")
+    progress.show(2, {"loss": 4.0}, "train")
+    assert len(stream.getvalue().splitlines()) == 1
+    progress.last_line -= 601
+    progress.show(3, {"loss": 4.0, "skipped_steps": 2}, "train")
+    assert "loss 4.0000  skipped 2  ETA" in stream.getvalue().splitlines()[1]
+
+
+@pytest.mark.parametrize("columns", [120, 0], ids=["120 columns", "width unknown"])
+def test_on_a_terminal_there_is_one_bar(tmp_path: Path, columns: int) -> None:
+    script = (
+        "import sys; from pathlib import Path; from megatron_lite.metrics import MetricsLogger\n"
+        "logger = MetricsLogger(Path(sys.argv[1]), total_steps=40, initial_step=10)\n"
+        "for step in range(11, 41): logger.log(step, {'loss': 2.5, 'tokens_per_second': 5000.0})\n"
+        "logger.log(40, {'loss': 2.25}, kind='validation')\n"
+        "logger.close()\n"
+    )
+    parent, child = pty.openpty()
+    termios.tcsetwinsize(child, (24, columns))
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stderr=child)
+    os.close(child)
+    text = b""
+    while True:
+        try:
+            part = os.read(parent, 4096)
+        except OSError:
+            break
+        if not part:
+            break
+        text += part
+    os.close(parent)
+    assert process.wait() == 0
+    shown = text.decode().replace("\r", "\n").splitlines()
+    bars = [line for line in shown if "%|" in line]
+    assert bars[0].startswith("train  25%|")
+    assert "40/40" in bars[-1]
+    assert "loss 2.5000, tokens/s 5,000" in bars[-1]
+    assert sum("validation  loss 2.2500" in line for line in shown) == 1
+
+
+def test_tensorboard_holds_the_values(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_steps(tmp_path, 1, 4, tensorboard=True, config={"model": {"hidden_size": 8}})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, round(e.value, 6)) for e in events.Scalars("train/loss")] == [
+        (step, round(1.0 / step, 6)) for step in range(1, 5)
+    ]
+    assert "config/text_summary" in events.Tags()["tensors"]
+
+
+def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    settings = {"enabled": True, "project": "metalion", "entity": None, "mode": "offline"}
+    run = tmp_path / "run"
+    log_steps(run, 1, 3, wandb=settings, config={"model": {"hidden_size": 8}})
+    identity = (run / "wandb_run_id.txt").read_text()
+    log_steps(run, 3, 4, wandb=settings)
+    assert (run / "wandb_run_id.txt").read_text() == identity, "a resumed run is the same run"
+    folders = list((run / "wandb").glob("offline-run-*"))
+    assert folders
+    assert any(file.stat().st_size > 0 for folder in folders for file in folder.glob("*.wandb"))
+
+
+def test_trackers_are_not_imported_when_off(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from megatron_lite.metrics import MetricsLogger\n"
+        "logger = MetricsLogger(Path(sys.argv[1]), total_steps=1, wandb={'enabled': False})\n"
+        "logger.log(1, {'loss': 1.0}); logger.close()\n"
+        "assert not {'wandb', 'torch', 'tensorboard', 'matplotlib'} & set(sys.modules), 'imported for nothing'\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, stderr=subprocess.DEVNULL)
