@@ -182,8 +182,8 @@ class _Progress:
                 desc="train",
                 file=self.stream,
                 bar_format=form,
-                dynamic_ncols=True,
                 smoothing=0.05,
+                **_size(self.stream),
             )
         self.line_every = max(1, math.ceil(total_steps / 50))
         self.seconds_between_lines = 600.0
@@ -220,6 +220,12 @@ class _Progress:
             self.bar.write(text, file=self.stream)
         else:
             print(text, file=self.stream, flush=True)
+
+
+def _size(terminal: TextIO) -> dict[str, Any]:
+    # A terminal may say that it is 0 x 0 (`docker run -t` before the first resize), where tqdm would show nothing.
+    known = all(os.get_terminal_size(terminal.fileno()))
+    return {"dynamic_ncols": True} if known else {"ncols": 100, "nrows": 24}
 
 
 _TRAIN_FORMATS = {"loss": ("loss", ".4f"), "tokens_per_second": ("tokens/s", ",.0f"), "skipped_steps": ("skipped", "d")}

@@ -144,8 +144,8 @@ def test_a_slow_run_prints_by_time() -> None:
     assert "loss 4.0000  skipped 2  ETA" in stream.getvalue().splitlines()[1]
 
 
-@pytest.mark.parametrize("columns", [120, 0], ids=["120 columns", "width unknown"])
-def test_on_a_terminal_there_is_one_bar(tmp_path: Path, columns: int) -> None:
+@pytest.mark.parametrize("size", [(24, 120), (0, 0)], ids=["120 columns", "size unknown"])
+def test_on_a_terminal_there_is_one_bar(tmp_path: Path, size: tuple[int, int]) -> None:
     script = (
         "import sys; from pathlib import Path; from megatron_lite.metrics import MetricsLogger\n"
         "logger = MetricsLogger(Path(sys.argv[1]), total_steps=40, initial_step=10)\n"
@@ -154,7 +154,7 @@ def test_on_a_terminal_there_is_one_bar(tmp_path: Path, columns: int) -> None:
         "logger.close()\n"
     )
     parent, child = pty.openpty()
-    termios.tcsetwinsize(child, (24, columns))
+    termios.tcsetwinsize(child, size)
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stderr=child)
     os.close(child)
     text = b""
