@@ -1,0 +1,1 @@
+"""Plain PyTorch language models over linear-attention mixers. `models.config` describes one, `models.lm` builds it."""

@@ -1,0 +1,47 @@
+"""The pre-norm residual block."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .mixers import MIXERS
+from .mlp import MLPS
+from .norm import Norm
+
+
+class Block(nn.Module):
+    """h = x + mixer(norm1(x)), y = h + mlp(norm2(h)); or y = x + mixer(norm1(x)) + mlp(norm2(x)) in parallel."""
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        name = config.mixer_of(layer_index)
+        self.norm1 = Norm(config)
+        self.mixer = MIXERS[name](config, layer_index, config.options_of(name))
+        self.norm2 = Norm(config)
+        self.mlp = MLPS[config.mlp](config)
+        self.parallel_residual = config.parallel_residual
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the mixer's new state when asked for.
+
+        mask: [batch, length] bool, True for real tokens. cu_seqlens: [segments + 1], with batch 1.
+        """
+        mixed = self.mixer(self.norm1(x), mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
+        new_state: dict[str, Tensor] = {}
+        if return_state:
+            mixed, new_state = mixed
+        hidden = x + mixed
+        y = hidden + self.mlp(self.norm2(x if self.parallel_residual else hidden))
+        return (y, new_state) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token at this sequence length, two a multiply-add."""
+        return self.mixer.flops_per_token(length) + self.mlp.flops_per_token(length)

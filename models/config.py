@@ -1,0 +1,144 @@
+"""The shape of a model as one frozen dataclass. Importing this file needs the standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape, mixers and initialisation of a language model.
+
+    Raises ValueError naming `model.<key>`, the value and what is allowed.
+    """
+
+    vocab_size: int = field(metadata={"doc": "Rows of the embedding and of the output projection."})
+    num_layers: int = field(metadata={"doc": "Number of residual blocks."})
+    hidden_size: int = field(metadata={"doc": "Width of the residual stream, d."})
+    num_heads: int = field(metadata={"doc": "Heads of every mixer."})
+    mixers: tuple[str, ...] = field(
+        default=("metala",),
+        metadata={"doc": "Token mixers as a pattern that is repeated over the layers; one name is every layer alike."},
+    )
+    mixer_options: dict[str, dict[str, Any]] = field(
+        default_factory=dict, metadata={"doc": "Mixer name -> options of that mixer."}
+    )
+    mlp: Literal["swiglu", "gelu"] = field(default="swiglu", metadata={"doc": "Channel mixer of every block."})
+    intermediate_size: int | None = field(
+        default=None,
+        metadata={"doc": "Width of the MLP. null: 256 * ceil(8 d / 3 / 256) for swiglu, 4 d for gelu."},
+    )
+    mlp_bias: bool = field(default=False, metadata={"doc": "Biases in the linear maps of the MLP."})
+    norm: Literal["layernorm", "rmsnorm"] = field(
+        default="layernorm", metadata={"doc": "Norm before every mixer and MLP and before the output projection."}
+    )
+    norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the variance (or mean square) in the norms."})
+    norm_affine: bool = field(default=True, metadata={"doc": "Learned gain (and offset, for layernorm) in the norms."})
+    tie_embeddings: bool = field(
+        default=True, metadata={"doc": "The output projection is the embedding matrix, stored once."}
+    )
+    parallel_residual: bool = field(
+        default=False,
+        metadata={"doc": "y = x + mixer(norm1(x)) + mlp(norm2(x)), as in GPT-NeoX, instead of one after the other."},
+    )
+    init_method: Literal["normal", "small_init", "wang_init"] = field(
+        default="small_init", metadata={"doc": "Initialisation of all matrices but the output projections."}
+    )
+    output_init_method: Literal["normal", "small_init", "wang_init"] = field(
+        default="wang_init", metadata={"doc": "Initialisation of the matrices that write into the residual stream."}
+    )
+    init_std: float = field(default=0.02, metadata={"doc": "Standard deviation of the method `normal`."})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mixers", tuple(self.mixers))
+        for key in ("vocab_size", "num_layers", "hidden_size", "num_heads", "intermediate_size"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"model.{key} = {value}: must be at least 1")
+        for key, value in (("norm_eps", self.norm_eps), ("init_std", self.init_std)):
+            if not value > 0:
+                raise ValueError(f"model.{key} = {value}: must be greater than 0")
+        for key, allowed in _CHOICES.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"model.{key} = {getattr(self, key)!r}: allowed are {', '.join(allowed)}")
+        if self.hidden_size % self.num_heads:
+            legal = nearest_divisors(self.hidden_size, self.num_heads)
+            raise ValueError(
+                f"model.num_heads = {self.num_heads} does not divide model.hidden_size = {self.hidden_size}; "
+                f"nearest head counts that do: {_words(legal)}"
+            )
+        self._check_mixers()
+
+    def _check_mixers(self) -> None:
+        # Imported here because mixers need torch and this file, which the configuration tools read, must not.
+        from .mixers import MIXERS
+
+        if not self.mixers:
+            raise ValueError("model.mixers is empty: name at least one mixer, for example [metala]")
+        for name in self.mixers:
+            if name not in MIXERS:
+                raise ValueError(f"model.mixers: unknown mixer {name!r}; {_nearest(name, MIXERS)}")
+        for name in self.mixer_options:
+            if name not in MIXERS:
+                raise ValueError(f"model.mixer_options: unknown mixer {name!r}; {_nearest(name, MIXERS)}")
+            if name not in self.mixers:
+                raise ValueError(
+                    f"model.mixer_options.{name} is set but model.mixers = {list(self.mixers)} does not use {name!r}"
+                )
+        for name in dict.fromkeys(self.mixers):
+            MIXERS[name].check(self, self.options_of(name))
+
+    def options_of(self, mixer: str) -> Any:
+        """The `Options` dataclass of `mixer`, filled from `mixer_options`. ValueError for an unknown or wrong key."""
+        from .mixers import MIXERS
+
+        options = MIXERS[mixer].Options
+        known = [f.name for f in dataclasses.fields(options)]
+        given: Mapping[str, Any] = self.mixer_options.get(mixer) or {}
+        for key in given:
+            if key not in known:
+                raise ValueError(f"model.mixer_options.{mixer}.{key}: unknown option; {_nearest(key, known)}")
+        return options(**given)
+
+    def mixer_of(self, layer_index: int) -> str:
+        """Name of the mixer of block `layer_index`: the pattern `mixers`, repeated."""
+        return self.mixers[layer_index % len(self.mixers)]
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP, `intermediate_size` or its default."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        if self.mlp == "swiglu":
+            return 256 * -(-8 * self.hidden_size // (3 * 256))
+        return 4 * self.hidden_size
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The largest divisor of `number` under `wanted` and the smallest over it, as far as they exist."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return below + above
+
+
+_CHOICES = {
+    "mlp": ("swiglu", "gelu"),
+    "norm": ("layernorm", "rmsnorm"),
+    "init_method": ("normal", "small_init", "wang_init"),
+    "output_init_method": ("normal", "small_init", "wang_init"),
+}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    return f"did you mean {_words(close)}?" if close else f"allowed are {', '.join(names) or 'none'}"
+
+
+def _words(items: Iterable[Any]) -> str:
+    return " or ".join(str(item) for item in items)

@@ -1,0 +1,120 @@
+"""The last layer: final norm, output projection, and the loss in chunks of tokens."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .config import ModelConfig
+from .init import init_std
+from .norm import Norm
+
+IGNORED_LABEL = -100
+
+
+class Head(nn.Module):
+    """logits = norm(hidden) weight^T. A tied head shares `weight` with the embedding: assign it after building."""
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "vocab"}
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = Norm(config)
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        nn.init.normal_(self.weight, std=init_std(config))
+        self._flops = 2 * config.vocab_size * config.hidden_size
+
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+        *,
+        labels: Tensor | None = None,
+        loss_weight: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """hidden: [batch, length, hidden_size] -> logits [batch, length, vocab_size], or with `labels` the loss.
+
+        The loss is the float32 scalar sum(loss_weight * nll) over all tokens; labels [batch, length] int, -100 counts
+        nothing; loss_weight [batch, length] float, None is one everywhere. The state is empty.
+        """
+        hidden = self.norm(hidden)
+        if labels is None:
+            out = F.linear(hidden, self.weight)
+        else:
+            out = cross_entropy_sum(hidden, self.weight, labels, loss_weight)
+        return (out, {}) if return_state else out
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add."""
+        return self._flops
+
+
+def cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, loss_weight: Tensor | None = None, *, chunk: int | None = None
+) -> Tensor:
+    """sum_t loss_weight_t * (logsumexp(z_t) - z_t[labels_t]) with z = hidden weight^T, without ever holding all of z.
+
+    hidden: [..., d], weight: [vocab, d], labels: [...] int (-100 counts nothing), loss_weight: [...] float or None.
+    Logits are formed for `chunk` tokens at a time; the gradients of hidden and weight are computed in the same pass,
+    so nothing is computed twice. Returns a float32 scalar (float64 for float64 inputs). No gradient flows to
+    loss_weight.
+    """
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    labels = labels.reshape(-1)
+    weights = torch.ones_like(labels, dtype=wide) if loss_weight is None else loss_weight.reshape(-1).to(wide)
+    weights = weights.masked_fill(labels == IGNORED_LABEL, 0.0)
+    labels = labels.masked_fill(labels == IGNORED_LABEL, 0)
+    if chunk is None:
+        chunk = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    return _CrossEntropySum.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels, weights, chunk)
+
+
+# Logits held at a time: 2^22 float32 are 16 MiB.
+_CHUNK_ELEMENTS = 1 << 22
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, chunk: int) -> Tensor:
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        total = weights.new_zeros(())
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros(weight.shape, dtype=weights.dtype, device=weight.device) if need_weight else None
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            label, token_weight = labels[rows, None], weights[rows, None]
+            logits = (hidden[rows] @ weight.t()).to(weights.dtype)
+            log_sum = torch.logsumexp(logits, -1, keepdim=True)
+            nll = log_sum - logits.gather(-1, label)
+            # A token without weight counts nothing even where its loss is not finite.
+            total += torch.where(token_weight == 0, 0.0, token_weight * nll).sum()
+            if d_hidden is None and d_weight is None:
+                continue
+            probability = logits.sub_(log_sum).exp_()
+            probability.scatter_add_(-1, label, probability.new_full((), -1.0).expand_as(label))
+            gradient = torch.where(token_weight == 0, 0.0, probability.mul_(token_weight)).to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(gradient, weight, out=d_hidden[rows])
+            if d_weight is not None:
+                d_weight += gradient.t() @ hidden[rows]
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = ctx.saved_tensors
+        if d_hidden is not None:
+            d_hidden = d_hidden * grad.to(d_hidden.dtype)
+        if d_weight is not None:
+            d_weight = (d_weight * grad).to(ctx.weight_dtype)
+        return d_hidden, d_weight, None, None, None

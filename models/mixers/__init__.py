@@ -1,0 +1,26 @@
+"""The token mixers by name. A new mixer is one file here and one line in MIXERS.
+
+A mixer is an `nn.Module` with
+  Options                       frozen dataclass of its settings, each field with metadata {"doc": ...}
+  check(config, options)        static: ValueError naming the key when the shape cannot be built
+  __init__(config, layer_index, options)
+  forward(x, mask, cu_seqlens, state, return_state)      as in `models.block.Block.forward`
+  flops_per_token(length)       forward FLOPs, two a multiply-add
+  state_size                    its decode state in words, for the documentation
+  tensor_parallel_plan, parameter_kinds
+The plan's words are read by the trainer: "column" and "row" linear maps, "shard" a vector cut with the columns,
+"replicated", and "replicated, gradient summed" for what is used whole inside the parallel region. The region begins
+once, at the mixer's input, and ends at its row output. Head counts therefore follow from tensor shapes at run time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .attention import Attention
+from .metala import MetaLA
+
+MIXERS: dict[str, Any] = {
+    "attention": Attention,
+    "metala": MetaLA,
+}

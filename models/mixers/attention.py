@@ -1,0 +1,175 @@
+"""Softmax attention: rotary positions, grouped queries, a key-value cache. The baseline of the linear mixers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig, nearest_divisors
+from ..init import linear
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the attention mixer."""
+
+    num_kv_heads: int | None = field(
+        default=None, metadata={"doc": "Heads of keys and values; null: as many as queries (model.num_heads)."}
+    )
+    rotary_pct: float = field(
+        default=1.0, metadata={"doc": "Part of every head that is rotated by its position; 0 is no positions."}
+    )
+    rotary_base: float = field(default=10000.0, metadata={"doc": "Base of the rotary wavelengths."})
+    bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
+    causal: bool = field(default=True, metadata={"doc": "A token sees itself and what is before it only."})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rotary_pct <= 1:
+            raise ValueError(
+                f"model.mixer_options.attention.rotary_pct = {self.rotary_pct}: must be between 0 and 1"
+            )
+        if self.num_kv_heads is not None and self.num_kv_heads < 1:
+            raise ValueError(f"model.mixer_options.attention.num_kv_heads = {self.num_kv_heads}: must be at least 1")
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(head_dim)) v. Vaswani et al. 2017; rotary: Su et al. 2021 (arXiv 2104.09864), in the
+    half-split layout of GPT-NeoX; grouped queries: Ainslie et al. 2023 (arXiv 2305.13245)."""
+
+    Options = Options
+    state_size: ClassVar[str] = "2 d * kv_heads / heads a token seen"
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "q_proj": "column",
+        "k_proj": "column",
+        "v_proj": "column",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: Options) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.options = options
+        self.head_dim = size // config.num_heads
+        self.rotary_dim = int(self.head_dim * options.rotary_pct) // 2 * 2
+        kv_size = self.head_dim * (options.num_kv_heads or config.num_heads)
+        self.q_proj = linear(config, size, size, bias=options.bias)
+        self.k_proj = linear(config, size, kv_size, bias=options.bias)
+        self.v_proj = linear(config, size, kv_size, bias=options.bias)
+        self.out_proj = linear(config, size, size, bias=options.bias, output=True)
+        self._size, self._kv_size = size, kv_size
+
+    @staticmethod
+    def check(config: ModelConfig, options: Options) -> None:
+        """ValueError when the heads of keys do not divide those of queries."""
+        kv_heads = options.num_kv_heads
+        if kv_heads is not None and config.num_heads % kv_heads:
+            legal = " or ".join(str(n) for n in nearest_divisors(config.num_heads, kv_heads))
+            raise ValueError(
+                f"model.mixer_options.attention.num_kv_heads = {kv_heads} does not divide model.num_heads = "
+                f"{config.num_heads}; nearest that do: {legal}"
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "key" (rotated) and "value" [batch, seen, kv_heads, head_dim] and "mask" [batch, seen] bool; with
+        cu_seqlens a row for every segment, padded on the right.
+        """
+        if cu_seqlens is not None:
+            return self._packed(x, cu_seqlens, state, return_state)
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        o, new_state = self._attend(q, k, v, mask, state, return_state)
+        y = self.out_proj(o.flatten(-2))
+        return (y, new_state) if return_state else y
+
+    def _packed(
+        self, x: Tensor, cu_seqlens: Tensor, state: dict[str, Tensor] | None, return_state: bool
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """Segments become rows, padded on the right."""
+        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        lengths = ends - starts
+        place = torch.arange(max(1, int(lengths.max())), device=x.device)
+        mask = place < lengths[:, None]
+        index = torch.where(mask, starts[:, None] + place, 0)
+        projected = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (p[0][index] for p in projected)
+        o, new_state = self._attend(q, k, v, mask, state, return_state)
+        y = self.out_proj(o.flatten(-2)[mask][None])
+        return (y, new_state) if return_state else y
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        state: dict[str, Tensor] | None,
+        return_state: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """q, k, v: [batch, length, heads, head_dim] before rotation -> o in q's shape."""
+        batch, length = q.shape[:2]
+        plain = mask is None and not state
+        real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if mask is None else mask
+        seen_mask = state["mask"] if state else real[:, :0]
+        past = seen_mask.shape[1]
+        if self.rotary_dim:
+            # Positions count real tokens, so that padding shifts nothing.
+            position = real.cumsum(1) - 1 + seen_mask.sum(1, keepdim=True)
+            cos, sin = _rotary(position, self.rotary_dim, self.options.rotary_base)
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        if state:
+            k, v = torch.cat([state["key"], k], 1), torch.cat([state["value"], v], 1)
+        keys_real = torch.cat([seen_mask, real], 1)
+        allowed = None if plain else self._allowed(keys_real, length, past)
+        grouped = q.shape[2] // k.shape[2]
+        expand = [t.repeat_interleave(grouped, 2) if grouped > 1 else t for t in (k, v)]
+        o = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            expand[0].transpose(1, 2),
+            expand[1].transpose(1, 2),
+            attn_mask=allowed,
+            is_causal=plain and self.options.causal,
+        ).transpose(1, 2)
+        return o, {"key": k, "value": v, "mask": keys_real} if return_state else {}
+
+    def _allowed(self, keys_real: Tensor, length: int, past: int) -> Tensor:
+        """[batch, 1, length, past + length] bool: which keys a query may see."""
+        key = torch.arange(past + length, device=keys_real.device)
+        query = torch.arange(length, device=keys_real.device)[:, None] + past
+        seen = keys_real[:, None, :]
+        if self.options.causal:
+            seen = seen & (key <= query)
+        # A padded query sees itself, or its softmax over nothing would be nan and spread through the values.
+        return (seen | (key == query))[:, None]
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add; scores and values of the causal half (all when not causal)."""
+        projections = 4 * self._size * self._size + 4 * self._size * self._kv_size
+        return projections + (2 if self.options.causal else 4) * self._size * length
+
+
+def _rotary(position: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """position: [batch, length] -> cos and sin [batch, length, 1, dim / 2] in float32."""
+    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=position.device) / dim)
+    angle = position.clamp_min(0)[:, :, None, None].float() * frequency
+    return angle.cos(), angle.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first channels of every head: channel c and c + dim / 2 are a pair. In float32, back to x's dtype."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*(t.to(x.dtype) for t in turned), rest], -1)

@@ -1,0 +1,185 @@
+"""MetaLA (arXiv 2411.10741): linear attention with k = 1 - alpha, self-augmentation and a short convolution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig, nearest_divisors
+from ..convolution import CausalConvolution
+from ..init import linear
+from ..recurrence import recurrence
+
+# alpha = sigmoid(a)^(1/16)
+_TEMPERATURE = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the MetaLA mixer."""
+
+    preset: Literal["released", "paper"] = field(
+        default="released",
+        metadata={
+            "doc": "released: scale 1/sqrt(head_dim_k) and SiLU after the convolution, as the published models. "
+            "paper: scale 1 and no activation there, as the equations are printed."
+        },
+    )
+    self_augmentation: bool = field(
+        default=True, metadata={"doc": "The token's own extra term, Eq. 22; false is an ablation of Table 8."}
+    )
+    convolution: bool = field(
+        default=True, metadata={"doc": "The causal convolution on the input; false is an ablation of Table 8."}
+    )
+    conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolution sees; 2 for MQAR."})
+    key_projection: bool = field(
+        default=False, metadata={"doc": "k = W_K x instead of 1 - alpha; true is an ablation of Table 8."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.preset not in ("released", "paper"):
+            raise ValueError(
+                f"model.mixer_options.metala.preset = {self.preset!r}: allowed are released, paper"
+            )
+        if self.conv_kernel < 1:
+            raise ValueError(f"model.mixer_options.metala.conv_kernel = {self.conv_kernel}: must be at least 1")
+
+
+class MetaLA(nn.Module):
+    """The layer of MetaLA, Eq. 13-22 and A35, with d_k = d / 2 and d_v = d over all heads.
+
+    x <- SiLU(conv(x)); q, a, v = W x; u = W_G x + b; g = logsigmoid(a) / 16; k = 1 - exp(g);
+    o = recurrence(q, k, v, g) + sigmoid((sum_c q_c w_c k_c) v); y = W_O(SiLU(u) * LayerNorm_head(o)).
+    """
+
+    Options = Options
+    state_size: ClassVar[str] = "d^2 / (2 heads) float32 and (kernel - 1) d"
+    # The parallel region begins at the input of the convolution, which every channel of the cut maps reads.
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "conv": "replicated, gradient summed",
+        "q_proj": "column",
+        "k_proj": "column",
+        "a_proj": "column",
+        "v_proj": "column",
+        "gate_proj": "column",
+        "aug_weight": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: Options) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.options = options
+        self.head_dim_k = size // 2 // config.num_heads
+        self.head_dim_v = size // config.num_heads
+        self.scale = self.head_dim_k**-0.5 if options.preset == "released" else 1.0
+        self.conv = CausalConvolution(size, options.conv_kernel) if options.convolution else None
+        self.q_proj = linear(config, size, size // 2)
+        self.a_proj = linear(config, size, size // 2)
+        self.k_proj = linear(config, size, size // 2) if options.key_projection else None
+        self.v_proj = linear(config, size, size)
+        self.gate_proj = linear(config, size, size, bias=True)
+        self.aug_weight = nn.Parameter(torch.zeros(size // 2)) if options.self_augmentation else None
+        self.out_proj = linear(config, size, size, output=True)
+        self._size, self._heads = size, config.num_heads
+
+    @staticmethod
+    def check(config: ModelConfig, options: Options) -> None:
+        """ValueError when the heads do not divide the keys, which have half the width."""
+        half, odd = divmod(config.hidden_size, 2)
+        if odd or half % config.num_heads:
+            legal = " or ".join(str(n) for n in nearest_divisors(half, config.num_heads))
+            raise ValueError(
+                f"model.num_heads = {config.num_heads} does not divide the key width of metala, "
+                f"model.hidden_size / 2 = {config.hidden_size / 2:g}; nearest head counts that do: {legal}"
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32 and "conv" [batch, kernel - 1,
+        hidden_size], the last inputs of the convolution; with cu_seqlens a row for every segment.
+        """
+        state = state or {}
+        new_state: dict[str, Tensor] = {}
+        if self.conv is not None:
+            x, history = self.conv(x, mask, cu_seqlens, state.get("conv"), return_state)
+            if history is not None:
+                new_state["conv"] = history
+            if self.options.preset == "released":
+                x = F.silu(x)
+        q = _heads(self.q_proj(x), self.head_dim_k)
+        v = _heads(self.v_proj(x), self.head_dim_v)
+        log_decay = _heads(_log_decay(self.a_proj(x)), self.head_dim_k)
+        if self.k_proj is None:
+            # In float32 until here: 1 - exp(g) formed in bfloat16 would be wrong by 3 % and more.
+            k = -torch.expm1(log_decay).to(v.dtype)
+        else:
+            k = _heads(self.k_proj(x), self.head_dim_k)
+        if mask is not None:
+            padding = ~mask[:, :, None, None]
+            log_decay = log_decay.masked_fill(padding, 0.0)
+            k = k.masked_fill(padding, 0.0)
+        o, new_state["recurrent"] = recurrence(
+            q,
+            k,
+            v,
+            log_decay,
+            scale=self.scale,
+            initial_state=state.get("recurrent"),
+            cu_seqlens=cu_seqlens,
+        )
+        y = self.out_proj(_epilogue(o, q, k, v, self.aug_weight, self.gate_proj(x)))
+        return (y, new_state) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""
+        size, heads = self._size, self._heads
+        projections = 2 * (4 * size * size + (size * size // 2 if self.k_proj is not None else 0))
+        convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
+        chunk = min(64, length)
+        inside = chunk * (self.head_dim_k + self.head_dim_v)
+        return projections + convolution + heads * (inside + 4 * self.head_dim_k * self.head_dim_v)
+
+
+def _heads(x: Tensor, head_dim: int) -> Tensor:
+    """[batch, length, heads * head_dim] -> [batch, length, heads, head_dim]: the head count follows from the tensor."""
+    return x.unflatten(-1, (-1, head_dim))
+
+
+def _log_decay(a: Tensor) -> Tensor:
+    """log of sigmoid(a)^(1/16), in float32 (float64 for float64)."""
+    return F.logsigmoid(_wide(a)) / _TEMPERATURE
+
+
+def _epilogue(o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, u: Tensor) -> Tensor:
+    """Self-augmentation, LayerNorm a head without gain, output gate. o: [batch, length, heads, head_dim_v].
+
+    Returns [batch, length, heads * head_dim_v] in o's dtype; computed in float32 (float64 for float64).
+    """
+    dtype = o.dtype
+    o = _wide(o)
+    if aug_weight is not None:
+        weight = _wide(aug_weight).unflatten(-1, (-1, q.shape[-1]))
+        strength = (_wide(q) * weight * _wide(k)).sum(-1, keepdim=True)
+        # sigmoid(z) = 1/2 + tanh(z / 2) / 2, and the LayerNorm removes the 1/2: adding it to the far smaller o and
+        # taking it off again would cost two digits.
+        o = o + 0.5 * torch.tanh(0.5 * strength * _wide(v))
+    o = F.layer_norm(o, o.shape[-1:], eps=1e-5).flatten(-2)
+    return (F.silu(_wide(u)) * o).to(dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

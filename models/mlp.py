@@ -1,0 +1,59 @@
+"""The channel mixers: SwiGLU and GELU."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .init import linear
+
+
+class SwiGLU(nn.Module):
+    """down( SiLU(gate x) * up x ). Shazeer 2020 (arXiv 2002.05202), Eq. 6."""
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, width, bias = config.hidden_size, config.mlp_width, config.mlp_bias
+        self.gate_proj = linear(config, size, width, bias=bias)
+        self.up_proj = linear(config, size, width, bias=bias)
+        self.down_proj = linear(config, width, size, bias=bias, output=True)
+        self._flops = 6 * size * width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., hidden_size] -> the same shape."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add."""
+        return self._flops
+
+
+class GELU(nn.Module):
+    """down( GELU(up x) ) with the exact (erf) GELU, as in GPT-NeoX and Pythia."""
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"up_proj": "column", "down_proj": "row"}
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, width, bias = config.hidden_size, config.mlp_width, config.mlp_bias
+        self.up_proj = linear(config, size, width, bias=bias)
+        self.down_proj = linear(config, width, size, bias=bias, output=True)
+        self._flops = 4 * size * width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., hidden_size] -> the same shape."""
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add."""
+        return self._flops
+
+
+MLPS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}

@@ -1,0 +1,126 @@
+"""The one operator of causal linear attention: S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T, o_t = scale q_t S_t.
+
+MetaLA (arXiv 2411.10741), Eq. 13-15. Three forms that agree: `recurrent` token by token, `parallel` quadratic in
+length, `chunked` linear in length. The first two are the reference that the third is measured against.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .chunked import chunked_recurrence
+from .decay import pairwise_decay, sum_after
+
+Form = Literal["auto", "recurrent", "parallel", "chunked"]
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: Form = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Decayed linear attention, causal.
+
+    q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v]; log_decay: [batch, length, heads,
+    head_dim_k] or [..., 1] for one decay a head, at most 0, -inf allowed (the state is forgotten there).
+    initial_state: [batch, heads, head_dim_k, head_dim_v], zero if None. cu_seqlens: [segments + 1] int with batch 1:
+    tokens cu_seqlens[s] to cu_seqlens[s + 1] are one sequence; empty ones are legal; states are then [segments, ...].
+
+    Returns o in v's shape and dtype and the final state in float32 (float64 for float64 inputs).
+    `auto` is flash-linear-attention on CUDA in 16 bits, one step of the recurrence for one token, else chunked.
+    Raises ValueError for shapes that do not fit and for a form that does not exist.
+    """
+    _check(q, k, v, log_decay, initial_state, cu_seqlens)
+    if form == "auto":
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            from .fla_backend import fla_recurrence
+
+            return fla_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+        form = "recurrent" if q.shape[1] == 1 and cu_seqlens is None else "chunked"
+    if form == "chunked":
+        return chunked_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+    if form not in ("recurrent", "parallel"):
+        raise ValueError(f"form = {form!r}: allowed are auto, recurrent, parallel, chunked")
+    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dtype = v.dtype
+    q, k, v, log_decay = q.to(wide) * scale, k.to(wide), v.to(wide), log_decay.to(wide)
+    segments = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    batch, _, heads, dim_k = q.shape
+    if initial_state is None:
+        initial_state = q.new_zeros(batch * segments, heads, dim_k, v.shape[-1])
+    one_sequence = _recurrent if form == "recurrent" else _parallel
+    if cu_seqlens is None:
+        o, final_state = one_sequence(q, k, v, log_decay, initial_state.to(wide))
+        return o.to(dtype), final_state
+    bounds = cu_seqlens.tolist()
+    outputs, finals = [], []
+    for s, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        part = (x[:, start:end] for x in (q, k, v, log_decay))
+        o, final_state = one_sequence(*part, initial_state[s : s + 1].to(wide))
+        outputs.append(o)
+        finals.append(final_state)
+    return torch.cat(outputs, 1).to(dtype), torch.cat(finals)
+
+
+def _recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    decay = log_decay.exp().unsqueeze(-1)
+    outputs = []
+    for t in range(q.shape[1]):
+        state = decay[:, t] * state + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        outputs.append((q[:, t].unsqueeze(-2) @ state).squeeze(-2))
+    return (torch.stack(outputs, 1) if outputs else torch.zeros_like(v)), state
+
+
+def _parallel(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Quadratic in time, and with a decay a channel also in memory: [batch, length, length, heads, head_dim_k]."""
+    from_start = log_decay.cumsum(1)
+    to_end = sum_after(log_decay, 1)
+    weights = pairwise_decay(log_decay, 1)
+    if log_decay.shape[-1] == 1:
+        scores = torch.einsum("bihd,bjhd->bijh", q, k) * weights.squeeze(-1)
+    else:
+        scores = torch.einsum("bihd,bijhd,bjhd->bijh", q, weights, k)
+    o = torch.einsum("bijh,bjhe->bihe", scores, v) + torch.einsum("bihd,bhde->bihe", q * from_start.exp(), state)
+    if q.shape[1]:
+        state = from_start[:, -1].exp().unsqueeze(-1) * state
+        state = state + torch.einsum("bjhd,bjhe->bhde", k * to_end.exp(), v)
+    return o, state
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
+        raise ValueError(
+            f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)}: expected [batch, length, heads, head_dim] with q and k alike "
+            "and v equal to them but for its last axis"
+        )
+    if log_decay.shape[:-1] != q.shape[:-1] or log_decay.shape[-1] not in (1, q.shape[-1]):
+        raise ValueError(f"log_decay {_shape(log_decay)}: expected {_shape(q)} or a last axis of 1")
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        if q.shape[0] != 1:
+            raise ValueError(f"cu_seqlens needs batch 1 with the segments packed along the length, got {_shape(q)}")
+        # Reading the values of a CUDA tensor would wait for the device.
+        if not cu_seqlens.is_cuda and (int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1]):
+            raise ValueError(
+                f"cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}: must run from 0 to the length "
+                f"{q.shape[1]}"
+            )
+        sequences = len(cu_seqlens) - 1
+    expected = (sequences, q.shape[2], q.shape[3], v.shape[3])
+    if initial_state is not None and tuple(initial_state.shape) != expected:
+        raise ValueError(f"initial_state {_shape(initial_state)}: expected {list(expected)}")
+
+
+def _shape(x: Tensor) -> list[int]:
+    return list(x.shape)
