@@ -1,0 +1,370 @@
+"""Checkpoints that do not know the layout that wrote them.
+
+A checkpoint is a folder `step_00000100/` with
+
+- `manifest.json`: format version, step, trainer state, layout, software versions, command line; every tensor's shape,
+  partition word and the pieces it is stored in; every file's size and SHA-256;
+- `config.yml`: the resolved configuration;
+- `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: what rank R owned, as flat float32 pieces of the full tensors.
+  Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names.
+
+Each process writes what it owns; reading assembles any range of any tensor, so any number of processes can read it. The
+folder is written under another name, flushed and renamed; the text file `latest` beside it is then replaced in one
+step. A process killed at any moment leaves the previous checkpoint loadable and `latest` on a complete one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_lite.engine import Engine
+from megatron_lite.grid import Grid, barrier
+
+FORMAT = "metalion-checkpoint"
+VERSION = 1
+_OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the message is for a person."""
+
+
+def save(engine: Engine, directory: Path, *, step: int, state: Mapping[str, Any], config_yaml: str) -> Path:
+    """Write `directory/step_XXXXXXXX` and let `latest` name it. Every process of the run calls this.
+
+    Args:
+        directory: the checkpoints folder of the run, on a disk that all processes share.
+        state: the trainer's state, as JSON values; returned by `load`.
+
+    Raises:
+        CheckpointError: on every process, when one of them could not write (a full disk, say). Nothing is left behind.
+    """
+    grid = engine.grid
+    final = directory / f"step_{step:08d}"
+    aside = directory / f".step_{step:08d}.writing"
+    problem = ""
+    if grid.is_main:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for leftover in directory.glob(".step_*.writing"):  # of a save that was killed
+                shutil.rmtree(leftover)
+            aside.mkdir()
+        except OSError as error:
+            problem = str(error)
+    barrier(grid)
+    pieces: dict[str, list[dict[str, Any]]] = {}
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        if not problem:
+            pieces, files = _write_own(engine, aside)
+    except (OSError, SafetensorError) as error:
+        problem = str(error)
+    everyone = _gather((problem, pieces, files), grid)
+    problem = next((text for text, _, _ in everyone if text), "")
+    if not problem and grid.is_main:
+        try:
+            _write_manifest(engine, aside, everyone, step, state, config_yaml)
+            if final.exists():  # the same step saved again, after a resume from an earlier one
+                shutil.rmtree(final)
+            os.replace(aside, final)
+            _sync(directory)
+            _write_text(directory / "latest", final.name + "\n")
+        except OSError as error:
+            problem = str(error)
+    problem = next((text for text in _gather(problem, grid) if text), "")
+    if problem:
+        if grid.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+        free = shutil.disk_usage(directory).free / 2**30 if directory.exists() else math.nan
+        raise CheckpointError(
+            f"could not write the checkpoint {final}: {problem} ({free:.2f} GiB free on that disk). "
+            f"Earlier checkpoints are untouched; free space or set checkpoint.directory elsewhere, then start again to resume"
+        )
+    return final
+
+
+def load(engine: Engine, path: Path) -> dict[str, Any]:
+    """Read a checkpoint into the engine and return the trainer's state that was saved with it.
+
+    Args:
+        path: a run folder, a checkpoints folder or a step folder.
+
+    Raises:
+        CheckpointError: no checkpoint there, a missing or corrupted file, or another architecture.
+    """
+    path = resolve(path)
+    manifest = read_manifest(path)
+    _check_shapes(engine.parameter_shapes(), {name: tuple(t["shape"]) for name, t in manifest["tensors"].items()}, path)
+    reader = _Reader(path, manifest)
+    for fragment in engine.fragments():
+        for kind, target in fragment.tensors.items():
+            if target.numel():
+                target.copy_(reader.range(kind, fragment.name, fragment.start, target.numel()))
+    engine.loss_scale_state = manifest["loss_scale"]
+    engine.finish_load(manifest["optimizer_steps"])
+    barrier(engine.grid)
+    return manifest["state"]
+
+
+def resolve(path: Path | str) -> Path:
+    """The step folder that a path means: itself, or the newest one of a checkpoints or run folder.
+
+    Raises:
+        CheckpointError: there is none; says what was looked for.
+    """
+    path = Path(path)
+    if (path / "manifest.json").is_file():
+        return path
+    for folder in (path, path / "checkpoints"):
+        latest = folder / "latest"
+        if latest.is_file():
+            step = folder / latest.read_text().strip()
+            if (step / "manifest.json").is_file():
+                return step
+            raise CheckpointError(
+                f"{latest} names {step.name}, which is no complete checkpoint; name another step folder"
+            )
+    if not path.exists():
+        near = sorted(str(p) for p in path.parent.glob("*") if p.is_dir())[:5] if path.parent.is_dir() else []
+        raise CheckpointError(f"{path} does not exist" + (f"; beside it: {', '.join(near)}" if near else ""))
+    raise CheckpointError(
+        f"{path} is no checkpoint: a run folder, a checkpoints folder with the file 'latest', or a step folder with "
+        f"manifest.json is needed"
+    )
+
+
+def exists(path: Path) -> bool:
+    """Whether a run or checkpoints folder has a finished checkpoint."""
+    return any((folder / "latest").is_file() for folder in (path, path / "checkpoints"))
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a step folder, with every file that it lists checked to be there in full.
+
+    Raises:
+        CheckpointError: unreadable, another format or version, or a file that is missing or short (named).
+    """
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / 'manifest.json'}: {error}") from error
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path}: format {manifest.get('format')!r} version {manifest.get('version')!r}; this program reads "
+            f"{FORMAT!r} version {VERSION}"
+        )
+    for name, entry in manifest["files"].items():
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size != entry["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes of {entry['bytes']}"
+            raise CheckpointError(f"{path}: the file {name} {found}; resume from another step folder beside it")
+    return manifest
+
+
+def read_weights(path: Path | str) -> dict[str, Tensor]:
+    """All weights of a checkpoint at full size: canonical name to float32 tensor on the CPU.
+
+    Raises:
+        CheckpointError: as `resolve` and `read_manifest`, or a file whose checksum differs.
+    """
+    path = resolve(path)
+    return dict(iter_weights(path))
+
+
+def iter_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a step folder one at a time, so that a large model never stands in memory whole."""
+    manifest = read_manifest(path)
+    reader = _Reader(path, manifest)
+    for name, entry in manifest["tensors"].items():
+        shape = entry["shape"]
+        yield name, reader.range("weight", name, 0, math.prod(shape)).reshape(shape)
+
+
+def read_config_yaml(path: Path | str) -> dict[str, Any]:
+    """The resolved configuration that a checkpoint was trained with, as plain YAML values."""
+    import yaml
+
+    with open(resolve(path) / "config.yml") as file:
+        return yaml.safe_load(file)
+
+
+def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
+    """Delete old checkpoints, never the newest. Call it on one process.
+
+    Args:
+        keep_last: how many of the newest stay; 0 keeps all.
+        keep: steps that always stay (log-spaced and listed ones).
+
+    Returns:
+        the deleted folders.
+    """
+    steps = {int(p.name.removeprefix("step_")): p for p in directory.glob("step_*") if p.name[5:].isdigit()}
+    newest = sorted(steps)[-keep_last:] if keep_last else list(steps)
+    gone = [steps[step] for step in sorted(steps) if step not in newest and step not in keep]
+    for folder in gone:
+        (folder / "manifest.json").unlink()  # without it the rest is no checkpoint, should this be interrupted
+        shutil.rmtree(folder)
+    return gone
+
+
+class _Reader:
+    """Ranges of tensors out of the pieces of one checkpoint; checks the checksum of a file when it is first opened."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        self._path, self._manifest = path, manifest
+        self._open: dict[str, Any] = {}
+
+    def range(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of the flattened tensor, float32 on the CPU."""
+        out = torch.empty(numel, dtype=torch.float32)
+        covered = 0
+        for piece in self._manifest["tensors"][name]["pieces"]:
+            low, high = max(start, piece["start"]), min(start + numel, piece["start"] + piece["numel"])
+            if low < high:
+                file = self._file(
+                    ("weights" if kind == "weight" else "optimizer") + f"-{piece['rank']:05d}.safetensors"
+                )
+                view = file.get_slice(f"{kind}/{name}")
+                out[low - start : high - start] = view[low - piece["start"] : high - piece["start"]]
+                covered += high - low
+        if covered != numel:
+            raise CheckpointError(
+                f"{self._path}: {kind} of {name} has {covered} of the {numel} elements from {start} on"
+            )
+        return out
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            if _sha256(self._path / name) != self._manifest["files"][name]["sha256"]:
+                raise CheckpointError(
+                    f"{self._path}: the file {name} is corrupted (its SHA-256 is not the manifest's); "
+                    f"resume from another step folder beside it"
+                )
+            self._open[name] = safe_open(self._path / name, framework="pt")
+        return self._open[name]
+
+
+def _write_own(engine: Engine, aside: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
+    rank = engine.grid.rank
+    tensors: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
+    pieces: dict[str, list[dict[str, Any]]] = {}
+    for fragment in engine.fragments():
+        numel = fragment.tensors["weight"].numel()
+        if not numel:
+            continue
+        pieces.setdefault(fragment.name, []).append({"rank": rank, "start": fragment.start, "numel": numel})
+        tensors["weights"][f"weight/{fragment.name}"] = _host_copy(fragment.tensors["weight"])
+        for key in _OPTIMIZER_KEYS:
+            tensors["optimizer"][f"{key}/{fragment.name}"] = _host_copy(fragment.tensors[key])
+    files = {}
+    for stem, group in tensors.items():
+        path = aside / f"{stem}-{rank:05d}.safetensors"
+        save_file(group, path)
+        _sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return pieces, files
+
+
+def _write_manifest(
+    engine: Engine, aside: Path, everyone: list[Any], step: int, state: Mapping[str, Any], config_yaml: str
+) -> None:
+    tensors = {
+        name: {"shape": list(shape), "partition": engine.words[name], "pieces": []}
+        for name, shape in engine.parameter_shapes().items()
+    }
+    for _, pieces, _ in everyone:
+        for name, entries in pieces.items():
+            tensors[name]["pieces"].extend(entries)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "optimizer_steps": step - int(state.get("skipped_steps", 0)),
+        "state": dict(state),
+        "loss_scale": engine.loss_scale_state,
+        "layout": {"world_size": engine.grid.world_size, "data": engine.grid.data_size, "dtype": engine.dtype},
+        "versions": versions(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "tensors": tensors,
+        "files": {name: entry for _, _, files in everyone for name, entry in files.items()},
+    }
+    _write_text(aside / "config.yml", config_yaml)
+    _write_text(aside / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    _sync(aside)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the interpreter and of the packages that decide the numbers."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for package in ("torch", "deepspeed", "flash-linear-attention", "triton", "transformers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _check_shapes(model: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    differing = [
+        f"{name}: {stored.get(name, 'absent')} in the checkpoint, {model.get(name, 'absent')} in the model"
+        for name in [*model, *(name for name in stored if name not in model)]
+        if model.get(name) != stored.get(name)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{path} is of another architecture: {len(differing)} of {len(model)} tensors differ, the first ones "
+            + "; ".join(differing[:3])
+            + ". Start with the model section of its config.yml, or in another run.directory"
+        )
+
+
+def _host_copy(view: Tensor) -> Tensor:
+    # A copy also on the CPU: safetensors refuses tensors that share memory, and fragments are views of one buffer.
+    return torch.empty(view.shape, dtype=torch.float32).copy_(view.detach())
+
+
+def _gather(value: Any, grid: Grid) -> list[Any]:
+    if grid.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * grid.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _write_text(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.writing")
+    with open(aside, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

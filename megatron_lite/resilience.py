@@ -1,0 +1,141 @@
+"""What keeps a long run alive, or ends it with an explanation: signals, hangs, loss spikes, non-finite steps."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import signal
+import sys
+from collections import deque
+
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopSignal:
+    """SIGTERM, SIGUSR1 (what SLURM sends before a preemption) and the first Ctrl-C ask the run to stop after the step.
+
+    A second Ctrl-C interrupts at once. Use as a context manager; the former handlers come back at the end.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in self.SIGNALS:
+            self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+
+
+class Watchdog:
+    """Prints the stack of every thread when no step ends for `minutes`, and again every `minutes` after that.
+
+    faulthandler prints from a thread of its own in C, so it works while Python hangs inside a collective or a kernel.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        self._seconds = minutes * 60
+
+    def __enter__(self) -> Watchdog:
+        self.kick()
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if self._seconds:
+            faulthandler.cancel_dump_traceback_later()
+
+    def kick(self) -> None:
+        """A step ended: start counting anew."""
+        if self._seconds:
+            faulthandler.dump_traceback_later(self._seconds, repeat=True, file=sys.__stderr__ or sys.stderr)
+
+
+class SpikeGuard:
+    """Vetoes the update of a step whose loss is far above the running mean (as OLMo's skip-step optimizer).
+
+    Args:
+        factor: veto a loss above factor * running mean; 0 never vetoes.
+        mean: running mean to continue from, None at the start.
+        warmup: losses to see before the first veto.
+    """
+
+    DECAY = 0.98
+
+    def __init__(self, factor: float, mean: float | None = None, *, warmup: int = 50) -> None:
+        self._factor, self.mean, self._to_see = factor, mean, 0 if mean is not None else warmup
+
+    def veto(self, loss: float) -> bool:
+        """Whether to skip this step; a loss that is let through moves the mean."""
+        if not math.isfinite(loss):
+            return True
+        if self._factor and self.mean is not None and self._to_see <= 0 and loss > self._factor * self.mean:
+            return True
+        self.mean = loss if self.mean is None else self.DECAY * self.mean + (1 - self.DECAY) * loss
+        self._to_see -= 1
+        return False
+
+
+class TooManySkippedSteps(RuntimeError):  # noqa: N818 - what happened, said as it is
+    """The run stopped because several steps in a row were not finite; the message names the dump."""
+
+
+class SkipCounter:
+    """Counts skipped steps and stops the run after `limit` in a row, with a dump that names the steps and the samples.
+
+    Args:
+        limit: skipped steps in a row that stop the run; 0 never stops.
+        directory: where the dump is written.
+    """
+
+    def __init__(self, limit: int, directory: Path, *, total: int = 0) -> None:
+        self.total, self.in_a_row = total, 0
+        self._limit, self._directory = limit, directory
+        self._history: deque[dict[str, Any]] = deque(maxlen=100)
+
+    def record(self, *, step: int, skipped: bool, samples: tuple[int, int], loss: float, gradient_norm: float) -> None:
+        """Take note of one step.
+
+        Args:
+            samples: first and one past the last sample of the step, in the order of the sampler.
+
+        Raises:
+            TooManySkippedSteps: this was the `limit`-th in a row.
+        """
+        self._history.append(
+            {
+                "step": step,
+                "skipped": skipped,
+                "first_sample": samples[0],
+                "last_sample": samples[1] - 1,
+                "loss": repr(loss),
+                "gradient_norm": repr(gradient_norm),
+            }
+        )
+        self.total += skipped
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self._limit and self.in_a_row >= self._limit:
+            path = self._directory / f"skipped_step_{step:08d}.json"
+            path.write_text(json.dumps(list(self._history), indent=1) + "\n")
+            first = self._history[-self.in_a_row]
+            raise TooManySkippedSteps(
+                f"{self.in_a_row} steps in a row were skipped for a loss or gradient that is not finite (or a spike): steps "
+                f"{first['step']} to {step}, samples {first['first_sample']} to {samples[1] - 1}. The last "
+                f"{len(self._history)} steps are in {path}. Lower optimizer.lr, raise schedule.warmup_steps, or resume from an "
+                f"earlier checkpoint; run.max_skipped_steps sets the limit"
+            )

@@ -1,0 +1,242 @@
+"""The loop: batch, step, log, maybe validate, maybe save, maybe stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from megatron_lite import checkpoint
+from megatron_lite.config_schema import Config
+from megatron_lite.engine import Batch, Engine
+from megatron_lite.grid import reduce_sum
+from megatron_lite.metrics import MetricsLogger
+from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, Watchdog
+from megatron_lite.schedule import learning_rate
+
+ModelT = TypeVar("ModelT")
+
+
+@dataclass
+class TrainState:
+    """Everything that a resumed run needs besides weights and optimizer state.
+
+    Attributes:
+        step: steps done, skipped ones included.
+        consumed_samples: position in the order of samples; the data order is a function of it.
+        consumed_tokens: tokens that carried a loss or not, padding included.
+        skipped_steps: steps without an update; the learning rate follows step - skipped_steps.
+        seconds: training time so far, over all starts.
+        loss_mean: running mean of the spike guard.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_steps: int = 0
+    seconds: float = 0.0
+    loss_mean: float | None = None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainState:
+        """From what a checkpoint stored."""
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Validation data of this process.
+
+    Attributes:
+        batches: at most `limit` micro batches of this data rank (None: all), the same number on every rank.
+        total_bytes: bytes of the text of the whole set; None when it is not known.
+        total_tokens: tokens that carry a loss in the whole set.
+    """
+
+    batches: Callable[[int | None], Iterable[Batch]]
+    total_bytes: int | None
+    total_tokens: int
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How the loop ended.
+
+    Attributes:
+        finished: all steps are done; otherwise a signal stopped the run after a save.
+        validation: metrics of the whole validation set, empty where there is none.
+        checkpoint: the last one written.
+    """
+
+    finished: bool
+    state: TrainState
+    validation: dict[str, float]
+    checkpoint: Path | None
+
+
+class Trainer(Generic[ModelT]):
+    """Trains an engine.
+
+    Args:
+        batches: consumed samples -> iterator of steps, each the micro batches of this process.
+        validation: None for a run without validation data.
+        flops_per_token: training FLOPs, forward and backward; peak_flops: of one device; for MFU. None: not logged.
+        config_yaml: stored in every checkpoint.
+        on_validation: called on the main process after each validation with the step (samples, plots).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: Config[ModelT],
+        metrics: MetricsLogger | None,
+        *,
+        batches: Callable[[int], Iterator[Sequence[Batch]]],
+        validation: ValidationSet | None,
+        state: TrainState,
+        config_yaml: str,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
+        self._batches, self._validation, self._config_yaml = batches, validation, config_yaml
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._checkpoints = Path(config.checkpoint.directory)
+        self._saved: Path | None = None
+        self._skips = SkipCounter(config.run.max_skipped_steps, config.run.path, total=state.skipped_steps)
+        self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean)
+
+    def fit(self) -> FitResult:
+        """Train to the last step or to a signal.
+
+        Raises:
+            TooManySkippedSteps: see `SkipCounter`.
+            CheckpointError: a save failed; the previous checkpoint is intact.
+        """
+        config, state = self.config, self.state
+        steps = self._batches(state.consumed_samples)
+        stopped = False
+        with StopSignal() as signal, Watchdog(config.run.watchdog_minutes) as watchdog:
+            while state.step < config.schedule.train_steps and not stopped:
+                self._step(steps)
+                watchdog.kick()
+                stopped = self._any(signal.received is not None)
+                last = state.step == config.schedule.train_steps
+                if not last and _due(state.step, config.evaluation.interval):
+                    self._validate(config.evaluation.batches)
+                    watchdog.kick()
+                if stopped or last or self._save_due():
+                    self._save()
+                    watchdog.kick()
+                if stopped and not last and self.metrics is not None:
+                    self.metrics.log(state.step, {"signal": signal.received or "on another rank"}, kind="stop")
+            finished = state.step >= config.schedule.train_steps
+            final = self._validate(None) if finished else {}
+        return FitResult(finished, state, final, self._saved)
+
+    def _step(self, steps: Iterator[Sequence[Batch]]) -> None:
+        config, state = self.config, self.state
+        begin = time.perf_counter()
+        micro_batches = next(steps)
+        data_seconds = time.perf_counter() - begin
+        lr = learning_rate(
+            state.step - state.skipped_steps,
+            kind=config.schedule.kind,
+            peak=config.optimizer.lr,
+            warmup_steps=config.schedule.warmup_steps,
+            decay_steps=config.schedule.decay_steps,
+            min_ratio=config.schedule.min_lr_ratio,
+            wsd_decay_fraction=config.schedule.wsd_decay_fraction,
+        )
+        result = self.engine.train_step(micro_batches, lr=lr, veto=self._spikes.veto)
+        seconds = time.perf_counter() - begin
+        first = state.consumed_samples
+        state.step += 1
+        state.consumed_samples += config.batch.global_batch_size
+        state.consumed_tokens += config.batch.tokens_per_step
+        state.seconds += seconds
+        state.skipped_steps += result.skipped
+        state.loss_mean = self._spikes.mean
+        if self.metrics is not None and (_due(state.step, config.logging.interval) or result.skipped):
+            per_second = config.batch.tokens_per_step / seconds
+            values = {
+                "loss": result.loss,
+                "perplexity": math.exp(min(result.loss, 700.0)),
+                "learning_rate": lr,
+                "gradient_norm": result.gradient_norm,
+                "tokens": state.consumed_tokens,
+                "tokens_per_second": per_second,
+                "memory_gib": _memory_gib(self.engine.grid.device),
+                "skipped_steps": state.skipped_steps,
+                "data_seconds": data_seconds,
+                "step_seconds": seconds,
+            }
+            if self._flops_per_token and self._peak_flops:
+                values["mfu"] = per_second * self._flops_per_token / (self._peak_flops * self.engine.grid.world_size)
+            if self.engine.dtype == "fp16":
+                values["loss_scale"] = result.loss_scale
+            self.metrics.log(state.step, values)
+        self._skips.record(
+            step=state.step,
+            skipped=result.skipped,
+            samples=(first, state.consumed_samples),
+            loss=result.loss,
+            gradient_norm=result.gradient_norm,
+        )
+
+    def _validate(self, limit: int | None) -> dict[str, float]:
+        if self._validation is None:
+            return {}
+        begin = time.perf_counter()
+        nll, weight = self.engine.evaluate(self._validation.batches(limit))
+        loss = nll / max(weight, 1e-30)
+        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": self.state.consumed_tokens}
+        if self._validation.total_bytes:
+            # Over the whole set this is total nll / ln 2 / bytes; over a part, the set's tokens per byte stand in.
+            values["bits_per_byte"] = loss / math.log(2) * self._validation.total_tokens / self._validation.total_bytes
+        values["evaluated_tokens"] = weight
+        values["seconds"] = time.perf_counter() - begin
+        if self.metrics is not None:
+            self.metrics.log(self.state.step, values, kind="validation")
+        return values
+
+    def _save(self) -> None:
+        self._saved = checkpoint.save(
+            self.engine,
+            self._checkpoints,
+            step=self.state.step,
+            state=asdict(self.state),
+            config_yaml=self._config_yaml,
+        )
+        settings = self.config.checkpoint
+        if self.engine.grid.is_main and settings.keep_last:
+            keep = {s for s in range(1, self.state.step + 1) if self._kept_always(s)}
+            checkpoint.prune(self._checkpoints, keep_last=settings.keep_last, keep=keep)
+
+    def _save_due(self) -> bool:
+        return _due(self.state.step, self.config.checkpoint.interval) or self._kept_always(self.state.step)
+
+    def _kept_always(self, step: int) -> bool:
+        settings = self.config.checkpoint
+        return step in settings.extra_steps or (settings.log_spaced and step & (step - 1) == 0)
+
+    def _any(self, flag: bool) -> bool:
+        """Whether the flag is set on any process: all stop after the same step."""
+        return reduce_sum([float(flag)], self.engine.grid)[0] > 0
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # kilobytes on Linux
