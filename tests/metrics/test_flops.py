@@ -1,0 +1,95 @@
+"""Training FLOPs against 6 N, and which peak a device name gets."""
+
+import pytest
+import torch
+
+from megatron_lite.flops import (
+    PEAK_TERAFLOPS,
+    listed_peak_flops,
+    measure_peak_flops,
+    peak_flops,
+    training_flops_per_token,
+)
+
+
+class Product:
+    """A linear map without a bias: one multiply-add a weight and token."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.weights = rows * columns
+
+    def flops_per_token(self, length: int) -> int:
+        return 2 * self.weights + length
+
+
+def test_training_is_three_forward_passes() -> None:
+    layers = [Product(8, 4), Product(16, 8)]
+    weights = 8 * 4 + 16 * 8
+    assert training_flops_per_token(layers, 0) == 6 * weights
+    assert training_flops_per_token(layers, 10) == 6 * weights + 60
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
+        ("NVIDIA A10", "bf16", 125.0),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.0),
+        ("NVIDIA H100 PCIe", "bf16", 756.5),
+        ("NVIDIA H100 NVL", "tf32", 417.5),
+        ("NVIDIA H200", "fp16", 989.0),
+        ("NVIDIA H20", "bf16", 148.0),
+        ("NVIDIA B200", "bf16", 2250.0),
+        ("NVIDIA L40S", "bf16", 362.0),
+        ("NVIDIA L4", "bf16", 121.0),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("AMD Instinct MI300X", "bf16", 1307.4),
+        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
+    ],
+)
+def test_peak_of_a_known_device(name: str, dtype: str, teraflops: float) -> None:
+    assert listed_peak_flops(name, dtype) == teraflops * 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
+        ("NVIDIA GeForce RTX 4090 D", "bf16"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),
+        ("NVIDIA GeForce GTX 1080", "bf16"),
+        ("NVIDIA A1000", "bf16"),
+        ("Tesla V100-SXM2-32GB", "bf16"),
+    ],
+)
+def test_no_peak_is_claimed_for_another_device(name: str, dtype: str) -> None:
+    assert listed_peak_flops(name, dtype) is None
+
+
+def test_every_entry_is_dense_and_consistent() -> None:
+    for name, figures in PEAK_TERAFLOPS.items():
+        assert set(figures) <= {"bf16", "fp16", "tf32", "fp32"}, name
+        assert figures.get("bf16", figures["fp16"]) == figures["fp16"], name
+        assert figures["fp32"] <= figures.get("tf32", figures["fp16"]) <= figures["fp16"], name
+
+
+def test_a_cpu_is_measured() -> None:
+    threads = torch.get_num_threads()
+    measured = measure_peak_flops(torch.device("cpu"), "fp32", seconds=0.05)
+    assert 1e9 < measured < 1e12 * threads, "between one and a thousand GFLOP/s a thread"
+    assert 0.1 < peak_flops(torch.device("cpu"), "fp32") / measured < 10
+
+
+def test_cuda_reads_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    device = torch.device("cuda")
+    assert peak_flops(device, "bf16") == 989e12
+    former = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert peak_flops(device, "fp32") == 67e12
+        torch.set_float32_matmul_precision("high")
+        assert peak_flops(device, "fp32") == 494.5e12
+    finally:
+        torch.set_float32_matmul_precision(former)
