@@ -1,0 +1,1 @@
+"""The distributed trainer: configuration, engine, optimizer, schedule, checkpoints, metrics and resilience."""

@@ -1,0 +1,167 @@
+"""What the keys of a configuration owe one another: values that follow from others, and combinations that cannot run.
+
+`derived_values` works on the raw tree, before its types are checked, and leaves alone what it cannot use.
+`problems_of` works on a finished `Config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config_files import KeyPath
+from .config_schema import CheckpointConfig, Config, RunConfig
+
+DERIVED_KEYS: tuple[tuple[str, str], ...] = (
+    ("run", "directory"),
+    ("checkpoint", "directory"),
+    ("batch", "gradient_accumulation_steps"),
+    ("batch", "global_batch_size"),
+    ("batch", "micro_batch_size"),
+    ("schedule", "warmup_steps"),
+    ("schedule", "decay_steps"),
+)
+BATCH_KEYS = ("micro_batch_size", "global_batch_size", "gradient_accumulation_steps")
+EQUATION = "global_batch_size = micro_batch_size x gradient_accumulation_steps x data ranks"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A key and what is wrong with it, in words that follow the key."""
+
+    path: KeyPath
+    text: str
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value that follows from others, and how."""
+
+    value: Any
+    reason: str
+
+
+def derived_values(tree: Mapping[str, Any], data_ranks: int) -> tuple[dict[KeyPath, Derived], list[Problem]]:
+    """The keys that `tree` leaves open and that follow from the rest, and what has no solution.
+
+    data_ranks: processes that each read their own samples.
+    """
+    derived: dict[KeyPath, Derived] = {}
+
+    def given(section: str, key: str) -> Any:
+        return (tree.get(section) or {}).get(key)
+
+    name = given("run", "name") or RunConfig.model_fields["name"].default
+    directory = given("run", "directory") or RunConfig.model_fields["directory"].default
+    checkpoints = given("checkpoint", "directory") or CheckpointConfig.model_fields["directory"].default
+    if isinstance(name, str) and isinstance(directory, str) and isinstance(checkpoints, str):
+        directory = directory.replace("{name}", name)
+        checkpoints = checkpoints.replace("{run.directory}", directory).replace("{name}", name)
+        derived["run", "directory"] = Derived(directory, "run.name")
+        derived["checkpoint", "directory"] = Derived(checkpoints, "run.directory")
+
+    steps = given("schedule", "train_steps")
+    if _count(steps):
+        if given("schedule", "decay_steps") is None:
+            derived["schedule", "decay_steps"] = Derived(steps, "schedule.train_steps")
+        fraction = given("schedule", "warmup_fraction")
+        if given("schedule", "warmup_steps") is None and isinstance(fraction, int | float) and 0 <= fraction <= 1:
+            derived["schedule", "warmup_steps"] = Derived(round(fraction * steps), "schedule.warmup_fraction")
+
+    problems = []
+    if given("schedule", "warmup_steps") is not None and given("schedule", "warmup_fraction") is not None:
+        text = "and schedule.warmup_fraction both given: one of them is allowed; set the other to null"
+        problems.append(Problem(("schedule", "warmup_steps"), text))
+    batch = _solve_batch({key: given("batch", key) for key in BATCH_KEYS}, data_ranks)
+    if isinstance(batch, Problem):
+        problems.append(batch)
+    else:
+        derived.update(batch)
+    return derived, problems
+
+
+def problems_of(config: Config[Any]) -> Iterator[Problem]:
+    """Combinations of legal values that cannot run."""
+    schedule, data, checkpoint = config.schedule, config.data, config.checkpoint
+    if schedule.warmup_steps > schedule.train_steps:
+        text = f"= {schedule.warmup_steps}: at most schedule.train_steps = {schedule.train_steps} is allowed"
+        yield Problem(("schedule", "warmup_steps"), text)
+    elif schedule.warmup_steps > schedule.decay_steps:
+        text = f"= {schedule.decay_steps}: at least schedule.warmup_steps = {schedule.warmup_steps} is allowed"
+        yield Problem(("schedule", "decay_steps"), text)
+    if late := [step for step in checkpoint.extra_steps if step > schedule.train_steps]:
+        text = f"holds {', '.join(map(str, late))}: at most schedule.train_steps = {schedule.train_steps} is allowed"
+        yield Problem(("checkpoint", "extra_steps"), text)
+    if config.precision.dtype == "fp16" and config.run.device == "cpu":
+        text = "= fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed"
+        yield Problem(("precision", "dtype"), text)
+    if 0 < config.run.spike_factor <= 1:
+        text = f"= {config.run.spike_factor} would skip ordinary steps: 0 (off) or a number above 1 is allowed"
+        yield Problem(("run", "spike_factor"), text)
+
+    if data.corpus is None and data.train is None:
+        yield Problem(("data",), "has no text: give data.corpus (stdlib, or files) or data.train (a token file)")
+    if data.corpus is not None and data.train is not None:
+        yield Problem(("data", "corpus"), "and data.train both given: one of them is allowed; set the other to null")
+    for key in ("validation", "test"):
+        if getattr(data, key) is not None and data.train is None:
+            yield Problem(("data", key), "is a token file, which goes with data.train, not with data.corpus")
+    tokenizer = data.tokenizer
+    if tokenizer.type == "bytes" and tokenizer.path is not None:
+        yield Problem(("data", "tokenizer", "path"), "given, but the tokenizer bytes has no file: leave it out")
+    if tokenizer.path is None and tokenizer.type == "hf":
+        yield Problem(("data", "tokenizer", "path"), "missing: the tokenizer.json of data.tokenizer.type = hf")
+    if tokenizer.path is None and tokenizer.type == "sentencepiece":
+        if data.train is not None:
+            text = "missing: name the tokenizer that made data.train (it is trained here for data.corpus only)"
+            yield Problem(("data", "tokenizer", "path"), text)
+        elif tokenizer.vocab_size > (rows := getattr(config.model, "vocab_size", tokenizer.vocab_size)):
+            text = f"= {tokenizer.vocab_size}: at most model.vocab_size = {rows} is allowed"
+            yield Problem(("data", "tokenizer", "vocab_size"), text)
+
+
+def _solve_batch(given: Mapping[str, Any], ranks: int) -> dict[KeyPath, Derived] | Problem:
+    """The open one of the three batch sizes; nothing where one has a wrong type, which is reported elsewhere."""
+    known = {key: value for key, value in given.items() if value is not None}
+    if not all(map(_count, known.values())):
+        return {}
+    where = f"{EQUATION} ({ranks} from WORLD_SIZE)"
+    if len(known) < 2:
+        return Problem(("batch",), f"needs two of {', '.join(BATCH_KEYS)}: {where}")
+    micro, total, accumulation = (given[key] for key in BATCH_KEYS)
+    reason = f"{EQUATION}, {ranks} data rank" + ("s" if ranks > 1 else "")
+    if total is None:
+        return {("batch", "global_batch_size"): Derived(micro * accumulation * ranks, reason)}
+    if micro is not None and accumulation is not None:
+        product = micro * accumulation * ranks
+        if product == total:
+            return {}
+        text = (
+            f"= {total} is not {micro} x {accumulation} x {ranks} = {product}: {where}; "
+            f"set batch.global_batch_size={product}, or set one of the three to null and it is derived"
+        )
+        return Problem(("batch", "global_batch_size"), text)
+    open_key, fixed_key, fixed = (
+        ("gradient_accumulation_steps", "micro_batch_size", micro)
+        if accumulation is None
+        else ("micro_batch_size", "gradient_accumulation_steps", accumulation)
+    )
+    if total % (fixed * ranks) == 0:
+        return {("batch", open_key): Derived(total // (fixed * ranks), reason)}
+    unit = fixed * ranks
+    below = total // unit * unit
+    choices = [f"batch.global_batch_size={choice}" for choice in (below, below + unit) if choice]
+    if total % ranks == 0:
+        divisors = (number for number in range(1, total // ranks + 1) if total // ranks % number == 0)
+        nearest = min(divisors, key=lambda number: (abs(number - fixed), number))
+        choices.append(f"batch.{fixed_key}={nearest}")
+    text = (
+        f"= {total} is no multiple of {fixed_key} {fixed} x {ranks} data ranks = {unit}: {where}; "
+        f"nearest: {' or '.join(choices)}"
+    )
+    return Problem(("batch", "global_batch_size"), text)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,107 @@
+"""Reads the schema back: which keys a section has, and what each allows, in words.
+
+A section is a pydantic model or a standard dataclass (the model's). Both the error messages and the generated
+reference read keys through here, so they agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+REQUIRED = object()
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_WORDS = {
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    Any: "any value",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of a section: its type, default (`REQUIRED` where there is none), allowed values and meaning."""
+
+    annotation: Any
+    default: Any
+    allowed: str
+    doc: str
+
+    @property
+    def section(self) -> type | None:
+        """The type of the keys below, where this key is a section."""
+        kind = self.annotation
+        return (
+            kind if isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)) else None
+        )
+
+
+def keys_of(section: type) -> dict[str, Key]:
+    """The keys of a section (a pydantic model or a dataclass), in the order of their definition."""
+    if issubclass(section, BaseModel):
+        return {name: _pydantic_key(info) for name, info in section.model_fields.items()}
+    hints = typing.get_type_hints(section, include_extras=True)
+    items = dataclasses.fields(cast(Any, section))
+    return {item.name: _dataclass_key(item, hints[item.name]) for item in items}
+
+
+def leaves(section: type, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
+    """Path and key of everything below a section that is not a section itself."""
+    for name, key in keys_of(section).items():
+        if key.section:
+            yield from leaves(key.section, (*above, name))
+        else:
+            yield (*above, name), key
+
+
+def allowed_values(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
+    """What an annotation allows, in words: "whole number >= 1", "one of auto, cpu, cuda"."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [part for extra in arguments[1:] for part in getattr(extra, "metadata", [extra])]
+        return allowed_values(arguments[0], (*inner, *constraints))
+    if origin is Literal:
+        return arguments[0] if len(arguments) == 1 else "one of " + ", ".join(map(str, arguments))
+    if origin in (Union, types.UnionType):
+        return ", or ".join(allowed_values(kind, constraints if kind is not type(None) else ()) for kind in arguments)
+    if origin in (tuple, list):
+        if origin is tuple and Ellipsis not in arguments:
+            return f"list of {len(arguments)}: " + "; ".join(dict.fromkeys(map(allowed_values, arguments)))
+        return f"list of: {allowed_values(arguments[0])}"
+    if origin is dict:
+        return "mapping" if arguments[1] is Any else f"mapping to: {allowed_values(arguments[1])}"
+    word = _WORDS.get(annotation, "mapping" if annotation is dict else getattr(annotation, "__name__", str(annotation)))
+    bounds = [
+        f"{sign} {getattr(part, bound):g}"
+        if isinstance(getattr(part, bound), float)
+        else f"{sign} {getattr(part, bound)}"
+        for bound, sign in _BOUNDS.items()
+        for part in constraints
+        if getattr(part, bound, None) is not None
+    ]
+    patterns = [part.pattern for part in constraints if getattr(part, "pattern", None)]
+    return " ".join([word, " and ".join(bounds)] if bounds else [word]) + "".join(f" like {p}" for p in patterns)
+
+
+def _pydantic_key(info: FieldInfo) -> Key:
+    default = REQUIRED if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
+    allowed = allowed_values(info.annotation, tuple(info.metadata))
+    return Key(info.annotation, default, allowed, info.description or "")
+
+
+def _dataclass_key(item: dataclasses.Field[Any], annotation: Any) -> Key:
+    default: Any = REQUIRED
+    if item.default is not dataclasses.MISSING:
+        default = item.default
+    elif item.default_factory is not dataclasses.MISSING:
+        default = item.default_factory()
+    return Key(annotation, default, allowed_values(annotation), item.metadata.get("doc", ""))

@@ -1,0 +1,273 @@
+"""What a configuration may hold: every section and key with its type, range, default and meaning.
+
+Sections are frozen and refuse unknown keys. Values are strict: text is never read as a number. A key whose value
+follows from others (see `derived_values` in `config.py`) is filled in before the sections are built, so that the rest
+of the project reads plain values: `config.batch.gradient_accumulation_steps` is always an `int`.
+
+`configs/README.md` is generated from this file: the description of a field is its documentation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+ModelT = TypeVar("ModelT")
+
+Steps = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A frozen group of keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """The run as a whole: its name and folder, seed, device, and when it gives up."""
+
+    name: str = Field(
+        default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", description="Name of the run; part of its folder."
+    )
+    directory: Text = Field(
+        default="runs/{name}",
+        description="Folder of everything that the run writes; `{name}` stands for `run.name`.",
+    )
+    seed: int = Field(
+        default=1234, ge=0, lt=2**32, description="Seed of the initial weights and of the order of the samples."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where to train; auto: cuda where there is one."
+    )
+    watchdog_minutes: float = Field(
+        default=30.0, ge=0, description="A step that takes longer (minutes) prints the stacks of all threads; 0: off."
+    )
+    max_skipped_steps: int = Field(
+        default=10,
+        ge=1,
+        description="Steps in a row with a non-finite loss or gradient (each is skipped) before the run stops.",
+    )
+    spike_factor: float = Field(
+        default=0.0,
+        ge=0,
+        description="Skip the update when the loss is above this many times its running mean; 0: off.",
+    )
+
+    @property
+    def path(self) -> Path:
+        """`directory` as a path."""
+        return Path(self.directory)
+
+
+class TokenizerConfig(Section):
+    """What turns text into token ids."""
+
+    type: Literal["sentencepiece", "hf", "bytes"] = Field(
+        default="sentencepiece",
+        description="sentencepiece: a `.model` file; hf: a Hugging Face `tokenizer.json`; bytes: no file.",
+    )
+    path: Text | None = Field(
+        default=None, description="The tokenizer's file. Empty with sentencepiece: trained on `data.corpus` and cached."
+    )
+    vocab_size: int = Field(
+        default=4096,
+        ge=260,
+        description="Entries of a SentencePiece model trained here; a tokenizer from a file has its own.",
+    )
+
+
+class DataConfig(Section):
+    """The training and validation text: a raw `corpus`, or token files that were prepared (`train`)."""
+
+    corpus: Text | tuple[Text, ...] | None = Field(
+        default=None,
+        description="Raw text, prepared and cached at the start: `stdlib` (the Python standard library), or a file, "
+        "folder, glob or list of them (text, .jsonl, .jsonl.zst, .json.gz).",
+    )
+    train: Text | None = Field(
+        default=None,
+        description="Prefix of a `.bin`/`.idx` pair of training tokens, without the extension; instead of `corpus`.",
+    )
+    validation: Text | None = Field(default=None, description="The same for validation; goes with `train`.")
+    test: Text | None = Field(default=None, description="The same for the final test; goes with `train`.")
+    text_key: Text = Field(default="text", description="Key of the text in JSON lines.")
+    validation_fraction: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="Share of the documents of `corpus` held out for validation, chosen by hash.",
+    )
+    cache_directory: Text = Field(
+        default="runs/cache", description="Folder of prepared corpora, tokenizers and sample indices."
+    )
+    tokenizer: TokenizerConfig = Field(default=TokenizerConfig(), description="What turns text into token ids.")
+
+
+class BatchConfig(Section):
+    """global_batch_size = micro_batch_size x gradient_accumulation_steps x data ranks: give two of the three."""
+
+    sequence_length: int = Field(default=2048, ge=1, description="Tokens of one sample.")
+    micro_batch_size: int = Field(
+        description="Samples of one forward pass on one data rank; derived from the other two where it is not given.",
+        ge=1,
+    )
+    global_batch_size: int = Field(
+        description="Samples of one optimizer step over all data ranks; derived where it is not given.", ge=1
+    )
+    gradient_accumulation_steps: int = Field(
+        description="Forward passes of one data rank in one optimizer step; derived where it is not given.", ge=1
+    )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all data ranks."""
+        return self.global_batch_size * self.sequence_length
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of data ranks that the batch was laid out for."""
+        return self.global_batch_size // (self.micro_batch_size * self.gradient_accumulation_steps)
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov and Hutter 2019) and gradient clipping."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    lr: float = Field(description="Peak learning rate.", gt=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.95), description="Decay rates of the first and second moment."
+    )
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay.")
+    gradient_clipping: float = Field(
+        default=1.0, ge=0, description="Largest global norm of the gradient; 0: no clipping."
+    )
+    no_weight_decay: tuple[Literal["norm", "bias", "decay", "embedding"], ...] = Field(
+        default=("norm", "bias", "decay", "embedding"), description="Kinds of parameters without weight decay."
+    )
+
+
+class ScheduleConfig(Section):
+    """Length of the run and course of the learning rate."""
+
+    kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
+        default="cosine", description="Course after the warmup; wsd: constant, then a linear decay at the end."
+    )
+    train_steps: int = Field(description="Optimizer steps of the run.", ge=1)
+    warmup_steps: Steps = Field(
+        default=0, description="Steps of the linear warmup from 0; derived where `warmup_fraction` is given instead."
+    )
+    warmup_fraction: Fraction | None = Field(default=None, description="Warmup as a share of `train_steps`.")
+    min_lr_ratio: Fraction = Field(default=0.1, description="Final learning rate over the peak.")
+    decay_steps: int = Field(
+        description="Step at which the final learning rate is reached; derived: `train_steps`.", ge=1
+    )
+    wsd_decay_fraction: Fraction = Field(default=0.2, description="Share of `decay_steps` that the decay of wsd takes.")
+
+
+class ActivationCheckpointingConfig(Section):
+    """Recomputes activations in the backward pass instead of keeping them: less memory, more time."""
+
+    mode: Literal["none", "full", "selective"] = Field(
+        default="none", description="full: whole blocks are recomputed; selective: what is cheap to compute is."
+    )
+    every: int = Field(default=1, ge=1, description="Only every n-th block.")
+
+
+class ParallelConfig(Section):
+    """How the run is laid out over the processes."""
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=1, description="ZeRO: 1 shards the optimizer state, 2 gradients too, 3 weights too. 0 runs as 1."
+    )
+    activation_checkpointing: ActivationCheckpointingConfig = Field(
+        default=ActivationCheckpointingConfig(), description="Recompute activations to save memory."
+    )
+    compile: bool = Field(default=False, description="torch.compile each block.")
+
+
+class Fp16Config(Section):
+    """Dynamic loss scale of fp16."""
+
+    initial_scale_power: int = Field(default=16, ge=0, le=32, description="The first scale is 2 to this power.")
+    scale_window: int = Field(default=1000, ge=1, description="Steps without an overflow before the scale doubles.")
+    hysteresis: int = Field(default=2, ge=1, description="Overflows before the scale halves.")
+    min_scale: float = Field(default=1.0, gt=0, description="Smallest scale.")
+
+
+class PrecisionConfig(Section):
+    """Number format of the forward and backward pass; weights and optimizer state are kept in float32."""
+
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        default="auto", description="auto: bf16 on cuda; on cpu the faster of bf16 and fp32, measured at the start."
+    )
+    fp16: Fp16Config = Field(default=Fp16Config(), description="Dynamic loss scale of fp16.")
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written, which are kept, and what a run starts from."""
+
+    directory: Text = Field(default="{run.directory}/checkpoints", description="Folder of the checkpoints.")
+    interval: Steps = Field(default=1000, description="Save every this many steps; 0: only at the end.")
+    keep_last: int = Field(
+        default=0,
+        ge=0,
+        description="Keep this many of the saves of `interval`; 0: all. Extra and log-spaced saves stay.",
+    )
+    log_spaced: bool = Field(default=False, description="Save at steps 1, 2, 4, 8, ... too.")
+    extra_steps: tuple[Steps, ...] = Field(default=(), description="Save at these steps too.")
+    resume: Text = Field(
+        default="auto",
+        description="auto: from the latest checkpoint of this run; never; or a run or checkpoint folder.",
+    )
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    enabled: bool = Field(default=False, description="Log to Weights & Biases.")
+    project: Text = Field(default="metalion", description="Project.")
+    entity: Text | None = Field(default=None, description="User or team; empty: the account's own.")
+    mode: Literal["online", "offline"] = Field(
+        default="online", description="offline: kept in the run's folder, no account."
+    )
+
+
+class LoggingConfig(Section):
+    """`metrics.jsonl` in the run's folder is always written; the rest is a choice."""
+
+    interval: int = Field(default=1, ge=1, description="Log every this many steps.")
+    progress_bar: bool = Field(default=True, description="One progress bar on the terminal.")
+    tensorboard: bool = Field(default=False, description="Write TensorBoard files too.")
+    wandb: WandbConfig = Field(default=WandbConfig(), description="Weights & Biases.")
+
+
+class EvaluationConfig(Section):
+    """Validation on the way and at the end."""
+
+    interval: Steps = Field(default=0, description="Validate every this many steps; 0: only at the end.")
+    batches: int = Field(
+        default=20, ge=1, description="Batches of a validation on the way; the final one reads the whole set."
+    )
+    prompt: str = Field(default="def ", description="Start of the text that the model completes at each validation.")
+    sample_tokens: int = Field(default=128, ge=0, description="Length of that completion; 0: none.")
+
+
+class Config(Section, Generic[ModelT]):
+    """A whole run. `model` is the project's model dataclass, which this package does not know."""
+
+    run: RunConfig = Field(default=RunConfig(), description=RunConfig.__doc__)
+    model: ModelT = Field(description="The architecture.")
+    data: DataConfig = Field(description=DataConfig.__doc__)
+    batch: BatchConfig = Field(description=BatchConfig.__doc__)
+    optimizer: OptimizerConfig = Field(description=OptimizerConfig.__doc__)
+    schedule: ScheduleConfig = Field(description=ScheduleConfig.__doc__)
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description=ParallelConfig.__doc__)
+    precision: PrecisionConfig = Field(default=PrecisionConfig(), description=PrecisionConfig.__doc__)
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description=CheckpointConfig.__doc__)
+    logging: LoggingConfig = Field(default=LoggingConfig(), description=LoggingConfig.__doc__)
+    evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description=EvaluationConfig.__doc__)
