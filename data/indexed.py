@@ -1,0 +1,285 @@
+"""Token files ``.bin`` / ``.idx`` as Megatron-LM and GPT-NeoX write and read them (``MMapIndexedDataset``).
+
+Little-endian, no padding. The ``.idx`` file is
+
+    9 bytes   magic ``MMIDIDX`` and two zero bytes
+    uint64    version, 1
+    uint8     code of the token type
+    uint64    N, the number of sequences
+    uint64    D, the number of documents + 1
+    int32[N]  tokens of each sequence
+    int64[N]  byte offset of each sequence in ``.bin``
+    int64[D]  sequence at which each document starts; the first is 0, the last is N
+
+and ``.bin`` holds the tokens of the sequences one after another. A *prefix* is the path without extension.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import struct
+from array import array
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"MMIDIDX\x00\x00"
+OLD_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+LONGEST_SEQUENCE = 2**31 - 1
+
+# Codes 6 and 7 are floats, and Megatron-LM and GPT-NeoX disagree on which is which.
+CODE_TO_DTYPE: dict[int, np.dtype] = {
+    1: np.dtype("uint8"),
+    2: np.dtype("int8"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+DTYPE_TO_CODE = {dtype: code for code, dtype in CODE_TO_DTYPE.items()}
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type that GPT-NeoX chooses: uint16 for a vocabulary under 65,500, otherwise int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+class IndexedWriter:
+    """Writes a pair of token files, one document at a time, in constant memory a token.
+
+    Both files are written aside and renamed when the ``with`` block ends well, so that a prefix never names half of a
+    corpus; after an exception nothing is left.
+
+        with IndexedWriter("corpus/train_text_document", token_dtype(tokenizer.vocab_size)) as writer:
+            writer.add_document(tokens)
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<") if np.dtype(dtype).itemsize > 1 else np.dtype(dtype)
+        if self.dtype not in DTYPE_TO_CODE:
+            allowed = ", ".join(str(d) for d in DTYPE_TO_CODE)
+            raise ValueError(f"{self.prefix}: tokens cannot be stored as {dtype}; allowed: {allowed}")
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._sizes = array("i")
+        self._document_starts = array("q", [0])
+        self._aside_bin = _aside(bin_path(self.prefix))
+        self._aside_idx = _aside(idx_path(self.prefix))
+        self._file = open(self._aside_bin, "wb")  # noqa: SIM115 - closed by finish() or abandon()
+
+    def add_document(self, *sequences: NDArray) -> None:
+        """Append one document, given as one sequence of tokens [n] or several (sentences).
+
+        Raises ValueError for tokens that the type cannot hold and for sequences of 2^31 tokens and more.
+        """
+        limits = np.iinfo(self.dtype)
+        for sequence in sequences:
+            tokens = np.asarray(sequence)
+            if len(tokens) > LONGEST_SEQUENCE:
+                raise ValueError(
+                    f"{self.prefix}: document {len(self._document_starts) - 1} has {len(tokens):,} tokens; the format"
+                    f" holds at most {LONGEST_SEQUENCE:,} in one sequence. Cut the document before this step."
+                )
+            if tokens.size and (tokens.min() < limits.min or tokens.max() > limits.max):
+                raise ValueError(
+                    f"{self.prefix}: document {len(self._document_starts) - 1} holds token"
+                    f" {int(tokens.max() if tokens.max() > limits.max else tokens.min())}, outside of {self.dtype}"
+                    f" ({limits.min} to {limits.max}): the type was chosen for another tokenizer"
+                )
+            self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
+            self._sizes.append(len(tokens))
+        self._document_starts.append(len(self._sizes))
+
+    def add_file(self, prefix: str | Path) -> None:
+        """Append all documents of another pair of files, boundaries kept. Raises ValueError when the types differ."""
+        other = IndexedTokens(prefix)
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{prefix} holds {other.dtype} and {self.prefix} is written as {self.dtype}: files to be merged must"
+                " come from one tokenizer"
+            )
+        first = len(self._sizes)
+        for sequence in range(len(other)):
+            self._file.write(other[sequence].tobytes())
+        self._sizes.extend(other.sizes.tolist())
+        self._document_starts.extend((other.document_starts[1:] + first).tolist())
+
+    def finish(self) -> None:
+        """Write the index and put both files in place. Called by the end of the ``with`` block."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        sizes = np.frombuffer(self._sizes, dtype=np.int32) if self._sizes else np.zeros(0, np.int32)
+        pointers = np.zeros(len(sizes), np.int64)
+        np.cumsum(sizes[:-1], out=pointers[1:], dtype=np.int64)
+        pointers *= self.dtype.itemsize
+        starts = np.frombuffer(self._document_starts, dtype=np.int64)
+        with open(self._aside_idx, "wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, DTYPE_TO_CODE[self.dtype], len(sizes), len(starts)))
+            index.write(sizes.astype("<i4", copy=False).tobytes())
+            index.write(pointers.astype("<i8", copy=False).tobytes())
+            index.write(starts.astype("<i8", copy=False).tobytes())
+            index.flush()
+            os.fsync(index.fileno())
+        # An old index beside a new .bin would be a valid-looking lie, so it goes first.
+        idx_path(self.prefix).unlink(missing_ok=True)
+        os.replace(self._aside_bin, bin_path(self.prefix))
+        os.replace(self._aside_idx, idx_path(self.prefix))
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        self._file.close()
+        self._aside_bin.unlink(missing_ok=True)
+        self._aside_idx.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abandon()
+            return
+        try:
+            self.finish()
+        except BaseException:
+            self.abandon()
+            raise
+
+
+class IndexedTokens:
+    """A pair of token files, memory-mapped: opening costs the same for any size.
+
+    ``sizes`` int32 [N] tokens a sequence, ``pointers`` int64 [N] byte offsets, ``document_starts`` int64 [D],
+    ``tokens[i]`` the tokens of sequence i (a view of the file). Raises FileNotFoundError when a file is missing and
+    ValueError when the files are not what the format says: another magic, version or type, too short or too long by
+    so many bytes, or empty.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        index_file, token_file = idx_path(prefix), bin_path(prefix)
+        for path in (index_file, token_file):
+            if not path.is_file():
+                raise FileNotFoundError(_missing(self.prefix, path))
+        self.dtype, count, boundaries = _read_header(index_file)
+        sizes_at = HEADER.size
+        pointers_at = sizes_at + 4 * count
+        starts_at = pointers_at + 8 * count
+        _check_length(index_file, starts_at + 8 * boundaries, f"{count:,} sequences and {boundaries:,} boundaries")
+        if count == 0:
+            raise ValueError(
+                f"{index_file} lists no sequences: the corpus held no text when it was written (a wrong text key is"
+                " the usual cause). Write it again."
+            )
+        self.sizes: NDArray[np.int32] = np.memmap(index_file, "<i4", "r", sizes_at, (count,))
+        self.pointers: NDArray[np.int64] = np.memmap(index_file, "<i8", "r", pointers_at, (count,))
+        self.document_starts: NDArray[np.int64] = np.memmap(index_file, "<i8", "r", starts_at, (boundaries,))
+        if boundaries == 0 or self.document_starts[0] != 0 or self.document_starts[-1] != count:
+            raise ValueError(
+                f"{index_file}: the document boundaries must run from 0 to {count}, the number of sequences. The file"
+                " is damaged or was not written by Megatron-LM, GPT-NeoX or this project."
+            )
+        last = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
+        _check_length(token_file, last, f"the {count:,} sequences of {index_file.name}")
+        if last == 0:
+            raise ValueError(f"{token_file} holds no tokens. Write the corpus again from files that hold text.")
+        self._tokens: NDArray[np.uint8] = np.memmap(token_file, np.uint8, "r")
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, sequence: int) -> NDArray:
+        return self.read(sequence)
+
+    def read(self, sequence: int, offset: int = 0, count: int | None = None) -> NDArray:
+        """Tokens [offset, offset + count) of a sequence, cut at its end; without a count to its end. A view."""
+        if not 0 <= sequence < len(self.sizes):
+            raise IndexError(f"{self.prefix}: sequence {sequence} of {len(self.sizes)}")
+        left = int(self.sizes[sequence]) - offset
+        length = left if count is None else min(count, left)
+        start = int(self.pointers[sequence]) + offset * self.dtype.itemsize
+        return self._tokens[start : start + length * self.dtype.itemsize].view(self.dtype)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_starts) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.sizes.sum(dtype=np.int64))
+
+
+def _read_header(path: Path) -> tuple[np.dtype, int, int]:
+    with open(path, "rb") as file:
+        head = file.read(HEADER.size)
+    if head[: len(OLD_MAGIC)] == OLD_MAGIC:
+        raise ValueError(
+            f"{path} is in the old TNTIDX format (--dataset-impl lazy or cached). Write the corpus again with"
+            " python -m tools.preprocess_data, or with --dataset-impl mmap in GPT-NeoX."
+        )
+    _check_at_least(path, len(head), HEADER.size)
+    magic, version, code, count, boundaries = HEADER.unpack(head)
+    if magic != MAGIC:
+        raise ValueError(f"{path} is not a token index: it starts with {magic!r}, not with {MAGIC!r}")
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version} of the format; version {VERSION} is the only one known")
+    if code in (6, 7):
+        raise ValueError(
+            f"{path} has type code {code}, a float (Megatron-LM and GPT-NeoX disagree on which one): tokens are"
+            " integers"
+        )
+    if code not in CODE_TO_DTYPE:
+        allowed = ", ".join(f"{c} {d}" for c, d in CODE_TO_DTYPE.items())
+        raise ValueError(f"{path} has type code {code}; known: {allowed}")
+    return CODE_TO_DTYPE[code], count, boundaries
+
+
+def _check_at_least(path: Path, have: int, need: int) -> None:
+    if have == 0:
+        raise ValueError(f"{path} is empty. It was never written to its end: write the corpus again.")
+    if have < need:
+        raise ValueError(f"{path} is {have:,} bytes long, {need - have:,} bytes short of its header of {need}")
+
+
+def _check_length(path: Path, need: int, what: str) -> None:
+    have = path.stat().st_size
+    if have == 0 and need > 0:
+        raise ValueError(f"{path} is empty; {what} need {need:,} bytes. Write the corpus again.")
+    if have < need:
+        raise ValueError(
+            f"{path} is {need - have:,} bytes short: it has {have:,}, {what} need {need:,}. It was cut while being"
+            " written or copied: copy it again, or write the corpus again."
+        )
+    if have > need:
+        raise ValueError(
+            f"{path} is {have - need:,} bytes too long: it has {have:,}, {what} need {need:,}. The .bin and .idx files"
+            " do not belong together."
+        )
+
+
+def _missing(prefix: Path, path: Path) -> str:
+    if prefix.suffix in (".bin", ".idx") and prefix.is_file():
+        return f"{path} does not exist. Name the token files without extension: {prefix.with_suffix('')}"
+    present = sorted({str(p.with_suffix("")) for p in prefix.parent.glob("*.idx")}) if prefix.parent.is_dir() else []
+    near = difflib.get_close_matches(str(prefix), present, n=3, cutoff=0.4) or present[:3]
+    hint = f" Beside it: {', '.join(near)}" if near else f" {prefix.parent} holds no token files."
+    return f"{path} does not exist.{hint} (a prefix names a .bin and an .idx file without extension)"
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.aside")

@@ -1,0 +1,124 @@
+"""Batches from a dataset, and reading ahead of the step that needs them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from .sampler import check_batch_sizes, step_samples
+
+MicroBatch = dict[str, torch.Tensor]
+Item = TypeVar("Item")
+
+
+class Dataset(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> dict[str, torch.Tensor]: ...
+
+
+def batches(
+    dataset: Dataset,
+    *,
+    consumed_samples: int = 0,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_rank: int = 0,
+    data_size: int = 1,
+    fill_last: bool = False,
+) -> Iterator[list[MicroBatch]]:
+    """The steps from ``consumed_samples`` on; each is this rank's micro batches, tensors stacked to [micro, ...].
+
+    Ends with the last whole global batch. With ``fill_last`` (validation) the rest is a step too, in which missing
+    samples are repeats of the last one under loss_weight 0, so that every rank takes as many steps. Raises ValueError
+    for batch sizes that do not divide.
+    """
+    check_batch_sizes(global_batch_size, micro_batch_size, data_rank, data_size)
+    total = len(dataset)
+    while consumed_samples < total:
+        if consumed_samples + global_batch_size > total and not fill_last:
+            return
+        numbers = step_samples(
+            consumed_samples,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            data_rank=data_rank,
+            data_size=data_size,
+        )
+        yield [_stack([_sample(dataset, int(n), total) for n in row]) for row in numbers]
+        consumed_samples += global_batch_size
+
+
+class ReadAhead(Generic[Item]):
+    """An iterator that a thread of its own keeps ``depth`` items ahead.
+
+    ``wait_seconds`` is how long the last ``next`` waited, ``total_wait_seconds`` all of them. An error in the source is
+    raised by the ``next`` that would have given the item. ``close`` ends the thread; leaving a ``with`` block does it.
+    """
+
+    def __init__(self, source: Iterator[Item], depth: int = 2) -> None:
+        self.wait_seconds = 0.0
+        self.total_wait_seconds = 0.0
+        self._ready: queue.Queue[tuple[str, object]] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._done = False
+        self._thread = threading.Thread(target=self._fill, args=(source,), name="read-ahead", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._done:
+            raise StopIteration
+        start = time.perf_counter()
+        kind, value = self._ready.get()
+        self.wait_seconds = time.perf_counter() - start
+        self.total_wait_seconds += self.wait_seconds
+        if kind == "item":
+            return value  # type: ignore[return-value]
+        self._done = True
+        if kind == "error":
+            raise value  # type: ignore[misc]
+        raise StopIteration
+
+    def close(self) -> None:
+        self._stop.set()
+        self._done = True
+        while self._thread.is_alive():
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(timeout=0.05)
+
+    def __enter__(self) -> ReadAhead[Item]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _fill(self, source: Iterator[Item]) -> None:
+        try:
+            for item in source:
+                self._ready.put(("item", item))
+                if self._stop.is_set():
+                    return
+            self._ready.put(("end", None))
+        except BaseException as error:
+            self._ready.put(("error", error))
+
+
+def _sample(dataset: Dataset, number: int, total: int) -> dict[str, torch.Tensor]:
+    if number < total:
+        return dataset[number]
+    filler = dict(dataset[total - 1])
+    filler["loss_weight"] = torch.zeros_like(filler["loss_weight"])
+    return filler
+
+
+def _stack(samples: list[dict[str, torch.Tensor]]) -> MicroBatch:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}

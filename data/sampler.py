@@ -1,0 +1,36 @@
+"""Which samples a data rank takes in a step: a pure function of the number of samples consumed before.
+
+A step takes the next ``global_batch_size`` samples. They are cut into global micro batches of micro_batch_size x
+data_size, and a rank takes a contiguous slice of each (GPT-NeoX's order). Nothing else decides: no iterator state, no
+worker, and the accumulation only groups the same samples.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def step_samples(
+    consumed_samples: int, *, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int
+) -> NDArray[np.int64]:
+    """Sample numbers of one rank in the step after ``consumed_samples``: int64 [micro batches, micro_batch_size].
+
+    Raises ValueError when global_batch_size is not micro_batch_size x accumulation x data_size.
+    """
+    check_batch_sizes(global_batch_size, micro_batch_size, data_rank, data_size)
+    numbers = np.arange(consumed_samples, consumed_samples + global_batch_size, dtype=np.int64)
+    return numbers.reshape(-1, data_size, micro_batch_size)[:, data_rank]
+
+
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int) -> None:
+    if min(global_batch_size, micro_batch_size, data_size) < 1 or not 0 <= data_rank < data_size:
+        raise ValueError(
+            f"global_batch_size {global_batch_size}, micro_batch_size {micro_batch_size} and data_size {data_size} must"
+            f" be 1 or more, and data_rank {data_rank} in [0, {data_size})"
+        )
+    if global_batch_size % (micro_batch_size * data_size):
+        raise ValueError(
+            f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x"
+            f" {data_size} data ranks = {micro_batch_size * data_size}"
+        )

@@ -1,0 +1,294 @@
+"""Tokenizers: SentencePiece, Hugging Face JSON, BERT WordPiece, bytes; one interface.
+
+``load_tokenizer(type, path)`` is the way in. ``train_sentencepiece`` makes a model from text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+TOKENIZER_TYPES = ("sentencepiece", "hf", "wordpiece", "bytes")
+
+END_OF_DOCUMENT = "<|endoftext|>"
+SPACE_MARK = "\u2581"  # how SentencePiece spells a space inside
+SPACE_MARK_BYTES = SPACE_MARK.encode()
+
+
+class Tokenizer(Protocol):
+    """``vocab_size`` counts every id, ``end_of_document_id`` ends a document, ``hash`` identifies what text becomes.
+
+    ``decode(encode(text)) == text`` holds for every text for "bytes" and for SentencePiece models made here.
+    """
+
+    type: str
+    path: str | None
+    vocab_size: int
+    end_of_document_id: int
+    hash: str
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
+        """The ids of each text as an integer array [n]; the same for any number of threads."""
+        ...
+
+
+def load_tokenizer(type: str, path: str | Path | None = None) -> Tokenizer:
+    """A tokenizer by type and file.
+
+    sentencepiece: a ``.model`` file. hf: a ``tokenizer.json`` or its folder. wordpiece: a BERT ``vocab.txt`` or its
+    folder. bytes: no file; ids 0 to 255 are bytes and 256 ends a document.
+
+    Raises ValueError for an unknown type, a path that is missing from the call, or a file of another kind, and
+    FileNotFoundError for a file that does not exist.
+    """
+    if type not in TOKENIZER_TYPES:
+        raise ValueError(f"tokenizer type {type!r} is unknown; allowed: {', '.join(TOKENIZER_TYPES)}")
+    if type == "bytes":
+        return ByteTokenizer()
+    if path is None:
+        raise ValueError(f"a tokenizer of type {type!r} needs a path (data.tokenizer.path, or --vocab-file)")
+    if type == "sentencepiece":
+        return SentencePieceTokenizer(_file(path, "tokenizer.model"))
+    if type == "hf":
+        return HuggingFaceTokenizer(_file(path, "tokenizer.json"))
+    return WordPieceTokenizer(_file(path, "vocab.txt"))
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids, and 256 as the end of a document."""
+
+    type = "bytes"
+    path: str | None = None
+    vocab_size = 257
+    end_of_document_id = 256
+    hash = "bytes-257"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model (Kudo and Richardson, 2018). The end of a document is its ``</s>`` (eos) id."""
+
+    type = "sentencepiece"
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        content = path.read_bytes()
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, OSError) as error:
+            raise ValueError(
+                f"{path} is not a SentencePiece model ({error}). Train one with python -m tools.train_tokenizer, or set"
+                " the tokenizer type that fits the file."
+            ) from error
+        self.path: str | None = str(path)
+        self.hash = _hash(self.type, content)
+        self.vocab_size = self._model.vocab_size()
+        self.end_of_document_id = self._model.eos_id()
+        if self.end_of_document_id < 0:
+            raise ValueError(f"{path} has no end-of-sentence id, which ends a document: train it with one")
+        byte_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK_BYTES]
+        has_bytes = all(self._model.is_byte(i) for i in byte_ids)
+        # A model that puts a space in front of every text would put one in front of every part.
+        adds_space = self._model.encode("a", out_type=str)[0].startswith(SPACE_MARK)
+        self._space_mark_ids = byte_ids if has_bytes and not adds_space else None
+
+    def encode(self, text: str) -> list[int]:
+        if SPACE_MARK not in text or self._space_mark_ids is None:
+            return self._model.encode(text)
+        # SentencePiece cannot tell this character from a space, so it is spelled as its bytes.
+        ids: list[int] = []
+        for number, part in enumerate(text.split(SPACE_MARK)):
+            if number:
+                ids += self._space_mark_ids
+            ids += self._model.encode(part)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids])
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
+        if not texts:
+            return []
+        encoded = self._model.encode(list(texts), num_threads=threads)
+        return [
+            np.array(self.encode(text) if SPACE_MARK in text else ids, np.int32)
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json`` of Hugging Face tokenizers, without the special tokens that it adds around a text.
+
+    The end of a document is, in this order, ``<|endoftext|>``, the ``eos_token`` of a ``tokenizer_config.json`` beside
+    the file, ``<|end_of_text|>``, ``</s>``, ``<eos>``, ``[SEP]``.
+    """
+
+    type = "hf"
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        try:
+            model = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ValueError(f"{path} is not a Hugging Face tokenizer.json ({error})") from error
+        model.no_padding()
+        model.no_truncation()
+        self._set(model, path)
+        candidates = [END_OF_DOCUMENT, _configured_eos(path), "<|end_of_text|>", "</s>", "<eos>", "[SEP]"]
+        known = [i for i in (model.token_to_id(c) for c in candidates if c) if i is not None]
+        if not known:
+            raise ValueError(
+                f"{path} has no token that ends a document (looked for {', '.join(c for c in candidates if c)}): name"
+                " one as eos_token in a tokenizer_config.json beside it"
+            )
+        self.end_of_document_id = known[0]
+
+    def _set(self, model: Any, path: Path) -> None:
+        self._model = model
+        self.path: str | None = str(path)
+        self.hash = _hash(self.type, path.read_bytes())
+        # Ids may have holes, and a table of embeddings must reach the largest one.
+        self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
+        if threads == 1:
+            return [np.array(self.encode(text), np.int32) for text in texts]
+        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+
+class WordPieceTokenizer(HuggingFaceTokenizer):
+    """BERT's WordPiece from a ``vocab.txt`` (Devlin et al., 2019), lower-cased. ``[SEP]`` ends a document."""
+
+    type = "wordpiece"
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        model = tokenizers.BertWordPieceTokenizer(str(path), lowercase=True)
+        if model.token_to_id("[SEP]") is None or model.token_to_id("[UNK]") is None:
+            raise ValueError(f"{path} is not a BERT vocabulary: it must have [SEP] and [UNK] among its lines")
+        self._set(model, path)
+        self.end_of_document_id = model.token_to_id("[SEP]")
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
+        return [np.array(self.encode(text), np.int32) for text in texts]
+
+
+def train_sentencepiece(
+    texts: Iterable[str], path: str | Path, *, vocab_size: int = 4096, model_type: str = "bpe", threads: int = 2
+) -> None:
+    """Train a SentencePiece model that loses nothing: no normalisation, every space and line end kept, bytes for the
+    rest. Spaces close a piece ("def ", "return "), so that a prompt that ends in a space is written as it was in
+    training, and runs of spaces are pieces, so that indentation costs one or two.
+
+    Raises ValueError when ``vocab_size`` cannot be met by the texts, naming what SentencePiece allows.
+    """
+    import sentencepiece
+
+    if vocab_size < 264:
+        raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids come first; from 264 on")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.aside")
+    with open(aside, "wb") as file:
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=_training_chunks(texts),
+                model_writer=file,
+                vocab_size=vocab_size,
+                model_type=model_type,
+                byte_fallback=True,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=False,
+                allow_whitespace_only_pieces=True,
+                treat_whitespace_as_suffix=True,
+                split_by_unicode_script=False,
+                split_digits=True,
+                max_sentencepiece_length=24,
+                character_coverage=0.9999,
+                max_sentence_length=4 * CHUNK_BYTES,
+                num_threads=threads,
+                eos_id=0,
+                eos_piece=END_OF_DOCUMENT,
+                unk_id=1,
+                bos_id=-1,
+                pad_id=-1,
+                minloglevel=2,
+            )
+        except (RuntimeError, OSError) as error:
+            aside.unlink(missing_ok=True)
+            raise ValueError(
+                f"SentencePiece could not train a {model_type} vocabulary of {vocab_size} on this text: {error}. Less"
+                " text needs a smaller data.tokenizer.vocab_size."
+            ) from error
+    aside.replace(path)
+
+
+CHUNK_BYTES = 4000
+
+
+def _training_chunks(texts: Iterable[str]) -> Iterator[str]:
+    """Texts cut at line ends into parts that SentencePiece takes; longer lines and null characters are left out."""
+    for text in texts:
+        part: list[str] = []
+        size = 0
+        for line in text.splitlines(keepends=True):
+            length = len(line.encode())
+            if length > CHUNK_BYTES or "\0" in line:
+                continue
+            if size + length > CHUNK_BYTES:
+                yield "".join(part)
+                part, size = [], 0
+            part.append(line)
+            size += length
+        if part:
+            yield "".join(part)
+
+
+def _file(path: str | Path, name_in_folder: str) -> Path:
+    path = Path(path).expanduser()
+    if path.is_dir():
+        path = path / name_in_folder
+    if not path.is_file():
+        raise FileNotFoundError(f"the tokenizer file {path} does not exist")
+    return path
+
+
+def _hash(type: str, content: bytes) -> str:
+    return hashlib.sha256(type.encode() + b"\0" + content).hexdigest()[:32]
+
+
+def _configured_eos(path: Path) -> str | None:
+    config = path.with_name("tokenizer_config.json")
+    if not config.is_file():
+        return None
+    token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    return token.get("content") if isinstance(token, dict) else token
