@@ -76,7 +76,7 @@ def measure_peak_flops(device: torch.device, dtype: str, seconds: float = 0.5) -
     """
     size = 8192 if device.type == "cuda" else 1024
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    # Random numbers, because a GPU runs products of constants faster; from a stream of their own, to leave the run's alone.
+    # Random, because a GPU multiplies constants faster; of a stream of its own, so that the run's stays where it is.
     stream = torch.Generator(device).manual_seed(0)
     a, b = (torch.rand(size, size, device=device, generator=stream).to(kind) for _ in range(2))
     fastest = float("inf")

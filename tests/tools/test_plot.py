@@ -1,0 +1,103 @@
+"""Pictures of runs: the files, what is drawn in them, and what is said when there is nothing to draw."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.metrics import MetricsLogger
+from tools.plot import COLORS, distinct_names, main, plot_loss, plot_runs, smooth
+
+
+def write_run(directory: Path, steps: int = 60, floor: float = 2.0, broken_step: int | None = None) -> Path:
+    metrics = MetricsLogger(directory, total_steps=steps, progress_bar=False)
+    for step in range(1, steps + 1):
+        loss = floor + 6 / step + 0.05 * math.sin(step)
+        values = {
+            "loss": math.nan if step == broken_step else loss,
+            "learning_rate": 1e-3 * (1 - step / steps),
+            "gradient_norm": math.inf if step == broken_step else 0.5 + 1 / step,
+            "tokens": 1024 * step,
+            "tokens_per_second": 5000.0 + step,
+        }
+        metrics.log(step, values)
+        if step % 20 == 0:
+            metrics.log(step, {"loss": loss + 0.1, "tokens": 1024 * step, "bits_per_byte": loss / 2}, kind="validation")
+    metrics.close()
+    return directory
+
+
+def colors_in(picture: Path) -> set[tuple[int, int, int]]:
+    import matplotlib.image
+
+    pixels = (matplotlib.image.imread(picture)[..., :3] * 255).round().astype(np.int64)
+    packed = np.unique(pixels @ np.array([1 << 16, 1 << 8, 1]))
+    return {(int(c) >> 16, int(c) >> 8 & 255, int(c) & 255) for c in packed}
+
+
+def rgb(color: str) -> tuple[int, ...]:
+    return tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def test_smoothing_keeps_lines_and_skips_gaps() -> None:
+    line = np.linspace(5.0, 1.0, 400)
+    half = 400 // 100
+    np.testing.assert_allclose(smooth(line)[:-half], line[:-half], rtol=1e-12)
+    noisy = line.copy()
+    noisy[200] = np.nan
+    assert np.isfinite(smooth(noisy)).all()
+    assert abs(smooth(noisy)[200] - line[200]) < 1e-9
+    short = np.array([3.0, np.nan, 1.0])
+    np.testing.assert_array_equal(smooth(short), short)
+
+
+def test_one_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "default", broken_step=30)
+    assert main([str(run)]) == 0
+    assert rgb(COLORS[0]) in colors_in(run / "plot.png")
+    assert plot_loss(run) == run / "loss.png"
+    assert rgb(COLORS[0]) in colors_in(run / "loss.png")
+
+
+def test_several_runs_have_a_color_each(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, floor=2 + i / 4) for i, name in enumerate(("a", "b", "c"))]
+    out = plot_runs(runs, tmp_path / "pictures" / "all.png")
+    shown = colors_in(out)
+    assert {rgb(color) for color in COLORS[:3]} <= shown
+    assert rgb(COLORS[3]) not in shown
+
+
+def test_vector_formats_and_files_instead_of_folders(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert main([str(run / "metrics.jsonl"), "-o", str(tmp_path / "out.pdf")]) == 0
+    assert (tmp_path / "out.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_a_run_of_one_step_and_without_validation(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "short", steps=1)
+    assert plot_loss(run).stat().st_size > 5000
+    assert plot_runs([run], tmp_path / "short.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (["x/run", "y/run/metrics.jsonl"], ["x/run", "y/run"]),
+        (["runs/a"], ["a"]),
+    ],
+)
+def test_names_tell_runs_apart(paths: list[str], names: list[str]) -> None:
+    assert distinct_names([Path(p) for p in paths]) == names
+
+
+def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "absent")]) == 2
+    assert "no metrics there" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert main([str(tmp_path)]) == 2
+    assert "no training step is logged there yet" in capsys.readouterr().err
+    run = write_run(tmp_path / "run", steps=2)
+    assert main([str(run), "-o", str(tmp_path / "out.docx")]) == 2
+    assert "Format 'docx' is not supported" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""Writes configs/README.md: every key of a configuration with its type, default and meaning, read from the schema.
+
+python -m tools.config_reference            # write it
+python -m tools.config_reference --check    # exit 1 where it is stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config_checks import DERIVED_KEYS, EQUATION
+from megatron_lite.config_fields import REQUIRED, Key, keys_of, leaves
+from megatron_lite.config_files import CONFIGS
+from megatron_lite.config_schema import Config
+from models.config import ModelConfig
+from models.mixers import MIXERS
+
+INTRODUCTION = f"""\
+# Configuration reference
+
+Generated from the schema by `python -m tools.config_reference`: edit there, not here.
+
+    python train.py                                                     # configs/default.yml
+    python train.py configs/metala_360m.yml configs/cluster/1gpu.yml    # files are laid over one another, left to right
+    python train.py configs/metala_360m.yml optimizer.lr=2e-4 run.name=trial data.tokenizer.path=/disk/tokenizer.json
+    python train.py configs/metala_360m.yml --print-config              # every value, and where it comes from
+
+- A file may begin with `include: [model/metala_360m.yml, data/pile.yml]`: files that it is laid over, named relative to
+  its own folder or to `configs/`.
+- Sections are merged key by key; a list replaces the list before it. `null` gives a key its default back.
+- `{EQUATION}`: give two of the three, the third follows. Data ranks are the number of processes.
+- Unknown keys are refused with the nearest names, GPT-NeoX keys with their name here.
+"""
+
+
+def config_reference(model_type: type, mixer_options: Mapping[str, type], configs: Path) -> str:
+    """The reference as Markdown.
+
+    model_type: the dataclass of the section `model`. mixer_options: mixer name -> dataclass of its options.
+    configs: the folder whose files are listed.
+    """
+    parts = [INTRODUCTION, "\n## Files\n\n", _files(configs)]
+    rows = list(leaves(Config[model_type]))
+    for name, section in keys_of(Config[model_type]).items():
+        parts.append(f"\n## {name}\n\n{_plain(section.doc)}\n\n")
+        parts.append(_table([(path, key) for path, key in rows if path[0] == name]))
+        if name == "model":
+            for mixer, options in mixer_options.items():
+                above = ("model", "mixer_options", mixer)
+                parts.append(f"\n### {'.'.join(above)}\n\n{_plain(options.__doc__)}\n\n")
+                parts.append(_table(leaves(options, above)))
+    return "".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check configs/README.md; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Write configs/README.md from the schema.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the file is stale")
+    check = parser.parse_args(arguments).check
+    target = CONFIGS / "README.md"
+    text = project_reference()
+    if check:
+        stale = not target.exists() or target.read_text(encoding="utf-8") != text
+        if stale:
+            print("configs/README.md is stale: run python -m tools.config_reference", file=sys.stderr)
+        return int(stale)
+    target.write_text(text, encoding="utf-8")
+    print(f"wrote {target}")
+    return 0
+
+
+def project_reference() -> str:
+    """The reference of this project's model and mixers."""
+    return config_reference(ModelConfig, {name: mixer.Options for name, mixer in MIXERS.items()}, CONFIGS)
+
+
+def _files(configs: Path) -> str:
+    lines = ["| file | what |", "|---|---|"]
+    for path in sorted(configs.rglob("*.yml"), key=lambda path: (len(path.parts), path)):
+        first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+        lines.append(f"| [{path.relative_to(configs)}]({path.relative_to(configs)}) | {_cell(first)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: Iterable[tuple[tuple[str, ...], Key]]) -> str:
+    lines = ["| key | allowed | default | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{'.'.join(path)}` | {_cell(key.allowed)} | {_default(path, key.default)} | {_cell(key.doc)} |"
+        for path, key in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _default(path: tuple[str, ...], default: Any) -> str:
+    if default is REQUIRED:
+        return "derived" if path in DERIVED_KEYS else "**required**"
+    return f"`{_cell(_yaml(default))}`"
+
+
+def _yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    if isinstance(value, str) and value != value.strip():
+        return f'"{value}"'
+    return str(value)
+
+
+def _plain(doc: str | None) -> str:
+    """A docstring as one paragraph."""
+    return " ".join((doc or "").split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

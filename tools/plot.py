@@ -1,0 +1,285 @@
+"""Curves of one or several runs in one picture: `python -m tools.plot runs/a runs/b`.
+
+The picture shows the loss against steps and against tokens (raw faint, smoothed on top, validation as points), the
+throughput, the learning rate and the gradient norm. `--html` writes a report page of one run instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.metrics import read_metrics
+
+# Okabe and Ito (2008): told apart by every kind of colour vision, and in print.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#000000")
+STYLE = {
+    "figure.dpi": 100,
+    "savefig.dpi": 160,
+    "savefig.bbox": "tight",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "pdf.fonttype": 42,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The lines of one run's metrics, by kind."""
+
+    name: str
+    train: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+
+
+def read_run(path: Path, name: str | None = None) -> Run:
+    """Reads a run's folder or `metrics.jsonl`. Raises FileNotFoundError, or ValueError when no step is logged yet."""
+    lines = read_metrics(path)
+    by_kind = {kind: [line for line in lines if line.get("kind") == kind] for kind in ("train", "validation")}
+    if not by_kind["train"]:
+        raise ValueError(f"{path}: no training step is logged there yet; wait for the first ones")
+    return Run(name or path.name, by_kind["train"], by_kind["validation"])
+
+
+def column(lines: Sequence[dict[str, Any]], key: str) -> NDArray[np.float64]:
+    """The values of one key, one a line; NaN where a line lacks it."""
+    return np.array([line.get(key, math.nan) for line in lines], dtype=np.float64)
+
+
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Mean over 2 % of the points, NaN left out.
+
+    The window is centred. At the start, where the loss falls fast, it shrinks so that nothing is shifted; at the end it
+    only loses its later half, so that the last value is a mean too.
+    """
+    half = max(1, len(values) // 100) if len(values) > 20 else 0
+    finite = np.isfinite(values)
+    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(finite)])
+    index = np.arange(len(values))
+    reach = np.minimum(half, index)
+    low, high = index - reach, np.minimum(index + reach + 1, len(values))
+    known = count[high] - count[low]
+    return np.where(known > 0, (total[high] - total[low]) / np.maximum(known, 1), np.nan)
+
+
+def plot_loss(run: Path, out: Path | None = None) -> Path:
+    """Draws the loss of one run against steps, with tokens on top, to `out` (default `run/loss.png`).
+
+    Raises FileNotFoundError and ValueError as `read_run`.
+    """
+    plt = _matplotlib()
+    data = read_run(run)
+    out = out or run / "loss.png"
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6.4, 3.9), layout="constrained")
+        _draw_loss(axes, data, COLORS[0], "step", faint=0.25)
+        _limit_loss(axes, [data])
+        axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"{data.name}{_result(data)}")
+        tokens, steps = column(data.train, "tokens"), column(data.train, "step")
+        if np.isfinite(tokens).all() and tokens[-1] > 0:
+            a_step = tokens[-1] / steps[-1]
+            top = axes.secondary_xaxis("top", functions=(lambda x: x * a_step, lambda x: x / a_step))
+            top.xaxis.set_major_formatter(_engineering)
+            top.set_xlabel("tokens")
+        _legend_of_styles(axes, bool(data.validation))
+        _save(figure, out)
+    return out
+
+
+def plot_runs(runs: Sequence[Path], out: Path) -> Path:
+    """Draws all curves of all runs to `out`, whose suffix names the format (png, pdf, svg).
+
+    Raises FileNotFoundError and ValueError as `read_run`.
+    """
+    plt = _matplotlib()
+    data = [read_run(path, name) for path, name in zip(runs, distinct_names(runs), strict=True)]
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(10.5, 6.6), layout="constrained")
+        grid = figure.add_gridspec(2, 6, height_ratios=[1.5, 1.0])
+        by_step, by_tokens = figure.add_subplot(grid[0, :3]), figure.add_subplot(grid[0, 3:])
+        speed, rate, norm = (figure.add_subplot(grid[1, 2 * i : 2 * i + 2]) for i in range(3))
+        for run, color in zip(data, _colors(len(data)), strict=True):
+            faint = 0.25 if len(data) == 1 else 0.12
+            _draw_loss(by_step, run, color, "step", faint)
+            _draw_loss(by_tokens, run, color, "tokens", faint)
+            _draw(speed, run, color, "tokens_per_second", faint)
+            _draw(norm, run, color, "gradient_norm", faint)
+            rate.plot(column(run.train, "step"), column(run.train, "learning_rate"), color=color)
+        for axes in (by_step, by_tokens):
+            _limit_loss(axes, data)
+        for axes in (by_step, by_tokens, speed, rate, norm):
+            axes.xaxis.set_major_locator(plt.MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+            axes.xaxis.set_major_formatter(_engineering)
+        speed.yaxis.set_major_formatter(_engineering)
+        _limit_robust(speed, [column(run.train, "tokens_per_second") for run in data])
+        rate.set_ylim(bottom=0)
+        rate.yaxis.set_major_formatter(_scientific)
+        if any((column(run.train, "gradient_norm") > 0).any() for run in data):
+            norm.set_yscale("log")
+            norm.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+            norm.yaxis.set_major_formatter("{x:g}")
+            norm.yaxis.set_minor_locator(plt.NullLocator())
+        by_step.set(xlabel="step", title="loss (nats per token)")
+        by_tokens.set(xlabel="tokens", title="loss (nats per token)")
+        speed.set(xlabel="step", title="tokens per second")
+        rate.set(xlabel="step", title="learning rate")
+        norm.set(xlabel="step", title="gradient norm")
+        _legend_of_styles(by_tokens, any(run.validation for run in data))
+        handles = [plt.matplotlib.lines.Line2D([], [], color=c, lw=2.5) for c in _colors(len(data))]
+        labels = [run.name + _result(run) for run in data]
+        figure.legend(handles, labels, loc="outside upper left", ncols=1 if len(data) == 1 else 2, fontsize=9.5)
+        _save(figure, out)
+    return out
+
+
+def distinct_names(runs: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell the runs apart; `metrics.jsonl` itself is no part of a name."""
+    parts = [(p.parent if p.suffix == ".jsonl" else p).resolve().parts for p in runs]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-length:]) for p in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return names
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plot",
+        description="Draw the curves of one or several runs: loss, throughput, learning rate, gradient norm.",
+        epilog=(
+            "examples:\n"
+            "  python -m tools.plot runs/default                     one run, to runs/default/plot.png\n"
+            "  python -m tools.plot runs/metala runs/gla -o both.pdf two runs in one picture\n"
+            "  python -m tools.plot runs/default --html              a report page, to runs/default/report.html\n"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
+    parser.add_argument("-o", "--out", type=Path, help="file to write; its suffix names the format (png, pdf, svg)")
+    parser.add_argument("--html", action="store_true", help="write one self-contained page about the run instead")
+    options = parser.parse_args(arguments)
+    try:
+        if options.html:
+            from tools.report import write_report
+
+            if len(options.runs) > 1:
+                parser.error("--html is about one run; leave --html out to compare several")
+            print(write_report(options.runs[0], options.out))
+        else:
+            beside = options.runs[0].parent if options.runs[0].is_file() else options.runs[0]
+            default = beside / "plot.png" if len(options.runs) == 1 else Path("plot.png")
+            print(plot_runs(options.runs, options.out or default))
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _matplotlib() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _colors(count: int) -> list[str]:
+    return [COLORS[i % len(COLORS)] for i in range(count)]
+
+
+def _draw_loss(axes: Any, run: Run, color: str, x: str, faint: float) -> None:
+    _draw(axes, run, color, "loss", faint, x=x)
+    if run.validation:
+        points = {"marker": "o", "ms": 4.5, "mfc": "white", "mew": 1.4}
+        axes.plot(column(run.validation, x), column(run.validation, "loss"), color=color, lw=0, zorder=4, **points)
+
+
+def _draw(axes: Any, run: Run, color: str, key: str, faint: float, x: str = "step") -> None:
+    position, values = column(run.train, x), column(run.train, key)
+    if np.isfinite(values).any():
+        axes.plot(position, values, color=color, alpha=faint, lw=0.7, zorder=2)
+        axes.plot(position, smooth(values), color=color, zorder=3)
+
+
+def _limit_loss(axes: Any, runs: Sequence[Run]) -> None:
+    """Cuts the first 2 % off the top: the fall from the loss of an untrained model would flatten everything after."""
+    late = [smooth(column(run.train, "loss"))[len(run.train) // 50 :] for run in runs]
+    points = [column(run.validation, "loss") for run in runs if run.validation]
+    shown = np.concatenate([*late, *points])
+    shown = shown[np.isfinite(shown)]
+    if shown.size and shown.max() > shown.min():
+        margin = 0.06 * (shown.max() - shown.min())
+        axes.set_ylim(shown.min() - margin, shown.max() + margin)
+
+
+def _limit_robust(axes: Any, values: Sequence[NDArray[np.float64]]) -> None:
+    """From zero to a little over the highest smoothed value, whatever a single step did."""
+    tops = [np.nanmax(smooth(v)) for v in values if np.isfinite(v).any()]
+    if tops:
+        axes.set_ylim(0, 1.15 * max(tops))
+
+
+def _legend_of_styles(axes: Any, validation: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    gray = "#555555"
+    handles = [Line2D([], [], color=gray, lw=0.8, alpha=0.4), Line2D([], [], color=gray, lw=1.5)]
+    labels = ["training, every logged step", "training, smoothed"]
+    if validation:
+        handles.append(Line2D([], [], color=gray, lw=0, marker="o", ms=4.5, mfc="white", mew=1.4))
+        labels.append("validation")
+    axes.legend(handles, labels, loc="upper right", fontsize=8)
+
+
+def _result(run: Run) -> str:
+    if not run.validation:
+        return ""
+    last = run.validation[-1]
+    text = f"   validation loss {last.get('loss', math.nan):.3f}"
+    return text + (f", {last['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in last else "")
+
+
+def _engineering(value: float, _position: int | None = None) -> str:
+    for limit, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def _scientific(value: float, _position: int | None = None) -> str:
+    if value == 0 or abs(value) >= 0.1:
+        return f"{value:g}"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _save(figure: Any, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(out)
+    finally:
+        _matplotlib().close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
