@@ -9,11 +9,7 @@ Validation reads the stream once, in file order.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .cache import cached_arrays
 from .indexed import IndexedTokens, bin_path, idx_path
 
 INDEX_VERSION = 1
@@ -205,13 +202,8 @@ def _cached_index(
     seed: int,
     cache_directory: str | Path | None,
 ) -> SampleIndex:
-    def build() -> SampleIndex:
-        return build_sample_index(file.sizes, np.arange(first, end, dtype=np.int32), sequence_length, epochs, seed)
-
-    if cache_directory is None:
-        return build()
-    description = {
-        "version": INDEX_VERSION,
+    made_from = {
+        "samples": INDEX_VERSION,
         "files": [
             [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
             for path in (bin_path(file.prefix), idx_path(file.prefix))
@@ -221,29 +213,9 @@ def _cached_index(
         "epochs": epochs,
         "seed": seed,
     }
-    text = json.dumps(description, indent=1)
-    folder = Path(cache_directory) / f"samples-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-    if not folder.is_dir():
-        _write_index(build(), text, folder)
-    return SampleIndex(
-        *(
-            np.load(folder / f"{name}.npy", mmap_mode="r")
-            for name in ("document_index", "sample_index", "shuffle_index")
-        )
-    )
 
+    def build() -> dict[str, NDArray]:
+        ids = np.arange(first, end, dtype=np.int32)
+        return vars(build_sample_index(file.sizes, ids, sequence_length, epochs, seed))
 
-def _write_index(index: SampleIndex, description: str, folder: Path) -> None:
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.aside")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for name in ("document_index", "sample_index", "shuffle_index"):
-        np.save(aside / f"{name}.npy", getattr(index, name))
-    (aside / "made_from.json").write_text(description)
-    try:
-        aside.rename(folder)
-    except OSError:
-        # Another process was first; what it built is the same.
-        shutil.rmtree(aside)
-        if not folder.is_dir():
-            raise
+    return SampleIndex(**cached_arrays(cache_directory, "samples", made_from, build))

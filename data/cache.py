@@ -1,0 +1,46 @@
+"""Arrays that are built once and mapped from disk afterwards: sample orders and blends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def cached_arrays(
+    directory: str | Path | None,
+    name: str,
+    made_from: Mapping[str, object],
+    build: Callable[[], Mapping[str, NDArray]],
+) -> dict[str, NDArray]:
+    """What ``build`` returns, kept under ``directory`` and mapped from there, or built each time without a directory.
+
+    The folder's name carries the hash of ``made_from``, so that a cache of another setting is never taken. It is
+    written aside and renamed: several processes may ask at once.
+    """
+    if directory is None:
+        return dict(build())
+    description = json.dumps(made_from, indent=1)
+    folder = Path(directory) / f"{name}-{hashlib.sha256(description.encode()).hexdigest()[:24]}"
+    if not folder.is_dir():
+        aside = folder.with_name(f".{folder.name}.{os.getpid()}.aside")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
+            for key, array in build().items():
+                np.save(aside / f"{key}.npy", array)
+            (aside / "made_from.json").write_text(description)
+            aside.rename(folder)
+        except OSError:
+            # Another process may have been first; what it built is the same.
+            if not folder.is_dir():
+                raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
