@@ -127,7 +127,8 @@ def _known(tree: Mapping[str, Any], schema: type, report: Callable[[Problem], No
                 known[name] = walk(value or {}, below, path)
             else:
                 example = f"{'.'.join(path)}.{next(iter(keys_of(below)))}"
-                report(Problem(path, f"= {_shown(value)}: it is a section, write its keys below it, such as {example}"))
+                section_text = f"= {_shown(value)}: it is a section, write its keys below it, such as {example}"
+                report(Problem(path, neox_answer(path) or section_text))
         return known
 
     known = walk(tree, schema, ())
@@ -238,7 +239,8 @@ def _write(
         if path in reasons:
             origin = f"  # follows from {reasons[path]}"
         elif sources is not None:
-            origin = f"  # {sources.origins.get(path) or 'default'}"
+            given = sources.get(path) is not None or value is None
+            origin = f"  # {(given and sources.origins.get(path)) or 'default'}"
         lines.append(f"{indent}{'# ' if path in reasons else ''}{_scalar(name)}: {_inline(value)}{origin}")
 
 

@@ -90,6 +90,12 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
     elif schedule.warmup_steps > schedule.decay_steps:
         text = f"= {schedule.decay_steps}: at least schedule.warmup_steps = {schedule.warmup_steps} is allowed"
         yield Problem(("schedule", "decay_steps"), text)
+    elif schedule.kind == "wsd" and schedule.warmup_steps > schedule.decay_steps * (1 - schedule.wsd_decay_fraction):
+        text = (
+            f"= {schedule.wsd_decay_fraction} of {schedule.decay_steps} steps begins before the warmup of "
+            f"{schedule.warmup_steps} ends: at most {1 - schedule.warmup_steps / schedule.decay_steps:.3g} is allowed"
+        )
+        yield Problem(("schedule", "wsd_decay_fraction"), text)
     if late := [step for step in checkpoint.extra_steps if step > schedule.train_steps]:
         text = f"holds {', '.join(map(str, late))}: at most schedule.train_steps = {schedule.train_steps} is allowed"
         yield Problem(("checkpoint", "extra_steps"), text)
@@ -109,12 +115,15 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
             yield Problem(("data", key), "is a token file, which goes with data.train, not with data.corpus")
     tokenizer = data.tokenizer
     if tokenizer.type == "bytes" and tokenizer.path is not None:
-        yield Problem(("data", "tokenizer", "path"), "given, but the tokenizer bytes has no file: leave it out")
-    if tokenizer.path is None and tokenizer.type == "hf":
-        yield Problem(("data", "tokenizer", "path"), "missing: the tokenizer.json of data.tokenizer.type = hf")
+        yield Problem(
+            ("data", "tokenizer", "path"), f"= {tokenizer.path}: the tokenizer bytes has no file, leave it out"
+        )
+    if tokenizer.path is None and tokenizer.type in ("hf", "wordpiece"):
+        text = f"is missing: name the file of data.tokenizer.type = {tokenizer.type}"
+        yield Problem(("data", "tokenizer", "path"), text)
     if tokenizer.path is None and tokenizer.type == "sentencepiece":
         if data.train is not None:
-            text = "missing: name the tokenizer that made data.train (it is trained here for data.corpus only)"
+            text = "is missing: name the tokenizer that made data.train (it is trained here for data.corpus only)"
             yield Problem(("data", "tokenizer", "path"), text)
         elif tokenizer.vocab_size > (rows := getattr(config.model, "vocab_size", tokenizer.vocab_size)):
             text = f"= {tokenizer.vocab_size}: at most model.vocab_size = {rows} is allowed"

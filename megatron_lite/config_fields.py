@@ -89,7 +89,9 @@ def allowed_values(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
         if getattr(part, bound, None) is not None
     ]
     patterns = [part.pattern for part in constraints if getattr(part, "pattern", None)]
-    return " ".join([word, " and ".join(bounds)] if bounds else [word]) + "".join(f" like {p}" for p in patterns)
+    return " ".join([word, " and ".join(bounds)] if bounds else [word]) + "".join(
+        f" like {pattern.strip('^$')}" for pattern in patterns
+    )
 
 
 def _pydantic_key(info: FieldInfo) -> Key:

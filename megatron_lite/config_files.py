@@ -147,8 +147,8 @@ def _read_file(path: Path | None, name: str, including: tuple[Path, ...]) -> Sou
 def parse_yaml(text: str, name: str) -> Sources:
     """Read one YAML document of nested mappings; `name` stands for the file in origins and problems."""
     sources = Sources()
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return sources
@@ -164,8 +164,6 @@ def parse_yaml(text: str, name: str) -> Sources:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         sources.problems.append(f"{name}:{line}: YAML syntax: {error.reason}")
-    finally:
-        loader.dispose()
     return sources
 
 
@@ -177,25 +175,25 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, name: str, sources: 
     if isinstance(node, yaml.SequenceNode):
         return [_build(loader, item, (*path, "[]"), name, sources, above) for item in node.value]
     if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node)
+        value = loader.construct_object(node)
+        if value is None or isinstance(value, str | int | float):
+            return value
+        raise yaml.constructor.ConstructorError(None, None, f"the tag {node.tag} is not allowed", node.start_mark)
     written: dict[str, int] = {}
     for key, _ in node.value:
         line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a name", key.start_mark)
         if key.value in written:
-            sources.problems.append(
-                f"{'.'.join((*path, str(key.value)))}: written twice ({name}:{written[key.value]} and {name}:{line})"
-            )
-        if isinstance(key.value, str):
-            written[key.value] = line
+            both = f"{name}:{written[key.value]} and {name}:{line}"
+            sources.problems.append(f"{'.'.join((*path, key.value))}: written twice ({both})")
+        written[key.value] = line
     loader.flatten_mapping(node)
     tree: dict[str, Any] = {}
     for key, value in node.value:
-        key_text = key.value if isinstance(key, yaml.ScalarNode) else None
-        if key_text is None:
-            raise yaml.constructor.ConstructorError(None, None, "a key must be a name", key.start_mark)
-        inner = (*path, key_text)
+        inner = (*path, key.value)
         sources.origins[inner] = f"{name}:{key.start_mark.line + 1}"
-        tree[key_text] = _build(loader, value, inner, name, sources, above)
+        tree[key.value] = _build(loader, value, inner, name, sources, above)
     return tree
 
 
@@ -205,7 +203,7 @@ def _apply_override(sources: Sources, override: str) -> None:
     if not equals or not all(path):
         sources.problems.append(f"override {override!r}: write key.sub=value, for example optimizer.lr=3e-4")
         return
-    origin = f"override {override}"
+    origin = f"override {' '.join(override.splitlines())}"
     if raw[:1] in ("[", "{", '"', "'"):
         parsed = parse_yaml(f"value: {raw}", origin)
         if parsed.problems:
@@ -218,7 +216,6 @@ def _apply_override(sources: Sources, override: str) -> None:
         loader = _Loader("")
         tag = loader.resolve(yaml.ScalarNode, raw.strip(), (True, False))
         value = loader.construct_object(yaml.ScalarNode(tag, raw.strip()))
-        loader.dispose()
         if isinstance(value, str):
             value = raw
     sources.set(path, value, origin)

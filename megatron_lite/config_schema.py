@@ -66,9 +66,10 @@ class RunConfig(Section):
 class TokenizerConfig(Section):
     """What turns text into token ids."""
 
-    type: Literal["sentencepiece", "hf", "bytes"] = Field(
+    type: Literal["sentencepiece", "hf", "wordpiece", "bytes"] = Field(
         default="sentencepiece",
-        description="sentencepiece: a `.model` file; hf: a Hugging Face `tokenizer.json`; bytes: no file.",
+        description="sentencepiece: a `.model` file; hf: a Hugging Face `tokenizer.json`; wordpiece: a BERT "
+        "`vocab.txt`; bytes: no file.",
     )
     path: Text | None = Field(
         default=None, description="The tokenizer's file. Empty with sentencepiece: trained on `data.corpus` and cached."

@@ -121,7 +121,7 @@ NEOX_KEYS: dict[str, Answer] = {
 def neox_answer(path: tuple[str, ...]) -> str | None:
     """What to say to an unknown key that GPT-NeoX knows, or None: its new name, and what changes with it."""
     plain = tuple(name.replace("-", "_") for name in path)
-    answer = NEOX_KEYS.get(".".join(plain)) or NEOX_KEYS.get(plain[-1])
+    answer = NEOX_KEYS.get(".".join(plain)) or NEOX_KEYS.get(plain[-1]) or NEOX_KEYS.get(plain[0])
     if answer is None:
         return None
     if not answer.keys:

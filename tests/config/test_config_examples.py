@@ -1,0 +1,107 @@
+"""The files of configs/: whole runs load as they stand, parts load over the default, recipes are the papers'."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.config import Config, dump_config, load_config
+from megatron_lite.config_files import CONFIGS, read_sources
+from models.config import ModelConfig
+
+RUNS = sorted(CONFIGS.glob("*.yml"))
+MODELS = sorted(CONFIGS.glob("model/*.yml"))
+PARTS = sorted([*CONFIGS.glob("data/*.yml"), *CONFIGS.glob("cluster/*.yml")])
+LARGE = [path for path in RUNS if path.name != "default.yml"]
+
+
+def load(*files: Path, overrides: tuple[str, ...] = (), world_size: int = 1) -> Config[ModelConfig]:
+    return load_config(files, overrides, model_type=ModelConfig, world_size=world_size)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(CONFIGS).as_posix()
+
+
+def test_every_file_is_tested() -> None:
+    assert sorted(CONFIGS.rglob("*.yml")) == sorted([*RUNS, *MODELS, *PARTS])
+    assert {path.stem for path in RUNS} >= {"default", "metala_360m", "metala_1.3b", "metala_1.4b", "transformer_410m"}
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
+def test_whole_runs_load_and_round_trip(path: Path, tmp_path: Path) -> None:
+    config = load(path)
+    assert config.run.name == path.stem
+    dumped = tmp_path / "config.yml"
+    dumped.write_text(dump_config(config), encoding="utf-8")
+    assert load(dumped) == config
+
+
+@pytest.mark.parametrize("path", LARGE, ids=name_of)
+@pytest.mark.parametrize(("cluster", "ranks"), [("1gpu", 1), ("4gpu", 4), ("4x8gpu", 32)])
+def test_large_runs_fit_every_cluster(path: Path, cluster: str, ranks: int) -> None:
+    alone = load(path)
+    config = load(path, CONFIGS / "cluster" / f"{cluster}.yml", world_size=ranks)
+    assert config.batch.global_batch_size == alone.batch.global_batch_size
+    assert config.batch.data_ranks == ranks
+
+
+@pytest.mark.parametrize("path", MODELS, ids=name_of)
+def test_models_load_over_the_default_run(path: Path) -> None:
+    """A model file says all that differs between models, so nothing of the default's model is left."""
+    config = load(CONFIGS / "default.yml", path, overrides=("data.tokenizer.vocab_size=512",))
+    alone = read_sources([path]).tree["model"]
+    assert config.model == ModelConfig(**{key: value for key, value in alone.items() if value is not None})
+
+
+@pytest.mark.parametrize("path", PARTS, ids=name_of)
+def test_parts_load_over_the_default_run(path: Path) -> None:
+    corpus = ("data.corpus=null",) if "train" in read_sources([path]).tree.get("data", {}) else ()
+    config = load(CONFIGS / "default.yml", path, overrides=corpus)
+    assert config.run.name == "default"
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "batch_tokens", "tokens", "lowest"),
+    [
+        ("metala_360m", 3e-4, 0.5e6, 15e9, 3e-5),
+        ("metala_1.3b", 2e-4, 2e6, 100e9, 2e-5),
+        ("metala_1.4b", 2e-4, 2e6, 100e9, 2e-5),
+        ("metala_1.4b_300b", 2e-4, 2e6, 300e9, 2e-5),
+        ("transformer_410m", 3e-4, 2e6, 300e9, 3e-5),
+        ("transformer_1.4b", 2e-4, 2e6, 300e9, 2e-5),
+    ],
+)
+def test_recipes_are_the_papers(name: str, lr: float, batch_tokens: float, tokens: float, lowest: float) -> None:
+    config = load(CONFIGS / f"{name}.yml")
+    assert config.optimizer.lr == lr
+    assert config.batch.sequence_length == 2048
+    assert math.isclose(config.batch.tokens_per_step, batch_tokens, rel_tol=0.05)
+    assert math.isclose(config.batch.tokens_per_step * config.schedule.train_steps, tokens, rel_tol=0.001)
+    assert math.isclose(config.optimizer.lr * config.schedule.min_lr_ratio, lowest)
+    assert config.schedule.warmup_steps == round(0.01 * config.schedule.train_steps)
+    assert (config.optimizer.betas, config.optimizer.eps) == ((0.9, 0.95), 1e-8)
+    assert (config.optimizer.weight_decay, config.optimizer.gradient_clipping) == (0.1, 1.0)
+    assert (config.model.init_method, config.model.output_init_method) == ("small_init", "wang_init")
+
+
+@pytest.mark.parametrize("path", [path for path in LARGE if path.stem.startswith("metala") and "300b" not in path.stem],
+                         ids=name_of)  # fmt: skip
+def test_metala_recipes_say_what_is_stated_and_what_is_inferred(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for key in ("sequence_length", "global_batch_size", "lr", "train_steps"):
+        assert re.search(rf"^  {key}: .*# stated", text, re.MULTILINE), key
+    for key in ("betas", "eps", "weight_decay", "gradient_clipping", "kind", "warmup_fraction", "min_lr_ratio"):
+        assert re.search(rf"^  {key}: .*# inferred", text, re.MULTILINE), key
+
+
+def test_the_default_run_is_small_and_needs_nothing() -> None:
+    config = load(CONFIGS / "default.yml")
+    assert (config.data.corpus, config.data.tokenizer.path) == ("stdlib", None)
+    assert config.data.tokenizer.vocab_size == config.model.vocab_size == 4096
+    assert config.batch.sequence_length == 512
+    assert config.run.device == "auto"
+    assert config.checkpoint.resume == "auto"
