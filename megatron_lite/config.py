@@ -75,7 +75,8 @@ def _load(sources: Sources, model_type: type[ModelT], world_size: int | None) ->
 
     def report(problem: Problem) -> None:
         origin = sources.origin(problem.path)
-        problems.append(f"{'.'.join(problem.path)} {problem.text}" + (f" ({origin})" if origin else ""))
+        space = "" if problem.text.startswith((":", ".")) else " "
+        problems.append(f"{'.'.join(problem.path)}{space}{problem.text}" + (f" ({origin})" if origin else ""))
 
     if world_size is None:
         world_size = _world_size(problems)
@@ -120,8 +121,11 @@ def _known(tree: Mapping[str, Any], schema: type, report: Callable[[Problem], No
                 continue
             below = keys[name].section
             if below is None:
-                # A null where null means nothing gives the default back.
-                if value is not None or "null" in keys[name].allowed:
+                # A null where null means nothing gives the default back; in a mapping it takes the entry back.
+                entry = keys[name].entry
+                if isinstance(value, dict) and entry is not None and not entry.nullable:
+                    value = {inner: kept for inner, kept in value.items() if kept is not None}
+                if value is not None or keys[name].nullable:
                     known[name] = value
             elif isinstance(value, dict) or value is None:
                 known[name] = walk(value or {}, below, path)
@@ -182,11 +186,14 @@ def _key_at(location: tuple[int | str, ...], schema: type) -> tuple[KeyPath, Key
     """The key that a pydantic location lies in: list indices and union members are left off."""
     path: KeyPath = ()
     section: type | None = schema
-    for name in location:
-        if section is None:
+    for name in map(str, location):
+        if section is not None:
+            key = keys_of(section)[name]
+        elif key.entry is not None:
+            key = key.entry
+        else:
             break
-        key = keys_of(section)[str(name)]
-        path, section = (*path, str(name)), key.section
+        path, section = (*path, name), key.section
     return path, key
 
 

@@ -44,6 +44,19 @@ class Key:
             kind if isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)) else None
         )
 
+    @property
+    def entry(self) -> Key | None:
+        """What each value of a mapping with free names is; None for any other key."""
+        if get_origin(self.annotation) is not dict:
+            return None
+        kind = get_args(self.annotation)[1]
+        return Key(kind, REQUIRED, allowed_values(kind), self.doc)
+
+    @property
+    def nullable(self) -> bool:
+        """Whether null is a value of its own."""
+        return self.annotation is Any or type(None) in get_args(self.annotation)
+
 
 def keys_of(section: type) -> dict[str, Key]:
     """The keys of a section (a pydantic model or a dataclass), in the order of their definition."""

@@ -198,7 +198,7 @@ def test_missing_keys_are_all_named() -> None:
         ("model.mixers=metala", 'model.mixers = "metala": list of: text is allowed'),
         (
             "model.mixer_options={metala: paper}",
-            'model.mixer_options = {"metala": "paper"}: mapping to: mapping is allowed',
+            'model.mixer_options.metala = "paper": mapping is allowed',
         ),
         ("model.intermediate_size=wide", 'model.intermediate_size = "wide": whole number, or null is allowed'),
     ],

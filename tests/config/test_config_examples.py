@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.config import Config, dump_config, load_config
+from megatron_lite.config import Config, ConfigError, dump_config, load_config
 from megatron_lite.config_files import CONFIGS, read_sources
 from models.config import ModelConfig
 
@@ -105,3 +105,26 @@ def test_the_default_run_is_small_and_needs_nothing() -> None:
     assert config.batch.sequence_length == 512
     assert config.run.device == "auto"
     assert config.checkpoint.resume == "auto"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.num_heads=5", "model.num_heads = 5 does not divide model.hidden_size = 1024; "),
+        ("model.mixers=[metla]", "model.mixers: unknown mixer 'metla'; did you mean metala?"),
+        ("model.mixer_options.metala.kernel=3", "model.mixer_options.metala.kernel: unknown option; "),
+        ("model.mixer_options.metala=3", "model.mixer_options.metala = 3: mapping is allowed"),
+        ("model.hiden_size=3", "model.hiden_size is an unknown key; nearest: model.hidden_size"),
+    ],
+)
+def test_errors_of_the_model_name_the_override(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(CONFIGS / "metala_360m.yml", overrides=(override,))
+    (line,) = caught.value.problems
+    assert line.startswith(message)
+    assert line.endswith(f"(override {override})")
+
+
+def test_another_mixer_by_overrides() -> None:
+    overrides = ("model.mixers=[attention]", "model.mixer_options.metala=null")
+    assert load(CONFIGS / "metala_360m.yml", overrides=overrides).model.mixers == ("attention",)

@@ -127,6 +127,9 @@ def test_overrides_lie_over_files_and_one_another(tmp_path: Path) -> None:
 def test_null_takes_back_what_a_file_gave(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yml", "model: {mixer_options: {metala: {preset: paper}}}\n")
     assert load("model.mixer_options=null", files=(file,)).model.mixer_options == {}
+    assert load("model.mixer_options.metala=null", files=(file,)).model.mixer_options == {}
+    kept = load("model.mixer_options.metala.preset=null", files=(file,)).model.mixer_options
+    assert kept == {"metala": {"preset": None}}  # what a null option means is the mixer's own
     assert load("data.corpus=null", "data.train=x", "data.tokenizer.type=bytes").data.corpus is None
 
 
