@@ -1,0 +1,94 @@
+"""LION's operator on Triton kernels, with its gradients: the choice of a kernel, padding and packed segments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..bidirectional import EPS
+from . import lion_chunk, lion_tile
+from .lion_common import LOG_DECAY, LOGITS, NO_GATE
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST_HEAD = 256
+# Up to this many tokens the tile kernel was the faster one (one H200, bfloat16, heads of 64; docs/results.md).
+TILE_LENGTH = 128
+
+
+def lion(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None = None,
+    *,
+    logits: bool = False,
+    scaled: bool = True,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """(Q K^T * M) V as `models.bidirectional.bidirectional` defines it, in v's dtype (products of that dtype, float32 sums).
+
+    q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], both dims at most 256.
+    decay: [batch, length, heads] log decay, or with `logits` the gate whose logsigmoid it is.
+    kernel: "tile", "chunk" or "auto". Raises ValueError for head sizes, dtypes and sizes that the kernels do not take.
+    """
+    if kernel not in _KERNELS and kernel != "auto":
+        raise ValueError(f"kernel {kernel!r}: allowed are auto, {', '.join(_KERNELS)}")
+    if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
+        raise ValueError(f"head sizes {q.shape[-1]}, {v.shape[-1]}: at most {LARGEST_HEAD}; use form='chunked'")
+    if v.dtype not in _DTYPES:
+        raise ValueError(f"dtype {v.dtype}: allowed are float32, float16, bfloat16; use form='chunked'")
+    length, heads = q.shape[1:3]
+    if length * heads * max(q.shape[-1], v.shape[-1]) >= 2**31:
+        raise ValueError(f"{length} tokens of {heads} heads overflow 32-bit addresses; use form='chunked' or fewer")
+    if kernel == "auto":
+        kernel = "tile" if length <= TILE_LENGTH else "chunk"
+    if decay is not None:
+        decay = decay.reshape(q.shape[:3])
+    if mask is not None:
+        padding = ~mask[:, :, None]
+        q, k = q.masked_fill(padding[..., None], 0.0), k.masked_fill(padding[..., None], 0.0)
+        if decay is not None:
+            decay = decay.masked_fill(padding, torch.inf if logits else 0.0)
+    segments = None
+    if cu_seqlens is not None:
+        positions = torch.arange(length, dtype=torch.int32, device=q.device)
+        segments = torch.searchsorted(cu_seqlens[1:].to(positions), positions, right=True, out_int32=True)
+    mode = NO_GATE if decay is None else LOGITS if logits else LOG_DECAY
+    return _Lion.apply(q.to(v.dtype), k.to(v.dtype), v, decay, segments, mode, scaled, kernel)
+
+
+class _Lion(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor | None,
+        segments: Tensor | None,
+        mode: int,
+        scaled: bool,
+        kernel: str,
+    ) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        decay = None if decay is None else decay.contiguous()
+        y, den = _KERNELS[kernel].forward(q, k, v, decay, segments, mode, scaled, EPS)
+        ctx.save_for_backward(q, k, v, decay, segments, y, den)
+        ctx.arguments = mode, scaled, kernel
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, decay, segments, y, den = ctx.saved_tensors
+        mode, scaled, kernel = ctx.arguments
+        dq, dk, dv, d_decay = _KERNELS[kernel].backward(
+            dy.contiguous(), q, k, v, decay, segments, y, den, mode, scaled, EPS
+        )
+        return dq, dk, dv, None if decay is None else d_decay.to(decay.dtype), None, None, None, None
+
+
+_KERNELS = {"tile": lion_tile, "chunk": lion_chunk}

@@ -1,0 +1,116 @@
+"""What LION's tile and chunk kernels share: tiles in memory, log decays, and the sums of the backward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
+
+# Where the decay comes from: there is none, its logarithm is given, or log decay = logsigmoid(gate).
+NO_GATE, LOG_DECAY, LOGITS = 0, 1, 2
+
+
+@triton.jit
+def base(x, bh, T, H, D):
+    """Address of token 0 of batch element and head `bh` in x: [batch, T, H, D]."""
+    b = (bh // H).to(tl.int64)
+    return x + (b * T * H + bh % H) * D
+
+
+@triton.jit
+def load_rows(x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
+    """A tile [tokens, dims] at tokens t and channels d; x is a `base`; 0 outside."""
+    mask = (t < T)[:, None]
+    if D % BD != 0:
+        mask = mask & (d < D)[None, :]
+    return tl.load(x + t[:, None] * (H * D) + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_columns(x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
+    """The same tile transposed, [dims, tokens]."""
+    mask = (t < T)[None, :]
+    if D % BD != 0:
+        mask = mask & (d < D)[:, None]
+    return tl.load(x + t[None, :] * (H * D) + d[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(x, value, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
+    mask = (t < T)[:, None]
+    if D % BD != 0:
+        mask = mask & (d < D)[None, :]
+    tl.store(x + t[:, None] * (H * D) + d[None, :], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_columns(x, value, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
+    mask = (t < T)[None, :]
+    if D % BD != 0:
+        mask = mask & (d < D)[:, None]
+    tl.store(x + t[None, :] * (H * D) + d[:, None], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_log_decay(gate, t, T, H, GATE: tl.constexpr):
+    """float32 log decay of tokens t; gate is a `base` with D = 1; 0 outside."""
+    x = tl.load(gate + t * H, mask=t < T, other=0.0).to(tl.float32)
+    if GATE == 2:
+        x = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+    return tl.where(t < T, tl.maximum(x, -100.0), 0.0)
+
+
+@triton.jit
+def store_gate_gradient(dgate, gate, d_log_decay, t, T, H, GATE: tl.constexpr):
+    if GATE == 2:
+        x = tl.load(gate + t * H, mask=t < T, other=0.0).to(tl.float32)
+        d_log_decay = d_log_decay * tl.sigmoid(-x)
+    tl.store(dgate + t * H, d_log_decay, mask=t < T)
+
+
+@triton.jit
+def load_scale(den, delta, bh, t, T, eps, SCALED: tl.constexpr):
+    """Of each row: 1 / (row sum + eps), 0 for a row of padding; and dy . y."""
+    if SCALED:
+        total = tl.load(den + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
+        scale = tl.where(total != 0.0, 1.0 / (total + eps), 0.0)
+        inner = tl.load(delta + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
+    else:
+        scale = tl.where(t < T, 1.0, 0.0)
+        inner = scale * 0.0
+    return scale, inner
+
+
+@triton.jit
+def _row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr):
+    bh = tl.program_id(1)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    d = tl.arange(0, BV)
+    a = load_rows(base(dy, bh, T, H, V), t, d, T, H, V, BV).to(tl.float32)
+    b = load_rows(base(y, bh, T, H, V), t, d, T, H, V, BV).to(tl.float32)
+    tl.store(delta + bh.to(tl.int64) * T + t, tl.sum(a * b, 1), mask=t < T)
+
+
+def row_inner(dy: Tensor, y: Tensor) -> Tensor:
+    """dy . y a row: two [batch, length, heads, dim] -> float32 [batch, heads, length]."""
+    batch, length, heads, dim = y.shape
+    delta = torch.empty(batch, heads, length, dtype=torch.float32, device=y.device)
+    _row_inner[(triton.cdiv(length, 64), batch * heads)](
+        dy, y, delta, length, heads, dim, triton.next_power_of_2(dim), 64, num_warps=4
+    )
+    return delta
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of float32 operands are formed: three TF32 products, as exact as float32 ones, and fast."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def block(dim: int, largest: int = 256) -> int:
+    """Channels a tile holds: a power of two that tensor cores take."""
+    return min(max(16, triton.next_power_of_2(dim)), largest)

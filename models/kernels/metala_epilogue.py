@@ -1,0 +1,61 @@
+"""The end of a MetaLA mixer: self-augmentation, LayerNorm a head, output gate (arXiv 2411.10741, Eq. 15, 22, A35).
+
+    s_t = sum_c q_tc w_c k_tc a head     x_t = o_t + sigmoid(s_t v_t) - 1/2     y_t = SiLU(u_t) * LayerNorm(x_t)
+
+The 1/2 changes nothing, the LayerNorm takes it off; without it small outputs keep their digits.
+The plain PyTorch reference stands here, its Triton kernels in `metala_epilogue_triton.py`, imported on use.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def metala_epilogue(
+    o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    aug_weight: Tensor | None,
+    gate: Tensor,
+    eps: float = 1e-5,
+    *,
+    form: str = "auto",
+) -> Tensor:
+    """SiLU(gate) * LayerNorm_head(o + self-augmentation), computed in float32 (float64 for float64).
+
+    o, v: [batch, length, heads, head_dim_v]; q, k: [batch, length, heads, head_dim_k]; aug_weight: [heads * head_dim_k]
+    or None for no self-augmentation; gate: [batch, length, heads * head_dim_v] before its activation.
+    form: "reference", "triton", or "auto": the kernels on CUDA where Triton is installed.
+    Returns [batch, length, heads * head_dim_v] in o's dtype. Raises ValueError for an unknown form.
+    """
+    if form not in ("auto", "reference", "triton"):
+        raise ValueError(f"form {form!r}: allowed are auto, reference, triton")
+    if form == "auto":
+        form = "triton" if o.is_cuda and o.dtype != torch.float64 and find_spec("triton") else "reference"
+    if form == "reference":
+        return reference(o, q, k, v, aug_weight, gate, eps)
+    from .metala_epilogue_triton import epilogue
+
+    return epilogue(o, q, k, v, aug_weight, gate, eps)
+
+
+def reference(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float = 1e-5
+) -> Tensor:
+    """The same in plain PyTorch."""
+    x = _wide(o)
+    if aug_weight is not None:
+        weight = _wide(aug_weight).unflatten(-1, (-1, q.shape[-1]))
+        strength = (_wide(q) * weight * _wide(k)).sum(-1, keepdim=True)
+        x = x + 0.5 * torch.tanh(0.5 * strength * _wide(v))
+    x = F.layer_norm(x, x.shape[-1:], eps=eps).flatten(-2)
+    return (F.silu(_wide(gate)) * x).to(o.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,167 @@
+"""MetaLA's epilogue as one kernel forward and one backward, each reading its inputs once.
+
+Reference and definition: `metala_epilogue.py`. The backward pass forms everything again from the inputs; the gradient
+of the augmentation weight is summed by every program over its own tokens, and over programs afterwards, so that it
+does not depend on their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("MetaLA's fused epilogue needs Triton (pip install triton); form='reference' works without") from error
+
+
+def epilogue(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float
+) -> Tensor:
+    """Arguments and result as `metala_epilogue`."""
+    return _Epilogue.apply(o, q, k, v, aug_weight, gate, eps)
+
+
+class _Epilogue(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float
+    ) -> Tensor:
+        o, q, k, v, gate = (x.contiguous() for x in (o, q, k, v, gate))
+        y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
+        tokens, heads, dim_k, dim_v, rows, programs = _launch(o, q)
+        _forward[(programs, heads)](
+            o, q, k, v, aug_weight, gate, y, tokens, heads, eps,
+            dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v), rows, aug_weight is not None,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
+        ctx.save_for_backward(o, q, k, v, aug_weight, gate)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        o, q, k, v, aug_weight, gate = ctx.saved_tensors
+        tokens, heads, dim_k, dim_v, rows, programs = _launch(o, q)
+        do, dgate = torch.empty_like(o), torch.empty_like(gate)
+        dq = dk = dv = partial = None
+        if aug_weight is not None:
+            dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+            partial = torch.empty(programs, heads * dim_k, dtype=torch.float32, device=o.device)
+        _backward[(programs, heads)](
+            dy.contiguous(), o, q, k, v, aug_weight, gate, do, dq, dk, dv, partial, dgate, tokens, heads, ctx.eps,
+            dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v), rows, aug_weight is not None,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
+        d_weight = None if partial is None else partial.sum(0).to(aug_weight.dtype)
+        return do, dq, dk, dv, d_weight, dgate, None
+
+
+def _launch(o: Tensor, q: Tensor) -> tuple[int, int, int, int, int, int]:
+    """Tokens, heads, head sizes, rows of a tile and programs a head; these stay while there are tokens for all."""
+    batch, length, heads, dim_v = o.shape
+    rows = max(1, 2048 // triton.next_power_of_2(dim_v))
+    programs = min(triton.cdiv(batch * length, rows), max(1, 2048 // heads))
+    return batch * length, heads, q.shape[-1], dim_v, rows, programs
+
+
+@triton.jit
+def _tile(x, t, d, h, T, H, D: tl.constexpr, BD: tl.constexpr):
+    """Addresses and mask of [tokens, channels] of head h in x: [tokens, heads, D]."""
+    mask = (t < T)[:, None]
+    if D % BD != 0:
+        mask = mask & (d < D)[None, :]
+    return x + (t[:, None].to(tl.int64) * H + h) * D + d[None, :], mask
+
+
+@triton.jit
+def _load(x, t, d, h, T, H, D: tl.constexpr, BD: tl.constexpr):
+    address, mask = _tile(x, t, d, h, T, H, D, BD)
+    return tl.load(address, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(x, value, t, d, h, T, H, D: tl.constexpr, BD: tl.constexpr):
+    address, mask = _tile(x, t, d, h, T, H, D, BD)
+    tl.store(address, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _half_tanh(x):
+    """sigmoid(x) - 1/2, to full relative precision near 0 too."""
+    near = x * (0.25 + x * x * (-1.0 / 48.0 + x * x * (1.0 / 480.0 - x * x * (17.0 / 80640.0))))
+    return tl.where(tl.abs(x) < 0.25, near, tl.sigmoid(x) - 0.5)
+
+
+@triton.jit
+def _normalise(x, d, eps, V: tl.constexpr, BV: tl.constexpr):
+    """(x - mean) / std a row, 0 beyond V; and 1 / std."""
+    x = x - (tl.sum(x, 1) / V)[:, None]
+    if V != BV:
+        x = tl.where((d < V)[None, :], x, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) / V + eps)
+    return x * inverse[:, None], inverse
+
+
+@triton.jit
+def _forward(
+    o, q, k, v, aug_weight, gate, y, T, H, eps,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, AUGMENT: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    ck, cv = tl.arange(0, BK), tl.arange(0, BV)
+    if AUGMENT:
+        weight = tl.load(aug_weight + h * K + ck, mask=ck < K, other=0.0).to(tl.float32)
+    for start in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
+        t = start + tl.arange(0, BT)
+        x = _load(o, t, cv, h, T, H, V, BV)
+        u = _load(gate, t, cv, h, T, H, V, BV)
+        if AUGMENT:
+            qk = _load(q, t, ck, h, T, H, K, BK) * _load(k, t, ck, h, T, H, K, BK)
+            strength = tl.sum(qk * weight[None, :], 1)
+            x += _half_tanh(strength[:, None] * _load(v, t, cv, h, T, H, V, BV))
+        normal, _ = _normalise(x, cv, eps, V, BV)
+        _store(y, normal * u * tl.sigmoid(u), t, cv, h, T, H, V, BV)
+
+
+@triton.jit
+def _backward(
+    dy, o, q, k, v, aug_weight, gate, do, dq, dk, dv, partial, dgate, T, H, eps,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, AUGMENT: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    ck, cv = tl.arange(0, BK), tl.arange(0, BV)
+    if AUGMENT:
+        weight = tl.load(aug_weight + h * K + ck, mask=ck < K, other=0.0).to(tl.float32)
+        d_weight = tl.zeros([BK], tl.float32)
+    for start in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
+        t = start + tl.arange(0, BT)
+        x = _load(o, t, cv, h, T, H, V, BV)
+        u = _load(gate, t, cv, h, T, H, V, BV)
+        grad = _load(dy, t, cv, h, T, H, V, BV)
+        if AUGMENT:
+            query, key = _load(q, t, ck, h, T, H, K, BK), _load(k, t, ck, h, T, H, K, BK)
+            value = _load(v, t, cv, h, T, H, V, BV)
+            strength = tl.sum(query * key * weight[None, :], 1)
+            augmentation = _half_tanh(strength[:, None] * value)
+            x += augmentation
+        normal, inverse = _normalise(x, cv, eps, V, BV)
+        sigmoid = tl.sigmoid(u)
+        _store(dgate, grad * normal * sigmoid * (1.0 + u * (1.0 - sigmoid)), t, cv, h, T, H, V, BV)
+        d_normal = grad * u * sigmoid
+        d_normal -= (tl.sum(d_normal, 1) / V)[:, None] + normal * (tl.sum(d_normal * normal, 1) / V)[:, None]
+        d_x = d_normal * inverse[:, None]
+        _store(do, d_x, t, cv, h, T, H, V, BV)
+        if AUGMENT:
+            d_product = d_x * (0.25 - augmentation * augmentation)
+            _store(dv, d_product * strength[:, None], t, cv, h, T, H, V, BV)
+            d_strength = tl.sum(d_product * value, 1)[:, None]
+            _store(dq, d_strength * weight[None, :] * key, t, ck, h, T, H, K, BK)
+            _store(dk, d_strength * weight[None, :] * query, t, ck, h, T, H, K, BK)
+            d_weight += tl.sum(d_strength * query * key, 0)
+    if AUGMENT:
+        tl.store(partial + (tl.program_id(0) * H + h) * K + ck, d_weight, mask=ck < K)
