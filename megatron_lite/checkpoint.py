@@ -5,8 +5,8 @@ A checkpoint is a folder `step_00000100/` with
 - `manifest.json`: format version, step, trainer state, layout, software versions, command line; every tensor's shape,
   partition word and the pieces it is stored in; every file's size and SHA-256;
 - `config.yml`: the resolved configuration;
-- `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: what rank R owned, as flat float32 pieces of the full tensors.
-  Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names.
+- `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: what rank R owned, as flat float32 pieces of the full
+  tensors. Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names.
 
 Each process writes what it owns; reading assembles any range of any tensor, so any number of processes can read it. The
 folder is written under another name, flushed and renamed; the text file `latest` beside it is then replaced in one
@@ -92,7 +92,7 @@ def save(engine: Engine, directory: Path, *, step: int, state: Mapping[str, Any]
         free = shutil.disk_usage(directory).free / 2**30 if directory.exists() else math.nan
         raise CheckpointError(
             f"could not write the checkpoint {final}: {problem} ({free:.2f} GiB free on that disk). "
-            f"Earlier checkpoints are untouched; free space or set checkpoint.directory elsewhere, then start again to resume"
+            f"Earlier checkpoints are untouched; free space or set checkpoint.directory elsewhere, then resume"
         )
     return final
 
@@ -282,7 +282,7 @@ def _write_own(engine: Engine, aside: Path) -> tuple[dict[str, list[dict[str, An
 def _write_manifest(
     engine: Engine, aside: Path, everyone: list[Any], step: int, state: Mapping[str, Any], config_yaml: str
 ) -> None:
-    tensors = {
+    tensors: dict[str, dict[str, Any]] = {
         name: {"shape": list(shape), "partition": engine.words[name], "pieces": []}
         for name, shape in engine.parameter_shapes().items()
     }

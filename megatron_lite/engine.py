@@ -170,8 +170,8 @@ class Engine:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         (weight,) = reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in micro_batches)], self.grid)
-        # DeepSpeed averages over micro batches and data ranks. Undoing that here makes the loss sum(weight * nll) over the
-        # global sum(weight), whatever the layout; a micro batch without any weight then adds zero instead of NaN.
+        # DeepSpeed averages over micro batches and data ranks. Undoing that here makes the loss sum(weight * nll) over
+        # the global sum(weight), whatever the layout; a micro batch without any weight then adds zero instead of NaN.
         scale = self.accumulation * self.grid.data_size / max(weight, 1e-30)
         self._engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
@@ -191,7 +191,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, float]:
-        """(sum of weight * nll, sum of weight) over the micro batches of all data ranks. Leaves no trace in training."""
+        """(sum of weight * nll, sum of weight) over the micro batches of all data ranks."""
         self._engine.eval()
         nll = weight = 0.0
         for batch in micro_batches:
@@ -406,7 +406,7 @@ def _deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            # Stage 0 clips wrongly in pipelines and starts bf16 with a dummy step; stage 1 costs nothing at one process.
+            # Stage 0 clips wrongly in pipelines and starts bf16 with a dummy step; stage 1 costs nothing more.
             "stage": max(1, parallel.zero_stage),
             "overlap_comm": grid.device.type == "cuda",
             # The default bucket is a buffer of 5e8 elements, gigabytes that a small model does not need.
@@ -441,8 +441,16 @@ def _import_deepspeed() -> Any:
         import deepspeed
     # Its warnings at every skipped step are the trainer's to tell.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # On a CPU, DeepSpeed compiles a C++ helper for an inference collective at the first start (a minute). Training never
-    # calls it. (`import deepspeed.comm.torch as x` would bind the real torch, hence sys.modules.)
+    # On a CPU, DeepSpeed compiles a C++ helper for an inference collective at the first start (a minute). Training
+    # never calls it. (`import deepspeed.comm.torch as x` would bind the real torch, hence sys.modules.)
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # ZeRO 3 replaces functional.linear by a function that adds the bias in place. Selective activation checkpointing has
+    # kept that very tensor, so the recomputation would add the bias twice: wrong gradients as soon as biases move.
+    sys.modules["deepspeed.runtime.zero.linear"].LinearFunctionForZeroStage3.forward = staticmethod(_linear)  # type: ignore[attr-defined]
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = x.matmul(weight.t())
+    return product if bias is None else product + bias

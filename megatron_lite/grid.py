@@ -1,7 +1,7 @@
 """This process's place among all processes, and the few collectives that the trainer needs.
 
-The environment says everything (`torchrun`, `srun` and the deepspeed launcher all set it): RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT. Without them the run has one process, which talks to nobody and needs no port.
+The environment says everything (`torchrun`, `srun` and the deepspeed launcher all set it): RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Without them the run has one process, which talks to nobody and needs no port.
 """
 
 from __future__ import annotations

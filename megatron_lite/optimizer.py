@@ -20,7 +20,7 @@ def build_optimizer(
     """AdamW (Loshchilov and Hutter 2019), fused, in two groups: with and without weight decay.
 
     Args:
-        no_weight_decay: kinds of parameter that do not decay, of "norm", "bias", "decay", "embedding" (`parameter_kind`).
+        no_weight_decay: kinds (`parameter_kind`) that do not decay, of "norm", "bias", "decay", "embedding".
     """
     decay: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []

@@ -8,7 +8,6 @@ import math
 import signal
 import sys
 from collections import deque
-
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -134,8 +133,8 @@ class SkipCounter:
             path.write_text(json.dumps(list(self._history), indent=1) + "\n")
             first = self._history[-self.in_a_row]
             raise TooManySkippedSteps(
-                f"{self.in_a_row} steps in a row were skipped for a loss or gradient that is not finite (or a spike): steps "
-                f"{first['step']} to {step}, samples {first['first_sample']} to {samples[1] - 1}. The last "
-                f"{len(self._history)} steps are in {path}. Lower optimizer.lr, raise schedule.warmup_steps, or resume from an "
-                f"earlier checkpoint; run.max_skipped_steps sets the limit"
+                f"{self.in_a_row} steps in a row were skipped for a loss or gradient that is not finite (or a spike): "
+                f"steps {first['step']} to {step}, samples {first['first_sample']} to {samples[1] - 1}. The last "
+                f"{len(self._history)} steps are in {path}. Lower optimizer.lr, raise schedule.warmup_steps, or resume "
+                f"from an earlier checkpoint; run.max_skipped_steps sets the limit"
             )

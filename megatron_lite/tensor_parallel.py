@@ -2,14 +2,14 @@
 
 A module declares `tensor_parallel_plan`, from the name of one of its parameters or submodules to a word:
 
-| word                            | meaning                                                                              |
-|---------------------------------|--------------------------------------------------------------------------------------|
-| column                          | a linear's output features (rows of its weight) are cut                              |
-| row                             | a linear's input features (columns of its weight) are cut, the outputs are summed    |
-| vocab                           | the vocabulary (first dimension) is cut                                              |
-| shard                           | the first dimension is cut along with the heads                                      |
-| replicated                      | whole everywhere, and every process sees the whole gradient                          |
-| replicated, gradient summed     | whole everywhere, and every process sees a part of the gradient, which is summed     |
+| word                        | meaning                                                                           |
+|-----------------------------|-----------------------------------------------------------------------------------|
+| column                      | a linear's output features (rows of its weight) are cut                           |
+| row                         | a linear's input features (columns of its weight) are cut, the outputs are summed |
+| vocab                       | the vocabulary (first dimension) is cut                                           |
+| shard                       | the first dimension is cut along with the heads                                   |
+| replicated                  | whole everywhere, and every process sees the whole gradient                       |
+| replicated, gradient summed | whole everywhere, and every process sees a part of the gradient, which is summed  |
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def partition_words(module: nn.Module) -> dict[str, str]:
         if word not in WORDS:
             owner = "no plan names it" if word is None else f"its word is {word!r}"
             raise ValueError(
-                f"{type(module).__name__} parameter {name}: {owner}; the tensor_parallel_plan of its module must say one "
-                f"of {', '.join(WORDS)}"
+                f"{type(module).__name__} parameter {name}: {owner}; the tensor_parallel_plan of its module must say "
+                f"one of {', '.join(WORDS)}"
             )
         words[name] = word
     return words

@@ -1,0 +1,64 @@
+"""The oracle: training in one process with nothing but torch, for the trainer to be compared with.
+
+No DeepSpeed, no engine, no schedule code of the project: the model, AdamW, clipping and the token-weighted loss,
+written out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.lm import LanguageModel
+
+Steps = Sequence[Sequence[dict[str, Tensor]]]  # steps of micro batches
+
+
+def train(
+    config: ModelConfig,
+    steps: Steps,
+    *,
+    seed: int,
+    lr: float,
+    warmup: int,
+    total: int,
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
+    min_ratio: float = 0.1,
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm before clipping) of every step; linear warmup, then cosine to min_ratio * lr at `total`."""
+    model = LanguageModel(config, seed=seed)
+    decay, exempt = [], []
+    for name, parameter in model.named_parameters():
+        no_decay = parameter.ndim < 2 or "norm" in name or name.startswith("embedding")
+        (exempt if no_decay else decay).append(parameter)
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}],
+        lr=lr,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    history = []
+    for step, micro_batches in enumerate(steps):
+        progress = min(1.0, max(0.0, (step - warmup) / max(1, total - warmup)))
+        cosine = min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        rate = lr * (step + 1) / warmup if step < warmup else lr * cosine
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        weight = sum(batch["loss_weight"].sum().item() for batch in micro_batches)
+        loss = 0.0
+        for batch in micro_batches:
+            logits = model(batch["tokens"]).float()
+            nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+            part = (nll * batch["loss_weight"].flatten()).sum() / weight
+            part.backward()
+            loss += part.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip else math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((loss, norm.item()))
+    return history

@@ -1,0 +1,72 @@
+"""Tiny models and batches for the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.engine import Engine
+from megatron_lite.grid import Grid, init_grid
+from models.config import ModelConfig
+from models.lm import build_layer, layer_specs
+
+VOCAB, LENGTH = 96, 24
+
+
+@pytest.fixture(scope="session")
+def grid() -> Grid:
+    return init_grid("cpu")
+
+
+def model_config(mixers: tuple[str, ...] = ("metala",), **changes: Any) -> ModelConfig:
+    values: dict[str, Any] = {"vocab_size": VOCAB, "num_layers": 2, "hidden_size": 64, "num_heads": 2, "mixers": mixers}
+    return ModelConfig(**{**values, **changes})
+
+
+def batches(steps: int, *, micro: int = 2, accumulation: int = 2, masked: bool = True) -> list[list[dict[str, Tensor]]]:
+    """Random tokens; about a third of the labels carry no loss, unevenly over the micro batches."""
+    generator = torch.Generator().manual_seed(7)
+    out = []
+    for _ in range(steps):
+        step = []
+        for index in range(accumulation):
+            tokens = torch.randint(0, VOCAB, (micro, LENGTH + 1), generator=generator)
+            weight = torch.ones(micro, LENGTH)
+            if masked:
+                weight = (torch.rand(micro, LENGTH, generator=generator) < 0.9 - 0.4 * index).float()
+            step.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "loss_weight": weight})
+        out.append(step)
+    return out
+
+
+@pytest.fixture
+def build(grid: Grid) -> Iterator[Any]:
+    """A function that builds an engine; all are closed at the end."""
+    engines: list[Engine] = []
+
+    def make(
+        config: ModelConfig, *, seed: int = 11, dtype: str = "fp32", accumulation: int = 2, **settings: Any
+    ) -> Engine:
+        engine = Engine(
+            layer_specs(config),
+            build_layer,
+            seed=seed,
+            grid=grid,
+            dtype=dtype,
+            micro_batch_size=2,
+            accumulation=accumulation,
+            optimizer=OptimizerConfig(lr=3e-4, **settings.pop("optimizer", {})),
+            parallel=ParallelConfig(**settings),
+            precision=PrecisionConfig(),
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()

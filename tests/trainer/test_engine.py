@@ -1,0 +1,213 @@
+"""The engine against the oracle, its guard rails, and its checkpoints."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_lite import checkpoint
+from megatron_lite.checkpoint import CheckpointError
+from megatron_lite.engine import StepResult, faster_dtype
+from megatron_lite.schedule import learning_rate
+from tests import oracle
+from tests.trainer.conftest import batches, model_config
+
+LR, WARMUP = 3e-4, 3
+
+
+def rate(step: int, total: int) -> float:
+    return learning_rate(step, kind="cosine", peak=LR, warmup_steps=WARMUP, decay_steps=total, min_ratio=0.1)
+
+
+def run(engine, steps) -> list[StepResult]:
+    return [engine.train_step(step, lr=rate(index, len(steps))) for index, step in enumerate(steps)]
+
+
+def assert_equal(results: list[StepResult], expected: list[tuple[float, float]], tolerance: float) -> None:
+    for index, (result, (loss, norm)) in enumerate(zip(results, expected, strict=True)):
+        assert result.loss == pytest.approx(loss, rel=tolerance), f"loss of step {index}"
+        assert result.gradient_norm == pytest.approx(norm, rel=tolerance), f"gradient norm of step {index}"
+        assert not result.skipped
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("mixers", [("metala",), ("attention",), ("metala", "attention")], ids="-".join)
+def test_twenty_steps_equal_the_oracle(build, mixers, tied):
+    config = model_config(mixers, tie_embeddings=tied)
+    steps = batches(20)
+    expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=20)
+    assert_equal(run(build(config), steps), expected, 1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_zero_stages_equal_the_oracle(build, stage):
+    config = model_config()
+    steps = batches(6)
+    expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=6)
+    assert_equal(run(build(config, zero_stage=stage), steps), expected, 1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_changes_nothing(build, mode, stage):
+    config = model_config(num_layers=3)  # MetaLA's gate has a bias: see _linear in the engine
+    steps = batches(4)
+    expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=4)
+    engine = build(config, zero_stage=stage, activation_checkpointing={"mode": mode, "every": 2})
+    assert_equal(run(engine, steps), expected, 1e-6)
+
+
+def test_without_clipping_equals_the_oracle(build):
+    config = model_config()
+    steps = batches(4)
+    expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=4, clip=0.0)
+    assert_equal(run(build(config, optimizer={"gradient_clipping": 0.0}), steps), expected, 1e-6)
+
+
+def test_bf16_stays_near_float32(build):
+    config = model_config()
+    steps = batches(8)
+    expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=8)
+    for result, (loss, _) in zip(run(build(config, dtype="bf16"), steps), expected, strict=True):
+        assert result.loss == pytest.approx(loss, rel=2e-3)
+
+
+def test_accumulation_does_not_change_the_step(build):
+    config = model_config()
+    steps = batches(4, micro=2, accumulation=2)
+    merged = [[{key: torch.cat([step[0][key], step[1][key]]) for key in step[0]}] for step in steps]
+    apart = run(build(config), steps)
+    together = run(build(config, accumulation=1), merged)
+    for a, b in zip(apart, together, strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-6)
+        assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-5)
+
+
+def test_a_micro_batch_without_weight_adds_nothing(build):
+    config = model_config()
+    steps = batches(2)
+    for step in steps:
+        step[1]["loss_weight"].zero_()
+    expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=2)
+    assert_equal(run(build(config), steps), expected, 1e-6)
+
+
+def test_the_same_seed_is_the_same_model_and_another_is_not(build):
+    step = batches(1)[0]
+    losses = [build(model_config(), seed=seed).evaluate(step)[0] for seed in (3, 3, 4)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_evaluation_between_steps_leaves_no_trace(build):
+    steps = batches(4)
+    plain = run(build(model_config()), steps)
+    engine = build(model_config())
+    results = []
+    for index, step in enumerate(steps):
+        results.append(engine.train_step(step, lr=rate(index, 4)))
+        nll, weight = engine.evaluate(steps[0])
+        assert weight == pytest.approx(sum(batch["loss_weight"].sum().item() for batch in steps[0]))
+        assert math.isfinite(nll)
+    assert results == plain
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
+def test_a_non_finite_gradient_or_a_veto_skips_the_update(build, dtype, stage):
+    steps = batches(3)
+    engine = build(model_config(), dtype=dtype, zero_stage=stage)
+    first = engine.train_step(steps[0], lr=LR)
+    before = {f.name: f.tensors["weight"].clone() for f in engine.fragments()}
+    moments = {f.name: f.tensors["exp_avg"].clone() for f in engine.fragments()}
+    vetoed = engine.train_step(steps[1], lr=LR, veto=lambda loss: loss > 0)
+    broken = [{**batch, "loss_weight": batch["loss_weight"] * math.inf} for batch in steps[1]]
+    poisoned = engine.train_step(broken, lr=LR)
+    assert not first.skipped
+    assert vetoed.skipped
+    assert math.isfinite(vetoed.loss)
+    assert poisoned.skipped
+    for fragment in engine.fragments():
+        assert torch.equal(fragment.tensors["weight"], before[fragment.name])
+        assert torch.equal(fragment.tensors["exp_avg"], moments[fragment.name])
+    assert not engine.train_step(steps[2], lr=LR).skipped
+
+
+def test_measuring_the_speed_changes_nothing(build):
+    steps = batches(2)
+    plain = run(build(model_config()), steps)
+    engine = build(model_config())
+    assert engine.measure_step_seconds(steps[1]) > 0
+    assert run(engine, steps) == plain
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 3)])
+def test_resume_is_bit_exact(build, tmp_path, dtype, stage):
+    steps = batches(6)
+    engine = build(model_config(), dtype=dtype, zero_stage=stage)
+    run(engine, steps[:3])
+    checkpoint.save(engine, tmp_path, step=3, state={"step": 3}, config_yaml="a: 1\n")
+    rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
+    other = build(model_config(), seed=99, dtype=dtype, zero_stage=stage)
+    assert checkpoint.load(other, tmp_path) == {"step": 3}
+    assert [other.train_step(step, lr=LR) for step in steps[3:]] == rest
+
+
+def test_a_checkpoint_loads_under_another_zero_stage(build, tmp_path):
+    steps = batches(5)
+    engine = build(model_config(), zero_stage=3)
+    run(engine, steps[:3])
+    checkpoint.save(engine, tmp_path, step=3, state={}, config_yaml="")
+    rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
+    other = build(model_config(), zero_stage=1)
+    checkpoint.load(other, tmp_path)
+    for a, b in zip(rest, (other.train_step(step, lr=LR) for step in steps[3:]), strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-6)
+        assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-5)
+
+
+def test_weights_are_read_without_an_engine(build, tmp_path):
+    config = model_config()
+    engine = build(config)
+    step = batches(1)[0]
+    engine.train_step(step, lr=LR)
+    checkpoint.save(engine, tmp_path / "checkpoints", step=1, state={}, config_yaml="model: {}\n")
+    weights = checkpoint.read_weights(tmp_path)
+    model = oracle.LanguageModel(config)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert missing == ["head.weight"]  # tied
+    assert not unexpected
+    batch = step[0]
+    nll = model(batch["tokens"], batch["labels"], batch["loss_weight"])
+    assert nll.item() == pytest.approx(engine.evaluate([batch])[0], rel=1e-6)
+    assert checkpoint.read_config_yaml(tmp_path) == {"model": {}}
+
+
+def test_another_architecture_is_refused_with_the_first_differing_shapes(build, tmp_path):
+    checkpoint.save(build(model_config()), tmp_path, step=1, state={}, config_yaml="")
+    other = build(model_config(hidden_size=48))
+    with pytest.raises(CheckpointError, match=r"another architecture.*embedding\.weight: \(96, 64\).*\(96, 48\)"):
+        checkpoint.load(other, tmp_path)
+
+
+def test_a_parameter_without_a_partition_word_is_refused(build):
+    import torch.nn as nn
+
+    from megatron_lite.tensor_parallel import partition_words
+
+    class Wordless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with pytest.raises(ValueError, match="Wordless parameter scale: no plan names it"):
+        partition_words(Wordless())
+
+
+def test_fp16_on_a_cpu_is_refused(build):
+    with pytest.raises(ValueError, match="fp16 does not train on a CPU"):
+        build(model_config(), dtype="fp16")
+
+
+def test_the_faster_dtype_is_one_of_two():
+    assert faster_dtype(torch.device("cpu"), 64, 256) in ("bf16", "fp32")
