@@ -1,0 +1,91 @@
+"""A run to look at: a tiny model trained for a few steps on a small corpus, with checkpoint and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from data.causal import CausalDataset
+from data.loader import batches
+from data.tokenizer import load_tokenizer
+from megatron_lite import checkpoint
+from megatron_lite.config import dump_config, load_config
+from megatron_lite.engine import Engine
+from megatron_lite.grid import init_grid
+from megatron_lite.metrics import MetricsLogger
+from models.config import ModelConfig
+from models.lm import build_layer, layer_specs
+from tools.load_model import keep_tokenizer, prepare
+
+STEPS = 30
+
+
+def write_corpus(path: Path, documents: int = 120, seed: int = 0) -> None:
+    """Small made-up functions with names, numbers and characters of one to four bytes."""
+    draw = random.Random(seed)
+    names = ["alpha", "beta", "gamma", "naïve", "größe", "値", "🙂", "total", "count", "index"]
+    with path.open("w", encoding="utf-8") as out:
+        for _ in range(documents):
+            a, b, c = draw.sample(names, 3)
+            body = "".join(
+                f"    {draw.choice(names)} = {a} + {draw.randrange(100)}\n" for _ in range(draw.randrange(8))
+            )
+            out.write(json.dumps({"text": f"def {a}({b}, {c}):\n{body}    return {b}\n"}) + "\n")
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run: a hybrid of MetaLA and attention, its vocabulary padded beyond the tokenizer's."""
+    root = tmp_path_factory.mktemp("trained")
+    run = root / "runs" / "tiny"
+    write_corpus(root / "corpus.jsonl")
+    config = load_config(
+        ["configs/model/hybrid_tiny.yml"],
+        [
+            "run.name=tiny",
+            f"run.directory={run}",
+            "model.num_layers=2",
+            f"data.corpus={root / 'corpus.jsonl'}",
+            "data.validation_fraction=0.2",
+            f"data.cache_directory={root / 'cache'}",
+            "data.tokenizer.vocab_size=400",
+            "batch.sequence_length=32",
+            "batch.micro_batch_size=8",
+            "batch.global_batch_size=8",
+            "optimizer.lr=3e-3",
+            f"schedule.train_steps={STEPS}",
+            "precision.dtype=fp32",
+        ],
+        model_type=ModelConfig,
+        world_size=1,
+    )
+    prepared = prepare(config.data)
+    keep_tokenizer(load_tokenizer(prepared.tokenizer_type, prepared.tokenizer_path), run)
+    dataset = CausalDataset(prepared.train_prefix, sequence_length=32, num_samples=8 * STEPS, seed=1)
+    engine = Engine(
+        layer_specs(config.model),
+        build_layer,
+        seed=config.run.seed,
+        grid=init_grid("cpu"),
+        dtype="fp32",
+        micro_batch_size=8,
+        accumulation=1,
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+        precision=config.precision,
+    )
+    metrics = MetricsLogger(run, total_steps=STEPS, progress_bar=False)
+    steps = batches(dataset, global_batch_size=8, micro_batch_size=8)
+    for step, micro_batches in zip(range(1, STEPS + 1), steps, strict=False):
+        result = engine.train_step(micro_batches, lr=config.optimizer.lr)
+        values = {"loss": result.loss, "gradient_norm": result.gradient_norm, "tokens": step * 256}
+        metrics.log(step, {**values, "learning_rate": config.optimizer.lr, "tokens_per_second": 1000.0})
+        if step in (10, STEPS):
+            directory = Path(config.checkpoint.directory)
+            checkpoint.save(engine, directory, step=step, state={"step": step}, config_yaml=dump_config(config))
+    metrics.close()
+    engine.close()
+    return run

@@ -1,0 +1,180 @@
+"""Decoding equals the full forward, batches equal single prompts, and text comes in whole characters."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.tokenizer import Tokenizer, load_tokenizer
+from models.config import ModelConfig
+from models.lm import LanguageModel
+from tools import decoding
+from tools.decoding import TextStream, complete, generate, prompt_ids
+from tools.generate import main
+from tools.load_model import load_model
+
+
+def tiny(*mixers: str) -> LanguageModel:
+    config = ModelConfig(
+        vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, mixers=mixers, init_method="normal", init_std=0.2
+    )
+    return LanguageModel(config, seed=3).eval()
+
+
+@pytest.mark.parametrize("mixers", [("metala",), ("attention",), ("metala", "attention")])
+def test_greedy_decoding_equals_the_full_forward(mixers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(*mixers)
+    prompts = [[5, 9, 2, 33, 7, 1, 0, 61, 12], [17, 4], [8, 8, 8, 30]]
+    seen: list[torch.Tensor] = []
+    original = decoding._last_logits
+
+    def recorded(*arguments: object) -> object:
+        logits, state = original(*arguments)
+        seen.append(logits.clone())
+        return logits, state
+
+    monkeypatch.setattr(decoding, "_last_logits", recorded)
+    steps = list(generate(model, prompts, max_tokens=40, vocab_size=64, temperature=0.0))
+    assert len(steps) == 40
+    for row, prompt in enumerate(prompts):
+        drawn = [step[row] for step in steps]
+        whole = torch.tensor([prompt + drawn])
+        with torch.no_grad():
+            logits = model(whole)[0, len(prompt) - 1 : -1]
+        assert drawn == logits.argmax(-1).tolist(), "equal to argmax of the full forward at every position"
+        torch.testing.assert_close(torch.stack([s[row] for s in seen]), logits, atol=1e-5, rtol=0)
+
+
+def test_the_state_keeps_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    original = decoding._last_logits
+
+    def recorded(*arguments: object) -> object:
+        logits, state = original(*arguments)
+        sizes.append(sum(t.numel() for layer in state for t in layer.values()))
+        return logits, state
+
+    monkeypatch.setattr(decoding, "_last_logits", recorded)
+    list(generate(tiny("metala"), [[1, 2, 3]], max_tokens=30, vocab_size=64))
+    assert len(set(sizes)) == 1
+    # A layer: heads x head_dim_k x head_dim_v, and kernel - 1 inputs of the convolution.
+    assert sizes[0] == 2 * (2 * 8 * 16 + 3 * 32)
+
+
+def test_a_prompt_is_continued_alike_alone_and_among_others() -> None:
+    model = tiny("metala", "attention")
+    prompts = [[5, 9, 2, 33], [17, 4], [8]]
+    together = list(generate(model, prompts, max_tokens=25, vocab_size=64, seed=7))
+    for row, prompt in enumerate(prompts):
+        alone = list(generate(model, [prompt], max_tokens=25, vocab_size=64, seed=7, first_row=row))
+        assert [step[row] for step in together] == [step[0] for step in alone]
+    other = list(generate(model, prompts, max_tokens=25, vocab_size=64, seed=8))
+    assert other != together
+
+
+def test_it_stops_at_the_end_of_a_document_and_stays_within_the_vocabulary() -> None:
+    model = tiny("metala")
+    prompts = [[3, 1], [9, 9, 9]]
+    free = list(generate(model, prompts, max_tokens=60, vocab_size=50, seed=1))
+    assert max(i for step in free for i in step) < 50
+    stop = free[9][0]
+    first = next(n for n, step in enumerate(free) if step[0] == stop)
+    steps = list(generate(model, prompts, max_tokens=60, vocab_size=50, seed=1, stop_id=stop))
+    assert [step[0] for step in steps[:first]] == [step[0] for step in free[:first]]
+    assert all(step[0] is None for step in steps[first:])
+    second = [step[1] for step in free]
+    ends = second.index(stop) if stop in second else 60
+    assert [step[1] for step in steps if step[1] is not None] == second[:ends]
+    assert len(steps) == max(first, ends)
+
+
+def test_prompts_without_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        next(generate(tiny("metala"), [[1], []], max_tokens=1, vocab_size=64))
+
+
+def streamed(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer, prompt)
+    return [*(stream.push(i) for i in ids), stream.finish()]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_only_whole_characters_are_streamed(kind: str, trained_run: Path) -> None:
+    tokenizer = load_tokenizer("bytes") if kind == "bytes" else load_model(trained_run).tokenizer
+    text = "größe = 値 + 🙂🙂\n    return naïve_値  # ▁ €uro"
+    prompt = "def naïve(値): "
+    ids = tokenizer.encode(text)
+    pieces = streamed(tokenizer, tokenizer.encode(prompt), ids)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "" in pieces, "some tokens are parts of a character"
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(text=st.text(max_size=30), prompt=st.text(max_size=12))
+def test_streamed_pieces_join_to_the_text(text: str, prompt: str) -> None:
+    tokenizer = load_tokenizer("bytes")
+    pieces = streamed(tokenizer, tokenizer.encode(prompt), tokenizer.encode(text))
+    assert "".join(pieces) == text
+
+
+def test_an_unfinished_character_shows_at_the_end() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert streamed(tokenizer, [], list("a🙂".encode())[:-1]) == ["a", "", "", "", "\ufffd"]
+
+
+def test_complete(trained_run: Path) -> None:
+    loaded = load_model(trained_run)
+    text = complete(loaded.model, loaded.tokenizer, "def ", max_tokens=24, seed=2)
+    assert text == complete(loaded.model, loaded.tokenizer, "def ", max_tokens=24, seed=2)
+    assert text != complete(loaded.model, loaded.tokenizer, "def ", max_tokens=24, seed=3)
+    assert prompt_ids(loaded.tokenizer, "") == [loaded.tokenizer.end_of_document_id]
+
+
+def test_command(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(trained_run), "--prompt", "def ", "--max-tokens", "20", "--device", "cpu"]
+    assert main([*arguments, "--seed", "4"]) == 0
+    shown = capsys.readouterr()
+    loaded = load_model(trained_run)
+    expected = complete(loaded.model, loaded.tokenizer, "def ", max_tokens=20, seed=4)
+    assert shown.out == f"def {expected}\n"
+    assert "tokens/s), step 30 of" in shown.err
+    assert main([*arguments, "--greedy"]) == 0
+    greedy = capsys.readouterr().out
+    assert main([*arguments, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == greedy
+
+
+def test_command_with_a_file_of_prompts(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["def ", "def alpha(beta, 値):\n".rstrip(), "    return", ""]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    arguments = [str(trained_run), "--prompts-file", str(tmp_path / "prompts.txt"), "--max-tokens", "12"]
+    texts = []
+    for size in ("1", "3"):
+        out = tmp_path / f"{size}.jsonl"
+        assert main([*arguments, "--batch-size", size, "--out", str(out), "--device", "cpu"]) == 0
+        texts.append([json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()])
+    assert [line["prompt"] for line in texts[0]] == prompts
+    assert texts[0] == texts[1], "the batch size changes nothing"
+    assert f"--- 2 of 4 ---\n{prompts[1]}{texts[0][1]['text']}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["{run}", "--top-p", "1.5"], "top_p = 1.5"),
+        (["{run}", "--temperature", "-1"], "temperature = -1.0"),
+        (["{tmp}/absent"], "does not exist"),
+        (["{run}", "--prompts-file", "{tmp}/none.txt"], "none.txt"),
+        (["{run}", "--prompts-file", "{tmp}/empty.txt"], "is empty: write one prompt a line"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], named: str, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    assert main([a.format(run=trained_run, tmp=tmp_path) for a in arguments]) == 2
+    assert named in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""A checkpoint comes back as the model that was trained, with its tokenizer, or says why not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint import read_config_yaml, read_weights
+from tools.load_model import CheckpointError, build_model, load_model, model_config, read_tokenizer
+
+
+def test_the_newest_checkpoint_or_the_named_one(trained_run: Path) -> None:
+    newest = load_model(trained_run)
+    assert newest.step == 30
+    assert newest.run == trained_run
+    assert newest.device == torch.device("cpu")
+    assert load_model(trained_run / "checkpoints" / "step_00000010").step == 10
+    stored = read_weights(trained_run)
+    for name, parameter in newest.model.named_parameters():
+        assert torch.equal(parameter, stored[name]), name
+        assert not parameter.requires_grad
+    assert newest.model.head.weight is newest.model.embedding.weight
+    assert not newest.model.training
+
+
+def test_it_learned_something(trained_run: Path) -> None:
+    loaded = load_model(trained_run)
+    tokens = torch.tensor(
+        [loaded.tokenizer.encode("def alpha(beta, gamma):\n    total = alpha + 12\n    return beta\n")]
+    )
+    trained = loaded.model(tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+    untrained_nats = torch.log(torch.tensor(float(loaded.model.config.vocab_size)))
+    assert trained < 0.8 * untrained_nats
+
+
+def test_dtype(trained_run: Path) -> None:
+    model = load_model(trained_run, dtype="bf16").model
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(ValueError, match="dtype = 'int8': allowed are auto, fp32"):
+        load_model(trained_run, dtype="int8")
+
+
+def test_weights_of_another_shape(trained_run: Path) -> None:
+    config = model_config(read_config_yaml(trained_run))
+    weights = read_weights(trained_run)
+    weights["blocks.0.mixer.q_proj.weight"] = torch.zeros(3, 3)
+    del weights["blocks.1.norm1.weight"]
+    with pytest.raises(
+        ValueError, match=r"2 tensors do not fit.*q_proj\.weight: \(3, 3\) there, \(32, 64\) in the model"
+    ):
+        build_model(config, weights)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        load_model(tmp_path)
+
+
+def test_the_kept_tokenizer_needs_no_corpus(trained_run: Path, tmp_path: Path) -> None:
+    config = read_config_yaml(trained_run)
+    config["data"]["corpus"] = str(tmp_path / "gone")
+    tokenizer = read_tokenizer(trained_run, config)
+    assert tokenizer.vocab_size == 400
+    assert tokenizer.decode(tokenizer.encode("naïve 🙂")) == "naïve 🙂"
+
+
+def test_without_a_kept_tokenizer_the_cache_has_it(trained_run: Path, tmp_path: Path) -> None:
+    config = read_config_yaml(trained_run)
+    assert read_tokenizer(tmp_path, config).hash == read_tokenizer(trained_run, config).hash
+    config["data"]["corpus"] = str(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match="gone"):
+        read_tokenizer(tmp_path, config)
+
+
+def test_a_tokenizer_that_was_exchanged(trained_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained_run / "tokenizer", tmp_path / "tokenizer")
+    description = tmp_path / "tokenizer" / "description.json"
+    description.write_text(json.dumps({**json.loads(description.read_text()), "hash": "0" * 32}))
+    with pytest.raises(ValueError, match="was changed after training"):
+        read_tokenizer(tmp_path, {})

@@ -1,0 +1,152 @@
+"""Recurrent decoding: a prompt is read once, then each token costs one step on a state of constant size.
+
+(Attention layers are the exception: their state is a cache of all tokens.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from data.tokenizer import Tokenizer
+from models.lm import LanguageModel
+from tools.sampling import check_sampling, next_tokens
+
+
+@torch.inference_mode()
+def generate(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    stop_id: int | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    first_row: int = 0,
+) -> Iterator[list[int | None]]:
+    """Continues prompts of any lengths side by side.
+
+    Args:
+        prompts: token ids, at least one each; shorter ones are padded on the left and masked.
+        vocab_size: ids from here on are never drawn (rows that pad the embedding mean nothing).
+        stop_id: ends a prompt's text; it is not yielded.
+        seed, first_row: row r draws from a stream of its own, of seed + first_row + r.
+
+    Yields:
+        The next token of each prompt, None for those that have ended, until all have or `max_tokens` is reached.
+
+    Raises:
+        ValueError: an empty prompt, or a sampling parameter out of range.
+    """
+    check_sampling(temperature, top_k, top_p)
+    if not prompts or not all(prompts):
+        raise ValueError("every prompt needs at least one token; begin an empty one with the end of a document")
+    device = next(model.parameters()).device
+    longest = max(map(len, prompts))
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = True
+    generators = [torch.Generator().manual_seed(seed + first_row + row) for row in range(len(prompts))]
+    alive = [True] * len(prompts)
+    tokens, padding = tokens.to(device), None if bool(mask.all()) else mask.to(device)
+    state = None
+    for _ in range(max_tokens):
+        logits, state = _last_logits(model, tokens, padding, state)
+        drawn = next_tokens(
+            logits[:, :vocab_size], temperature=temperature, top_k=top_k, top_p=top_p, generators=generators
+        )
+        ids = drawn.tolist()
+        alive = [a and i != stop_id for a, i in zip(alive, ids, strict=True)]
+        if not any(alive):
+            return
+        yield [i if a else None for a, i in zip(alive, ids, strict=True)]
+        tokens, padding = drawn[:, None], None
+
+
+def _last_logits(
+    model: LanguageModel,
+    tokens: torch.Tensor,
+    mask: torch.Tensor | None,
+    state: list[dict[str, torch.Tensor]] | None,
+) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
+    """Logits of the last position only: those of a whole prompt would be length x vocabulary numbers."""
+    layers = [model.embedding, *model.blocks]
+    states = [None] * len(layers) if state is None else state
+    hidden, new_state = tokens, []
+    for layer, before in zip(layers, states, strict=True):
+        hidden, after = layer(hidden, mask=mask, state=before, return_state=True)
+        new_state.append(after)
+    return model.head(hidden[:, -1:])[:, 0], new_state
+
+
+class TextStream:
+    """Turns tokens into text as they come, in whole characters.
+
+    One token may be a part of a character (byte fallback, byte-level BPE): it is held back until the character is
+    complete. A window of a few tokens is decoded each time, so the cost does not grow with the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        # Tokenizers may treat the first piece of a text in a way of its own, so each new piece is decoded after others.
+        self._tokenizer, self._window = tokenizer, list(prompt[-8:])
+        self._shown = len(tokenizer.decode(self._window))
+        self._pending = 0
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty when a character is still open."""
+        self._window.append(token)
+        self._pending += 1
+        text = self._tokenizer.decode(self._window)
+        if text.endswith("\ufffd"):
+            return ""
+        return self._advance(text)
+
+    def finish(self) -> str:
+        """What is left: an unfinished character shows as U+FFFD."""
+        return self._advance(self._tokenizer.decode(self._window))
+
+    def _advance(self, text: str) -> str:
+        new = text[self._shown :]
+        self._window = self._window[-self._pending :] if self._pending else self._window
+        self._shown = len(self._tokenizer.decode(self._window))
+        self._pending = 0
+        return new
+
+
+def complete(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> str:
+    """The continuation of one prompt, without the prompt; ends at the end of a document or after `max_tokens`."""
+    ids = prompt_ids(tokenizer, prompt)
+    steps = generate(
+        model,
+        [ids],
+        max_tokens=max_tokens,
+        vocab_size=tokenizer.vocab_size,
+        stop_id=tokenizer.end_of_document_id,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    stream = TextStream(tokenizer, ids)
+    return "".join(stream.push(step[0]) for step in steps if step[0] is not None) + stream.finish()
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """A prompt as ids; an empty one is the end of a document, after which the model has seen documents begin."""
+    return [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.end_of_document_id]

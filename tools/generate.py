@@ -1,0 +1,156 @@
+"""Text from a checkpoint: `python -m tools.generate runs/default --prompt "def "`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.decoding import TextStream, generate, prompt_ids
+from tools.load_model import DTYPES, CheckpointError, LoadedModel, load_model
+from tools.sampling import check_sampling
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.out is not None and options.prompts_file is None:
+        parser.error("--out goes with --prompts-file; the text of one --prompt goes to stdout")
+    try:
+        check_sampling(options.temperature, options.top_k, options.top_p)
+        prompts = _prompts(options)
+        loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
+    except (CheckpointError, FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    started = time.perf_counter()
+    count = 0
+    if options.prompts_file is None:
+        print(prompts[0], end="", flush=True)
+        for text, tokens in _stream(loaded, prompts[0], options):
+            print(text, end="", flush=True)
+            count = tokens
+        print()
+    else:
+        out = options.out.open("w", encoding="utf-8") if options.out else None
+        for number, (prompt, text, tokens) in enumerate(_batched(loaded, prompts, options), start=1):
+            count += tokens
+            print(f"--- {number} of {len(prompts)} ---\n{prompt}{text}", flush=True)
+            if out is not None:
+                out.write(json.dumps({"prompt": prompt, "text": text, "tokens": tokens}, ensure_ascii=False) + "\n")
+                out.flush()
+        if out is not None:
+            out.close()
+    seconds = time.perf_counter() - started
+    print(
+        f"{count} tokens in {seconds:.1f} s ({count / seconds:,.0f} tokens/s), step {loaded.step} of {loaded.run}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _stream(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Pieces of the text as they are complete, and the number of tokens so far."""
+    ids = prompt_ids(loaded.tokenizer, prompt)
+    stream = TextStream(loaded.tokenizer, ids)
+    count = 0
+    for step in generate(loaded.model, [ids], **_settings(loaded, options)):
+        for token in step:
+            if token is not None:
+                count += 1
+                yield stream.push(token), count
+    yield stream.finish(), count
+
+
+def _batched(
+    loaded: LoadedModel, prompts: Sequence[str], options: argparse.Namespace
+) -> Iterator[tuple[str, str, int]]:
+    """(prompt, its text, tokens) in the order of the prompts."""
+    for first in range(0, len(prompts), options.batch_size):
+        batch = prompts[first : first + options.batch_size]
+        ids = [prompt_ids(loaded.tokenizer, prompt) for prompt in batch]
+        streams = [TextStream(loaded.tokenizer, i) for i in ids]
+        texts, counts = [""] * len(batch), [0] * len(batch)
+        for step in generate(loaded.model, ids, first_row=first, **_settings(loaded, options)):
+            for row, token in enumerate(step):
+                if token is not None:
+                    texts[row] += streams[row].push(token)
+                    counts[row] += 1
+        for prompt, text, stream, count in zip(batch, texts, streams, counts, strict=True):
+            yield prompt, text + stream.finish(), count
+
+
+def _settings(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "max_tokens": options.max_tokens,
+        "vocab_size": loaded.tokenizer.vocab_size,
+        "stop_id": loaded.tokenizer.end_of_document_id,
+        "temperature": 0.0 if options.greedy else options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "seed": options.seed,
+    }
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    if options.prompts_file is None:
+        return [options.prompt]
+    prompts = options.prompts_file.read_text(encoding="utf-8").split("\n")
+    if prompts[-1] == "":
+        prompts.pop()
+    if not prompts:
+        raise ValueError(f"{options.prompts_file} is empty: write one prompt a line")
+    return prompts
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.generate",
+        description="Let a trained model continue a text. The text is printed as it is made.",
+        epilog=(
+            "examples:\n"
+            '  python -m tools.generate runs/default --prompt "def "\n'
+            '  python -m tools.generate runs/default --prompt "import " --temperature 0.7 --top-p 0.9 --seed 3\n'
+            '  python -m tools.generate runs/default/checkpoints/step_00000100 --prompt "class " --greedy\n'
+            "  python -m tools.generate runs/default --prompts-file prompts.txt --out texts.jsonl\n"
+            "\n"
+            "The same seed gives the same text. Prompt n of a file draws from seed + n (counted from 0), whatever the\n"
+            "other prompts are. Results go to stdout, speed and errors to stderr."
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", help="folder of a run, or one of its checkpoints/step_*")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", default="", help="text to go on from; without one a new document is begun")
+    source.add_argument("--prompts-file", type=Path, help="UTF-8 file with one prompt a line, continued in batches")
+    parser.add_argument("--out", type=Path, help="with --prompts-file: also write the results here, as JSON lines")
+    parser.add_argument("--max-tokens", type=_positive, default=256, help="length of the continuation (default 256)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy, 1 the model's own (default 0.8)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="draw among the likeliest tokens that reach this probability together (default 0.95; 1 is all)",
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest tokens (default 0: all)")
+    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
+    parser.add_argument("--batch-size", type=_positive, default=16, help="prompts side by side (default 16)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
+    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="default: bf16 on a GPU, else fp32")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: 1 or more is allowed")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""From a checkpoint to a model that can be asked: the one place where weights, model and tokenizer meet.
+
+Generation, evaluation and the converters start here. The layout that wrote the checkpoint does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.prepare import Prepared, prepare_corpus
+from data.tokenizer import Tokenizer, load_tokenizer
+from megatron_lite.checkpoint import CheckpointError, read_config_yaml, read_weights, resolve
+from megatron_lite.config_schema import DataConfig
+from models.config import ModelConfig
+from models.lm import LanguageModel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer.
+
+    Attributes:
+        model: in evaluation mode, without gradients, on `device`.
+        config: the configuration that it was trained with, as plain YAML values.
+        checkpoint: the step folder.
+        run: the run's folder.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+    checkpoint: Path
+    run: Path
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return next(self.model.parameters()).device
+
+    @property
+    def step(self) -> int:
+        """Training steps behind the weights."""
+        return int(self.checkpoint.name.rpartition("_")[2])
+
+
+def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Reads the newest checkpoint of a run, or the one that is named.
+
+    Args:
+        path: a run folder, a checkpoints folder or a step folder.
+        device: "auto" (a GPU where there is one), or a name that torch knows.
+        dtype: "fp32", "bf16", "fp16", "fp64", or "auto": bf16 on a GPU, fp32 on a CPU.
+
+    Raises:
+        CheckpointError: no checkpoint there, or a damaged one.
+        ValueError: weights that are not those of the stored configuration, or an unknown dtype.
+        FileNotFoundError: the tokenizer is gone.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "fp32" if torch.device(device).type == "cpu" else "bf16"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: allowed are auto, {', '.join(DTYPES)}")
+    checkpoint = resolve(path)
+    config = read_config_yaml(checkpoint)
+    model = build_model(model_config(config), read_weights(checkpoint), checkpoint)
+    model = model.to(device=device, dtype=DTYPES[dtype])
+    run = run_folder(checkpoint, config)
+    return LoadedModel(model.eval().requires_grad_(False), read_tokenizer(run, config), config, checkpoint, run)
+
+
+def model_config(config: dict[str, Any]) -> ModelConfig:
+    """The section `model` of a checkpoint's configuration. Raises ValueError as `ModelConfig`."""
+    return ModelConfig(**{key: value for key, value in config["model"].items() if value is not None})
+
+
+def build_model(config: ModelConfig, weights: dict[str, Tensor], source: Path | str = "the weights") -> LanguageModel:
+    """A model that takes over the given tensors by their canonical names; nothing is initialised before.
+
+    Raises ValueError naming the first tensors that differ from what the configuration needs.
+    """
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    needed = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    differing = [
+        f"{name}: {given.get(name, 'absent')} there, {needed.get(name, 'absent')} in the model"
+        for name in sorted(needed.keys() | given.keys())
+        if needed.get(name) != given.get(name)
+    ]
+    if differing:
+        raise ValueError(f"{source}: {len(differing)} tensors do not fit its configuration: {'; '.join(differing[:3])}")
+    model.load_state_dict(weights, strict=False, assign=True)
+    if config.tie_embeddings:
+        model.head.weight = model.embedding.weight
+    return model
+
+
+def run_folder(checkpoint: Path, config: dict[str, Any]) -> Path:
+    """The folder of the run that wrote a step folder: above its checkpoints, or where the configuration says."""
+    above = checkpoint.absolute().parent.parent
+    said = Path(config["run"]["directory"])
+    return said if not (above / "metrics.jsonl").is_file() and (said / "metrics.jsonl").is_file() else above
+
+
+def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
+    """Copies the tokenizer's file to `run/tokenizer`, so that a run can be moved and read without its corpus."""
+    folder = run / "tokenizer"
+    folder.mkdir(parents=True, exist_ok=True)
+    description = {"type": tokenizer.type, "file": None, "hash": tokenizer.hash}
+    if tokenizer.path is not None:
+        source = Path(tokenizer.path)
+        description["file"] = source.name
+        for path in (source, source.with_name("tokenizer_config.json")):
+            if path.is_file() and path.resolve() != (folder / path.name).resolve():
+                shutil.copyfile(path, folder / path.name)
+    (folder / "description.json").write_text(json.dumps(description, indent=1) + "\n")
+
+
+def read_tokenizer(run: Path, config: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that the run keeps, else the one that its configuration names or trained.
+
+    Raises:
+        FileNotFoundError: neither is there any more.
+        ValueError: the file in the run's folder is not the one that was put there.
+    """
+    kept = run / "tokenizer" / "description.json"
+    if kept.is_file():
+        description = json.loads(kept.read_text())
+        file = kept.parent / description["file"] if description["file"] else None
+        tokenizer = load_tokenizer(description["type"], file)
+        if tokenizer.hash != description["hash"]:
+            raise ValueError(
+                f"{file} was changed after training: its hash is {tokenizer.hash}, not {description['hash']}"
+            )
+        return tokenizer
+    data = data_config(config)
+    if data.tokenizer.type == "sentencepiece" and data.tokenizer.path is None:
+        prepared = prepare(data)
+        return load_tokenizer(prepared.tokenizer_type, prepared.tokenizer_path)
+    return load_tokenizer(data.tokenizer.type, data.tokenizer.path)
+
+
+def data_config(config: dict[str, Any]) -> DataConfig:
+    """The section `data` of a checkpoint's configuration."""
+    return DataConfig.model_validate_json(json.dumps(config["data"]))
+
+
+def prepare(data: DataConfig) -> Prepared:
+    """The token files of `data.corpus`, from the cache where they are. Raises as `data.prepare.prepare_corpus`."""
+    if data.corpus is None:
+        raise ValueError("data.corpus is not set: this run was trained on token files (data.train)")
+    return prepare_corpus(
+        data.corpus,
+        tokenizer_type=data.tokenizer.type,
+        tokenizer_path=data.tokenizer.path,
+        vocab_size=data.tokenizer.vocab_size,
+        text_key=data.text_key,
+        validation_fraction=data.validation_fraction,
+        cache_directory=data.cache_directory,
+    )
+
+
+__all__ = [
+    "CheckpointError",
+    "LoadedModel",
+    "build_model",
+    "data_config",
+    "keep_tokenizer",
+    "load_model",
+    "model_config",
+    "prepare",
+    "read_tokenizer",
+    "run_folder",
+]
