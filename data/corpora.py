@@ -1,37 +1,30 @@
-"""Raw text: which files a corpus names, and the documents in them.
+"""Which files a corpus names.
 
 A corpus is ``"stdlib"`` (the source of the running interpreter's standard library), a path, a glob, or a list of these.
 A file's suffix says how it is read:
 
-    .jsonl .json            one JSON object a line, the text under a key
-    .txt .md .py ...        any other suffix: the whole file is one document, UTF-8
+    .jsonl .json            one JSON object a line, the text under a key; plain, .gz or .zst
+    .parquet                one row a document, the text in a column
+    .txt .md .py ...        any other suffix: the whole file is one document, UTF-8; plain, .gz or .zst
 
-each plain, ``.gz`` or ``.zst``. A folder stands for every .jsonl, .json and .txt in it, compressed or not.
-
-Reading is in two steps, so that it can be spread over processes: ``read_blocks`` (one process: finds line ends, about
-as fast as decompression) yields picklable blocks in a fixed order, and ``parse_block`` turns a block into documents.
+A folder stands for every .jsonl, .json, .parquet and .txt file in it, compressed or not.
 """
 
 from __future__ import annotations
 
 import glob as globbing
-import json
 import sys
 import sysconfig
-import tokenize
-import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 Corpus = str | Path | Sequence[str | Path]
 
 JSON_SUFFIXES = (".jsonl", ".json")
-FOLDER_SUFFIXES = (*JSON_SUFFIXES, ".txt")
+FOLDER_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".txt")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -39,40 +32,8 @@ class SourceFile:
     """A file of a corpus. ``key`` names it inside the corpus where the folder may differ from machine to machine."""
 
     path: Path
-    format: str  # "json lines", "text" or "python"
+    format: str  # "json lines", "parquet", "text" or "python"
     key: str | None = None
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text and where it came from: ``position`` is the line of its file (from 1), 0 for a whole file.
-
-    ``key`` identifies the document when it is split into train and validation; without one its text does.
-    """
-
-    text: str
-    path: Path
-    position: int = 0
-    key: str | None = None
-    source: str | None = None
-
-
-@dataclass(frozen=True)
-class Block:
-    """About 1 MiB of raw lines of one file, or one whole file (no lines) that ``parse_block`` opens."""
-
-    file: SourceFile
-    first_line: int = 0
-    lines: tuple[bytes, ...] = ()
-
-
-@dataclass
-class Parsed:
-    """What a block held: ``skipped`` counts by reason ("empty", "undecodable"); ``broken`` names file, line, reason."""
-
-    documents: list[Document] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
-    broken: list[str] = field(default_factory=list)
 
 
 def source_files(corpus: Corpus) -> list[SourceFile]:
@@ -89,41 +50,6 @@ def source_files(corpus: Corpus) -> list[SourceFile]:
         for file in _expand(str(entry)):
             found.setdefault(file.path.resolve(), file)
     return list(found.values())
-
-
-def read_blocks(files: Sequence[SourceFile]) -> Iterator[Block]:
-    """Blocks of the files in order. Raises ValueError naming file and position where a compressed file is cut short."""
-    for file in files:
-        if file.format == "json lines":
-            yield from _line_blocks(file)
-        else:
-            yield Block(file)
-
-
-def parse_block(block: Block, text_key: str = "text") -> Parsed:
-    """The documents of a block.
-
-    Raises ValueError when no line of the block has the key, listing the keys that are there; single lines that do not
-    parse are returned in ``broken``, for the caller to stop at or to count. Lone surrogates, which JSON can spell and
-    UTF-8 cannot, become U+FFFD.
-    """
-    parsed = Parsed()
-    if block.file.format == "python":
-        _parse_python(block.file, parsed)
-    elif block.file.format == "text":
-        _parse_text(block.file, parsed)
-    else:
-        _parse_lines(block, text_key, parsed)
-    return parsed
-
-
-def read_documents(files: Sequence[SourceFile], text_key: str = "text") -> Iterator[Document]:
-    """All documents of the files, in this process. Raises ValueError at the first line that does not parse."""
-    for block in read_blocks(files):
-        parsed = parse_block(block, text_key)
-        if parsed.broken:
-            raise ValueError(parsed.broken[0])
-        yield from parsed.documents
 
 
 def stdlib_files(package: str = "") -> list[SourceFile]:
@@ -158,7 +84,7 @@ def _expand(entry: str) -> list[SourceFile]:
             present = Counter(p.suffix or "(none)" for p in inside).most_common(5)
             seen = ", ".join(f"{count} {suffix}" for suffix, count in present) or "nothing"
             raise ValueError(
-                f"the folder {path} holds no {', '.join(FOLDER_SUFFIXES)} file, plain, .gz or .zst; it holds {seen}."
+                f"the folder {path} holds no {', '.join(FOLDER_SUFFIXES)} file (plain, .gz or .zst); it holds {seen}."
                 f" Other text files are taken through a glob, for example '{path}/**/*.md'."
             )
         return [_source_file(p) for p in chosen]
@@ -179,7 +105,10 @@ def _expand(entry: str) -> list[SourceFile]:
 
 
 def _source_file(path: Path) -> SourceFile:
-    return SourceFile(path, "json lines" if _plain_suffix(path) in JSON_SUFFIXES else "text")
+    suffix = _plain_suffix(path)
+    if suffix in JSON_SUFFIXES:
+        return SourceFile(path, "json lines")
+    return SourceFile(path, "parquet" if suffix == ".parquet" else "text")
 
 
 def _plain_suffix(path: Path) -> str:
@@ -191,161 +120,3 @@ def _plain_suffix(path: Path) -> str:
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
-
-
-def _line_blocks(file: SourceFile) -> Iterator[Block]:
-    rest = b""
-    line = 1
-    lines: list[bytes] = []
-    size = 0
-    for chunk in _decompressed(file.path):
-        pieces = (rest + chunk).split(b"\n") if b"\n" in chunk else [rest + chunk]
-        rest = pieces.pop()
-        lines += pieces
-        size += len(chunk)
-        if size >= BLOCK_BYTES and lines:
-            yield Block(file, line, tuple(lines))
-            line += len(lines)
-            lines, size = [], 0
-    if rest:
-        lines.append(rest)
-    if lines:
-        yield Block(file, line, tuple(lines))
-
-
-def _decompressed(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, decompressed by its suffix; several gzip members or zstd frames in a row are one stream."""
-    if path.suffix.lower() == ".gz":
-
-        def start() -> Any:
-            return zlib.decompressobj(wbits=31)
-
-    elif path.suffix.lower() == ".zst":
-        import zstandard
-
-        def start() -> Any:
-            return zstandard.ZstdDecompressor().decompressobj()
-
-    else:
-        with open(path, "rb") as file:
-            while chunk := file.read(BLOCK_BYTES):
-                yield chunk
-        return
-
-    stream = start()
-    fed = False
-    done = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(BLOCK_BYTES // 4):
-            while chunk:
-                if stream.eof:
-                    stream, fed = start(), False
-                    # gzip files may be padded with zeros after the last member.
-                    chunk = chunk.lstrip(b"\0")
-                    if not chunk:
-                        break
-                try:
-                    out = stream.decompress(chunk)
-                except Exception as error:
-                    kind = "gzip" if path.suffix.lower() == ".gz" else "zstd"
-                    raise ValueError(
-                        f"{path} is damaged: no {kind} data after byte {file.tell() - len(chunk):,} ({error});"
-                        f" {done:,} bytes of text came before"
-                    ) from error
-                fed = True
-                chunk = stream.unused_data if stream.eof else b""
-                done += len(out)
-                if out:
-                    yield out
-    if fed and not stream.eof:
-        raise ValueError(
-            f"{path} is cut short: it ends at byte {path.stat().st_size:,} in the middle of its compressed data;"
-            f" {done:,} bytes of text came before. Copy or download it again."
-        )
-
-
-def _parse_lines(block: Block, text_key: str, parsed: Parsed) -> None:
-    keys_seen: Counter[str] = Counter()
-    first_without_key = 0
-    for number, line in enumerate(block.lines, block.first_line):
-        if not line.strip():
-            continue
-        where = f"{block.file.path} line {number}"
-        try:
-            record = json.loads(line)
-        except UnicodeDecodeError as error:
-            parsed.broken.append(f"{where}: not valid UTF-8 at byte {error.start} of the line")
-            continue
-        except json.JSONDecodeError as error:
-            hint = " (a file of JSON lines has one object a line)" if number == 1 else ""
-            parsed.broken.append(f"{where}: not valid JSON at character {error.pos}: {error.msg}{hint}")
-            continue
-        if not isinstance(record, dict):
-            parsed.broken.append(f"{where}: holds {_json_name(record)}, not an object")
-        elif text_key not in record:
-            keys_seen.update(record.keys())
-            first_without_key = first_without_key or number
-            parsed.broken.append(f"{where}: no key {text_key!r}; its keys are {', '.join(record) or 'none'}")
-        elif not isinstance(record[text_key], str):
-            parsed.broken.append(f"{where}: {text_key!r} holds {_json_name(record[text_key])}, not a text")
-        else:
-            meta = record.get("meta")
-            source = meta.get("pile_set_name") if isinstance(meta, dict) else None
-            _add(Document(record[text_key], block.file.path, number, source=source), parsed)
-    if first_without_key and not parsed.documents and not parsed.skipped:
-        raise ValueError(
-            f"{block.file.path} line {first_without_key}: no key {text_key!r}; the keys there are"
-            f" {', '.join(key for key, _ in keys_seen.most_common(20)) or 'none'}. Set the text key to the one that"
-            " holds the text (data.text_key in a config, --jsonl-keys in tools.preprocess_data)."
-        )
-
-
-def _parse_python(file: SourceFile, parsed: Parsed) -> None:
-    try:
-        with tokenize.open(file.path) as handle:
-            text = handle.read()
-    except (SyntaxError, UnicodeDecodeError):
-        parsed.skipped["undecodable"] += 1
-        return
-    _add(Document(text, file.path, key=file.key), parsed)
-
-
-def _parse_text(file: SourceFile, parsed: Parsed) -> None:
-    raw = b"".join(_decompressed(file.path))
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        parsed.broken.append(
-            f"{file.path}: not valid UTF-8 at byte {error.start:,} (line {line:,}). Text files must be UTF-8: convert"
-            " it, or leave it out."
-        )
-        return
-    _add(Document(text, file.path), parsed)
-
-
-def _add(document: Document, parsed: Parsed) -> None:
-    text = document.text
-    if not text or text.isspace():
-        parsed.skipped["empty"] += 1
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        document = Document(text, document.path, document.position, document.key, document.source)
-    parsed.documents.append(document)
-
-
-def _json_name(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "a truth value",
-        int: "a number",
-        float: "a number",
-    }
-    return names[type(value)]

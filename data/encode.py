@@ -1,0 +1,109 @@
+"""One block of raw text to tokens: the part of preprocessing that a worker does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .indexed import LONGEST_SEQUENCE, token_dtype
+from .readers import Block, parse_block
+from .split import split_position, text_digest
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to make of a corpus.
+
+    keys: one pair of token files is written for each. split: shares of (train, validation, test) by hash of the text,
+    or () for one output. min_characters: shorter documents are skipped. deduplicate: of equal texts the first is kept
+    (16 bytes of memory a document and Python's overhead). max_broken: how many lines may fail to parse before the job
+    stops; they are counted.
+    """
+
+    tokenizer_type: str
+    tokenizer_path: str | None = None
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    ftfy: bool = False
+    split: tuple[float, ...] = ()
+    min_characters: int = 0
+    deduplicate: bool = False
+    max_broken: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.keys:
+            raise ValueError("no key to read the text from: give at least one")
+        if self.split and (len(self.split) > 3 or min(self.split) < 0 or sum(self.split) <= 0):
+            raise ValueError(f"split {self.split} must be up to three shares, train,validation,test, such as 98,1,1")
+        if self.ftfy:
+            try:
+                import ftfy  # noqa: F401
+            except ImportError as error:
+                raise ValueError("--ftfy needs the package ftfy, which is not installed: pip install ftfy") from error
+
+    def names(self) -> list[str]:
+        """The outputs, as they stand in file names: ``{output_prefix}_{name}_document``."""
+        return [f"{side}{key}" for key in self.keys for side in self._sides()]
+
+    def _sides(self) -> list[str]:
+        return [f"{side}_" for side in ("train", "validation", "test")[: len(self.split)]] or [""]
+
+    def side_of(self, position: float) -> int:
+        """0 train, 1 validation, 2 test. Validation takes the lowest positions, then test, then train."""
+        if not self.split:
+            return 0
+        shares = [*self.split, 0.0, 0.0][:3]
+        total = sum(shares)
+        if position < shares[1] / total:
+            return 1
+        return 2 if position < (shares[1] + shares[2]) / total else 0
+
+
+@dataclass
+class Encoded:
+    """What a worker made of a block, for one key: ``tokens`` of all documents in a row, and for each document its
+    length, side, digest (16 bytes a document) and UTF-8 size."""
+
+    tokens: NDArray
+    lengths: list[int] = field(default_factory=list)
+    sides: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+
+
+def encode_block(block: Block, key: str, recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
+    """Parse and tokenise one block for one key."""
+    parsed = parse_block(block, key)
+    outcome = Encoded(np.zeros(0, token_dtype(tokenizer.vocab_size)), skipped=parsed.skipped, broken=parsed.broken)
+    documents = []
+    for document in parsed.documents:
+        text = document.text
+        if recipe.ftfy:
+            import ftfy
+
+            text = ftfy.fix_text(text)
+        if len(text) < recipe.min_characters:
+            outcome.skipped["short"] += 1
+            continue
+        documents.append((document, text))
+    encoded = tokenizer.encode_batch([text for _, text in documents])
+    end = [np.array([tokenizer.end_of_document_id])] if recipe.append_eod else []
+    pieces: list[NDArray] = []
+    for (document, text), tokens in zip(documents, encoded, strict=True):
+        length = len(tokens) + len(end)
+        if length > LONGEST_SEQUENCE:
+            raise ValueError(f"{document.path} line {document.position}: a document of {length:,} tokens is too long")
+        pieces += [tokens, *end]
+        outcome.lengths.append(length)
+        outcome.sides.append(recipe.side_of(split_position(document)))
+        outcome.digests.append(text_digest(text))
+        outcome.sizes.append(len(text.encode()))
+    if pieces:
+        outcome.tokens = np.concatenate(pieces).astype(outcome.tokens.dtype)
+    return outcome

@@ -1,0 +1,287 @@
+"""Documents out of the files of a corpus.
+
+Reading is in two steps, so that it can be spread over processes: ``read_blocks`` (one process: finds line ends, about
+as fast as decompression) yields picklable blocks in a fixed order, and ``parse_block`` turns a block into documents.
+"""
+
+from __future__ import annotations
+
+import json
+import tokenize
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .corpora import SourceFile
+
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text and where it came from: ``position`` is the line or row of its file (from 1), 0 for a whole file.
+
+    ``key`` identifies the document when it is split into train and validation; without one its text does.
+    """
+
+    text: str
+    path: Path
+    position: int = 0
+    key: str | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of one file that ``parse_block`` can read: about 1 MiB of raw lines; or no lines, and the whole of a text
+    file or row group ``first`` of a parquet file. ``file_bytes`` is how far the file was read for it, for progress."""
+
+    file: SourceFile
+    first: int
+    lines: tuple[bytes, ...]
+    file_bytes: int
+
+
+@dataclass
+class Parsed:
+    """What a block held: ``skipped`` counts by reason ("empty", "undecodable"); ``broken`` names file, line, reason."""
+
+    documents: list[Document] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+
+
+def read_blocks(files: Sequence[SourceFile]) -> Iterator[Block]:
+    """Blocks of the files in order. Raises ValueError naming file and position where a compressed file is damaged."""
+    for file in files:
+        if file.format == "json lines":
+            yield from _line_blocks(file)
+        elif file.format == "parquet":
+            yield from _parquet_blocks(file)
+        else:
+            yield Block(file, 0, (), file.path.stat().st_size)
+
+
+def parse_block(block: Block, text_key: str = "text") -> Parsed:
+    """The documents of a block.
+
+    Raises ValueError when no line of the block has the key, listing the keys that are there; single lines that do not
+    parse are returned in ``broken``, for the caller to stop at or to count. Lone surrogates, which JSON can spell and
+    UTF-8 cannot, become U+FFFD.
+    """
+    parsed = Parsed()
+    if block.file.format == "python":
+        _parse_python(block.file, parsed)
+    elif block.file.format == "text":
+        _parse_text(block.file, parsed)
+    elif block.file.format == "parquet":
+        _parse_parquet(block, text_key, parsed)
+    else:
+        _parse_lines(block, text_key, parsed)
+    return parsed
+
+
+def read_documents(files: Sequence[SourceFile], text_key: str = "text") -> Iterator[Document]:
+    """All documents of the files, in this process. Raises ValueError at the first line that does not parse."""
+    for block in read_blocks(files):
+        parsed = parse_block(block, text_key)
+        if parsed.broken:
+            raise ValueError(parsed.broken[0])
+        yield from parsed.documents
+
+
+def _line_blocks(file: SourceFile) -> Iterator[Block]:
+    first = 1
+    lines: list[bytes] = []
+    open_line: list[bytes] = []
+    size = before = position = 0
+    for chunk, position in _decompressed(file.path):
+        pieces = chunk.split(b"\n")
+        if len(pieces) > 1:
+            lines.append(b"".join([*open_line, pieces[0]]))
+            lines += pieces[1:-1]
+            open_line = []
+        open_line.append(pieces[-1])
+        size += len(chunk)
+        if size >= BLOCK_BYTES and lines:
+            yield Block(file, first, tuple(lines), position - before)
+            first += len(lines)
+            lines, size, before = [], 0, position
+    last = b"".join(open_line)
+    if last:
+        lines.append(last)
+    if lines:
+        yield Block(file, first, tuple(lines), position - before)
+
+
+def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Pieces of a file, decompressed by its suffix, each with the position in the file after it. Several gzip members
+    or zstd frames in a row are one stream."""
+    suffix = path.suffix.lower()
+    with open(path, "rb") as file:
+        if suffix not in (".gz", ".zst"):
+            while chunk := file.read(BLOCK_BYTES):
+                yield chunk, file.tell()
+            return
+        stream = _decompressor(suffix)
+        fed = False
+        done = 0
+        while chunk := file.read(BLOCK_BYTES // 4):
+            while chunk:
+                if stream.eof:
+                    stream, fed = _decompressor(suffix), False
+                    # gzip files may be padded with zeros after the last member.
+                    chunk = chunk.lstrip(b"\0")
+                    if not chunk:
+                        break
+                try:
+                    out = stream.decompress(chunk)
+                except Exception as error:
+                    raise ValueError(
+                        f"{path} is damaged: no {'gzip' if suffix == '.gz' else 'zstd'} data from byte"
+                        f" {file.tell() - len(chunk):,} on ({error}); {done:,} bytes of text came before"
+                    ) from error
+                fed = True
+                chunk = stream.unused_data if stream.eof else b""
+                done += len(out)
+                if out:
+                    yield out, file.tell()
+        if fed and not stream.eof:
+            raise ValueError(
+                f"{path} is cut short: it ends at byte {file.tell():,} in the middle of its compressed data;"
+                f" {done:,} bytes of text came before. Copy or download it again."
+            )
+
+
+def _decompressor(suffix: str) -> Any:
+    if suffix == ".gz":
+        return zlib.decompressobj(wbits=31)
+    import zstandard
+
+    # Files made with zstd --long need a window beyond the library's default limit.
+    return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+
+
+def _parquet_blocks(file: SourceFile) -> Iterator[Block]:
+    groups = _open_parquet(file.path).metadata.num_row_groups
+    size = file.path.stat().st_size
+    for group in range(groups):
+        yield Block(file, group, (), size // groups)
+
+
+def _open_parquet(path: Path) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a whole parquet file: {error}") from error
+
+
+def _parse_parquet(block: Block, text_key: str, parsed: Parsed) -> None:
+    parquet = _open_parquet(block.file.path)
+    names = parquet.schema_arrow.names
+    if text_key not in names:
+        raise ValueError(_wrong_key(f"{block.file.path}", text_key, names))
+    first_row = sum(parquet.metadata.row_group(group).num_rows for group in range(block.first))
+    column = parquet.read_row_group(block.first, columns=[text_key]).column(0).to_pylist()
+    for row, text in enumerate(column, first_row + 1):
+        if isinstance(text, str):
+            _add(Document(text, block.file.path, row), parsed)
+        else:
+            parsed.broken.append(f"{block.file.path} row {row}: {text_key!r} holds {_json_name(text)}, not a text")
+
+
+def _parse_lines(block: Block, text_key: str, parsed: Parsed) -> None:
+    keys_seen: Counter[str] = Counter()
+    first_without_key = 0
+    for number, line in enumerate(block.lines, block.first):
+        if not line.strip():
+            continue
+        where = f"{block.file.path} line {number}"
+        try:
+            record = json.loads(line)
+        except UnicodeDecodeError as error:
+            parsed.broken.append(f"{where}: not valid UTF-8 at byte {error.start} of the line")
+            continue
+        except json.JSONDecodeError as error:
+            hint = " (a file of JSON lines has one object a line)" if number == 1 else ""
+            parsed.broken.append(f"{where}: not valid JSON at character {error.pos}: {error.msg}{hint}")
+            continue
+        if not isinstance(record, dict):
+            parsed.broken.append(f"{where}: holds {_json_name(record)}, not an object")
+        elif text_key not in record:
+            keys_seen.update(record.keys())
+            first_without_key = first_without_key or number
+            parsed.broken.append(f"{where}: no key {text_key!r}; its keys are {', '.join(record) or 'none'}")
+        elif not isinstance(record[text_key], str):
+            parsed.broken.append(f"{where}: {text_key!r} holds {_json_name(record[text_key])}, not a text")
+        else:
+            meta = record.get("meta")
+            source = meta.get("pile_set_name") if isinstance(meta, dict) else None
+            _add(Document(record[text_key], block.file.path, number, source=source), parsed)
+    if first_without_key and not parsed.documents and not parsed.skipped:
+        keys = [key for key, _ in keys_seen.most_common(20)]
+        raise ValueError(_wrong_key(f"{block.file.path} line {first_without_key}", text_key, keys))
+
+
+def _parse_python(file: SourceFile, parsed: Parsed) -> None:
+    try:
+        with tokenize.open(file.path) as handle:
+            text = handle.read()
+    except (SyntaxError, UnicodeDecodeError):
+        parsed.skipped["undecodable"] += 1
+        return
+    _add(Document(text, file.path, key=file.key), parsed)
+
+
+def _parse_text(file: SourceFile, parsed: Parsed) -> None:
+    raw = b"".join(piece for piece, _ in _decompressed(file.path))
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        parsed.broken.append(
+            f"{file.path}: not valid UTF-8 at byte {error.start:,} (line {line:,}). Text files must be UTF-8: convert"
+            " it, or leave it out."
+        )
+        return
+    _add(Document(text, file.path), parsed)
+
+
+def _add(document: Document, parsed: Parsed) -> None:
+    text = document.text
+    if not text or text.isspace():
+        parsed.skipped["empty"] += 1
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        document = Document(text, document.path, document.position, document.key, document.source)
+    parsed.documents.append(document)
+
+
+def _wrong_key(where: str, text_key: str, keys: Sequence[str]) -> str:
+    return (
+        f"{where}: no key {text_key!r}; the keys there are {', '.join(keys) or 'none'}. Set the text key to the one"
+        " that holds the text (data.text_key in a config, --jsonl-keys in tools.preprocess_data)."
+    )
+
+
+def _json_name(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a text",
+        bool: "a truth value",
+        int: "a number",
+        float: "a number",
+    }
+    return names[type(value)]

@@ -1,0 +1,170 @@
+"""What is in a pair of token files: python -m tools.inspect_data PREFIX"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.causal import CausalDataset
+from data.indexed import IndexedTokens
+from data.manifest import manifest_tokenizer
+from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
+
+EXAMPLES = """examples:
+  python -m tools.inspect_data data/pile_text_document                      counts, lengths, integrity
+  python -m tools.inspect_data data/pile_text_document --document 7         document 7 as text
+  python -m tools.inspect_data data/pile_text_document --sample 0 --sequence-length 2048 --num-samples 1000 --seed 1234
+                                                                            what a run takes first, and from where
+  python -m tools.inspect_data data/pile_text_document --histogram lengths.png --most-common 20
+
+The tokenizer is the one that the .json beside the files names; for files of other projects give --tokenizer-type and
+--vocab-file.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        tokens = IndexedTokens(options.prefix)
+        tokenizer = (
+            load_tokenizer(options.tokenizer_type, options.vocab_file)
+            if options.tokenizer_type
+            else manifest_tokenizer(options.prefix)
+        )
+        if options.document is not None:
+            _print_document(tokens, options.document, tokenizer)
+        elif options.sample is not None:
+            _print_sample(options, tokenizer)
+        else:
+            _print_summary(tokens, tokenizer)
+        if options.most_common:
+            _print_most_common(tokens, options.most_common, tokenizer)
+        if options.histogram:
+            _draw_lengths(document_lengths(tokens), options.histogram, str(options.prefix))
+            print(f"lengths of the documents: {options.histogram}")
+    except (OSError, ValueError, IndexError) as error:
+        print(f"inspect_data: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def document_lengths(tokens: IndexedTokens) -> NDArray[np.int64]:
+    """Tokens of every document, int64 [documents]."""
+    ends = np.concatenate([[0], np.cumsum(tokens.sizes, dtype=np.int64)])
+    return np.diff(ends[tokens.document_starts])
+
+
+def _print_summary(tokens: IndexedTokens, tokenizer: Tokenizer | None) -> None:
+    lengths = document_lengths(tokens)
+    low, median, high = (int(x) for x in np.percentile(lengths, [5, 50, 95]))
+    print(f"{tokens.prefix}")
+    print(f"  documents  {len(lengths):,}" + ("" if len(lengths) == len(tokens) else f" of {len(tokens):,} sequences"))
+    print(f"  tokens     {tokens.num_tokens:,} ({tokens.dtype}, {tokens.num_tokens * tokens.dtype.itemsize:,} bytes)")
+    print(
+        f"  lengths    mean {lengths.mean():,.1f}; shortest {lengths.min():,}, 5 % under {low:,}, half under"
+        f" {median:,}, 95 % under {high:,}, longest {lengths.max():,}"
+    )
+    if tokenizer is not None:
+        last = [int(tokens[int(end) - 1][-1]) for end in tokens.document_starts[1:1001] if tokens.sizes[int(end) - 1]]
+        ended = sum(token == tokenizer.end_of_document_id for token in last)
+        print(f"  tokenizer  {tokenizer.type} {tokenizer.path or ''}, {tokenizer.vocab_size:,} entries")
+        print(f"  documents that end with the end-of-document token: {ended:,} of the first {len(last):,}")
+    print("  the sizes of both files are what the index says")
+
+
+def _print_document(tokens: IndexedTokens, number: int, tokenizer: Tokenizer | None) -> None:
+    if not 0 <= number < tokens.num_documents:
+        raise ValueError(f"there is no document {number}: {tokens.prefix} has 0 to {tokens.num_documents - 1}")
+    first, end = (int(x) for x in tokens.document_starts[number : number + 2])
+    ids = np.concatenate([tokens[sequence] for sequence in range(first, end)]) if end > first else np.zeros(0, int)
+    print(f"document {number}: {len(ids):,} tokens")
+    print(_text(ids, tokenizer))
+
+
+def _print_sample(options: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
+    dataset = CausalDataset(
+        options.prefix,
+        sequence_length=options.sequence_length,
+        num_samples=options.num_samples or options.sample + 1,
+        seed=options.seed,
+    )
+    print(f"sample {options.sample} of {len(dataset):,} ({dataset.epochs} epochs, seed {options.seed})")
+    for sequence, first, count in dataset.documents_of(options.sample):
+        print(f"  sequence {sequence}, tokens {first:,} to {first + count - 1:,}")
+    print(_text(dataset[options.sample]["tokens"].numpy(), tokenizer))
+
+
+def _print_most_common(tokens: IndexedTokens, count: int, tokenizer: Tokenizer | None) -> None:
+    totals = np.zeros(np.iinfo(np.uint16).max + 1, np.int64)
+    looked_at = 0
+    for sequence in range(len(tokens)):
+        found = np.bincount(tokens[sequence])
+        if len(found) > len(totals):
+            totals = np.pad(totals, (0, len(found) - len(totals)))
+        totals[: len(found)] += found
+        looked_at += len(tokens[sequence])
+        if looked_at > 100_000_000:
+            break
+    print(f"most common of the first {looked_at:,} tokens:")
+    for token in np.argsort(-totals, kind="stable")[:count]:
+        spelled = "" if tokenizer is None else repr(tokenizer.decode([int(token)]))
+        print(f"  {100 * totals[token] / looked_at:6.2f} %  {token:>6} {spelled}")
+
+
+def _text(ids: NDArray, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return " ".join(str(int(i)) for i in ids) + "\n(no tokenizer known: give --tokenizer-type and --vocab-file)"
+    return tokenizer.decode([int(i) for i in ids])
+
+
+def _draw_lengths(lengths: NDArray[np.int64], path: Path, title: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    edges = np.geomspace(1, max(2, lengths.max() + 1), 60)
+    axes.hist(np.maximum(lengths, 1), bins=list(edges), weights=np.full(len(lengths), 100 / len(lengths)))
+    axes.hist(
+        np.maximum(lengths, 1),
+        bins=list(edges),
+        weights=100 * lengths / max(1, lengths.sum()),
+        histtype="step",
+        color="black",
+    )
+    axes.set_xscale("log")
+    axes.set_xlabel("tokens of a document")
+    axes.set_ylabel("share (%)")
+    axes.legend(["documents", "tokens"][::-1])
+    axes.set_title(title, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.inspect_data",
+        description="Look into token files: counts, documents as text, what a run reads, lengths as a picture.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("prefix", type=Path, help="the token files without extension")
+    add("--document", type=int, metavar="N", help="print document N (from 0)")
+    add("--sample", type=int, metavar="N", help="print training sample N (from 0) and where it comes from")
+    add("--sequence-length", type=int, default=2048, metavar="T", help="of the sample (2048)")
+    add("--num-samples", type=int, metavar="N", help="samples of the whole run: train_steps x global batch size")
+    add("--seed", type=int, default=1234, metavar="S", help="run.seed (1234)")
+    add("--histogram", type=Path, metavar="PNG", help="draw the lengths of the documents")
+    add("--most-common", type=int, default=0, metavar="N", help="print the N most common tokens")
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="for files without a .json beside them")
+    add("--vocab-file", metavar="FILE", help="the tokenizer's file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

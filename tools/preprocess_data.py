@@ -1,0 +1,133 @@
+"""Raw text to token files: python -m tools.preprocess_data --input ... --tokenizer-type hf --vocab-file ... ...
+
+The arguments carry GPT-NeoX's names and meanings; the files open in GPT-NeoX and Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from data.corpora import source_files
+from data.encode import Recipe
+from data.preprocess import preprocess
+
+# GPT-NeoX's and Megatron-LM's names for what can be read here.
+TOKENIZER_TYPES = {
+    "sentencepiece": "sentencepiece",
+    "SPMTokenizer": "sentencepiece",
+    "hf": "hf",
+    "HFTokenizer": "hf",
+    "wordpiece": "wordpiece",
+    "bytes": "bytes",
+}
+
+EXAMPLES = """examples:
+  the Pile, with its own tokenizer
+    python -m tools.preprocess_data --input pile/train/*.jsonl.zst --tokenizer-type hf \\
+        --vocab-file tokenizers/gpt-neox-20b/tokenizer.json --append-eod --output-prefix data/pile_train --workers 16
+  C4, with 1 % of the documents for validation, chosen by hash, and exact repeats left out
+    python -m tools.preprocess_data --input c4/*.json.gz --tokenizer-type wordpiece --vocab-file bert/vocab.txt \\
+        --append-eod --split 99,1 --deduplicate --output-prefix data/c4 --workers 16
+
+what is written, for every key of --jsonl-keys
+  PREFIX_text_document.bin    the tokens           (with --split: PREFIX_train_text_document.bin and so on)
+  PREFIX_text_document.idx    where each document lies
+  PREFIX_text_document.json   counts, bytes a token, the tokenizer and its hash
+A config names the path without extension: data.train=PREFIX_text_document. Look into the files with
+python -m tools.inspect_data PREFIX_text_document.
+
+A job that was killed goes on where it was when the same command is given again: input files that are finished are not
+read again. The output is the same bytes for any number of workers.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        recipe = Recipe(
+            tokenizer_type=TOKENIZER_TYPES[options.tokenizer_type],
+            tokenizer_path=options.vocab_file,
+            keys=tuple(options.jsonl_keys),
+            append_eod=options.append_eod,
+            ftfy=options.ftfy,
+            split=_shares(options.split),
+            min_characters=options.min_characters,
+            deduplicate=options.deduplicate,
+            max_broken=options.max_broken,
+        )
+        files = source_files([part for entry in options.input for part in entry.split(",")])
+        start = time.perf_counter()
+        manifests = preprocess(
+            files, options.output_prefix, recipe, workers=options.workers, progress=not options.no_progress
+        )
+    except (OSError, ValueError) as error:
+        print(f"preprocess_data: {error}", file=sys.stderr)
+        return 1
+    seconds = time.perf_counter() - start
+    for name, manifest in manifests.items():
+        print(
+            f"{options.output_prefix}_{name}_document: {manifest['documents']:,} documents,"
+            f" {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:.3f} bytes a token"
+        )
+    skipped = next(iter(manifests.values()))["skipped"]
+    if skipped:
+        print("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()))
+    tokens = sum(manifest["tokens"] for manifest in manifests.values())
+    print(f"{seconds:.1f} seconds, {tokens / seconds / 1e6:.2f} million tokens/s")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.preprocess_data",
+        description="Raw text to token files that a config trains from (data.train, data.validation).",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument_group("input").add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders, globs, or stdlib; also separated by commas. .jsonl and .json (one object a line), "
+        ".parquet, .txt; plain, .gz or .zst",
+    )
+    add("--jsonl-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text; one output each (text)")
+    add("--max-broken", type=int, default=0, metavar="N", help="lines that may fail to parse before the job stops (0)")
+    add("--min-characters", type=int, default=0, metavar="N", help="leave out shorter documents (0)")
+    add("--deduplicate", action="store_true", help="keep the first of equal texts")
+    add("--ftfy", action="store_true", help="repair mis-decoded text with the package ftfy, which must be installed")
+    add = parser.add_argument_group("tokenizer").add_argument
+    add(
+        "--tokenizer-type",
+        required=True,
+        choices=sorted(TOKENIZER_TYPES),
+        help="hf (HFTokenizer): tokenizer.json; sentencepiece (SPMTokenizer): .model; wordpiece: vocab.txt; bytes",
+    )
+    add("--vocab-file", metavar="FILE", help="the tokenizer's file; bytes needs none")
+    add("--append-eod", action="store_true", help="end every document with the end-of-document token (recommended)")
+    add = parser.add_argument_group("output").add_argument
+    add("--output-prefix", required=True, metavar="PREFIX", help="start of the names of all outputs")
+    add("--split", metavar="A,B[,C]", help="shares of train,validation,test by hash of the text; without it one output")
+    add = parser.add_argument_group("runtime").add_argument
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that tokenise (%(default)s)")
+    add("--no-progress", action="store_true", help="no progress bar")
+    return parser
+
+
+def _shares(split: str | None) -> tuple[float, ...]:
+    if split is None:
+        return ()
+    try:
+        return tuple(float(share) for share in split.split(","))
+    except ValueError as error:
+        raise ValueError(f"--split {split!r} must be numbers separated by commas, such as 98,1,1") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""A SentencePiece tokenizer from raw text: python -m tools.train_tokenizer --input ... --output tokenizer.model"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.corpora import source_files
+from data.readers import read_documents
+from data.split import TextSample, split_position
+from data.tokenizer import load_tokenizer, train_sentencepiece
+
+EXAMPLES = """example:
+  python -m tools.train_tokenizer --input stdlib --vocab-size 4096 --output tokenizer.model
+  python train.py data.tokenizer.type=sentencepiece data.tokenizer.path=tokenizer.model
+
+The model loses nothing: decoding gives back every text, spaces, line ends and rare characters included. Characters
+that are not in the vocabulary become bytes. Ids 0 and 1 are the end of a document and "unknown", which is never used.
+bpe trains in seconds; unigram takes some twenty times as long and compresses source code a little less.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    start = time.perf_counter()
+    held_out: list[str] = []
+    sample = TextSample(options.sample_characters)
+    try:
+        for document in read_documents(source_files(options.input), options.jsonl_key):
+            position = split_position(document)
+            if position < 0.01 and sum(map(len, held_out)) < 2_000_000:
+                held_out.append(document.text)
+            else:
+                sample.add(position, document.text)
+        texts = sample.texts()
+        if not texts:
+            raise ValueError("the input holds no text")
+        print(f"training {options.model_type} of {options.vocab_size:,} on {sample.characters:,} characters")
+        train_sentencepiece(
+            texts,
+            options.output,
+            vocab_size=options.vocab_size,
+            model_type=options.model_type,
+            threads=options.workers,
+        )
+    except (OSError, ValueError) as error:
+        print(f"train_tokenizer: {error}", file=sys.stderr)
+        return 1
+    tokenizer = load_tokenizer("sentencepiece", options.output)
+    measured, what = (held_out, "held-out documents") if held_out else (texts[:100], "the training text")
+    tokens = sum(len(ids) for ids in tokenizer.encode_batch(measured, options.workers))
+    size = sum(len(text.encode()) for text in measured)
+    print(f"{options.output}: {tokenizer.vocab_size:,} pieces, {size / tokens:.3f} bytes a token on {what}")
+    print(f"{time.perf_counter() - start:.1f} seconds")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.train_tokenizer",
+        description="Train a SentencePiece tokenizer on raw text.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs, or stdlib")
+    add("--jsonl-key", default="text", metavar="KEY", help="key of the text in JSON lines (text)")
+    add("--output", type=Path, required=True, metavar="FILE", help="the model to write")
+    add("--vocab-size", type=int, default=4096, metavar="N", help="pieces, the 256 bytes included (4096)")
+    add("--model-type", choices=["bpe", "unigram"], default="bpe", help="bpe")
+    add(
+        "--sample-characters",
+        type=int,
+        default=48_000_000,
+        metavar="N",
+        help="text to train on, documents chosen by hash (48 million)",
+    )
+    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (%(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
