@@ -128,3 +128,12 @@ def test_errors_of_the_model_name_the_override(override: str, message: str) -> N
 def test_another_mixer_by_overrides() -> None:
     overrides = ("model.mixers=[attention]", "model.mixer_options.metala=null")
     assert load(CONFIGS / "metala_360m.yml", overrides=overrides).model.mixers == ("attention",)
+
+
+def test_prepared_data_can_be_exchanged_for_raw_files() -> None:
+    for name in ("pile", "c4"):
+        text = (CONFIGS / "data" / f"{name}.yml").read_text(encoding="utf-8")
+        overrides = next(line for line in text.splitlines() if "data.corpus=" in line).lstrip("# ").replace("'", "")
+        config = load(CONFIGS / "metala_360m.yml", CONFIGS / "data" / f"{name}.yml", overrides=tuple(overrides.split()))
+        assert config.data.train is None
+        assert str(config.data.corpus).startswith(f"corpora/{name}/")
