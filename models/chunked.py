@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .decay import pairwise_decay, sum_after
+from .factorised import factorised_recurrence, spans_of
 
 # Chunk lengths that are tried from the longest; the last is also the chunk of the pairwise form.
 _CHUNKS = (64, 32, 16)
-# The products above stay under exp(2 * 40) = 6e34, inside float32 and bfloat16.
+# No factor is above exp(80) = 6e34, inside float32, even where a chunk lies across two of the measured windows.
 _LARGEST_DECAY = 40.0
 
 
@@ -48,30 +49,33 @@ def chunked_recurrence(
         state = initial_state.to(wide)
     if length == 0:
         return v, state
-    q, k, v, log_decay = q.to(wide), k.to(wide), v.to(wide), log_decay.to(wide)
-    chunk, factorise = _plan(log_decay, length)
+    chunk, factorise = _plan(log_decay)
+    if factorise:
+        return factorised_recurrence(q, k, v, log_decay, state, scale, spans_of(v, bounds), chunk)
     index, runs = _packing(bounds, chunk, v.device)
-    q, k, v, log_decay = (_cut(x, chunk, index) for x in (q, k, v, log_decay))
-    inside = _factorised if factorise else _pairwise
-    o, state = inside(q * scale, k, v, log_decay, state, runs)
+    q, k, v, log_decay = (_cut(x.to(wide), chunk, index) for x in (q, k, v, log_decay))
+    o, state = _pairwise(q * scale, k, v, log_decay, state, runs)
     o = o.movedim(1, 3).flatten(1, 2)
     o = o[:, :length] if index is None else o[:, index >= 0]
     return o.to(dtype), state
 
 
-def _plan(log_decay: Tensor, length: int) -> tuple[int, bool]:
+def _plan(log_decay: Tensor) -> tuple[int, bool]:
     """Chunk length, and whether the decay inside a chunk may be factorised."""
+    largest, smallest = _CHUNKS[0], _CHUNKS[-1]
     if log_decay.shape[-1] == 1:
-        return _CHUNKS[0], False
-    smallest = _CHUNKS[-1]
+        return largest, False
     with torch.no_grad():
-        steps = F.pad(log_decay, (0, 0, 0, 0, 0, -length % _CHUNKS[0])).unflatten(1, (-1, smallest))
+        # In windows from the first token, whatever the segments: a chunk of a segment lies inside two of them.
+        steps = F.pad(log_decay, (0, 0, 0, 0, 0, -log_decay.shape[1] % largest)).unflatten(1, (-1, smallest))
         totals = steps.sum(2)
+        allowed = smallest
         for chunk in reversed(_CHUNKS):
-            worst = totals.unflatten(1, (-1, chunk // smallest)).sum(2).min()
-            if not worst >= -_LARGEST_DECAY:
-                return (max(chunk // 2, smallest), chunk > smallest)
-    return _CHUNKS[0], True
+            # Written so that nan refuses.
+            if not float(totals.unflatten(1, (-1, chunk // smallest)).sum(2).min()) >= -_LARGEST_DECAY:
+                return allowed, chunk > smallest
+            allowed = chunk
+    return largest, True
 
 
 def _packing(
@@ -101,20 +105,6 @@ def _cut(x: Tensor, chunk: int, index: Tensor | None) -> Tensor:
     else:
         x = F.pad(x, (0, 0, 0, 0, 0, 1)).index_select(1, torch.where(index < 0, x.shape[1], index))
     return x.unflatten(1, (-1, chunk)).movedim(3, 1)
-
-
-def _factorised(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, runs: list[tuple[int, int]] | None
-) -> tuple[Tensor, Tensor]:
-    b = log_decay.cumsum(3)
-    total = b[:, :, :, -1:]
-    middle = b[:, :, :, b.shape[3] // 2].unsqueeze(3).detach()
-    q = q * (b - middle).exp()
-    k = k * (middle - b).exp()
-    updates = (total - middle).exp().transpose(-1, -2) * (k.transpose(-1, -2) @ v)
-    states, final = _StateScan.apply(updates, total.exp().transpose(-1, -2), state, runs)
-    o = (q @ k.transpose(-1, -2)).tril() @ v + q @ (middle.exp().transpose(-1, -2) * states)
-    return o, final
 
 
 def _pairwise(

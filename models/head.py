@@ -72,9 +72,11 @@ def cross_entropy_sum(
     weights = torch.ones_like(labels, dtype=wide) if loss_weight is None else loss_weight.reshape(-1).to(wide)
     weights = weights.masked_fill(labels == IGNORED_LABEL, 0.0)
     labels = labels.masked_fill(labels == IGNORED_LABEL, 0)
+    # A token that counts nothing must not spoil the sum where it is not finite: 0 * inf is nan.
+    hidden = hidden.reshape(-1, hidden.shape[-1]).masked_fill((weights == 0)[:, None], 0.0)
     if chunk is None:
         chunk = max(1, _CHUNK_ELEMENTS // weight.shape[0])
-    return _CrossEntropySum.apply(hidden.reshape(-1, hidden.shape[-1]), weight, labels, weights, chunk)
+    return _CrossEntropySum.apply(hidden, weight, labels, weights, chunk)
 
 
 # Logits held at a time: 2^22 float32 are 16 MiB.
@@ -85,26 +87,30 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, chunk: int) -> Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        total = weights.new_zeros(())
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=weights.dtype, device=weight.device) if need_weight else None
-        for start in range(0, hidden.shape[0], chunk):
+        total = weights.new_zeros(())
+        narrow = hidden.new_empty(min(chunk, len(hidden)), len(weight))
+        # The same memory where both would be of one type.
+        wide = narrow if narrow.dtype == weights.dtype else torch.empty_like(narrow, dtype=weights.dtype)
+        for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            label, token_weight = labels[rows, None], weights[rows, None]
-            logits = (hidden[rows] @ weight.t()).to(weights.dtype)
-            log_sum = torch.logsumexp(logits, -1, keepdim=True)
-            nll = log_sum - logits.gather(-1, label)
-            # A token without weight counts nothing even where its loss is not finite.
-            total += torch.where(token_weight == 0, 0.0, token_weight * nll).sum()
+            x, label, token_weight = hidden[rows], labels[rows, None], weights[rows, None]
+            logits, p = narrow[: len(x)], wide[: len(x)]
+            torch.mm(x, weight.t(), out=logits)
+            p.copy_(logits)
+            largest = p.amax(-1, keepdim=True)
+            chosen = p.gather(-1, label)
+            mass = p.sub_(largest).exp_().sum(-1, keepdim=True)
+            total += ((mass.log() + largest - chosen) * token_weight).sum()
             if d_hidden is None and d_weight is None:
                 continue
-            probability = logits.sub_(log_sum).exp_()
-            probability.scatter_add_(-1, label, probability.new_full((), -1.0).expand_as(label))
-            gradient = torch.where(token_weight == 0, 0.0, probability.mul_(token_weight)).to(hidden.dtype)
+            p.mul_(token_weight / mass).scatter_add_(-1, label, -token_weight)
+            gradient = logits.copy_(p)
             if d_hidden is not None:
                 torch.mm(gradient, weight, out=d_hidden[rows])
             if d_weight is not None:
-                d_weight += gradient.t() @ hidden[rows]
+                d_weight += gradient.t() @ x
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
         return total

@@ -237,24 +237,28 @@ def _forward(
     there = here + tl.num_programs(2).to(tl.int64) * chunks
     factor, left, right, _ = _decays(gate, segments, n, t, T, H, GATE, SEGMENTS, C)
     a = tl.zeros([C, C], tl.float32)
-    from_left, from_right = tl.zeros([C, BV], tl.float32), tl.zeros([C, BV], tl.float32)
+    out = tl.zeros([C, BV], tl.float32)
     total = tl.zeros([C], tl.float32)
+    for side in tl.static_range(2):
+        near = here if side == 0 else there
+        weight = left if side == 0 else right
+        part, part_total = tl.zeros([C, BV], tl.float32), tl.zeros([C], tl.float32)
+        for block_k in range(0, K, BK):
+            ck = block_k + tl.arange(0, BK)
+            query = load_rows(q, t, ck, T, H, K, BK)
+            state = _load_state(states, near, ck, cv, K, V)
+            part = tl.dot(query.to(state.dtype), state, part, input_precision=PRECISION)
+            if SCALED:
+                column = tl.load(sums + near * K + ck, mask=ck < K, other=0.0)
+                part_total += tl.sum(query * column[None, :], 1)
+        out += part * weight[:, None]
+        total += part_total * weight
     for block_k in range(0, K, BK):
         ck = block_k + tl.arange(0, BK)
-        query = load_rows(q, t, ck, T, H, K, BK)
-        a = tl.dot(query, load_columns(k, t, ck, T, H, K, BK), a, input_precision=PRECISION)
-        state = _load_state(states, here, ck, cv, K, V)
-        from_left = tl.dot(query.to(state.dtype), state, from_left, input_precision=PRECISION)
-        state = _load_state(states, there, ck, cv, K, V)
-        from_right = tl.dot(query.to(state.dtype), state, from_right, input_precision=PRECISION)
-        if SCALED:
-            column = tl.load(sums + here * K + ck, mask=ck < K, other=0.0)
-            total += left * tl.sum(query * column[None, :], 1)
-            column = tl.load(sums + there * K + ck, mask=ck < K, other=0.0)
-            total += right * tl.sum(query * column[None, :], 1)
+        query, key = load_rows(q, t, ck, T, H, K, BK), load_columns(k, t, ck, T, H, K, BK)
+        a = tl.dot(query, key, a, input_precision=PRECISION)
     a *= factor
     value = load_rows(v, t, cv, T, H, V, BV)
-    out = from_left * left[:, None] + from_right * right[:, None]
     out = tl.dot(a.to(value.dtype), value, out, input_precision=PRECISION)
     if SCALED:
         total += tl.sum(a, 1)
@@ -305,59 +309,59 @@ def _backward(
     for block_k in range(0, K, BK):
         ck = block_k + tl.arange(0, BK)
         key, query = load_rows(k, t, ck, T, H, K, BK), load_columns(q, t, ck, T, H, K, BK)
-        q_left, q_right = tl.zeros([BK, C], tl.float32), tl.zeros([BK, C], tl.float32)
-        k_left, k_right = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
-        for block_v in range(0, V, BV):
-            cv = block_v + tl.arange(0, BV)
-            grad, value = load_columns(dy, t, cv, T, H, V, BV), load_rows(v, t, cv, T, H, V, BV)
-            from_left, d_right_state = _load_state(states, here, ck, cv, K, V), _load_state(d_states, there, ck, cv, K, V)
-            q_left = tl.dot(from_left, grad.to(from_left.dtype), q_left, input_precision=PRECISION)
-            k_right = tl.dot(
-                value.to(from_left.dtype), tl.trans(d_right_state), k_right, input_precision=PRECISION
-            )
+        d_query, d_key = tl.zeros([BK, C], tl.float32), tl.zeros([C, BK], tl.float32)
+        for side in tl.static_range(2):
+            near, far = (here, there) if side == 0 else (there, here)
+            weight = left if side == 0 else right
+            q_part, k_part = tl.zeros([BK, C], tl.float32), tl.zeros([C, BK], tl.float32)
+            for block_v in range(0, V, BV):
+                cv = block_v + tl.arange(0, BV)
+                grad = load_columns(dy, t, cv, T, H, V, BV)
+                state = _load_state(states, near, ck, cv, K, V)
+                q_part = tl.dot(state, grad.to(state.dtype), q_part, input_precision=PRECISION)
+                if GATE != 0:
+                    opposite = _load_state(d_states, far, ck, cv, K, V)
+                    passing += tl.sum(state.to(tl.float32) * opposite.to(tl.float32))
+            if SCALED:
+                column = tl.load(sums + near * K + ck, mask=ck < K, other=0.0)
+                q_part -= column[:, None] * inner[None, :]
+                if GATE != 0:
+                    passing += tl.sum(column * tl.load(d_sums + far * K + ck, mask=ck < K, other=0.0))
+            q_part *= (weight * scale)[None, :]
             if GATE != 0:
-                passing += tl.sum(from_left.to(tl.float32) * d_right_state.to(tl.float32))
-            from_right, d_left_state = _load_state(states, there, ck, cv, K, V), _load_state(d_states, here, ck, cv, K, V)
-            q_right = tl.dot(from_right, grad.to(from_left.dtype), q_right, input_precision=PRECISION)
-            k_left = tl.dot(
-                value.to(from_left.dtype), tl.trans(d_left_state), k_left, input_precision=PRECISION
-            )
+                edge = tl.sum(query * q_part, 0)
+            d_query += q_part
+            for block_v in range(0, V, BV):
+                cv = block_v + tl.arange(0, BV)
+                value = load_rows(v, t, cv, T, H, V, BV)
+                state = _load_state(d_states, near, ck, cv, K, V)
+                k_part = tl.dot(value.to(state.dtype), tl.trans(state), k_part, input_precision=PRECISION)
+            if SCALED:
+                k_part += tl.load(d_sums + near * K + ck, mask=ck < K, other=0.0)[None, :]
+            k_part *= weight[:, None]
+            d_key += k_part
             if GATE != 0:
-                passing += tl.sum(from_right.to(tl.float32) * d_left_state.to(tl.float32))
-        if SCALED:
-            z_left = tl.load(sums + here * K + ck, mask=ck < K, other=0.0)
-            z_right = tl.load(sums + there * K + ck, mask=ck < K, other=0.0)
-            dz_left = tl.load(d_sums + here * K + ck, mask=ck < K, other=0.0)
-            dz_right = tl.load(d_sums + there * K + ck, mask=ck < K, other=0.0)
-            q_left -= z_left[:, None] * inner[None, :]
-            q_right -= z_right[:, None] * inner[None, :]
-            k_left += dz_left[None, :]
-            k_right += dz_right[None, :]
-            if GATE != 0:
-                passing += tl.sum(z_left * dz_right + z_right * dz_left)
-        q_left *= (left * scale)[None, :]
-        q_right *= (right * scale)[None, :]
-        k_left *= left[:, None]
-        k_right *= right[:, None]
-        if GATE != 0:
-            d_left += tl.sum(query * q_left, 0) + tl.sum(key * k_left, 1)
-            d_right += tl.sum(query * q_right, 0) + tl.sum(key * k_right, 1)
-        d_query = tl.dot(tl.trans(key), ds, q_left + q_right, input_precision=PRECISION)
+                edge += tl.sum(key * k_part, 1)
+                if side == 0:
+                    d_left += edge
+                else:
+                    d_right += edge
+        d_query = tl.dot(tl.trans(key), ds, d_query, input_precision=PRECISION)
         store_columns(dq, d_query, t, ck, T, H, K, BK)
-        d_key = tl.dot(ds, tl.trans(query), k_left + k_right, input_precision=PRECISION)
+        d_key = tl.dot(ds, tl.trans(query), d_key, input_precision=PRECISION)
         store_rows(dk, d_key, t, ck, T, H, K, BK)
 
     for block_v in range(0, V, BV):
         cv = block_v + tl.arange(0, BV)
-        v_left, v_right = tl.zeros([C, BV], tl.float32), tl.zeros([C, BV], tl.float32)
-        for block_k in range(0, K, BK):
-            ck = block_k + tl.arange(0, BK)
-            key = load_rows(k, t, ck, T, H, K, BK)
-            state = _load_state(d_states, here, ck, cv, K, V)
-            v_left = tl.dot(key.to(state.dtype), state, v_left, input_precision=PRECISION)
-            state = _load_state(d_states, there, ck, cv, K, V)
-            v_right = tl.dot(key.to(state.dtype), state, v_right, input_precision=PRECISION)
-        d_value = v_left * left[:, None] + v_right * right[:, None]
+        d_value = tl.zeros([C, BV], tl.float32)
+        for side in tl.static_range(2):
+            part = tl.zeros([C, BV], tl.float32)
+            for block_k in range(0, K, BK):
+                ck = block_k + tl.arange(0, BK)
+                state = _load_state(d_states, here if side == 0 else there, ck, cv, K, V)
+                key = load_rows(k, t, ck, T, H, K, BK).to(state.dtype)
+                part = tl.dot(key, state, part, input_precision=PRECISION)
+            d_value += part * (left if side == 0 else right)[:, None]
         grad = load_columns(dy, t, cv, T, H, V, BV)
         d_value = tl.dot(p, tl.trans(grad), d_value, input_precision=PRECISION)
         store_rows(dv, d_value, t, cv, T, H, V, BV)
