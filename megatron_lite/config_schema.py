@@ -87,7 +87,7 @@ class DataConfig(Section):
     corpus: Text | tuple[Text, ...] | None = Field(
         default=None,
         description="Raw text, prepared and cached at the start: `stdlib` (the Python standard library), or a file, "
-        "folder, glob or list of them (text, .jsonl, .jsonl.zst, .json.gz).",
+        "folder, glob or list of them (.txt, .jsonl, .json, .parquet; plain, .gz or .zst).",
     )
     train: Text | None = Field(
         default=None,
@@ -159,6 +159,12 @@ class ScheduleConfig(Section):
         default="cosine", description="Course after the warmup; wsd: constant, then a linear decay at the end."
     )
     train_steps: int = Field(description="Optimizer steps of the run.", ge=1)
+    time_budget_minutes: float | None = Field(
+        None,
+        gt=0,
+        description="Lower `train_steps` to what this machine does in so many minutes, measured on the first batches "
+        "before a new run; the number is kept for resumes.",
+    )
     warmup_steps: Steps = Field(
         default=0, description="Steps of the linear warmup from 0; derived where `warmup_fraction` is given instead."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from megatron_lite.config import Config, ConfigError, dump_config, load_config
 from megatron_lite.config_files import CONFIGS, read_sources
 from models.config import ModelConfig
+from tools.preprocess_data import _parser
 
 RUNS = sorted(CONFIGS.glob("*.yml"))
 MODELS = sorted(CONFIGS.glob("model/*.yml"))
@@ -137,3 +139,17 @@ def test_prepared_data_can_be_exchanged_for_raw_files() -> None:
         config = load(CONFIGS / "metala_360m.yml", CONFIGS / "data" / f"{name}.yml", overrides=tuple(overrides.split()))
         assert config.data.train is None
         assert str(config.data.corpus).startswith(f"corpora/{name}/")
+
+
+@pytest.mark.parametrize("name", ["pile", "c4"])
+def test_the_commands_that_make_token_files_make_the_named_ones(name: str) -> None:
+    """The comments of a data file are commands; their arguments are those of the tool, and so are the names."""
+    text = (CONFIGS / "data" / f"{name}.yml").read_text(encoding="utf-8")
+    data = load(CONFIGS / "metala_360m.yml", CONFIGS / "data" / f"{name}.yml").data
+    commands = re.findall(r"^#   python -m tools\.preprocess_data (.*(?:\\\n#.*)*)", text, re.MULTILINE)
+    prefixes = []
+    for command in commands:
+        options = _parser().parse_args(shlex.split(command.replace("\\\n#", " ")))
+        assert (options.tokenizer_type, options.vocab_file) == (data.tokenizer.type, data.tokenizer.path)
+        prefixes.append(f"{options.output_prefix}_text_document")
+    assert prefixes == [data.train, data.validation]
