@@ -146,7 +146,7 @@ def test_the_commands_that_make_token_files_make_the_named_ones(name: str) -> No
     """The comments of a data file are commands; their arguments are those of the tool, and so are the names."""
     text = (CONFIGS / "data" / f"{name}.yml").read_text(encoding="utf-8")
     data = load(CONFIGS / "metala_360m.yml", CONFIGS / "data" / f"{name}.yml").data
-    commands = re.findall(r"^#   python -m tools\.preprocess_data (.*(?:\\\n#.*)*)", text, re.MULTILINE)
+    commands = re.findall(r"^#   python -m tools\.preprocess_data ((?:.*\\\n#)*.*)", text, re.MULTILINE)
     prefixes = []
     for command in commands:
         options = _parser().parse_args(shlex.split(command.replace("\\\n#", " ")))
