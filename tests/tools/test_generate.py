@@ -73,6 +73,8 @@ def test_a_prompt_is_continued_alike_alone_and_among_others() -> None:
         assert [step[row] for step in together] == [step[0] for step in alone]
     other = list(generate(model, prompts, max_tokens=25, vocab_size=64, seed=8))
     assert other != together
+    twice = list(generate(model, [[5, 9], [5, 9]], max_tokens=25, vocab_size=64, seed=7))
+    assert [step[0] for step in twice] != [step[1] for step in twice], "each row draws anew"
 
 
 def test_it_stops_at_the_end_of_a_document_and_stays_within_the_vocabulary() -> None:

@@ -1,0 +1,154 @@
+"""Perplexity against a naive sum over positions, on every kind of text, and what eval.py writes."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import eval as evaluation
+from data.indexed import IndexedTokens, IndexedWriter
+from data.tokenizer import load_tokenizer
+from tests.tools.conftest import write_corpus
+from tools.load_model import LoadedModel, load_model
+from tools.perplexity import perplexity, raw_text, token_file_text, validation_text
+
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def loaded(trained_run: Path) -> LoadedModel:
+    return load_model(trained_run, device="cpu")
+
+
+def naive(loaded: LoadedModel, stream: list[int], length: int = LENGTH) -> float:
+    """Total nll of a stream, piece by piece and token by token, by log-softmax of the full logits."""
+    total = 0.0
+    tokens = [loaded.tokenizer.end_of_document_id, *stream]
+    for start in range(0, len(stream), length):
+        piece = tokens[start : start + length + 1]
+        with torch.no_grad():
+            logits = loaded.model(torch.tensor([piece[:-1]]))[0].double()
+        scores = logits.log_softmax(-1)
+        total -= sum(scores[i, token].item() for i, token in enumerate(piece[1:]))
+    return total
+
+
+def documents_of(prefix: Path) -> list[list[int]]:
+    file = IndexedTokens(prefix)
+    return [file[i].tolist() for i in range(len(file))]
+
+
+def test_validation_set_of_the_run(loaded: LoadedModel) -> None:
+    text = validation_text(loaded)
+    documents = documents_of(text.prefix)
+    stream = [token for document in documents for token in document]
+    result = perplexity(loaded, text, progress=False)
+    nll = naive(loaded, stream)
+    assert result["tokens"] == len(stream)
+    assert result["documents"] == len(documents)
+    assert result["bytes"] == sum(len(loaded.tokenizer.decode(d[:-1]).encode()) for d in documents)
+    assert result["loss"] == pytest.approx(nll / len(stream), rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(nll / len(stream)), rel=1e-4)
+    assert result["bits_per_byte"] == pytest.approx(nll / math.log(2) / result["bytes"], rel=1e-5)
+    assert result["loss"] < 0.8 * math.log(loaded.model.config.vocab_size), "the model has learned"
+
+
+def test_batch_size_changes_nothing_and_length_is_the_context(loaded: LoadedModel) -> None:
+    text = validation_text(loaded)
+    one = perplexity(loaded, text, batch_size=1, progress=False)
+    assert perplexity(loaded, text, batch_size=7, progress=False)["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    short = perplexity(loaded, text, sequence_length=5, progress=False)
+    stream = [token for document in documents_of(text.prefix) for token in document]
+    assert short["loss"] == pytest.approx(naive(loaded, stream, 5) / len(stream), rel=1e-5)
+    assert short["tokens"] == one["tokens"]
+
+
+def test_raw_files(loaded: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("def größe(値, total):\n    return 値\n", encoding="utf-8")
+    text = raw_text(str(tmp_path / "a.txt"), loaded.tokenizer, tmp_path)
+    result = perplexity(loaded, text, progress=False)
+    stream = [
+        *loaded.tokenizer.encode((tmp_path / "a.txt").read_text(encoding="utf-8")),
+        loaded.tokenizer.end_of_document_id,
+    ]
+    assert (result["bytes"], result["documents"]) == ((tmp_path / "a.txt").stat().st_size, 1)
+    assert result["loss"] == pytest.approx(naive(loaded, stream) / len(stream), rel=1e-5)
+    write_corpus(tmp_path / "b.jsonl", documents=5)
+    assert raw_text(str(tmp_path / "b.jsonl"), loaded.tokenizer, tmp_path).documents == 5
+
+
+def test_token_files_without_a_manifest_count_bytes_by_decoding(loaded: LoadedModel, tmp_path: Path) -> None:
+    texts = ["def alpha(beta):\n", "    return 🙂\n", "naïve"]
+    end = loaded.tokenizer.end_of_document_id
+    with IndexedWriter(tmp_path / "x_text_document", np.dtype("<u2")) as writer:
+        for text in texts:
+            writer.add_document(np.array([*loaded.tokenizer.encode(text), end]))
+    read = token_file_text(tmp_path / "x_text_document", loaded.tokenizer)
+    assert (read.bytes, read.documents) == (len("".join(texts).encode()), 3)
+
+
+def test_token_files_of_another_tokenizer(loaded: LoadedModel, tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "other", np.dtype("<u2")) as writer:
+        writer.add_document(np.array([1, 399, 4321]))
+    with pytest.raises(ValueError, match="holds token 4321 and the checkpoint's tokenizer has 400 entries"):
+        token_file_text(tmp_path / "other", loaded.tokenizer)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        token_file_text(validation_text(loaded).prefix, load_tokenizer("bytes"))
+
+
+def test_command_writes_and_extends_results(
+    trained_run: Path, loaded: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results.json"
+    assert evaluation.main([str(trained_run), "--out", str(out), "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    expected = perplexity(loaded, validation_text(loaded), progress=False)
+    assert f"{expected['loss']:.4f}" in shown
+    assert f"{expected['bits_per_byte']:.4f}" in shown
+    first = json.loads(out.read_text())
+    assert first["results"]["perplexity"]["validation"]["loss"] == pytest.approx(expected["loss"])
+    assert (first["step"], first["dtype"], first["checkpoint"]) == (30, "float32", str(loaded.checkpoint))
+
+    note = tmp_path / "note.md"
+    note.write_text("def alpha(beta, gamma):\n")
+    assert evaluation.main([str(trained_run), "--data", str(note), "--out", str(out), "--device", "cpu"]) == 0
+    both = json.loads(out.read_text())["results"]["perplexity"]
+    assert set(both) == {"validation", str(note)}
+
+    earlier = trained_run / "checkpoints" / "step_00000010"
+    assert evaluation.main([str(earlier), "--data", str(note), "--out", str(out), "--device", "cpu"]) == 0
+    other = json.loads(out.read_text())
+    assert other["step"] == 10
+    assert set(other["results"]["perplexity"]) == {str(note)}, "scores of another checkpoint are gone"
+    assert other["results"]["perplexity"][str(note)]["loss"] > both[str(note)]["loss"]
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_results_lie_beside_the_run(trained_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("total = count")
+    assert evaluation.main([str(trained_run), "--data", str(tmp_path / "a.txt"), "--device", "cpu"]) == 0
+    assert (trained_run / "results.json").is_file()
+    (trained_run / "results.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["{tmp}/absent"], "does not exist"),
+        (["{run}", "--data", "{tmp}/none.txt"], "none.txt does not exist"),
+        (["{run}", "--data", "{tmp}/empty.txt"], "holds no text"),
+        (["{run}", "--data", "{tmp}/rows.jsonl", "--text-key", "content"], "no key 'content'"),
+        (["{run}", "--data", "{tmp}/half"], "half.idx does not exist"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], named: str, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "half.bin").write_bytes(b"1234")
+    assert evaluation.main([a.format(run=trained_run, tmp=tmp_path) for a in arguments]) == 2
+    assert named in capsys.readouterr().err

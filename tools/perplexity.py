@@ -1,0 +1,142 @@
+"""Perplexity and bits per byte of a model on a text: token files, raw files, or the validation set of its run.
+
+The text is one stream, cut into pieces of `sequence_length` tokens; every token is predicted once, the first of a piece
+from nothing but the token before it. Ends of documents are predicted too, and their cost is shared by the bytes of the
+text: bits per byte = total nll / ln 2 / bytes compares with a compressor, and between tokenizers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.causal import SequentialDataset
+from data.corpora import source_files
+from data.indexed import IndexedTokens, IndexedWriter, token_dtype
+from data.loader import batches
+from data.manifest import check_tokenizer, read_manifest
+from data.readers import read_documents
+from data.tokenizer import Tokenizer
+from tools.load_model import LoadedModel, data_config, prepare
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """A text as token files.
+
+    Attributes:
+        name: what it is called in tables.
+        prefix: of its .bin and .idx.
+        bytes: of its UTF-8 text, without the ends of documents.
+        documents: how many.
+    """
+
+    name: str
+    prefix: Path
+    bytes: int
+    documents: int
+
+
+def validation_text(loaded: LoadedModel) -> TokenText:
+    """The validation set that the run was trained beside.
+
+    Raises:
+        ValueError: the run has none, or its corpus is prepared anew with another tokenizer.
+        FileNotFoundError: its files are gone.
+    """
+    data = data_config(loaded.config)
+    prefix: Path | None
+    if data.corpus is not None:
+        prefix = prepare(data).validation_prefix
+    else:
+        prefix = None if data.validation is None else Path(data.validation)
+    if prefix is None:
+        raise ValueError(f"{loaded.run} was trained without a validation set: name a text with --data")
+    return token_file_text(prefix, loaded.tokenizer, name="validation")
+
+
+def token_file_text(prefix: Path, tokenizer: Tokenizer, name: str | None = None) -> TokenText:
+    """Token files as a text. Without a manifest that counts them, the bytes are counted by decoding every document.
+
+    Raises ValueError for files of another tokenizer, FileNotFoundError and ValueError as `IndexedTokens`.
+    """
+    check_tokenizer(prefix, tokenizer)
+    file = IndexedTokens(prefix)
+    size = (read_manifest(prefix) or {}).get("bytes")
+    if not isinstance(size, int):
+        size = sum(_decoded_bytes(file[sequence], tokenizer, prefix) for sequence in range(len(file)))
+    return TokenText(name or prefix.name, prefix, size, file.num_documents)
+
+
+def raw_text(path: str, tokenizer: Tokenizer, folder: Path, *, text_key: str = "text") -> TokenText:
+    """Tokenises a raw file (or a folder or glob of them) into `folder`. Raises as `data.corpora` and `data.readers`."""
+    prefix = folder / f"text{len(list(folder.glob('*.idx')))}"
+    size = documents = 0
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for document in read_documents(source_files(path), text_key):
+            writer.add_document(np.array([*tokenizer.encode(document.text), tokenizer.end_of_document_id]))
+            size += len(document.text.encode())
+            documents += 1
+    if not size:
+        raise ValueError(f"{path} holds no text")
+    return TokenText(path, prefix, size, documents)
+
+
+@torch.inference_mode()
+def perplexity(
+    loaded: LoadedModel,
+    text: TokenText,
+    *,
+    sequence_length: int | None = None,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> dict[str, float]:
+    """Measures a model on a text.
+
+    Args:
+        sequence_length: tokens of a piece; None for the length that the model was trained at.
+        batch_size: pieces side by side; it changes the speed only.
+
+    Returns:
+        loss (nats a token), perplexity, bits_per_byte; tokens, bytes and documents of the text; sequence_length;
+        seconds.
+    """
+    from tqdm import tqdm
+
+    length = sequence_length or int(loaded.config["batch"]["sequence_length"])
+    pieces = SequentialDataset(text.prefix, sequence_length=length, first_token=loaded.tokenizer.end_of_document_id)
+    steps = batches(pieces, global_batch_size=batch_size, micro_batch_size=batch_size, fill_last=True)
+    started = time.perf_counter()
+    nll = weight = 0.0
+    total = -(-len(pieces) // batch_size)
+    for (batch,) in tqdm(steps, total=total, desc=text.name, unit="batch", disable=not progress, leave=False):
+        tokens, labels, loss_weight = (batch[k].to(loaded.device) for k in ("tokens", "labels", "loss_weight"))
+        nll += loaded.model(tokens, labels, loss_weight).item()
+        weight += batch["loss_weight"].sum().item()
+    loss = nll / weight
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": nll / math.log(2) / text.bytes,
+        "tokens": int(weight),
+        "bytes": text.bytes,
+        "documents": text.documents,
+        "sequence_length": length,
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+
+
+def _decoded_bytes(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer, prefix: Path) -> int:
+    ids = np.asarray(tokens)
+    if ids.size and int(ids.max()) >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{prefix} holds token {int(ids.max())} and the checkpoint's tokenizer has {tokenizer.vocab_size} entries: "
+            f"the file was written with another one"
+        )
+    return len(tokenizer.decode(ids[ids != tokenizer.end_of_document_id].tolist()).encode())
