@@ -195,9 +195,9 @@ class IndexedTokens:
                 f"{index_file} lists no sequences: the corpus held no text when it was written (a wrong text key is"
                 " the usual cause). Write it again."
             )
-        self.sizes: NDArray[np.int32] = np.memmap(index_file, "<i4", "r", sizes_at, (count,))
-        self.pointers: NDArray[np.int64] = np.memmap(index_file, "<i8", "r", pointers_at, (count,))
-        self.document_starts: NDArray[np.int64] = np.memmap(index_file, "<i8", "r", starts_at, (boundaries,))
+        self.sizes: NDArray[np.int32] = _mapped(index_file, "<i4", sizes_at, count)
+        self.pointers: NDArray[np.int64] = _mapped(index_file, "<i8", pointers_at, count)
+        self.document_starts: NDArray[np.int64] = _mapped(index_file, "<i8", starts_at, boundaries)
         if boundaries == 0 or self.document_starts[0] != 0 or self.document_starts[-1] != count:
             raise ValueError(
                 f"{index_file}: the document boundaries must run from 0 to {count}, the number of sequences. The file"
@@ -207,7 +207,7 @@ class IndexedTokens:
         _check_length(token_file, last, f"the {count:,} sequences of {index_file.name}")
         if last == 0:
             raise ValueError(f"{token_file} holds no tokens. Write the corpus again from files that hold text.")
-        self._tokens: NDArray[np.uint8] = np.memmap(token_file, np.uint8, "r")
+        self._tokens: NDArray[np.uint8] = _mapped(token_file, "u1", 0, last)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -219,10 +219,18 @@ class IndexedTokens:
         """Tokens [offset, offset + count) of a sequence, cut at its end; without a count to its end. A view."""
         if not 0 <= sequence < len(self.sizes):
             raise IndexError(f"{self.prefix}: sequence {sequence} of {len(self.sizes)}")
-        left = int(self.sizes[sequence]) - offset
+        size = int(self.sizes[sequence])
+        offset = min(offset, size)
+        left = size - offset
         length = left if count is None else min(count, left)
         start = int(self.pointers[sequence]) + offset * self.dtype.itemsize
-        return self._tokens[start : start + length * self.dtype.itemsize].view(self.dtype)
+        end = start + length * self.dtype.itemsize
+        if not 0 <= start <= end <= len(self._tokens):
+            raise ValueError(
+                f"{idx_path(self.prefix)} is damaged: it places sequence {sequence} at bytes {start:,} to {end:,} of a"
+                f" {len(self._tokens):,}-byte .bin"
+            )
+        return self._tokens[start:end].view(self.dtype)
 
     @property
     def is_contiguous(self) -> bool:
@@ -285,6 +293,11 @@ def _check_length(path: Path, need: int, what: str) -> None:
             f"{path} is {have - need:,} bytes too long: it has {have:,}, {what} need {need:,}. The .bin and .idx files"
             " do not belong together."
         )
+
+
+def _mapped(path: Path, dtype: str, offset: int, count: int) -> NDArray:
+    # A plain view: slices of numpy's memmap class cost several times as much, and samples are made of slices.
+    return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
 
 
 def _missing(prefix: Path, path: Path) -> str:

@@ -16,7 +16,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def _write_parts(
                 if group is None or group[0] != file:
                     continue  # an empty file has no blocks
                 for block, outcomes in group[1]:
-                    for key, outcome in enumerate(outcomes):
+                    for key, outcome in enumerate(outcomes.result()):
                         _check_broken(outcome, broken, recipe.max_broken)
                         broken += len(outcome.broken)
                         part.add(key, outcome, seen)
@@ -124,17 +124,14 @@ def _pool(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
 
 def _encoded_blocks(
     files: Sequence[SourceFile], recipe: Recipe, pool: ProcessPoolExecutor, workers: int
-) -> Iterator[tuple[Block, list[Encoded]]]:
+) -> Iterator[tuple[Block, Future[list[Encoded]]]]:
     """Blocks in reading order; a few more than the workers can hold are read ahead, so memory stays bounded."""
     waiting: deque[tuple[Block, Future[list[Encoded]]]] = deque()
     for block in read_blocks(files):
-        waiting.append((Block(block.file, block.first, (), block.file_bytes), pool.submit(_encode_block, block)))
+        waiting.append((replace(block, lines=()), pool.submit(_encode_block, block)))
         if len(waiting) >= 4 * workers:
-            done, future = waiting.popleft()
-            yield done, future.result()
-    while waiting:
-        done, future = waiting.popleft()
-        yield done, future.result()
+            yield waiting.popleft()
+    yield from waiting
 
 
 _worker: tuple[Recipe, Tokenizer]

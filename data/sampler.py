@@ -24,11 +24,13 @@ def step_samples(
 
 
 def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int) -> None:
-    if min(global_batch_size, micro_batch_size, data_size) < 1 or not 0 <= data_rank < data_size:
+    if min(global_batch_size, micro_batch_size, data_size) < 1:
         raise ValueError(
             f"global_batch_size {global_batch_size}, micro_batch_size {micro_batch_size} and data_size {data_size} must"
-            f" be 1 or more, and data_rank {data_rank} in [0, {data_size})"
+            " be 1 or more"
         )
+    if not 0 <= data_rank < data_size:
+        raise ValueError(f"data_rank {data_rank} must be in [0, {data_size})")
     if global_batch_size % (micro_batch_size * data_size):
         raise ValueError(
             f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} x"

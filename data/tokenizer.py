@@ -177,28 +177,27 @@ class HuggingFaceTokenizer:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
-        if threads == 1:
-            return [np.array(self.encode(text), np.int32) for text in texts]
+        # The library's own threads share the texts, unless TOKENIZERS_PARALLELISM forbids it.
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
 
 class WordPieceTokenizer(HuggingFaceTokenizer):
-    """BERT's WordPiece from a ``vocab.txt`` (Devlin et al., 2019), lower-cased. ``[SEP]`` ends a document."""
+    """BERT's WordPiece from a ``vocab.txt`` (Devlin et al., 2019). ``[SEP]`` ends a document. Text is lower-cased when
+    no entry begins with a capital letter."""
 
     type = "wordpiece"
 
     def __init__(self, path: Path) -> None:
         import tokenizers
 
-        model = tokenizers.BertWordPieceTokenizer(str(path), lowercase=True)
-        if model.token_to_id("[SEP]") is None or model.token_to_id("[UNK]") is None:
-            raise ValueError(f"{path} is not a BERT vocabulary: it must have [SEP] and [UNK] among its lines")
-        self._set(model, path)
-        self.end_of_document_id = model.token_to_id("[SEP]")
-
-    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
-        return [np.array(self.encode(text), np.int32) for text in texts]
+        entries = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        missing = [token for token in ("[UNK]", "[SEP]", "[CLS]") if token not in entries]
+        if missing:
+            raise ValueError(f"{path} is not a BERT vocabulary: {', '.join(missing)} is not among its lines")
+        uncased = not any("A" <= entry[:1] <= "Z" for entry in entries)
+        self._set(tokenizers.BertWordPieceTokenizer(str(path), lowercase=uncased)._tokenizer, path)
+        self.end_of_document_id = self._model.token_to_id("[SEP]")
 
 
 def train_sentencepiece(

@@ -128,18 +128,15 @@ def _draw_lengths(lengths: NDArray[np.int64], path: Path, title: str) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     edges = np.geomspace(1, max(2, lengths.max() + 1), 60)
-    axes.hist(np.maximum(lengths, 1), bins=list(edges), weights=np.full(len(lengths), 100 / len(lengths)))
+    shown = np.maximum(lengths, 1)
+    axes.hist(shown, list(edges), weights=np.full(len(lengths), 100 / len(lengths)), label="documents")
     axes.hist(
-        np.maximum(lengths, 1),
-        bins=list(edges),
-        weights=100 * lengths / max(1, lengths.sum()),
-        histtype="step",
-        color="black",
+        shown, list(edges), weights=100 * shown / shown.sum(), histtype="step", color="black", label="their tokens"
     )
     axes.set_xscale("log")
     axes.set_xlabel("tokens of a document")
     axes.set_ylabel("share (%)")
-    axes.legend(["documents", "tokens"][::-1])
+    axes.legend()
     axes.set_title(title, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -1,0 +1,194 @@
+"""Packed samples: GPT-NeoX's order against a naive walk, and validation that covers every token once."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from data.causal import CausalDataset, SequentialDataset, build_sample_index, epochs_needed, split_sequences
+from data.indexed import IndexedWriter
+
+SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any)
+
+
+def write(prefix: Path, sizes: list[int]) -> Path:
+    """A token file in which token p of the stream has the value p, so that a sample shows where it comes from."""
+    with IndexedWriter(prefix, np.dtype("<i4")) as writer:
+        start = 0
+        for size in sizes:
+            writer.add_document(np.arange(start, start + size))
+            start += size
+    return prefix
+
+
+def naive_starts(sizes: list[int], order: list[int], length: int, samples: int) -> list[tuple[int, int]]:
+    """Where samples start, by walking along the documents token by token."""
+    stream = [(entry, offset) for entry, document in enumerate(order) for offset in range(sizes[document])]
+    return [stream[sample * length] for sample in range(samples + 1)]
+
+
+@given(sizes=SIZES, length=st.integers(1, 15), samples=st.integers(1, 60), seed=st.integers(0, 2**32 - 1))
+def test_the_sample_index_equals_a_walk_along_the_documents(sizes, length, samples, seed):
+    tokens = sum(sizes)
+    epochs = epochs_needed(samples, tokens, length)
+    assert (epochs * tokens - 1) // length >= samples
+    assert epochs == 1 or ((epochs - 1) * tokens - 1) // length < samples
+
+    index = build_sample_index(np.array(sizes, np.int32), np.arange(len(sizes)), length, epochs, seed)
+    order = index.document_index.tolist()
+    assert sorted(order) == sorted(list(range(len(sizes))) * epochs)
+    count = (epochs * tokens - 1) // length
+    assert sorted(index.shuffle_index.tolist()) == list(range(count))
+    assert [tuple(row) for row in index.sample_index.tolist()] == naive_starts(sizes, order, length, count)
+
+
+@given(sizes=SIZES, length=st.integers(1, 15), samples=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_samples_are_windows_of_the_shuffled_stream(tmp_path_factory, sizes, length, samples, seed):
+    dataset = CausalDataset(
+        write(tmp_path_factory.mktemp("c") / "x", sizes), sequence_length=length, num_samples=samples, seed=seed
+    )
+    assert len(dataset) >= samples
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    stream = [t for d in dataset.index.document_index for t in range(starts[d], starts[d + 1])]
+    for number in range(len(dataset)):
+        sample, place = dataset[number], int(dataset.index.shuffle_index[number]) * length
+        assert sample["tokens"].tolist() == stream[place : place + length]
+        assert sample["labels"].tolist() == stream[place + 1 : place + length + 1]
+        assert sample["loss_weight"].tolist() == [1.0] * length
+        parts = [starts[d] + np.arange(first, first + count) for d, first, count in dataset.documents_of(number)]
+        assert np.concatenate(parts).tolist() == stream[place : place + length + 1]
+
+
+def test_the_order_is_the_one_of_numpy_random_state():
+    """Document shuffle first, sample shuffle second, both from one RandomState: numbers kept from numpy's generator,
+    whose stream is frozen."""
+    index = build_sample_index(np.array([4, 3, 5], np.int32), np.arange(3), 4, epochs=2, seed=1234)
+    assert index.document_index.tolist() == DOCUMENTS
+    assert index.sample_index.tolist() == STARTS
+    assert index.shuffle_index.tolist() == SHUFFLED
+    random = np.random.RandomState(1234)
+    documents = np.array([0, 1, 2, 0, 1, 2])
+    random.shuffle(documents)
+    samples = np.arange(5)
+    random.shuffle(samples)
+    assert (documents.tolist(), samples.tolist()) == (DOCUMENTS, SHUFFLED)
+
+
+DOCUMENTS = [2, 1, 2, 0, 1, 0]
+STARTS = [[0, 0], [0, 4], [2, 0], [2, 4], [3, 3], [5, 0]]
+SHUFFLED = [2, 0, 4, 3, 1]
+
+
+@given(sizes=SIZES, length=st.integers(1, 15))
+def test_validation_predicts_every_token_exactly_once(tmp_path_factory, sizes, length):
+    end = 999
+    dataset = SequentialDataset(
+        write(tmp_path_factory.mktemp("s") / "x", sizes), sequence_length=length, first_token=end
+    )
+    samples = [dataset[number] for number in range(len(dataset))]
+    tokens = np.concatenate([sample["tokens"].numpy() for sample in samples])
+    labels = np.concatenate([sample["labels"].numpy() for sample in samples])
+    weight = np.concatenate([sample["loss_weight"].numpy() for sample in samples])
+    total = sum(sizes)
+    assert labels[weight == 1].tolist() == list(range(total))
+    assert tokens[weight == 1].tolist() == [end, *range(total - 1)]
+    assert set(labels[weight == 0]) <= {end}
+    assert len(labels) - total < length
+
+
+def test_validation_is_the_same_every_time(tmp_path):
+    prefix = write(tmp_path / "x", [5, 9, 1])
+    first, second = (SequentialDataset(prefix, sequence_length=4, first_token=0) for _ in range(2))
+    assert all(first[i]["labels"].equal(second[i]["labels"]) for i in range(len(first)))
+
+
+def test_the_index_is_cached_under_everything_that_made_it(tmp_path):
+    prefix = write(tmp_path / "x", [50, 30, 20])
+    cache = tmp_path / "cache"
+    base = {"sequence_length": 7, "num_samples": 20, "seed": 1}
+
+    def folders(**changes: object) -> set[str]:
+        dataset = CausalDataset(prefix, **{**base, **changes}, cache_directory=cache)
+        direct = CausalDataset(prefix, **{**base, **changes})
+        assert [dataset[i]["tokens"].tolist() for i in range(len(dataset))] == [
+            direct[i]["tokens"].tolist() for i in range(len(direct))
+        ]
+        return {path.name for path in cache.iterdir()}
+
+    first = folders()
+    assert len(first) == 1
+    assert folders() == first
+    assert folders(num_samples=21) == first, "the same number of epochs is the same order"
+    seen = first
+    for change in ({"seed": 2}, {"sequence_length": 8}, {"num_samples": 40}, {"sequences": (0, 2)}):
+        now = folders(**change)
+        assert len(now - seen) == 1, change
+        seen = now
+    write(prefix, [50, 30, 20, 1])
+    assert len(folders() - seen) == 1
+    assert not [name for name in seen if name.endswith("aside")]
+
+
+def test_a_cache_that_another_process_wrote_meanwhile_is_taken(tmp_path, monkeypatch):
+    prefix = write(tmp_path / "x", [50, 30])
+    cache = tmp_path / "cache"
+    settings = {"sequence_length": 7, "num_samples": 5, "seed": 1, "cache_directory": cache}
+    CausalDataset(prefix, **settings)
+    (folder,) = cache.iterdir()
+    moment = iter([False])  # the folder is not there yet when it is looked for first
+    real = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: next(moment, real(path)) if path == folder else real(path))
+    dataset = CausalDataset(prefix, **settings)
+    assert dataset[0]["tokens"].shape == (7,)
+    assert [path.name for path in cache.iterdir()] == [folder.name]
+
+
+def test_a_range_of_sequences(tmp_path):
+    prefix = write(tmp_path / "x", [10, 10, 10])
+    dataset = CausalDataset(prefix, sequence_length=3, num_samples=3, seed=0, sequences=(1, 2))
+    seen = {int(t) for i in range(len(dataset)) for t in dataset[i]["tokens"]}
+    assert seen <= set(range(10, 20))
+    with pytest.raises(ValueError, match=r"sequences \[1, 4\) are not a range within its 3"):
+        CausalDataset(prefix, sequence_length=3, num_samples=3, seed=0, sequences=(1, 4))
+
+
+def test_a_file_shorter_than_a_sample_is_repeated(tmp_path):
+    dataset = CausalDataset(write(tmp_path / "x", [3]), sequence_length=8, num_samples=2, seed=0)
+    assert dataset.epochs == 6
+    assert dataset[0]["tokens"].shape == (8,)
+
+
+@pytest.mark.parametrize("number", [-1, 1000])
+def test_a_sample_that_is_not_there(tmp_path, number):
+    prefix = write(tmp_path / "x", [30])
+    for dataset in (
+        CausalDataset(prefix, sequence_length=3, num_samples=3, seed=0),
+        SequentialDataset(prefix, sequence_length=3, first_token=0),
+    ):
+        with pytest.raises(IndexError, match=f"sample {number} of"):
+            dataset[number]
+
+
+def test_settings_below_one(tmp_path):
+    prefix = write(tmp_path / "x", [30])
+    with pytest.raises(ValueError, match="sequence_length 0 and num_samples 3 must be 1 or more"):
+        CausalDataset(prefix, sequence_length=0, num_samples=3, seed=0)
+    with pytest.raises(ValueError, match="sequence_length 0"):
+        SequentialDataset(prefix, sequence_length=0, first_token=0)
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=3).filter(lambda s: sum(s) > 0.01), st.integers(1, 5000))
+def test_a_split_covers_every_sequence_once(split, count):
+    ranges = split_sequences(count, tuple(split))
+    assume(all(first <= end for first, end in ranges))
+    assert [i for first, end in ranges for i in range(first, end)] == list(range(ranges[0][0], count))
+    for (first, end), share in zip(ranges, split, strict=True):
+        assert abs((end - first) - share / sum(split) * count) <= len(split)
+
+
+def test_the_usual_split():
+    assert split_sequences(1000, (969, 30, 1)) == [(0, 969), (969, 999), (999, 1000)]
+    with pytest.raises(ValueError, match="non-negative"):
+        split_sequences(10, (0, 0))

@@ -1,0 +1,223 @@
+"""Which files a corpus names, what is read from them, and what is said about broken ones (file and position)."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from data import readers
+from data.corpora import SourceFile, source_files, stdlib_files
+from data.readers import Document, parse_block, read_blocks, read_documents
+
+
+def lines(*texts: str, key: str = "text") -> bytes:
+    return b"".join(json.dumps({key: text, "meta": {"pile_set_name": "Github"}}).encode() + b"\n" for text in texts)
+
+
+def read(path: Path | str, key: str = "text") -> list[Document]:
+    return list(read_documents(source_files(path), key))
+
+
+PACKERS = {"": lambda b: b, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_json_lines(tmp_path, suffix, packed):
+    path = tmp_path / f"x{suffix}{packed}"
+    path.write_bytes(PACKERS[packed](lines("one", "zwei\nZeilen", "三") + b"\n" + lines("last").rstrip(b"\n")))
+    documents = read(path)
+    assert [d.text for d in documents] == ["one", "zwei\nZeilen", "三", "last"]
+    assert [d.position for d in documents] == [1, 2, 3, 5]
+    assert {d.source for d in documents} == {"Github"}
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_a_text_file_is_one_document(tmp_path, packed):
+    path = tmp_path / f"book.txt{packed}"
+    path.write_bytes(PACKERS[packed]("\ufefffirst\r\nzweite Zeile ä\n".encode()))
+    assert [(d.text, d.position) for d in read(path)] == [("first\r\nzweite Zeile ä\n", 0)]
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    table = pyarrow.table({"text": ["a", "b", "c", "", "e"], "id": [1, 2, 3, 4, 5]})
+    parquet.write_table(table, path, row_group_size=2)
+    assert [(d.text, d.position) for d in read(path)] == [("a", 1), ("b", 2), ("c", 3), ("e", 5)]
+    with pytest.raises(ValueError, match=r"x\.parquet: no key 'content'; the keys there are text, id"):
+        read(path, "content")
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
+    with pytest.raises(ValueError, match="row 2: 'text' holds null"):
+        read(path)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="is not a whole parquet file"):
+        read(path)
+
+
+def test_several_members_are_one_stream(tmp_path):
+    raw = [lines("a"), lines("b"), lines("c")]
+    (tmp_path / "x.jsonl.gz").write_bytes(b"".join(map(gzip.compress, raw)) + b"\0" * 100)
+    (tmp_path / "x.jsonl.zst").write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, raw)))
+    for path in tmp_path.iterdir():
+        assert [d.text for d in read(path)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("block_bytes", [8, 64, 1 << 20])
+def test_blocks_cut_at_lines_whatever_their_size(tmp_path, monkeypatch, block_bytes):
+    texts = ["x" * n for n in (1, 300, 2, 50, 70, 1, 1)]
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(lines(*texts))
+    monkeypatch.setattr(readers, "BLOCK_BYTES", block_bytes)
+    blocks = list(read_blocks(source_files(path)))
+    documents = [d for block in blocks for d in parse_block(block).documents]
+    assert [(d.text, d.position) for d in documents] == list(zip(texts, range(1, 8), strict=True))
+    assert sum(block.file_bytes for block in blocks) == path.stat().st_size
+    assert (len(blocks) > 1) == (block_bytes < 1000)
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+@pytest.mark.parametrize("stays", [0.5, 0.99])
+def test_a_truncated_file_is_named_with_its_position(tmp_path, packed, stays):
+    whole = PACKERS[packed](b"".join(lines(f"{n * 7919 % 104729}" * 9) for n in range(300)))
+    path = tmp_path / f"x.jsonl{packed}"
+    path.write_bytes(whole[: int(stays * len(whole))])
+    with pytest.raises(ValueError, match=rf"x\.jsonl{packed} is cut short: it ends at byte {path.stat().st_size:,}"):
+        read(path)
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+def test_a_file_that_is_not_compressed_as_its_name_says(tmp_path, packed):
+    path = tmp_path / f"x.jsonl{packed}"
+    path.write_bytes(lines("a"))
+    with pytest.raises(ValueError, match=rf"x\.jsonl{packed} is damaged: no \w+ data from byte 0 on"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', r"x\.jsonl line 2: not valid JSON at character 12"),
+        (b'{"text": "\xff"}', r"x\.jsonl line 2: not valid UTF-8 at byte 10"),
+        (b'["a"]', r"x\.jsonl line 2: holds a list, not an object"),
+        (b'{"text": null}', r"x\.jsonl line 2: 'text' holds null, not a text"),
+        (b'{"text": 3}', r"x\.jsonl line 2: 'text' holds a number"),
+        (b'{"url": "u"}', r"x\.jsonl line 2: no key 'text'; its keys are url"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, message):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(lines("a") + line + b"\n" + lines("b"))
+    with pytest.raises(ValueError, match=message):
+        read(path)
+    (block,) = read_blocks(source_files(path))
+    parsed = parse_block(block)
+    assert ([d.text for d in parsed.documents], len(parsed.broken)) == (["a", "b"], 1)
+
+
+def test_a_wrong_key_lists_the_keys_found(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(lines("a", "b", key="content"))
+    with pytest.raises(
+        ValueError, match=r"x\.jsonl line 1: no key 'text'; the keys there are content, meta.*data\.text_key"
+    ):
+        read(path)
+    assert [d.text for d in read(path, "content")] == ["a", "b"]
+
+
+def test_a_json_array_is_explained(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('[\n {"text": "a"},\n {"text": "b"}\n]')
+    with pytest.raises(ValueError, match=r"x\.json line 1: .*one object a line"):
+        read(path)
+
+
+def test_empty_documents_are_counted(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(lines("", " \n\t", "a"))
+    (block,) = read_blocks(source_files(path))
+    parsed = parse_block(block)
+    assert len(parsed.documents) == 1
+    assert parsed.skipped == {"empty": 2}
+
+
+def test_lone_surrogates_become_replacement_characters(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a\\ud83d b \\ud83d\\ude00"}\n')
+    assert [d.text for d in read(path)] == ["a\ufffd b \U0001f600"]
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_bytes("one\ntwo\nzwölf".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"x\.txt: not valid UTF-8 at byte 10 \(line 3\)"):
+        read(path)
+
+
+def test_folders_globs_and_lists(tmp_path):
+    for name in ("b.jsonl", "a/c.json.gz", "a/d.txt", "readme.md", ".hidden/e.txt", "f.bin"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(gzip.compress(lines(name)) if name.endswith(".gz") else lines(name))
+
+    def names(corpus: str | list[str]) -> list[str]:
+        return [file.path.relative_to(tmp_path).as_posix() for file in source_files(corpus)]
+
+    assert names(str(tmp_path)) == ["a/c.json.gz", "a/d.txt", "b.jsonl"]
+    assert names(f"{tmp_path}/*.md") == ["readme.md"]
+    assert names(f"{tmp_path}/**/*.txt") == ["a/d.txt"]
+    assert names([f"{tmp_path}/b.jsonl", str(tmp_path), f"{tmp_path}/*.jsonl"]) == ["b.jsonl", "a/c.json.gz", "a/d.txt"]
+    assert [file.format for file in source_files(str(tmp_path))] == ["json lines", "text", "json lines"]
+
+
+def test_paths_that_are_not_there(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=rf"data path .*pile/train does not exist \(what exists of it: {tmp_path}\)"
+    ):
+        source_files(f"{tmp_path}/pile/train")
+    with pytest.raises(FileNotFoundError, match=r"no file matches the glob .*\*\.jsonl"):
+        source_files(f"{tmp_path}/*.jsonl")
+    with pytest.raises(ValueError, match="names no files"):
+        source_files([])
+    (tmp_path / "a.md").write_text("a")
+    with pytest.raises(ValueError, match=r"holds no \.jsonl, \.json, \.parquet, \.txt file .*it holds 1 \.md\."):
+        source_files(tmp_path)
+
+
+def test_the_standard_library():
+    package = stdlib_files("json")
+    assert [file.key for file in package] == [
+        f"json/{name}.py" for name in ("__init__", "decoder", "encoder", "scanner", "tool")
+    ]
+    whole = source_files("stdlib")
+    keys = [file.key for file in whole]
+    assert keys == sorted(keys)
+    assert set(package) <= set(whole)
+    assert not [key for key in keys if "site-packages" in key or "__pycache__" in key]
+    assert source_files("stdlib/json") == package
+    with pytest.raises(ValueError, match=r"there are no \.py files in"):
+        stdlib_files("no_such_package")
+
+
+def test_python_files_are_decoded_as_they_declare(tmp_path):
+    latin = tmp_path / "latin.py"
+    latin.write_bytes("# coding: latin-1\nname = 'é'\r\n".encode("latin-1"))
+    wrong = tmp_path / "wrong.py"
+    wrong.write_bytes(b"# coding: no-such-codec\n")
+    bad = tmp_path / "bad.py"
+    bad.write_bytes(b"x = '\xff'\n")
+    blocks = read_blocks([SourceFile(path, "python", path.name) for path in (latin, wrong, bad)])
+    parsed = [parse_block(block) for block in blocks]
+    assert [d.text for p in parsed for d in p.documents] == ["# coding: latin-1\nname = 'é'\n"]
+    assert [p.skipped["undecodable"] for p in parsed] == [0, 1, 1]
+
+
+def test_the_pile_and_c4_samples(shared):
+    pile = read(shared / "data/pile_sample/train")
+    assert len(pile) > 500
+    assert "Github" in {d.source for d in pile} or len({d.source for d in pile}) > 2
+    assert sum(len(d.text) for d in pile) > 20_000_000
+    assert len(read(f"{shared}/data/c4_sample/c4-*.json.gz")) == 1174

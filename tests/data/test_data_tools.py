@@ -1,0 +1,64 @@
+"""tools.inspect_data and tools.train_tokenizer."""
+
+import json
+
+import pytest
+
+from data.prepare import prepare_corpus
+from data.tokenizer import load_tokenizer
+from tools import inspect_data, train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inspect")
+    path = folder / "x.jsonl"
+    path.write_text("".join(json.dumps({"text": f"the text of document {n}\n" * (n + 1)}) + "\n" for n in range(20)))
+    return prepare_corpus(
+        path, tokenizer_type="bytes", validation_fraction=0, cache_directory=folder, progress=False
+    ).train_prefix
+
+
+def test_a_summary(prefix, capsys):
+    assert inspect_data.main([str(prefix)]) == 0
+    text = capsys.readouterr().out
+    assert "documents  20\n" in text
+    assert "end with the end-of-document token: 20 of the first 20" in text
+
+
+def test_a_document_as_text(prefix, capsys):
+    assert inspect_data.main([str(prefix), "--document", "2"]) == 0
+    assert capsys.readouterr().out == "document 2: 70 tokens\n" + "the text of document 2\n" * 3 + "\n"
+    assert inspect_data.main([str(prefix), "--document", "20"]) == 1
+    assert "there is no document 20: " in capsys.readouterr().err
+
+
+def test_where_a_sample_comes_from(prefix, capsys):
+    arguments = ["--sample", "1", "--sequence-length", "30", "--num-samples", "10", "--seed", "7"]
+    assert inspect_data.main([str(prefix), *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "(1 epochs, seed 7)" in text
+    assert "  sequence " in text
+    assert "of document" in text
+
+
+def test_pictures_and_common_tokens(prefix, capsys, tmp_path):
+    picture = tmp_path / "lengths.png"
+    assert inspect_data.main([str(prefix), "--histogram", str(picture), "--most-common", "2"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "'t'" in capsys.readouterr().out.split("most common")[1]
+
+
+def test_files_that_are_not_there(tmp_path, capsys):
+    assert inspect_data.main([str(tmp_path / "none")]) == 1
+    assert "none.idx does not exist" in capsys.readouterr().err
+
+
+def test_a_tokenizer_is_trained_and_measured(tmp_path, capsys):
+    output = tmp_path / "t.model"
+    assert train_tokenizer.main(["--input", "stdlib/json", "--vocab-size", "400", "--output", str(output)]) == 0
+    assert "400 pieces, 1.6" in capsys.readouterr().out
+    tokenizer = load_tokenizer("sentencepiece", output)
+    assert tokenizer.decode(tokenizer.encode("  def\t\n")) == "  def\t\n"
+    assert train_tokenizer.main(["--input", str(tmp_path / "no"), "--output", str(output)]) == 1
+    assert "does not exist" in capsys.readouterr().err
