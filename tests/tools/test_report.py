@@ -1,0 +1,132 @@
+"""The report page: what goes into it, that it is one file, and that a browser shows it."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.checkpoint import read_weights
+from megatron_lite.metrics import MetricsLogger, read_metrics
+from tools.plot import main
+from tools.report import PAGE, collect, columns, write_report
+
+HOSTILE = "</script><script>document.title = 'taken'</script><!-- <b>&amp; \u2028 größe 🙂"
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text of the script elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        self._inside = tag == "script"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.scripts.append(data)
+
+
+@pytest.fixture
+def run(trained_run: Path, tmp_path: Path) -> Path:
+    """A copy of the trained run with validation, hostile samples and results."""
+    copy = tmp_path / "my run"
+    shutil.copytree(trained_run, copy)
+    metrics = MetricsLogger(copy, total_steps=30, initial_step=30, progress_bar=False)
+    metrics.log(30, {"loss": 4.5, "bits_per_byte": 2.25, "tokens": 7680}, kind="validation")
+    metrics.log(30, {"prompt": "def ", "text": HOSTILE}, kind="sample")
+    metrics.close()
+    results = {"results": {"perplexity": {"validation": {"loss": 4.5}}}, "step": 30, "dtype": "float32"}
+    (copy / "results.json").write_text(json.dumps({**results, "device": "cpu", "date": "2026-01-01T00:00:00"}))
+    (copy / "summary.json").write_text(json.dumps({"steps": 30, "compressors": {"gzip -9": 2.0}, "sample": "def x"}))
+    return copy
+
+
+def test_what_the_page_holds(run: Path) -> None:
+    data = collect(run)
+    logged = [line for line in read_metrics(run) if line["kind"] == "train"]
+    assert data["name"] == "my run"
+    assert data["train"]["step"] == list(range(1, 31))
+    assert data["train"]["loss"] == pytest.approx([line["loss"] for line in logged], rel=1e-5)
+    assert data["validation"]["bits_per_byte"] == [2.25]
+    assert data["samples"] == [{"step": 30, "prompt": "def ", "text": HOSTILE}]
+    assert data["evaluation"]["results"] == {"perplexity": {"validation": {"loss": 4.5}}}
+    assert data["compressors"] == {"gzip -9": 2.0}
+    assert "mixers" in data["config"]
+    assert data["environment"]["checkpoint"] == "step_00000030"
+    weights = read_weights(run)
+    assert data["environment"]["parameters"] == sum(w.numel() for w in weights.values())
+    assert "torch" in data["environment"]["versions"]
+
+
+def test_it_is_one_file_that_asks_for_nothing(run: Path) -> None:
+    assert main([str(run), "--html"]) == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    for tag, attributes in page.elements:
+        assert not {"src", "srcset", "action"} & attributes.keys(), tag
+        assert attributes.get("href", "data:").startswith("data:"), tag
+    assert "http" not in text.replace("http-equiv", "")
+    assert "url(" not in text
+    assert "@import" not in text
+    assert len(page.scripts) == 2, "what the model wrote stays inside the data"
+    assert json.loads(page.scripts[0])["samples"][0]["text"] == HOSTILE
+    assert re.search(r'content="default-src \'none\'', text)
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
+    with pytest.raises(ValueError, match="no training step is logged there yet"):
+        write_report(tmp_path)
+    metrics.log(1, {"loss": float("nan"), "tokens": 10})
+    metrics.close()
+    data = collect(tmp_path)
+    assert data["train"] == {"step": [1], "time": data["train"]["time"], "tokens": [10]}
+    assert data["config"] is data["environment"] is data["evaluation"] is None
+    assert write_report(tmp_path / "metrics.jsonl", tmp_path / "out" / "a.html").is_file()
+
+
+def test_long_runs_are_thinned_to_means() -> None:
+    lines = [{"step": i, "loss": float(i), "mfu": None if i % 2 else 0.5} for i in range(1, 11)]
+    found = columns(lines, most=4)
+    assert found["step"] == [3, 6, 9, 10]
+    assert found["loss"] == [2.0, 5.0, 8.0, 10.0]
+    assert found["mfu"] == [0.5, 0.5, 0.5, 0.5]
+    assert columns(lines, most=10)["loss"] == [line["loss"] for line in lines]
+
+
+def test_the_command_takes_one_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([str(run), str(run), "--html"])
+    assert stop.value.code == 2
+    assert "--html is about one run" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+def test_a_browser_shows_it(run: Path, tmp_path: Path) -> None:
+    page = write_report(run)
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += ["--disable-sync", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    shown = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "<title>my run</title>" in shown
+    titles = re.findall(r"<h3>([^<]*)</h3>", shown)
+    assert {"loss, nats per token", "gradient norm", "learning rate", "tokens per second", "perplexity"} <= set(titles)
+    assert "&lt;/script&gt;" in shown
+    assert "resolved" in shown
+    assert "step_00000030" in shown
+
+
+def test_the_page_names_the_place_of_the_data_once() -> None:
+    assert PAGE.read_text(encoding="utf-8").count('"the data of the run"') == 1
