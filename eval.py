@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_lite.checkpoint import versions
-from tools.load_model import DTYPES, CheckpointError, LoadedModel, load_model
-from tools.perplexity import TokenText, perplexity, raw_text, token_file_text, validation_text
+if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
+    from tools.load_model import LoadedModel
+    from tools.perplexity import TokenText
 
 RESULTS_FILE = "results.json"
 Metrics = Mapping[str, float]
@@ -22,6 +22,8 @@ Metrics = Mapping[str, float]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    from tools.load_model import CheckpointError, load_model
+
     try:
         loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
         parameters = sum(p.numel() for p in loaded.model.parameters())
@@ -39,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Metrics]:
     """Perplexity of every text of `--data`, or of the run's validation set. Raises FileNotFoundError, ValueError."""
+    from tools.perplexity import perplexity, validation_text
+
     with tempfile.TemporaryDirectory() as folder:
         texts = [_text(loaded, name, Path(folder), options.text_key) for name in options.data]
         return {
@@ -58,6 +62,8 @@ def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[s
 
     Written aside and renamed.
     """
+    from megatron_lite.checkpoint import versions
+
     checkpoint = str(loaded.checkpoint.resolve())
     results: dict[str, dict[str, Any]] = {}
     if out.is_file():
@@ -112,6 +118,8 @@ def _rows(results: Mapping[str, Metrics]) -> list[list[str]]:
 
 
 def _text(loaded: LoadedModel, name: str, folder: Path, text_key: str) -> TokenText:
+    from tools.perplexity import raw_text, token_file_text
+
     if Path(f"{name}.idx").exists() or Path(f"{name}.bin").exists():
         return token_file_text(Path(name), loaded.tokenizer, name=name)
     return raw_text(name, loaded.tokenizer, folder, text_key=text_key)
@@ -148,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequence-length", type=_positive, help="tokens of a piece (default: as in training)")
     parser.add_argument("--batch-size", type=_positive, default=8, help="pieces side by side (default 8)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
-    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="default: bf16 on a GPU, else fp32")
+    parser.add_argument("--dtype", default="auto", help="fp32, bf16, fp16, fp64 (default: bf16 on a GPU, else fp32)")
     parser.add_argument("--out", type=Path, help="file of the results (default: results.json in the run's folder)")
     return parser
 

@@ -8,11 +8,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tools.decoding import TextStream, generate, prompt_ids
-from tools.load_model import DTYPES, CheckpointError, LoadedModel, load_model
-from tools.sampling import check_sampling
+if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
+    from tools.load_model import LoadedModel
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,6 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out is not None and options.prompts_file is None:
         parser.error("--out goes with --prompts-file; the text of one --prompt goes to stdout")
+    from tools.load_model import CheckpointError, load_model
+    from tools.sampling import check_sampling
+
     try:
         check_sampling(options.temperature, options.top_k, options.top_p)
         prompts = _prompts(options)
@@ -55,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _stream(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """Pieces of the text as they are complete, and the number of tokens so far."""
+    from tools.decoding import TextStream, generate, prompt_ids
+
     ids = prompt_ids(loaded.tokenizer, prompt)
     stream = TextStream(loaded.tokenizer, ids)
     count = 0
@@ -70,6 +74,8 @@ def _batched(
     loaded: LoadedModel, prompts: Sequence[str], options: argparse.Namespace
 ) -> Iterator[tuple[str, str, int]]:
     """(prompt, its text, tokens) in the order of the prompts."""
+    from tools.decoding import TextStream, generate, prompt_ids
+
     for first in range(0, len(prompts), options.batch_size):
         batch = prompts[first : first + options.batch_size]
         ids = [prompt_ids(loaded.tokenizer, prompt) for prompt in batch]
@@ -141,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
     parser.add_argument("--batch-size", type=_positive, default=16, help="prompts side by side (default 16)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
-    parser.add_argument("--dtype", default="auto", choices=["auto", *DTYPES], help="default: bf16 on a GPU, else fp32")
+    parser.add_argument("--dtype", default="auto", help="fp32, bf16, fp16, fp64 (default: bf16 on a GPU, else fp32)")
     return parser
 
 
