@@ -444,8 +444,8 @@ def _import_deepspeed() -> Any:
     # On a CPU, DeepSpeed compiles a C++ helper for an inference collective at the first start (a minute). Training
     # never calls it. (`import deepspeed.comm.torch as x` would bind the real torch, hence sys.modules.)
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    # ZeRO 3 replaces functional.linear by a function that adds the bias in place. Selective activation checkpointing has
-    # kept that very tensor, so the recomputation would add the bias twice: wrong gradients as soon as biases move.
+    # ZeRO 3 replaces functional.linear by a function that adds the bias in place. Selective activation checkpointing
+    # has kept that very tensor, so the recomputation would add the bias twice: wrong gradients as soon as biases move.
     sys.modules["deepspeed.runtime.zero.linear"].LinearFunctionForZeroStage3.forward = staticmethod(_linear)  # type: ignore[attr-defined]
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed

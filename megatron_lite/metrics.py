@@ -38,7 +38,7 @@ class MetricsLogger:
         initial_step: the step that the run goes on from. Above 0, lines of later steps, left by a run that was cut
             after its last checkpoint, are removed. At 0 the run starts anew and the file of an earlier run in the
             same folder is kept as `metrics.previous.jsonl`.
-        progress_bar: a bar when stderr is a terminal, else one plain line every 2 % or 10 minutes; False for silence.
+        progress_bar: a bar when stderr is a terminal, else one plain line every 4 % or 10 minutes; False for silence.
         tensorboard: also write event files to `directory/tensorboard`.
         wandb: also log to Weights & Biases when its key `enabled` is true; further keys are `project`, `entity` and
             `mode` ("online" or "offline"; offline needs no account and writes to `directory/wandb`).
@@ -185,7 +185,7 @@ class _Progress:
                 smoothing=0.05,
                 **_size(self.stream),
             )
-        self.line_every = max(1, math.ceil(total_steps / 50))
+        self.line_every = max(1, math.ceil(total_steps / 25))
         self.seconds_between_lines = 600.0
         self.next_line_step = 0
         self.last_line = self.start

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.indexed import IndexedTokens
 from data.prepare import Prepared, prepare_corpus
 from data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint import CheckpointError, read_config_yaml, read_weights, resolve
@@ -109,7 +110,7 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], source: Path | 
 def run_folder(checkpoint: Path, config: dict[str, Any]) -> Path:
     """The folder of the run that wrote a step folder: above its checkpoints, or where the configuration says."""
     above = checkpoint.absolute().parent.parent
-    said = Path(config["run"]["directory"])
+    said = Path(config["run"].get("directory") or f"runs/{config['run']['name']}")
     return said if not (above / "metrics.jsonl").is_file() and (said / "metrics.jsonl").is_file() else above
 
 
@@ -171,15 +172,82 @@ def prepare(data: DataConfig) -> Prepared:
     )
 
 
+@dataclass(frozen=True)
+class PreparedData:
+    """Where the token files of a run lie, prepared from a corpus or named by the configuration.
+
+    Attributes:
+        train, validation: prefixes of token files; validation is None where there is none.
+        train_tokens: tokens of the training file.
+        validation_text, validation_bytes: the raw text behind the validation tokens, where it is known.
+    """
+
+    train: str
+    validation: str | None
+    train_tokens: int
+    validation_text: Path | None
+    validation_bytes: int | None
+    tokenizer_type: str
+    tokenizer_path: Path | None
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the token files. Raises as `data.tokenizer.load_tokenizer`."""
+        return load_tokenizer(self.tokenizer_type, self.tokenizer_path)
+
+
+def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
+    """The data of a configuration, prepared if need be.
+
+    Args:
+        vocab_size: rows of the model's embedding, which every token id must be under.
+
+    Raises:
+        ValueError, FileNotFoundError: as `prepare_corpus` and `IndexedTokens`, or a tokenizer with more entries than the
+            model has.
+    """
+    if data.corpus is not None:
+        corpus = prepare(data)
+        result = PreparedData(
+            train=str(corpus.train_prefix),
+            validation=None if corpus.validation_prefix is None else str(corpus.validation_prefix),
+            train_tokens=IndexedTokens(corpus.train_prefix).num_tokens,
+            validation_text=corpus.validation_text_path,
+            validation_bytes=corpus.manifest["validation"]["bytes"] if corpus.validation_prefix else None,
+            tokenizer_type=corpus.tokenizer_type,
+            tokenizer_path=corpus.tokenizer_path,
+        )
+    else:
+        if data.train is None:
+            raise ValueError("data.corpus and data.train are both empty: name one of them")
+        result = PreparedData(
+            train=data.train,
+            validation=data.validation,
+            train_tokens=IndexedTokens(data.train).num_tokens,
+            validation_text=None,
+            validation_bytes=None,
+            tokenizer_type=data.tokenizer.type,
+            tokenizer_path=None if data.tokenizer.path is None else Path(data.tokenizer.path),
+        )
+    tokenizer = result.load_tokenizer()
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries "
+            f"({result.tokenizer_path or result.tokenizer_type}); set model.vocab_size to {-(-tokenizer.vocab_size // 128) * 128}"
+        )
+    return result
+
+
 __all__ = [
     "CheckpointError",
     "LoadedModel",
+    "PreparedData",
     "build_model",
     "data_config",
     "keep_tokenizer",
     "load_model",
     "model_config",
     "prepare",
+    "prepared_data",
     "read_tokenizer",
     "run_folder",
 ]

@@ -1,0 +1,102 @@
+"""A small corpus and a small run, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A hundred short documents of a toy language."""
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    words = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
+    lines = [
+        json.dumps({"text": " ".join(draw.choice(words) for _ in range(draw.randint(20, 60))) + "."})
+        for _ in range(100)
+    ]
+    path = folder / "toy.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def arguments(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """The words of a run in this test's own folder: bytes, a tiny MetaLA, eight steps."""
+
+    def make(name: str = "run", **changes: Any) -> list[str]:
+        values: dict[str, Any] = {
+            "run.directory": tmp_path / name,
+            "run.device": "cpu",
+            "data.corpus": corpus,
+            "data.cache_directory": corpus.parent / "cache",
+            "data.tokenizer": "{type: bytes}",
+            "data.validation_fraction": 0.1,
+            "model.vocab_size": 320,
+            "model.num_layers": 2,
+            "model.hidden_size": 32,
+            "model.num_heads": 2,
+            "batch.sequence_length": 32,
+            "batch.micro_batch_size": 2,
+            "batch.global_batch_size": 4,
+            "schedule.train_steps": 8,
+            "schedule.time_budget_minutes": "null",
+            "precision.dtype": "fp32",
+            "checkpoint.interval": 3,
+            "checkpoint.keep_last": 0,
+            "evaluation.interval": 0,
+            "evaluation.sample_tokens": 8,
+        }
+        values.update(changes)
+        return [f"{key}={value}" for key, value in values.items()]
+
+    return make
+
+
+def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
+    """`python train.py` in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *words],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> Any:
+    """Poll until the condition holds; fails with the process's output when it ends before that."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        if process.poll() is not None:
+            value = condition()
+            if value:
+                return value
+            pytest.fail(f"ended with {process.returncode}: {process.communicate()[0]}")
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    pytest.fail(f"nothing happened in {seconds} s: {process.communicate()[0]}")
+
+
+def train_lines(folder: Path) -> list[dict[str, Any]]:
+    """What must be equal in two runs that did the same."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "loss", "gradient_norm", "learning_rate", "tokens")
+    return [{key: line[key] for key in keys} for line in lines if line["kind"] == "train"]

@@ -1,0 +1,271 @@
+"""`python train.py` as a user meets it: complete runs, interruptions, disks that fill up, bad input."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import train
+from megatron_lite import checkpoint
+from tests.cli.conftest import ROOT, start, train_lines, wait_for
+
+
+def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsys):
+    assert train.main(arguments(**{"evaluation.interval": 4, "evaluation.batches": 2})) == 0
+    out = capsys.readouterr().out
+    folder = tmp_path / "run"
+    for words in ("validation loss", "perplexity", "gzip -9", "xz -9", "this model", "sample:", "def ", "next:"):
+        assert words in out
+    assert "python -m tools.generate" in out
+    assert "python eval.py" in out
+    assert "schedule.train_steps=16" in out
+    report = json.loads((folder / "summary.json").read_text())
+    assert report["validation"]["bits_per_byte"] < 8
+    assert report["steps"] == 8
+    assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 9))
+    assert [line["step"] for line in lines if line["kind"] == "validation"] == [4, 8]
+    expected = {
+        "loss",
+        "perplexity",
+        "learning_rate",
+        "gradient_norm",
+        "tokens",
+        "tokens_per_second",
+        "mfu",
+        "memory_gib",
+    }
+    assert expected | {"skipped_steps", "data_seconds", "step_seconds"} <= set(lines[0])
+    # the loss falls: a byte model of ten words learns quickly
+    assert lines[-2]["loss"] < lines[0]["loss"] - 0.3
+    stored = yaml.safe_load((folder / "checkpoints" / "step_00000008" / "config.yml").read_text())
+    assert stored["model"]["hidden_size"] == 32
+    manifest = checkpoint.read_manifest(folder / "checkpoints" / "step_00000008")
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["state"]["consumed_samples"] == 32
+    assert manifest["tensors"]["blocks.0.mixer.q_proj.weight"]["partition"] == "column"
+
+    assert train.main(arguments()) == 0
+    again = capsys.readouterr().out
+    assert "is complete: 8 steps" in again
+    assert "checkpoint.resume=never" in again
+
+
+def test_bits_per_byte_is_the_whole_validation_text(arguments, tmp_path):
+    train.main(arguments())
+    folder = tmp_path / "run"
+    from data.tokenizer import load_tokenizer
+    from tools.load_model import load_model
+
+    loaded = load_model(folder)
+    manifests = list((Path(yaml_value(folder, "data", "cache_directory"))).glob("corpus-*/validation.txt"))
+    assert len(manifests) == 1
+    report = json.loads((folder / "summary.json").read_text())["validation"]
+    tokenizer = load_tokenizer("bytes")
+    from data.indexed import IndexedTokens
+
+    tokens = IndexedTokens(manifests[0].parent / "validation_text_document")
+    stream = [tokenizer.end_of_document_id, *(int(t) for i in range(len(tokens)) for t in tokens[i])]
+    nll = 0.0
+    with torch.no_grad():
+        for begin in range(0, len(stream) - 1, 32):
+            piece = torch.tensor([stream[begin : begin + 33]])
+            nll += loaded.model(piece[:, :-1], piece[:, 1:], torch.ones(1, piece.shape[1] - 1)).item()
+    size = len(manifests[0].read_bytes())
+    assert report["bits_per_byte"] == pytest.approx(nll / torch.log(torch.tensor(2.0)).item() / size, rel=1e-5)
+    assert report["evaluated_tokens"] == len(stream) - 1
+
+
+def yaml_value(folder: Path, *keys: str):
+    value = checkpoint.read_config_yaml(folder)
+    for key in keys:
+        value = value[key]
+    return value
+
+
+def test_saves_follow_the_configuration(arguments, tmp_path):
+    words = arguments(**{"checkpoint.interval": 2, "checkpoint.keep_last": 1, "checkpoint.log_spaced": "true"})
+    assert train.main([*words, "checkpoint.extra_steps=[3]"]) == 0
+    kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert kept == [f"step_{step:08d}" for step in (1, 2, 3, 4, 8)]
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000008"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(arguments, tmp_path, number):
+    steps = {"schedule.train_steps": 60, "checkpoint.interval": 0, "precision.dtype": "bf16"}
+    assert train.main(arguments("whole", **steps)) == 0
+    process = start(arguments("cut", **steps))
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 5, process)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "stopped after step" in out
+    stopped = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "cut"))["step"]
+    assert 5 <= stopped < 60
+    assert train.main(arguments("cut", **steps)) == 0
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+    whole, cut = (checkpoint.read_weights(tmp_path / name) for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_kill_9_during_a_save_leaves_the_previous_checkpoint(arguments, tmp_path):
+    words = arguments(**{"schedule.train_steps": 1000, "checkpoint.interval": 1, "model.hidden_size": 256})
+    process = start(words)
+    folder = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: (folder / "latest").is_file(), process)
+    wait_for(lambda: list(folder.glob(".step_*.writing")), process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    survivor = checkpoint.resolve(tmp_path / "run")
+    step = checkpoint.read_manifest(survivor)["step"]
+    assert len(checkpoint.read_weights(survivor)) > 10
+    assert train.main([*words, f"schedule.train_steps={step + 2}", "evaluation.sample_tokens=0"]) == 0
+    assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] == step + 2
+    assert not list(folder.glob(".step_*.writing"))
+    assert [line["step"] for line in train_lines(tmp_path / "run")] == list(range(1, step + 3))
+
+
+def test_a_disk_that_fills_up_stops_the_run_and_spares_the_previous_checkpoint(arguments, tmp_path):
+    words = arguments(**{"checkpoint.interval": 4})
+    assert train.main(arguments(**{"schedule.train_steps": 4})) == 0
+    before = checkpoint.read_weights(tmp_path / "run")
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY)); "  # writes fail past this size
+        "import train; sys.exit(train.main(sys.argv[1:]))"
+    )
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "could not write the checkpoint" in done.stderr
+    assert "GiB free" in done.stderr
+    assert "Earlier checkpoints are untouched" in done.stderr
+    folder = tmp_path / "run" / "checkpoints"
+    assert not list(folder.glob(".step_*.writing"))
+    assert checkpoint.resolve(tmp_path / "run").name == "step_00000004"
+    after = checkpoint.read_weights(tmp_path / "run")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_corrupted_or_short_file_of_a_checkpoint_is_named(arguments, tmp_path, capsys):
+    train.main(arguments())
+    step = checkpoint.resolve(tmp_path / "run")
+    file = step / "weights-00000.safetensors"
+    content = file.read_bytes()
+    longer = arguments(**{"schedule.train_steps": 9})
+    file.write_bytes(content[:-5])
+    assert train.main(longer) == 1
+    assert f"weights-00000.safetensors has {len(content) - 5} bytes of {len(content)}" in capsys.readouterr().err
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert train.main(longer) == 1
+    assert "weights-00000.safetensors is corrupted" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(arguments, tmp_path, capsys):
+    train.main(arguments())
+    assert train.main(arguments(**{"schedule.train_steps": 9, "model.hidden_size": 64})) == 1
+    error = capsys.readouterr().err
+    assert "another architecture" in error
+    assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in error
+
+
+def test_resume_never_starts_over_and_keeps_the_old_checkpoints(arguments, tmp_path):
+    train.main(arguments())
+    assert train.main(arguments(**{"checkpoint.resume": "never", "run.seed": 2})) == 0
+    assert checkpoint.resolve(tmp_path / "run" / "checkpoints.1").name == "step_00000008"
+    assert (tmp_path / "run" / "metrics.previous.jsonl").is_file()
+
+
+def test_non_finite_steps_stop_the_run_with_a_dump(arguments, tmp_path, capsys):
+    words = arguments(**{"optimizer.lr": 1e30, "optimizer.gradient_clipping": 0.0, "run.max_skipped_steps": 3})
+    assert train.main([*words, "schedule.train_steps=50"]) == 1
+    error = capsys.readouterr().err
+    assert "3 steps in a row were skipped" in error
+    (dump,) = (tmp_path / "run").glob("skipped_step_*.json")
+    assert dump.name in error
+    history = json.loads(dump.read_text())
+    assert [entry["skipped"] for entry in history[-3:]] == [True] * 3
+    assert history[-1]["last_sample"] == history[-1]["step"] * 4 - 1
+
+
+def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments, tmp_path):
+    words = arguments(
+        **{"schedule.train_steps": 1_000_000, "schedule.time_budget_minutes": 0.005, "checkpoint.interval": 0}
+    )
+    assert train.main(words) == 0
+    steps = yaml_value(tmp_path / "run", "schedule", "train_steps")
+    assert 1 <= steps < 10_000
+    assert train.main(words) == 0  # complete: not measured again
+    assert yaml_value(tmp_path / "run", "schedule", "train_steps") == steps
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data.corpus": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"data.text_key": "content"}, "content"),
+        ({"model.vocab_size": 128}, "model.vocab_size = 128"),
+        ({"model.num_heads": 5}, "does not divide"),
+        ({"batch.global_batch_size": 5}, "global"),
+        ({"run.device": "cuda"}, "no CUDA device"),
+        ({"checkpoint.resume": "nowhere"}, "nowhere does not exist"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_input_is_answered_before_training(arguments, tmp_path, capsys, change, message):
+    if "run.device" in change and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert train.main(arguments(**change)) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_empty_and_truncated_token_files_are_named(arguments, tmp_path, capsys, corpus):
+    train.main(arguments())
+    (prefix,) = (corpus.parent / "cache").glob("corpus-*/train_text_document.bin")
+    for suffix in (".bin", ".idx"):
+        content = prefix.with_suffix(suffix).read_bytes()
+        (tmp_path / f"cut{suffix}").write_bytes(content[:-7] if suffix == ".bin" else content)
+    words = [word for word in arguments("other") if not word.startswith("data.corpus=")]
+    words += ["data.corpus=null", f"data.train={tmp_path / 'cut'}"]
+    assert train.main(words) == 2
+    error = capsys.readouterr().err
+    assert "cut.bin" in error
+    assert "7" in error
+    (tmp_path / "cut.idx").write_bytes(b"")
+    assert train.main(words) == 2
+    assert "cut.idx" in capsys.readouterr().err
+
+
+def test_help_answers_without_importing_torch():
+    code = (
+        "import sys, train\n"
+        "try: train.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules, 'deepspeed' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
+    assert done.stdout.endswith("False False\n")
+    assert "torchrun" in done.stdout
+
+
+def test_print_config_and_dry_run_write_nothing(arguments, tmp_path, capsys):
+    assert train.main([*arguments(), "--print-config"]) == 0
+    assert "hidden_size: 32" in capsys.readouterr().out
+    assert train.main([*arguments(), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "parameters   " in out
+    assert "activations of one micro batch" in out
+    assert not (tmp_path / "run").exists()

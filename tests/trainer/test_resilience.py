@@ -1,0 +1,135 @@
+"""Guard rails without a model: spikes, skipped steps, hangs, signals, pruning."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megatron_lite import checkpoint
+from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
+from tests.cli.conftest import ROOT
+
+
+def test_the_spike_guard_vetoes_far_above_the_running_mean_only():
+    guard = SpikeGuard(2.0, warmup=5)
+    assert [guard.veto(loss) for loss in (8.0, 30.0, 6.0, 5.0, 4.0)] == [False] * 5  # it watches first
+    mean = guard.mean
+    assert not guard.veto(1.9 * mean)
+    before = guard.mean
+    assert guard.veto(2.1 * before)
+    assert guard.mean == before  # a spike does not move the mean
+    assert guard.veto(float("nan"))
+    assert not guard.veto(3.0)
+
+
+def test_the_spike_guard_is_off_at_zero_and_continues_from_a_stored_mean():
+    off = SpikeGuard(0.0)
+    assert not any(off.veto(loss) for loss in [1.0] * 60 + [1e6])
+    assert SpikeGuard(2.0, 3.0).veto(7.0)
+
+
+def test_the_skip_counter_counts_in_a_row_and_names_steps_and_samples(tmp_path):
+    counter = SkipCounter(3, tmp_path, total=4)
+
+    def record(step: int, skipped: bool) -> None:
+        counter.record(
+            step=step, skipped=skipped, samples=(8 * step, 8 * step + 8), loss=float("nan"), gradient_norm=1.0
+        )
+
+    for step, skipped in enumerate([True, True, False, True, True]):
+        record(step, skipped)
+    assert counter.total == 8
+    with pytest.raises(TooManySkippedSteps, match=r"steps 3 to 5, samples 24 to 47\. .*skipped_step_00000005\.json"):
+        record(5, True)
+    dump = json.loads((tmp_path / "skipped_step_00000005.json").read_text())
+    assert dump[-1] == {
+        "step": 5,
+        "skipped": True,
+        "first_sample": 40,
+        "last_sample": 47,
+        "loss": "nan",
+        "gradient_norm": "1.0",
+    }
+
+
+def test_the_watchdog_prints_the_stack_of_a_step_that_hangs():
+    code = (
+        "import time\n"
+        "from megatron_lite.resilience import Watchdog\n"
+        "def a_step_that_hangs():\n"
+        "    time.sleep(1.5)\n"
+        "with Watchdog(0.005) as dog:\n"
+        "    dog.kick()\n"
+        "    a_step_that_hangs()\n"
+        "time.sleep(0.6)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
+    assert "a_step_that_hangs" in done.stderr
+    assert "Timeout" in done.stderr
+    assert done.stderr.count("a_step_that_hangs") >= 2  # again and again while it hangs, and not after
+
+
+def test_the_watchdog_stays_silent_while_steps_end():
+    code = (
+        "import time\n"
+        "from megatron_lite.resilience import Watchdog\n"
+        "with Watchdog(0.02) as dog:\n"
+        "    for _ in range(20):\n"
+        "        time.sleep(0.1); dog.kick()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
+    assert done.stderr == ""
+
+
+def test_signals_set_the_flag_and_handlers_come_back():
+    former = signal.getsignal(signal.SIGUSR1)
+    with StopSignal() as stop:
+        assert stop.received is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.received == "SIGUSR1"
+    assert signal.getsignal(signal.SIGUSR1) is former
+
+
+def test_the_second_interrupt_is_immediate():
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.received == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_pruning_keeps_the_newest_and_what_is_kept_always(tmp_path):
+    for step in (1, 2, 4, 100, 200, 300):
+        folder = tmp_path / f"step_{step:08d}"
+        folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+    (tmp_path / "step_notes").mkdir()
+    gone = checkpoint.prune(tmp_path, keep_last=2, keep={1, 2})
+    assert [folder.name for folder in gone] == ["step_00000004", "step_00000100"]
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ["step_00000001", "step_00000002", "step_00000200", "step_00000300", "step_notes"]
+    assert checkpoint.prune(tmp_path, keep_last=0, keep=set()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "is no checkpoint: a run folder"),
+        (lambda folder: (folder / "latest").write_text("step_00000009\n"), "names step_00000009, which is no complete"),
+    ],
+)
+def test_a_folder_without_a_checkpoint_says_what_it_looked_for(tmp_path, make, message):
+    make(tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        checkpoint.resolve(tmp_path)
+
+
+def test_a_foreign_manifest_is_refused(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"format": "other", "version": 1, "files": {}}')
+    with pytest.raises(checkpoint.CheckpointError, match="format 'other' version 1; this program reads"):
+        checkpoint.read_manifest(tmp_path)

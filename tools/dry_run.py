@@ -1,0 +1,139 @@
+"""What a configuration would cost, from one real layer of each kind: `python train.py CONFIG --dry-run`.
+
+The whole model is counted without being allocated. The embedding, one block of each mixer and the head are built at
+full width and run forward and backward on one fake sample, so a shape that does not fit fails here and activations are
+measured, not guessed. Nothing is saved.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config_schema import Config
+from megatron_lite.engine import DTYPES, faster_dtype
+from megatron_lite.flops import training_flops_per_token
+from models.config import ModelConfig
+from models.lm import LayerSpec, layer_specs
+
+GIB = 2**30
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def dry_run(config: Config[ModelConfig]) -> int:
+    """Print parameters, memory by part, FLOPs and length of the run. Returns 0."""
+    model, batch = config.model, config.batch
+    device = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if config.run.device == "auto" else config.run.device
+    )
+    tokens = batch.micro_batch_size * batch.sequence_length
+    dtype = config.precision.dtype
+    if dtype == "auto":
+        dtype = faster_dtype(device, model.hidden_size, tokens)
+    specs = layer_specs(model)
+    with torch.device("meta"):
+        layers = [spec.build() for spec in specs]
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    if specs[-1].tied_to is not None:
+        sizes[-1] -= layers[-1].weight.numel()
+    parameters = sum(sizes)
+    flops = training_flops_per_token(layers, batch.sequence_length)
+    activations, seconds = _measure(config, specs, device, DTYPES[dtype])
+    memory = _memory(parameters, dtype, max(1, config.parallel.zero_stage), batch.data_ranks)
+    memory["activations of one micro batch"] = activations * batch.micro_batch_size
+    run_tokens = config.schedule.train_steps * batch.tokens_per_step
+    kinds = ", ".join(f"{model.mixers.count(name)} {name}" for name in dict.fromkeys(model.mixers))
+    print(
+        f"model        {model.num_layers} layers ({kinds} repeated), d = {model.hidden_size}, {model.num_heads} heads"
+    )
+    print(f"parameters   {parameters:,} ({parameters / 1e6:.1f} M): embedding {sizes[0]:,}, ", end="")
+    print(f"blocks {sum(sizes[1:-1]):,}, head {sizes[-1]:,}{' (tied)' if specs[-1].tied_to else ''}")
+    print(
+        f"batch        {batch.global_batch_size} = {batch.micro_batch_size} x {batch.gradient_accumulation_steps} "
+        f"accumulation x {batch.data_ranks} data ranks, sequence {batch.sequence_length}, {batch.tokens_per_step:,} tokens a step"
+    )
+    print(f"run          {config.schedule.train_steps:,} steps, {_scaled(run_tokens)} tokens")
+    print(f"compute      {_scaled(flops)}FLOP a token forward and backward, {_scaled(flops * run_tokens)}FLOP in all")
+    print(
+        f"fake sample  ran forward and backward through {len(seconds)} layers of {len(specs)}, {dtype} on {device.type}:"
+    )
+    for name, value in seconds.items():
+        print(f"               {name:<24} {value * 1e3:9.1f} ms")
+    print(f"memory       a process, ZeRO {max(1, config.parallel.zero_stage)} over {batch.data_ranks}:")
+    for name, size in memory.items():
+        print(f"               {name:<32} {size / GIB:8.2f} GiB")
+    print(f"               {'sum':<32} {sum(memory.values()) / GIB:8.2f} GiB")
+    return 0
+
+
+def _scaled(number: float) -> str:
+    for power, unit in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.3g} {unit}"
+    return f"{number:.3g} "
+
+
+def _memory(parameters: int, dtype: str, stage: int, ranks: int) -> dict[str, float]:
+    """Bytes of one process by part, as DeepSpeed's ZeRO optimizers hold them."""
+    width = BYTES[dtype]
+    low = parameters * width / (ranks if stage == 3 else 1)
+    gradients = parameters * 4 / (ranks if stage >= 2 else 1)
+    memory = {"weights": low, "gradients (float32)": gradients}
+    if dtype != "fp32":
+        memory["master weights (float32)"] = parameters * 4 / ranks
+        memory["gradients (16 bit, one pass)"] = parameters * width if stage == 1 else 0.0
+    else:
+        memory["master weights (float32)"] = parameters * 4 / ranks
+    memory["AdamW moments (float32)"] = parameters * 8 / ranks
+    return memory
+
+
+def _measure(
+    config: Config[ModelConfig], specs: list[LayerSpec], device: torch.device, dtype: torch.dtype
+) -> tuple[float, dict[str, float]]:
+    """(bytes of activations that one sample keeps for the backward pass of the whole model, seconds by layer)."""
+    model, length = config.model, config.batch.sequence_length
+    checkpointing = config.parallel.activation_checkpointing
+    tokens = torch.randint(model.vocab_size, (1, length), device=device)
+    seconds: dict[str, float] = {}
+    kept_by_mixer: dict[str, float] = {}
+    total = 0.0
+    for index, spec in enumerate(specs):
+        mixer = model.mixer_of(index - 1) if 0 < index < len(specs) - 1 else spec.name
+        if mixer not in kept_by_mixer:
+            with device:
+                layer = spec.build().to(dtype)
+            arguments: dict[str, Any] = {}
+            if index == len(specs) - 1:
+                arguments = {"labels": tokens, "loss_weight": torch.ones(1, length, device=device)}
+            x = tokens if index == 0 else torch.randn(1, length, model.hidden_size, device=device, dtype=dtype)
+            kept_by_mixer[mixer], seconds[f"{spec.name} ({mixer})" if mixer != spec.name else mixer] = _run(
+                layer, x, arguments
+            )
+            del layer
+        recomputed = mixer != spec.name and checkpointing.mode == "full" and (index - 1) % checkpointing.every == 0
+        total += length * model.hidden_size * dtype.itemsize if recomputed else kept_by_mixer[mixer]
+    return total, seconds
+
+
+def _run(layer: nn.Module, x: Tensor, arguments: dict[str, Any]) -> tuple[float, float]:
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = x.requires_grad_(x.is_floating_point())
+    start = time.perf_counter()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = layer(x, **arguments)
+    out.float().sum().backward()
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return float(sum(kept.values())), time.perf_counter() - start

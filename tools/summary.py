@@ -1,0 +1,144 @@
+"""What a run shows a person at its end: the result beside general compressors, a sample, the files, what to try next."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config_schema import Config
+from megatron_lite.engine import Engine
+from megatron_lite.trainer import FitResult, TrainState
+from tools.load_model import PreparedData
+
+
+def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
+    """The closing text of a run; also draws `loss.png` and writes `summary.json` into the run's folder."""
+    from tools.plot import plot_loss
+
+    folder = config.run.path
+    state = result.state
+    if not result.finished:
+        return (
+            f"\nstopped after step {state.step} of {config.schedule.train_steps}; saved to {result.checkpoint}\n"
+            f"the same command goes on from there"
+        )
+    rate = state.consumed_tokens / max(state.seconds, 1e-9)
+    lines = [
+        "",
+        f"{state.step:,} steps, {state.consumed_tokens / 1e6:,.1f} M tokens in {_duration(state.seconds)} "
+        f"({rate:,.0f} tokens/s)" + (f", {state.skipped_steps} steps skipped" if state.skipped_steps else ""),
+    ]
+    report: dict[str, Any] = {
+        "steps": state.step,
+        "tokens": state.consumed_tokens,
+        "training_seconds": state.seconds,
+        "tokens_per_second": rate,
+        "skipped_steps": state.skipped_steps,
+        "validation": result.validation,
+    }
+    if result.validation:
+        values = result.validation
+        lines += ["", f"validation loss {values['loss']:.4f} nats/token, perplexity {values['perplexity']:.2f}"]
+        if "bits_per_byte" in values and data.validation_text is not None:
+            text = data.validation_text.read_bytes()
+            report["compressors"] = compressed_bits_per_byte(text)
+            rows = {"this model": values["bits_per_byte"], **report["compressors"]}
+            lines += ["", f"bits per byte on the {len(text):,} bytes of validation text, never trained on:"]
+            lines += [f"  {name:<12}{bits:7.4f}" for name, bits in sorted(rows.items(), key=lambda row: row[1])]
+    if config.evaluation.sample_tokens and config.evaluation.prompt:
+        report["sample"] = sample(folder, config.evaluation.prompt, config.evaluation.sample_tokens)
+        lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]
+    (folder / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
+    plot = plot_loss(folder)
+    lines += [
+        "",
+        f"checkpoint   {result.checkpoint}",
+        f"loss plot    {plot}",
+        f"metrics      {folder / 'metrics.jsonl'}",
+        f"summary      {folder / 'summary.json'}",
+        "",
+        "next:",
+        f"  {command(config, 2 * state.step)}   # go on for as long again",
+        f'  python -m tools.generate {folder} --prompt "{config.evaluation.prompt}"   # write',
+        f"  python eval.py {folder}   # evaluate",
+    ]
+    return "\n".join(lines)
+
+
+def command(config: Config[Any], steps: int) -> str:
+    """How to train on to `steps`, with the words of the command that is running."""
+    words = [word for word in sys.argv[1:] if not word.startswith(("schedule.train_steps=", "schedule.time_budget"))]
+    if config.schedule.time_budget_minutes is not None:
+        words.append("schedule.time_budget_minutes=null")
+    return shlex.join(["python", "train.py", *words, f"schedule.train_steps={steps}"])
+
+
+def start_message(
+    config: Config[Any], engine: Engine, data: PreparedData, state: TrainState, source: Path | None
+) -> str:
+    """Two lines at the start of a run: what is trained, on what, for how long, from where."""
+    parameters = sum(math.prod(shape) for shape in engine.parameter_shapes().values())
+    processes = engine.grid.world_size
+    tokens = config.schedule.train_steps * config.batch.tokens_per_step
+    return (
+        f"{config.run.name}: {'+'.join(dict.fromkeys(config.model.mixers))}, {parameters / 1e6:.1f} M parameters, "
+        f"{engine.dtype}, {processes} process{'es' if processes > 1 else ''} on {engine.grid.device.type}\n"
+        f"{config.schedule.train_steps:,} steps of {config.batch.tokens_per_step:,} tokens = {tokens / 1e6:,.1f} M, "
+        f"from {data.train_tokens / 1e6:,.1f} M tokens of text; "
+        + (f"from {source} at step {state.step}" if source else "from the start")
+    )
+
+
+def complete_message(config: Config[Any], source: Path, step: int) -> str:
+    """What a run that has nothing left to do says."""
+    return (
+        f"the run {config.run.name} is complete: {step} steps, {source}\n"
+        f"  train longer:   python train.py ... schedule.train_steps={2 * step}\n"
+        f"  another run:    python train.py ... run.name={config.run.name}-2\n"
+        f"  over again:     python train.py ... checkpoint.resume=never\n"
+        f"  write with it:  python -m tools.generate {config.run.directory} --prompt {config.evaluation.prompt!r}\n"
+        f"  evaluate it:    python eval.py {config.run.directory}"
+    )
+
+
+def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
+    """Bits that `gzip -9` and `xz -9` spend on each byte of the text."""
+    size = max(len(text), 1)
+    return {
+        "gzip -9": 8 * len(gzip.compress(text, 9)) / size,
+        "xz -9": 8 * len(lzma.compress(text, preset=9)) / size,
+    }
+
+
+def sample(run: Path, prompt: str, tokens: int) -> str:
+    """The prompt and its continuation by the newest checkpoint of a run (temperature 0.7, top-p 0.9, seed 0)."""
+    from tools.decoding import TextStream, generate, prompt_ids
+    from tools.load_model import load_model
+
+    loaded = load_model(run)
+    ids = prompt_ids(loaded.tokenizer, prompt)
+    stream = TextStream(loaded.tokenizer, ids)
+    text = prompt
+    for step in generate(
+        loaded.model,
+        [ids],
+        max_tokens=tokens,
+        vocab_size=loaded.tokenizer.vocab_size,
+        stop_id=loaded.tokenizer.end_of_document_id,
+        temperature=0.7,
+        top_p=0.9,
+    ):
+        text += "".join(stream.push(token) for token in step if token is not None)
+    return text + stream.finish()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

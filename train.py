@@ -1,0 +1,289 @@
+"""Train a language model: configuration -> data -> layers -> engine -> loop. `python train.py --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_lite.config import ConfigError, dump_config, explain_config, load_config
+from megatron_lite.config_schema import Config
+
+if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
+    from data.tokenizer import Tokenizer
+    from megatron_lite.grid import Grid
+    from megatron_lite.trainer import ValidationSet
+    from models.config import ModelConfig
+    from tools.load_model import PreparedData
+
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "default.yml"
+
+EPILOG = """
+examples:
+  python train.py                                        the default: a small MetaLA learns Python in 5 minutes on a CPU
+  python train.py run.name=second optimizer.lr=1e-3      the same with other values, in runs/second
+  python train.py configs/metala_360m.yml data.train=/data/pile_text_document
+  python train.py configs/metala_1.4b.yml --dry-run      parameters, memory, FLOPs and a fake batch; nothing is saved
+  torchrun --nproc-per-node 4 train.py configs/metala_360m.yml configs/cluster/4gpu.yml
+
+A run that was stopped goes on when the same command is given again. SIGTERM, SIGUSR1 or Ctrl-C finish the step, save and
+exit 0. Every key, its default and its meaning: configs/README.md
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0 when the run is complete or was stopped by a signal, 1 or 2 after an error."""
+    parser = argparse.ArgumentParser(
+        prog="python train.py",
+        description="Train a linear-attention language model.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "config", nargs="*", metavar="FILE.yml | key.sub=value", help="files, merged left to right, and single values"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print every value and where it comes from; stop")
+    parser.add_argument("--dry-run", action="store_true", help="build, run a fake batch, report memory; save nothing")
+    options = parser.parse_intermixed_args(arguments)
+    files: list[str | Path] = [word for word in options.config if "=" not in word]
+    overrides = [word for word in options.config if "=" in word]
+    files = files or [DEFAULT_CONFIG]
+    from models.config import ModelConfig
+
+    def load(*more: str) -> Config[ModelConfig]:
+        return load_config(files, [*overrides, *more], model_type=ModelConfig)
+
+    try:
+        if options.print_config:
+            print(explain_config(files, overrides, model_type=ModelConfig), end="")
+            return 0
+        config = load()
+        if options.dry_run:
+            from tools.dry_run import dry_run
+
+            return dry_run(config)
+        return train(config, load)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]]) -> int:
+    """Train to the end, or to a signal. `reload` gives the configuration again with more overrides."""
+    from megatron_lite.checkpoint import CheckpointError
+    from megatron_lite.grid import init_grid
+    from megatron_lite.resilience import TooManySkippedSteps
+
+    try:
+        grid = init_grid(config.run.device)
+        return _train(config, reload, grid)
+    except (CheckpointError, TooManySkippedSteps) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], grid: Grid) -> int:
+    import torch
+
+    from data.blend import training_dataset
+    from data.loader import ReadAhead, batches
+    from megatron_lite import checkpoint
+    from megatron_lite.engine import Engine, faster_dtype
+    from megatron_lite.flops import peak_flops, training_flops_per_token
+    from megatron_lite.metrics import MetricsLogger
+    from megatron_lite.trainer import Trainer, TrainState
+    from models.lm import build_layer, layer_specs
+    from tools.load_model import keep_tokenizer, prepared_data
+    from tools.summary import complete_message, start_message, summary
+
+    torch.manual_seed(config.run.seed)
+    torch.set_float32_matmul_precision("highest")
+    source = _resume_from(config, grid)
+    stored = checkpoint.read_manifest(source) if source else None
+    own = source is not None and config.checkpoint.resume == "auto"
+    if stored is not None and own and config.schedule.time_budget_minutes:
+        steps = checkpoint.read_config_yaml(source)["schedule"]["train_steps"]
+        config = reload(f"schedule.train_steps={steps}")
+    if stored is not None and own and stored["step"] >= config.schedule.train_steps:
+        if grid.is_main:
+            print(complete_message(config, source, stored["step"]))
+        return 0
+
+    data: PreparedData = _on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
+    tokenizer = data.load_tokenizer()
+    dtype = config.precision.dtype
+    if dtype == "auto":
+        dtype = (
+            stored["layout"]["dtype"] if stored and own else _on_main(grid, lambda: _dtype(config, grid, faster_dtype))
+        )
+    engine = Engine(
+        layer_specs(config.model),
+        build_layer,
+        seed=config.run.seed,
+        grid=grid,
+        dtype=dtype,
+        micro_batch_size=config.batch.micro_batch_size,
+        accumulation=config.batch.gradient_accumulation_steps,
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+        precision=config.precision,
+    )
+
+    def dataset(steps: int) -> Any:
+        build = lambda: training_dataset(  # noqa: E731
+            data.train,
+            sequence_length=config.batch.sequence_length,
+            num_samples=steps * config.batch.global_batch_size,
+            seed=config.run.seed,
+            cache_directory=config.data.cache_directory,
+        )
+        _on_main(grid, lambda: build() and None)  # one process writes the cache of the sample order
+        return build()
+
+    def steps_from(samples: Any) -> Callable[[int], Iterator[Any]]:
+        return lambda consumed: ReadAhead(
+            batches(
+                samples,
+                consumed_samples=consumed,
+                global_batch_size=config.batch.global_batch_size,
+                micro_batch_size=config.batch.micro_batch_size,
+                data_rank=grid.data_rank,
+                data_size=grid.data_size,
+            )
+        )
+
+    state = TrainState()
+    if source is not None:
+        state = TrainState.from_dict(checkpoint.load(engine, source))
+        if not own:  # weights and optimizer state of another run, from its first sample on
+            state = TrainState()
+    elif config.schedule.time_budget_minutes:
+        config = reload(f"schedule.train_steps={_steps_in_budget(config, engine, steps_from(dataset(1)), grid)}")
+    samples = dataset(config.schedule.train_steps)
+    validation = _validation_set(config, data, tokenizer, grid)
+
+    metrics = None
+    if grid.is_main:
+        keep_tokenizer(tokenizer, config.run.path)
+        print(start_message(config, engine, data, state, source))
+        metrics = MetricsLogger(
+            config.run.path,
+            total_steps=config.schedule.train_steps,
+            initial_step=state.step,
+            progress_bar=config.logging.progress_bar,
+            tensorboard=config.logging.tensorboard,
+            wandb=config.logging.wandb.model_dump(),
+            config=config.model_dump(mode="json"),
+        )
+    trainer = Trainer(
+        engine,
+        config,
+        metrics,
+        batches=steps_from(samples),
+        validation=validation,
+        state=state,
+        config_yaml=dump_config(config),
+        flops_per_token=training_flops_per_token(engine.layers, config.batch.sequence_length),
+        peak_flops=peak_flops(grid.device, dtype) if grid.is_main else None,
+    )
+    try:
+        result = trainer.fit()
+    finally:
+        if metrics is not None:
+            metrics.close()
+        engine.close()
+    if grid.is_main:
+        print(summary(config, result, data))
+    return 0
+
+
+def _resume_from(config: Config[Any], grid: Grid) -> Path | None:
+    """The step folder to start from; None for a new run, for which resume=never moves old checkpoints aside."""
+    from megatron_lite import checkpoint
+
+    folder, resume = Path(config.checkpoint.directory), config.checkpoint.resume
+    if resume == "auto":
+        return _on_main(grid, lambda: checkpoint.resolve(folder) if checkpoint.exists(folder) else None)
+    if resume != "never":
+        return checkpoint.resolve(resume)
+
+    def move_aside() -> None:
+        number = 1
+        while folder.with_name(f"{folder.name}.{number}").exists():
+            number += 1
+        if folder.exists():
+            folder.rename(folder.with_name(f"{folder.name}.{number}"))
+
+    _on_main(grid, move_aside)
+    return None
+
+
+def _on_main(grid: Grid, function: Callable[[], Any]) -> Any:
+    """What the function returns on the main process, on every process; its error too, so that none is left waiting."""
+    from megatron_lite.grid import broadcast
+
+    value: Any = None
+    error: Exception | None = None
+    if grid.is_main:
+        try:
+            value = function()
+        except Exception as problem:
+            error = problem
+    value, error = broadcast((value, error), grid)
+    if error is not None:
+        raise error
+    return value
+
+
+def _dtype(config: Config[ModelConfig], grid: Grid, faster_dtype: Callable[..., str]) -> str:
+    tokens = config.batch.micro_batch_size * config.batch.sequence_length
+    return faster_dtype(grid.device, config.model.hidden_size, tokens)
+
+
+def _steps_in_budget(config: Config[Any], engine: Any, steps: Callable[[int], Iterator[Any]], grid: Grid) -> int:
+    """How many steps fit into `schedule.time_budget_minutes`, at most `schedule.train_steps`."""
+    micro_batches = next(steps(0))
+    seconds = engine.measure_step_seconds(micro_batches)
+    budget = config.schedule.time_budget_minutes * 60
+    return _on_main(grid, lambda: max(1, min(config.schedule.train_steps, int(budget / seconds))))
+
+
+def _validation_set(config: Config[Any], data: PreparedData, tokenizer: Tokenizer, grid: Grid) -> ValidationSet | None:
+    if data.validation is None:
+        return None
+    import torch
+
+    from data.causal import SequentialDataset
+    from data.loader import batches
+    from megatron_lite.trainer import ValidationSet
+
+    whole = SequentialDataset(
+        data.validation, sequence_length=config.batch.sequence_length, first_token=tokenizer.end_of_document_id
+    )
+    at_once = config.batch.micro_batch_size * grid.data_size
+
+    def micro_batches(limit: int | None) -> Iterator[Any]:
+        dataset: Any = whole
+        if limit is not None and limit * at_once < len(whole):  # spread over the set, and the same every time
+            spread = torch.linspace(0, len(whole) - 1, limit * at_once).round().long()
+            dataset = torch.utils.data.Subset(whole, spread.tolist())
+        steps = batches(
+            dataset,
+            global_batch_size=at_once,
+            micro_batch_size=config.batch.micro_batch_size,
+            data_rank=grid.data_rank,
+            data_size=grid.data_size,
+            fill_last=True,
+        )
+        return (batch for step in steps for batch in step)
+
+    return ValidationSet(micro_batches, total_bytes=data.validation_bytes, total_tokens=whole.num_tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
