@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -33,9 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = 0
     if options.prompts_file is None:
         print(prompts[0], end="", flush=True)
-        for text, tokens in _stream(loaded, prompts[0], options):
-            print(text, end="", flush=True)
-            count = tokens
+        with contextlib.suppress(KeyboardInterrupt):  # enough was seen
+            for text, tokens in _stream(loaded, prompts[0], options):
+                print(text, end="", flush=True)
+                count = tokens
         print()
     else:
         out = options.out.open("w", encoding="utf-8") if options.out else None

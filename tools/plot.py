@@ -65,12 +65,12 @@ def column(lines: Sequence[dict[str, Any]], key: str) -> NDArray[np.float64]:
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean over 2 % of the points, NaN left out.
+    """Mean over 2 % of the points, five at least, NaN left out.
 
     The window is centred. At the start, where the loss falls fast, it shrinks so that nothing is shifted; at the end it
     only loses its later half, so that the last value is a mean too.
     """
-    half = max(1, len(values) // 100) if len(values) > 20 else 0
+    half = max(2, len(values) // 100) if len(values) > 20 else 0
     finite = np.isfinite(values)
     total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     count = np.concatenate([[0], np.cumsum(finite)])

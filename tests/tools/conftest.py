@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.causal import CausalDataset
+from data.causal import CausalDataset, SequentialDataset
 from data.loader import batches
 from data.tokenizer import load_tokenizer
 from megatron_lite import checkpoint
@@ -63,7 +63,8 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         world_size=1,
     )
     prepared = prepare(config.data)
-    keep_tokenizer(load_tokenizer(prepared.tokenizer_type, prepared.tokenizer_path), run)
+    tokenizer = load_tokenizer(prepared.tokenizer_type, prepared.tokenizer_path)
+    keep_tokenizer(tokenizer, run)
     dataset = CausalDataset(prepared.train_prefix, sequence_length=32, num_samples=8 * STEPS, seed=1)
     engine = Engine(
         layer_specs(config.model),
@@ -86,6 +87,10 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if step in (10, STEPS):
             directory = Path(config.checkpoint.directory)
             checkpoint.save(engine, directory, step=step, state={"step": step}, config_yaml=dump_config(config))
+    whole = SequentialDataset(prepared.validation_prefix, sequence_length=32, first_token=tokenizer.end_of_document_id)
+    held_out = batches(whole, global_batch_size=8, micro_batch_size=8, fill_last=True)
+    nll, weight = engine.evaluate(batch for step_batches in held_out for batch in step_batches)
+    metrics.log(STEPS, {"loss": nll / weight, "tokens": STEPS * 256}, kind="validation")
     metrics.close()
     engine.close()
     return run

@@ -11,6 +11,7 @@ import torch
 import eval as evaluation
 from data.indexed import IndexedTokens, IndexedWriter
 from data.tokenizer import load_tokenizer
+from megatron_lite.metrics import read_metrics
 from tests.tools.conftest import write_corpus
 from tools.load_model import LoadedModel, load_model
 from tools.perplexity import perplexity, raw_text, token_file_text, validation_text
@@ -54,6 +55,12 @@ def test_validation_set_of_the_run(loaded: LoadedModel) -> None:
     assert result["perplexity"] == pytest.approx(math.exp(nll / len(stream)), rel=1e-4)
     assert result["bits_per_byte"] == pytest.approx(nll / math.log(2) / result["bytes"], rel=1e-5)
     assert result["loss"] < 0.8 * math.log(loaded.model.config.vocab_size), "the model has learned"
+
+
+def test_it_is_the_loss_that_training_reported(loaded: LoadedModel) -> None:
+    reported = [line for line in read_metrics(loaded.run) if line["kind"] == "validation"][-1]
+    result = perplexity(loaded, validation_text(loaded), progress=False)
+    assert result["loss"] == pytest.approx(reported["loss"], rel=1e-6)
 
 
 def test_batch_size_changes_nothing_and_length_is_the_context(loaded: LoadedModel) -> None:

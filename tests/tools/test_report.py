@@ -59,7 +59,7 @@ def test_what_the_page_holds(run: Path) -> None:
     assert data["name"] == "my run"
     assert data["train"]["step"] == list(range(1, 31))
     assert data["train"]["loss"] == pytest.approx([line["loss"] for line in logged], rel=1e-5)
-    assert data["validation"]["bits_per_byte"] == [2.25]
+    assert data["validation"]["bits_per_byte"] == [None, 2.25]
     assert data["samples"] == [{"step": 30, "prompt": "def ", "text": HOSTILE}]
     assert data["evaluation"]["results"] == {"perplexity": {"validation": {"loss": 4.5}}}
     assert data["compressors"] == {"gzip -9": 2.0}
