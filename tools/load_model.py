@@ -63,7 +63,8 @@ def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -
 
     Raises:
         CheckpointError: no checkpoint there, or a damaged one.
-        ValueError: weights that are not those of the stored configuration, or an unknown dtype.
+        ValueError: weights that are not those of the stored configuration, a tokenizer that is larger than the model's
+            vocabulary, or an unknown dtype.
         FileNotFoundError: the tokenizer is gone.
     """
     if device == "auto":
@@ -77,7 +78,13 @@ def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -
     model = build_model(model_config(config), read_weights(checkpoint), checkpoint)
     model = model.to(device=device, dtype=DTYPES[dtype])
     run = run_folder(checkpoint, config)
-    return LoadedModel(model.eval().requires_grad_(False), read_tokenizer(run, config), config, checkpoint, run)
+    tokenizer = read_tokenizer(run, config)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"{checkpoint}: the tokenizer {tokenizer.path or tokenizer.type} has {tokenizer.vocab_size} entries and the "
+            f"model {model.config.vocab_size} rows: it is not the tokenizer that the model was trained with"
+        )
+    return LoadedModel(model.eval().requires_grad_(False), tokenizer, config, checkpoint, run)
 
 
 def model_config(config: dict[str, Any]) -> ModelConfig:

@@ -11,6 +11,9 @@ from megatron_lite.flops import (
     training_flops_per_token,
 )
 
+from models.config import ModelConfig
+from models.lm import LanguageModel
+
 
 class Product:
     """A linear map without a bias: one multiply-add a weight and token."""
@@ -27,6 +30,17 @@ def test_training_is_three_forward_passes() -> None:
     weights = 8 * 4 + 16 * 8
     assert training_flops_per_token(layers, 0) == 6 * weights
     assert training_flops_per_token(layers, 10) == 6 * weights + 60
+
+
+def test_a_real_model_is_near_six_flops_a_weight() -> None:
+    config = ModelConfig(vocab_size=50304, num_layers=24, hidden_size=1024, num_heads=8)
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    weights = sum(p.numel() for p in model.parameters())
+    flops = training_flops_per_token([model.embedding, *model.blocks, model.head], 2048)
+    assert weights == pytest.approx(360.0e6, rel=1e-3)
+    # The recurrence comes on top of the products with weights: 4 dk dv and the inside of a chunk, a head and token.
+    assert 1.0 < flops / (6 * weights) < 1.1
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,15 @@ def test_weights_of_another_shape(trained_run: Path) -> None:
         build_model(config, weights)
 
 
+def test_a_tokenizer_larger_than_the_model(trained_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Larger:
+        path, type, vocab_size = "big.model", "sentencepiece", 513
+
+    monkeypatch.setattr("tools.load_model.read_tokenizer", lambda run, config: Larger())
+    with pytest.raises(ValueError, match=r"big\.model has 513 entries and the model 512 rows"):
+        load_model(trained_run)
+
+
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no checkpoint"):
         load_model(tmp_path)
