@@ -55,7 +55,6 @@ def keep_likely(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor
         probabilities = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         keep &= before < top_p
-        keep[..., 0] = True
     return logits.masked_fill(~keep.scatter(-1, order, keep), -torch.inf)
 
 

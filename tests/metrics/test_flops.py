@@ -10,7 +10,6 @@ from megatron_lite.flops import (
     peak_flops,
     training_flops_per_token,
 )
-
 from models.config import ModelConfig
 from models.lm import LanguageModel
 

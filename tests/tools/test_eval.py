@@ -97,6 +97,20 @@ def test_token_files_without_a_manifest_count_bytes_by_decoding(loaded: LoadedMo
     assert (read.bytes, read.documents) == (len("".join(texts).encode()), 3)
 
 
+def test_ends_of_documents_are_no_bytes(tmp_path: Path) -> None:
+    class Spelled:
+        """Decodes the end of a document to its name, as Hugging Face tokenizers do."""
+
+        type, path, vocab_size, end_of_document_id, hash = "hf", None, 3, 2, ""
+
+        def decode(self, ids: list[int]) -> str:
+            return "".join(["a", "é", "<|endoftext|>"][i] for i in ids)
+
+    with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        writer.add_document(np.array([0, 1, 2]))
+    assert token_file_text(tmp_path / "x", Spelled()).bytes == 3
+
+
 def test_token_files_of_another_tokenizer(loaded: LoadedModel, tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "other", np.dtype("<u2")) as writer:
         writer.add_document(np.array([1, 399, 4321]))
