@@ -39,13 +39,19 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
 def build_layer(spec: LayerSpec, index: int, seed: int | None) -> nn.Module:
     """Build layer `index` under a random stream of its own, so that its weights depend on (seed, index) alone.
 
-    seed None draws from the current stream. The global random state of the CPU is left as it was.
+    The weights are drawn on the default device (`with torch.device("cuda")`), whose streams differ from the CPU's. seed
+    None draws from the current stream. The global random state is left as it was.
     """
     if seed is None:
         return spec.build()
+    device = torch.get_default_device()
     digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        value = int.from_bytes(digest[:8], "little") >> 1
+        torch.default_generator.manual_seed(value)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(value)
         return spec.build()
 
 

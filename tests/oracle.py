@@ -29,9 +29,11 @@ def train(
     weight_decay: float = 0.1,
     clip: float = 1.0,
     min_ratio: float = 0.1,
+    device: str = "cpu",
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm before clipping) of every step; linear warmup, then cosine to min_ratio * lr at `total`."""
-    model = LanguageModel(config, seed=seed)
+    with torch.device(device):
+        model = LanguageModel(config, seed=seed)
     decay, exempt = [], []
     for name, parameter in model.named_parameters():
         no_decay = parameter.ndim < 2 or "norm" in name or name.startswith("embedding")
@@ -41,6 +43,7 @@ def train(
         lr=lr,
         betas=(0.9, 0.95),
         eps=1e-8,
+        fused=True,
     )
     history = []
     for step, micro_batches in enumerate(steps):
@@ -51,7 +54,7 @@ def train(
             group["lr"] = rate
         weight = sum(batch["loss_weight"].sum().item() for batch in micro_batches)
         loss = 0.0
-        for batch in micro_batches:
+        for batch in ({key: value.to(device) for key, value in batch.items()} for batch in micro_batches):
             logits = model(batch["tokens"]).float()
             nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
             part = (nll * batch["loss_weight"].flatten()).sum() / weight

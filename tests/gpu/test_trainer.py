@@ -1,0 +1,92 @@
+"""The trainer on one CUDA device: float32 against the oracle, bf16 through the kernels, resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_lite import checkpoint
+from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.engine import Engine
+from megatron_lite.grid import Grid, init_grid
+from models.lm import build_layer, layer_specs
+from tests import oracle
+from tests.trainer.conftest import batches, model_config
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LR, WARMUP = 3e-4, 3
+
+
+@pytest.fixture(scope="module")
+def grid() -> Grid:
+    return init_grid("cuda")
+
+
+def engine_on(grid: Grid, config, dtype: str, stage: int = 1, seed: int = 11, **settings) -> Engine:
+    return Engine(
+        layer_specs(config),
+        build_layer,
+        seed=seed,
+        grid=grid,
+        dtype=dtype,
+        micro_batch_size=2,
+        accumulation=2,
+        optimizer=OptimizerConfig(lr=LR),
+        parallel=ParallelConfig(zero_stage=stage, **settings),
+        precision=PrecisionConfig(fp16={"initial_scale_power": 8}),
+    )
+
+
+def run(engine: Engine, steps) -> list[tuple[float, float]]:
+    from megatron_lite.schedule import learning_rate
+
+    out = []
+    for index, step in enumerate(steps):
+        lr = learning_rate(index, kind="cosine", peak=LR, warmup_steps=WARMUP, decay_steps=len(steps), min_ratio=0.1)
+        result = engine.train_step(step, lr=lr)
+        assert not result.skipped
+        out.append((result.loss, result.gradient_norm))
+    return out
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_float32_equals_the_oracle(grid, stage):
+    config = model_config(("metala", "attention"))
+    steps = batches(6)
+    expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=6, device="cuda")
+    engine = engine_on(grid, config, "fp32", stage)
+    for (loss, norm), (loss_there, norm_there) in zip(run(engine, steps), expected, strict=True):
+        assert loss == pytest.approx(loss_there, rel=1e-6)
+        assert norm == pytest.approx(norm_there, rel=2e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 4e-3), ("fp16", 1e-3)])
+def test_sixteen_bits_through_the_kernels_stay_near_float32(grid, dtype, tolerance, mode):
+    config = model_config(("metala", "attention"), hidden_size=128)
+    steps = batches(8)
+    expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=8, device="cuda")
+    engine = engine_on(grid, config, dtype, activation_checkpointing={"mode": mode})
+    for (loss, norm), (loss_there, norm_there) in zip(run(engine, steps), expected, strict=True):
+        assert loss == pytest.approx(loss_there, rel=tolerance)
+        assert norm == pytest.approx(norm_there, rel=0.05)
+    engine.close()
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("bf16", 1), ("bf16", 3), ("fp16", 1)])
+def test_resume_continues_the_same_losses(grid, tmp_path, dtype, stage):
+    steps = batches(6)
+    engine = engine_on(grid, model_config(), dtype, stage)
+    run(engine, steps[:3])
+    checkpoint.save(engine, tmp_path, step=3, state={}, config_yaml="")
+    rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
+    engine.close()
+    other = engine_on(grid, model_config(), dtype, stage, seed=5)
+    checkpoint.load(other, tmp_path)
+    for a, b in zip(rest, (other.train_step(step, lr=LR) for step in steps[3:]), strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+        assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-3)
+        assert a.loss_scale == b.loss_scale
+    other.close()
