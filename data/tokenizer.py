@@ -230,7 +230,7 @@ def train_sentencepiece(
                 allow_whitespace_only_pieces=True,
                 treat_whitespace_as_suffix=True,
                 split_by_unicode_script=False,
-                split_digits=True,
+                split_digits=False,
                 max_sentencepiece_length=24,
                 character_coverage=0.9999,
                 max_sentence_length=4 * CHUNK_BYTES,

@@ -27,7 +27,8 @@ def texts(prefix: Path | None) -> list[str]:
 
 
 def write(path: Path, documents: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+    lines = (json.dumps({"text": text, "title": f"about {text}"}) for text in documents)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -88,6 +89,7 @@ def test_the_cache_is_used_for_the_same_settings_only(tmp_path, monkeypatch):
     folders = {first.train_prefix.parent}
     for changed in (
         {"validation_fraction": 0.4},
+        {"text_key": "title"},
         {"tokenizer_type": "sentencepiece", "vocab_size": 290},
         {"tokenizer_type": "sentencepiece", "vocab_size": 289},
     ):
@@ -144,7 +146,7 @@ def test_nothing_to_train_on(tmp_path):
         run(tmp_path / "nowhere", tmp_path)
     with pytest.raises(ValueError, match=r"validation_fraction 1 must be in"):
         run("stdlib/json", tmp_path, validation_fraction=1)
-    with pytest.raises(ValueError, match=r"x\.jsonl line 1: no key 'content'; the keys there are text"):
+    with pytest.raises(ValueError, match=r"x\.jsonl line 1: no key 'content'; the keys there are text, title"):
         run(write(tmp_path / "x.jsonl", ["a", "b"]), tmp_path, text_key="content")
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
     with pytest.raises(ValueError, match=r"x\.jsonl line 2: not valid JSON"):
