@@ -12,6 +12,7 @@ over j < t <= i are formed by adding, a pair at a time, in smaller chunks: slowe
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def _packing(
     slots: list[Tensor] = []
     runs = []
     first = 0
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         count = -(-(end - start) // chunk)
         slots += [torch.arange(start, end), torch.full((count * chunk - (end - start),), -1)]
         runs.append((first, first + count))

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# Elements of a tile on a CPU: 2^17 float32 are 512 KiB, and about four such tensors live at a time.
+_TILE_ELEMENTS = 1 << 17
 
 
 class CausalConvolution(nn.Module):
-    """y_t = sum_j weight[:, j] x_{t - kernel + 1 + j}, a channel at a time, no bias; before the sequence x is zero.
+    """y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}), a channel at a time; before the sequence x is zero.
 
-    weight: [channels, kernel], U(-1/sqrt(kernel), 1/sqrt(kernel)) as torch.nn.Conv1d with groups = channels.
+    weight: [channels, kernel], U(-1/sqrt(kernel), 1/sqrt(kernel)) as torch.nn.Conv1d with groups = channels; no bias.
+    f is SiLU or the identity.
     """
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, channels: int, kernel: int) -> None:
+    def __init__(self, channels: int, kernel: int, *, silu: bool) -> None:
         super().__init__()
+        self.silu = silu
         self.weight = nn.Parameter(torch.empty(channels, kernel))
         nn.init.uniform_(self.weight, -(kernel**-0.5), kernel**-0.5)
 
@@ -42,20 +49,19 @@ class CausalConvolution(nn.Module):
         past = self.weight.shape[1] - 1
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
-        if history is None:
-            padded = F.pad(x, (0, 0, past, 0))
-        elif mask is None:
-            padded = torch.cat([history.to(x.dtype), x], 1)
-        else:
-            first = mask.int().argmax(1)
-            padded = F.pad(x, (0, 0, past, 0)).scatter(1, _window(first, history), history.to(x.dtype))
-        y = self._valid(padded)
+        before = x.new_zeros(x.shape[0], past, x.shape[2]) if history is None else history.to(x.dtype)
+        if mask is not None and history is not None:
+            # The history belongs directly before the first real token.
+            padded = F.pad(x, (0, 0, past, 0)).scatter(1, _window(mask.int().argmax(1), before), before)
+            before, x = padded[:, :past], padded[:, past:]
+        y = _convolve(before, x, self.weight, self.silu)
         if not return_history:
             return y, None
+        padded = torch.cat([before, x], 1)
         if mask is None:
             return y, padded[:, x.shape[1] :]
         end = (mask * torch.arange(1, x.shape[1] + 1, device=x.device)).amax(1)
-        return y, padded.gather(1, _window(end, padded[:, :past]))
+        return y, padded.gather(1, _window(end, before))
 
     def _packed(
         self, x: Tensor, cu_seqlens: Tensor, history: Tensor | None, return_history: bool
@@ -72,15 +78,99 @@ class CausalConvolution(nn.Module):
         window = torch.arange(past, device=x.device) + (segment * past)[:, None]
         if history is not None:
             padded = padded.index_copy(0, (window + starts[:, None]).flatten(), history.to(x.dtype).flatten(0, 1))
-        y = self._valid(padded[None]).index_select(1, token - past)
+        y = _convolve(padded[None, :past], padded[None, past:], self.weight, self.silu).index_select(1, token - past)
         return y, padded[window + ends[:, None]] if return_history else None
-
-    def _valid(self, padded: Tensor) -> Tensor:
-        channels, _ = self.weight.shape
-        return F.conv1d(padded.transpose(1, 2), self.weight.unsqueeze(1), groups=channels).transpose(1, 2)
 
 
 def _window(start: Tensor, like: Tensor) -> Tensor:
     """Indices start_b, start_b + 1, ... in the shape of `like` [batch, places, channels]."""
     places = start[:, None] + torch.arange(like.shape[1], device=start.device)
     return places.unsqueeze(-1).expand(like.shape)
+
+
+def _convolve(before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    """before: [batch, kernel - 1, channels], x: [batch, length, channels] -> [batch, length, channels]."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _Convolve.apply(before, x, weight, silu)
+    padded = torch.cat([before, x], 1).transpose(1, 2)
+    y = F.conv1d(padded, weight.unsqueeze(1), groups=weight.shape[0]).transpose(1, 2)
+    return F.silu(y) if silu else y
+
+
+class _Convolve(torch.autograd.Function):
+    """The same on a CPU, where torch's depthwise convolution is slow and wants the channels first.
+
+    A tile of tokens at a time, so that it stays in the cache; in float32 (float64 for float64); the sum before the
+    activation is recomputed in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+        ctx.save_for_backward(before, x, weight)
+        ctx.silu = silu
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        taps = _wide(weight).t().contiguous()
+        for row, tile in _tiles_of(x, taps):
+            total = _weighted(_window_of(before, x, row, tile, taps), taps)
+            y[row, tile] = F.silu(total, inplace=True) if silu else total
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        before, x, weight = ctx.saved_tensors
+        d_before = torch.empty_like(before)
+        d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        taps = _wide(weight).t().contiguous()
+        d_taps = torch.zeros_like(taps)
+        past = len(taps) - 1
+        carry = None
+        for row, tile in reversed(list(_tiles_of(x, taps))):
+            window = _window_of(before, x, row, tile, taps)
+            size = len(window) - past
+            d_total = _wide(d_y[row, tile])
+            if ctx.silu:
+                d_total = torch.ops.aten.silu_backward(d_total, _weighted(window, taps))
+            d_window = torch.zeros_like(window)
+            if carry is not None:
+                # What the tile after this one gave to the tokens before it.
+                d_window[size:] = carry
+            for j, tap in enumerate(taps):
+                d_window[j : j + size].addcmul_(d_total, tap)
+                d_taps[j] += (d_total * window[j : j + size]).sum(0)
+            d_x[row, tile] = d_window[past:]
+            carry = d_window[:past]
+            if tile.start == 0:
+                d_before[row] = carry
+                carry = None
+        return d_before, d_x, d_taps.t().to(weight.dtype), None
+
+
+def _tiles_of(x: Tensor, taps: Tensor) -> Iterator[tuple[int, slice]]:
+    """Tiles of every batch row; none but a row's last is shorter than the convolution's past."""
+    length, channels = x.shape[1:]
+    step = max(len(taps), _TILE_ELEMENTS // channels)
+    for row in range(x.shape[0]):
+        for start in range(0, length, step):
+            yield row, slice(start, min(start + step, length))
+
+
+def _window_of(before: Tensor, x: Tensor, row: int, tile: slice, taps: Tensor) -> Tensor:
+    """The inputs that the tile's outputs read: [past + tile, channels] in the dtype of taps."""
+    past = len(taps) - 1
+    window = torch.empty(past + tile.stop - tile.start, x.shape[2], dtype=taps.dtype)
+    window[:past] = x[row, tile.start - past : tile.start] if tile.start else before[row]
+    window[past:] = x[row, tile]
+    return window
+
+
+def _weighted(window: Tensor, taps: Tensor) -> Tensor:
+    size = len(window) - len(taps) + 1
+    total = window[:size] * taps[0]
+    for j in range(1, len(taps)):
+        total.addcmul_(window[j : j + size], taps[j])
+    return total
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

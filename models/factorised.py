@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -155,8 +156,7 @@ def _tiles(span: Span, v: Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:
 def spans_of(v: Tensor, bounds: list[int] | None) -> list[Span]:
     """Batch rows in groups that fill a tile, or the segments of one packed row."""
     if bounds is not None:
-        pairs = zip(bounds[:-1], bounds[1:], strict=True)
-        return [Span(slice(0, 1), slice(s, s + 1), *pair) for s, pair in enumerate(pairs)]
+        return [Span(slice(0, 1), slice(s, s + 1), *pair) for s, pair in enumerate(pairwise(bounds))]
     batch, length = v.shape[:2]
     rows = batch if v.is_cuda else max(1, _TILE_ELEMENTS // (length * v.shape[2] * v.shape[3]))
     groups = (slice(row, min(row + rows, batch)) for row in range(0, batch, rows))

@@ -6,6 +6,7 @@ length, `chunked` linear in length. The first two are the reference that the thi
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -63,9 +64,9 @@ def recurrence(
         return o.to(dtype), final_state
     bounds = cu_seqlens.tolist()
     outputs, finals = [], []
-    for s, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        part = (x[:, start:end] for x in (q, k, v, log_decay))
-        o, final_state = one_sequence(*part, initial_state[s : s + 1].to(wide))
+    for s, (start, end) in enumerate(pairwise(bounds)):
+        q_s, k_s, v_s, g_s = (x[:, start:end] for x in (q, k, v, log_decay))
+        o, final_state = one_sequence(q_s, k_s, v_s, g_s, initial_state[s : s + 1].to(wide))
         outputs.append(o)
         finals.append(final_state)
     return torch.cat(outputs, 1).to(dtype), torch.cat(finals)

@@ -14,7 +14,7 @@ from ..init import linear
 
 
 @dataclass(frozen=True)
-class Options:
+class AttentionOptions:
     """Settings of the attention mixer."""
 
     num_kv_heads: int | None = field(
@@ -29,9 +29,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rotary_pct <= 1:
-            raise ValueError(
-                f"model.mixer_options.attention.rotary_pct = {self.rotary_pct}: must be between 0 and 1"
-            )
+            raise ValueError(f"model.mixer_options.attention.rotary_pct = {self.rotary_pct}: must be between 0 and 1")
         if self.num_kv_heads is not None and self.num_kv_heads < 1:
             raise ValueError(f"model.mixer_options.attention.num_kv_heads = {self.num_kv_heads}: must be at least 1")
 
@@ -40,7 +38,7 @@ class Attention(nn.Module):
     """softmax(q k^T / sqrt(head_dim)) v. Vaswani et al. 2017; rotary: Su et al. 2021 (arXiv 2104.09864), in the
     half-split layout of GPT-NeoX; grouped queries: Ainslie et al. 2023 (arXiv 2305.13245)."""
 
-    Options = Options
+    Options = AttentionOptions
     state_size: ClassVar[str] = "2 d * kv_heads / heads a token seen"
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
@@ -50,7 +48,7 @@ class Attention(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: Options) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, options: AttentionOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.options = options
@@ -64,7 +62,7 @@ class Attention(nn.Module):
         self._size, self._kv_size = size, kv_size
 
     @staticmethod
-    def check(config: ModelConfig, options: Options) -> None:
+    def check(config: ModelConfig, options: AttentionOptions) -> None:
         """ValueError when the heads of keys do not divide those of queries."""
         kv_heads = options.num_kv_heads
         if kv_heads is not None and config.num_heads % kv_heads:

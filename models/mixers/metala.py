@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from ..config import ModelConfig, nearest_divisors
 from ..convolution import CausalConvolution
 from ..init import linear
+from ..kernels.metala_epilogue import metala_epilogue
 from ..recurrence import recurrence
-
-# alpha = sigmoid(a)^(1/16)
-_TEMPERATURE = 16
 
 
 @dataclass(frozen=True)
-class Options:
+class MetaLAOptions:
     """Settings of the MetaLA mixer."""
 
     preset: Literal["released", "paper"] = field(
@@ -42,9 +40,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.preset not in ("released", "paper"):
-            raise ValueError(
-                f"model.mixer_options.metala.preset = {self.preset!r}: allowed are released, paper"
-            )
+            raise ValueError(f"model.mixer_options.metala.preset = {self.preset!r}: allowed are released, paper")
         if self.conv_kernel < 1:
             raise ValueError(f"model.mixer_options.metala.conv_kernel = {self.conv_kernel}: must be at least 1")
 
@@ -56,7 +52,7 @@ class MetaLA(nn.Module):
     o = recurrence(q, k, v, g) + sigmoid((sum_c q_c w_c k_c) v); y = W_O(SiLU(u) * LayerNorm_head(o)).
     """
 
-    Options = Options
+    Options = MetaLAOptions
     state_size: ClassVar[str] = "d^2 / (2 heads) float32 and (kernel - 1) d"
     # The parallel region begins at the input of the convolution, which every channel of the cut maps reads.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
@@ -71,14 +67,15 @@ class MetaLA(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: Options) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, options: MetaLAOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.options = options
         self.head_dim_k = size // 2 // config.num_heads
         self.head_dim_v = size // config.num_heads
         self.scale = self.head_dim_k**-0.5 if options.preset == "released" else 1.0
-        self.conv = CausalConvolution(size, options.conv_kernel) if options.convolution else None
+        silu = options.preset == "released"
+        self.conv = CausalConvolution(size, options.conv_kernel, silu=silu) if options.convolution else None
         self.q_proj = linear(config, size, size // 2)
         self.a_proj = linear(config, size, size // 2)
         self.k_proj = linear(config, size, size // 2) if options.key_projection else None
@@ -89,7 +86,7 @@ class MetaLA(nn.Module):
         self._size, self._heads = size, config.num_heads
 
     @staticmethod
-    def check(config: ModelConfig, options: Options) -> None:
+    def check(config: ModelConfig, options: MetaLAOptions) -> None:
         """ValueError when the heads do not divide the keys, which have half the width."""
         half, odd = divmod(config.hidden_size, 2)
         if odd or half % config.num_heads:
@@ -118,14 +115,12 @@ class MetaLA(nn.Module):
             x, history = self.conv(x, mask, cu_seqlens, state.get("conv"), return_state)
             if history is not None:
                 new_state["conv"] = history
-            if self.options.preset == "released":
-                x = F.silu(x)
         q = _heads(self.q_proj(x), self.head_dim_k)
         v = _heads(self.v_proj(x), self.head_dim_v)
         log_decay = _heads(_log_decay(self.a_proj(x)), self.head_dim_k)
         if self.k_proj is None:
             # In float32 until here: 1 - exp(g) formed in bfloat16 would be wrong by 3 % and more.
-            k = -torch.expm1(log_decay).to(v.dtype)
+            k = (-torch.expm1(log_decay)).to(v.dtype)
         else:
             k = _heads(self.k_proj(x), self.head_dim_k)
         if mask is not None:
@@ -141,7 +136,7 @@ class MetaLA(nn.Module):
             initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
-        y = self.out_proj(_epilogue(o, q, k, v, self.aug_weight, self.gate_proj(x)))
+        y = self.out_proj(metala_epilogue(o, q, k, v, self.aug_weight, self.gate_proj(x)))
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
@@ -160,26 +155,5 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _log_decay(a: Tensor) -> Tensor:
-    """log of sigmoid(a)^(1/16), in float32 (float64 for float64)."""
-    return F.logsigmoid(_wide(a)) / _TEMPERATURE
-
-
-def _epilogue(o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, u: Tensor) -> Tensor:
-    """Self-augmentation, LayerNorm a head without gain, output gate. o: [batch, length, heads, head_dim_v].
-
-    Returns [batch, length, heads * head_dim_v] in o's dtype; computed in float32 (float64 for float64).
-    """
-    dtype = o.dtype
-    o = _wide(o)
-    if aug_weight is not None:
-        weight = _wide(aug_weight).unflatten(-1, (-1, q.shape[-1]))
-        strength = (_wide(q) * weight * _wide(k)).sum(-1, keepdim=True)
-        # sigmoid(z) = 1/2 + tanh(z / 2) / 2, and the LayerNorm removes the 1/2: adding it to the far smaller o and
-        # taking it off again would cost two digits.
-        o = o + 0.5 * torch.tanh(0.5 * strength * _wide(v))
-    o = F.layer_norm(o, o.shape[-1:], eps=1e-5).flatten(-2)
-    return (F.silu(_wide(u)) * o).to(dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    """log alpha, alpha = sigmoid(a)^(1/16), in float32 (float64 for float64)."""
+    return F.logsigmoid(a if a.dtype == torch.float64 else a.float()) / 16
