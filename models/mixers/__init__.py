@@ -18,9 +18,25 @@ from __future__ import annotations
 from typing import Any
 
 from .attention import Attention
+from .gla import GLA
+from .hgrn2 import HGRN2
+from .linear_attention import LinearAttention
+from .lion import Lion
 from .metala import MetaLA
+from .metala_bidirectional import MetaLABidirectional
+from .normalised_attention import NormalisedAttention
+from .retnet import RetNet
+from .transnormer import TransNormer
 
 MIXERS: dict[str, Any] = {
     "attention": Attention,
+    "gla": GLA,
+    "hgrn2": HGRN2,
+    "linear_attention": LinearAttention,
+    "lion": Lion,
     "metala": MetaLA,
+    "metala_bidirectional": MetaLABidirectional,
+    "normalised_attention": NormalisedAttention,
+    "retnet": RetNet,
+    "transnormer": TransNormer,
 }

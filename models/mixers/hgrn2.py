@@ -1,0 +1,108 @@
+"""HGRN2 (arXiv 2404.07904): a gated linear RNN whose outer product with 1 - f expands its state to a matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..init import linear
+from ..precision import wide
+from ..recurrence import recurrence
+
+
+@dataclass(frozen=True)
+class HGRN2Options:
+    """Settings of the HGRN2 mixer."""
+
+    learned_lower_bound: bool = field(
+        default=True,
+        metadata={"doc": "The lower bound of the forget gate is learned around layer / layers; false: fixed."},
+    )
+
+
+class HGRN2(nn.Module):
+    """The layer of Qin et al. 2024, Eq. 4-8: q = swish(W_q x), f = beta + (1 - beta) sigmoid(W_f x), k = 1 - f.
+
+    S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t, o_t = q_t S_t, y = W_O RMSNorm_head(o), no gate; the norm has no gain, W_O
+    takes its place.
+
+    Lower bounds beta: the paper takes a cumulative softmax over all layers of one matrix, which grows from 0 at layer 0
+    and ties every layer to every other. Here each layer l of L owns a slot of width 1 / L around l / L, where that
+    softmax begins, and a parameter gamma [d] moves it inside: beta = (l - 1/2 + sigmoid(gamma)) / L, and beta = 0
+    without parameter at l = 0. Bounds still grow with depth, stay under 1, and need nothing of another layer.
+    """
+
+    Options = HGRN2Options
+    state_size: ClassVar[str] = "d^2 / heads float32"
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "q_proj": "column",
+        "f_proj": "column",
+        "v_proj": "column",
+        "lower_bound": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {"lower_bound": "decay"}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: HGRN2Options) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.head_dim = size // config.num_heads
+        self.layer_index, self.num_layers = layer_index, config.num_layers
+        self.q_proj = linear(config, size, size)
+        self.f_proj = linear(config, size, size)
+        self.v_proj = linear(config, size, size)
+        learned = options.learned_lower_bound and layer_index > 0
+        self.lower_bound = nn.Parameter(torch.zeros(size)) if learned else None
+        self.out_proj = linear(config, size, size, output=True)
+        self._size = size
+
+    @staticmethod
+    def check(config: ModelConfig, options: HGRN2Options) -> None:
+        """Every shape that the model allows is legal."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, heads, head_dim, head_dim] in float32; with cu_seqlens a row for every
+        segment.
+        """
+        q, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.v_proj))
+        q = F.silu(wide(q)).to(v.dtype)
+        log_decay, k = (t.unflatten(-1, (-1, self.head_dim)) for t in self._gates(wide(self.f_proj(x))))
+        k = k.to(v.dtype)
+        if mask is not None:
+            padding = ~mask[:, :, None, None]
+            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        o, recurrent = recurrence(
+            q, k, v, log_decay, initial_state=(state or {}).get("recurrent"), cu_seqlens=cu_seqlens
+        )
+        y = self.out_proj(F.rms_norm(wide(o), o.shape[-1:], eps=1e-5).flatten(-2).to(v.dtype))
+        return (y, {"recurrent": recurrent}) if return_state else y
+
+    def _gates(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """log f and 1 - f, each formed without a difference of numbers near 1."""
+        if self.layer_index == 0:
+            return F.logsigmoid(a), torch.sigmoid(-a)
+        if self.lower_bound is None:
+            beta = torch.full_like(a[..., :1], self.layer_index / self.num_layers)
+        else:
+            beta = (self.layer_index - 0.5 + torch.sigmoid(wide(self.lower_bound))) / self.num_layers
+        rest = torch.log1p(-beta)
+        return torch.logaddexp(beta.log(), rest + F.logsigmoid(a)), torch.sigmoid(-a) * (1 - beta)
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, and the recurrence in chunks of 64."""
+        recurrent = min(64, length) * 2 * self.head_dim + 4 * self.head_dim**2
+        return 8 * self._size**2 + self._size // self.head_dim * recurrent

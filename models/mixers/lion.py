@@ -1,0 +1,254 @@
+"""LION (arXiv 2502.16249): linear attention in both directions at once, and its causal form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import expm1, log
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..bidirectional import CONVENTIONS, EPS, bidirectional
+from ..config import ModelConfig
+from ..init import init_std, linear
+from ..precision import wide
+from ..recurrence import recurrence
+from ..row_sum import recurrence_with_row_sum
+
+
+@dataclass(frozen=True)
+class LionOptions:
+    """Settings of the LION mixer."""
+
+    variant: Literal["lit", "d", "s", "lstm", "grfa"] = field(
+        default="s",
+        metadata={
+            "doc": "Decay: lit none, d one learned scalar a head, s one a head and token. lstm: s with an input gate on "
+            "the key and rows divided by max(|sum|, 1). grfa: s with the key times 1 - decay."
+        },
+    )
+    causal: bool = field(
+        default=True, metadata={"doc": "A token sees itself and what is before it only; false for masked models."}
+    )
+    phi: Literal["silu", "silu_paper", "elu", "none"] = field(
+        default="silu",
+        metadata={
+            "doc": "Feature map of queries and keys. silu: (SiLU(x) + 0.5) / norm, positive. silu_paper: SiLU(x + 0.5) / "
+            "norm as printed, not always positive. elu: elu(x) + 1. none: keys / sqrt(head_dim), for lstm or scaled: false."
+        },
+    )
+    decay_init: Literal["half", "retnet", "half_life"] = field(
+        default="retnet",
+        metadata={"doc": "Decay at the start: 1/2, 1 - 2^(-5-h) of head h, or 2^(-1 / half_life). Not used by lit."},
+    )
+    half_life: float = field(
+        default=64.0,
+        metadata={"doc": "Tokens after which a weight has halved, at the start, with decay_init: half_life."},
+    )
+    scaled: bool = field(default=True, metadata={"doc": "Divide every row of the attention map by its sum."})
+    mask_convention: Literal["eq17", "shifted"] = field(
+        default="eq17",
+        metadata={
+            "doc": "eq17: the symmetric mask. shifted: the forward decay one token later, for comparison, not causal."
+        },
+    )
+    output_norm: bool | None = field(
+        default=None, metadata={"doc": "LayerNorm after the mixer; null: for lit only, as the paper."}
+    )
+    bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "variant": ("lit", "d", "s", "lstm", "grfa"),
+            "phi": ("silu", "silu_paper", "elu", "none"),
+            "decay_init": ("half", "retnet", "half_life"),
+            "mask_convention": CONVENTIONS,
+        }
+        for key, values in allowed.items():
+            if getattr(self, key) not in values:
+                raise ValueError(
+                    f"model.mixer_options.lion.{key} = {getattr(self, key)!r}: allowed are {', '.join(values)}"
+                )
+        if not self.half_life > 0:
+            raise ValueError(f"model.mixer_options.lion.half_life = {self.half_life}: must be greater than 0")
+        if self.causal and self.mask_convention != "eq17":
+            raise ValueError(
+                "model.mixer_options.lion.mask_convention = 'shifted' is a mask of both directions: set "
+                "model.mixer_options.lion.causal = false, or mask_convention = eq17"
+            )
+        if self.phi == "none" and self.scaled and self.variant != "lstm":
+            raise ValueError(
+                f"model.mixer_options.lion.phi = 'none' with variant = {self.variant!r}: row sums may be 0; take another "
+                "phi (silu, silu_paper, elu), variant = lstm, or scaled = false"
+            )
+        if self.variant == "lstm" and not self.scaled:
+            raise ValueError(
+                "model.mixer_options.lion.scaled = false with variant = lstm, which divides by max(|row sum|, 1): set "
+                "scaled = true, or variant = s"
+            )
+
+
+class Lion(nn.Module):
+    """Afzal et al. 2025, Eq. 16-17 and appendix C.5: y = W_O (scale(phi(Q) phi(K)^T * M) V), a head.
+
+    M_ij = exp(-|c_i - c_j|), c the running sum of log lambda; scale divides a row by its sum + 1e-6. Causal: M is kept
+    for j <= i, S_t = lambda_t S_{t-1} + k_t [v_t, 1], o_t = q_t S_t (Eq. 7).
+      lit   lambda = 1                         d   lambda = sigmoid(a), one a head
+      s     lambda_t = sigmoid(w x_t + b)      grfa   as s, k_t <- (1 - lambda_t) k_t (gated RFA, arXiv 2103.02143)
+      lstm  as s, k_t <- sigmoid(w' x_t + b') k_t, rows divided by max(|sum|, 1) (mLSTM, arXiv 2405.04517, whose input
+            gate is an exponential; the sigmoid needs no running maximum, which two directions would not share)
+    No positions: for lit they belong to the model's input.
+    """
+
+    Options = LionOptions
+    state_size: ClassVar[str] = "d^2 / heads + d float32; none when not causal"
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "q_proj": "column",
+        "k_proj": "column",
+        "v_proj": "column",
+        "decay_weight": "shard",
+        "decay": "shard",
+        "input_gate": "column",
+        "out_proj": "row",
+        "output_norm": "replicated",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {"decay_weight": "decay", "decay": "decay"}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: LionOptions) -> None:
+        super().__init__()
+        size, heads = config.hidden_size, config.num_heads
+        self.options = options
+        self.head_dim = size // heads
+        self.q_proj = linear(config, size, size, bias=options.bias)
+        self.k_proj = linear(config, size, size, bias=options.bias)
+        self.v_proj = linear(config, size, size, bias=options.bias)
+        self.decay = None if options.variant == "lit" else nn.Parameter(_initial_logits(options, heads))
+        self.decay_weight = None
+        if options.variant not in ("lit", "d"):
+            self.decay_weight = nn.Parameter(torch.empty(heads, size).normal_(std=init_std(config)))
+        self.input_gate = linear(config, size, heads, bias=True) if options.variant == "lstm" else None
+        self.out_proj = linear(config, size, size, bias=options.bias, output=True)
+        normed = options.variant == "lit" if options.output_norm is None else options.output_norm
+        self.output_norm = _LayerNorm(size) if normed else None
+        self._size, self._heads = size, heads
+
+    @staticmethod
+    def check(config: ModelConfig, options: LionOptions) -> None:
+        """Every shape that the model allows is legal."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, heads, head_dim, head_dim + 1 (head_dim when not scaled)] in float32; with
+        cu_seqlens a row for every segment. ValueError for a state when not causal.
+        """
+        if not self.options.causal and (state is not None or return_state):
+            raise ValueError(
+                "lion with model.mixer_options.lion.causal = false sees both directions and has no state to decode from: "
+                "call it without state and return_state, or set causal = true"
+            )
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        logits = self._decay_logits(x)
+        q, k = _phi(wide(q), self.options.phi), _phi(wide(k), self.options.phi)
+        if self.options.phi == "none":
+            k = k * self.head_dim**-0.5
+        if self.input_gate is not None:
+            k = k * torch.sigmoid(wide(self.input_gate(x))).unsqueeze(-1)
+        if self.options.variant == "grfa" and logits is not None:
+            k = k * torch.sigmoid(-logits).unsqueeze(-1)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if self.options.causal:
+            o, recurrent = self._causal(q, k, v, logits, mask, cu_seqlens, (state or {}).get("recurrent"))
+        else:
+            o = self._both_ways(q, k, v, logits, mask, cu_seqlens)
+        y = self.out_proj(o.flatten(-2).to(v.dtype))
+        if self.output_norm is not None:
+            y = self.output_norm(y)
+        return (y, {"recurrent": recurrent}) if return_state else y
+
+    def _decay_logits(self, x: Tensor) -> Tensor | None:
+        """lambda = sigmoid of this: [batch, length, heads] in float32 (float64 for float64)."""
+        if self.decay is None:
+            return None
+        if self.decay_weight is None:
+            return wide(self.decay).expand(*x.shape[:2], -1)
+        return wide(F.linear(x, self.decay_weight)) + wide(self.decay)
+
+    def _causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        logits: Tensor | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        log_decay = wide(q).new_zeros(q.shape[:3]) if logits is None else F.logsigmoid(logits)
+        log_decay = log_decay.unsqueeze(-1)
+        if mask is not None:
+            padding = ~mask[:, :, None, None]
+            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        if not self.options.scaled:
+            return recurrence(q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        num, den, state = recurrence_with_row_sum(
+            q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
+        )
+        return num / (den + EPS if self.input_gate is None else den.abs().clamp_min(1.0)), state
+
+    def _both_ways(
+        self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        lstm = self.input_gate is not None
+        o = bidirectional(
+            q,
+            k,
+            F.pad(v, (0, 1), value=1.0) if lstm else v,
+            gate=logits,
+            scaled=self.options.scaled and not lstm,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            mask_convention=self.options.mask_convention,
+        )
+        return wide(o[..., :-1]) / wide(o[..., -1:]).abs().clamp_min(1.0) if lstm else o
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, gates, and the operator in chunks of 64."""
+        dim, directions = self.head_dim, 1 if self.options.causal else 2
+        gates = sum(2 * self._size for gate in (self.decay_weight, self.input_gate) if gate is not None)
+        inside = min(64, length) * (2 * dim + self.options.scaled)
+        states = 4 * dim * (dim + self.options.scaled)
+        return 8 * self._size**2 + self._heads * (gates + directions * (inside + states))
+
+
+class _LayerNorm(nn.LayerNorm):
+    parameter_kinds: ClassVar[dict[str, str]] = {"weight": "norm", "bias": "norm"}
+
+
+def _phi(x: Tensor, name: str) -> Tensor:
+    if name == "elu":
+        return F.elu(x) + 1
+    if name == "none":
+        return x
+    x = F.silu(x) + 0.5 if name == "silu" else F.silu(x + 0.5)
+    return F.normalize(x, dim=-1)
+
+
+def _initial_logits(options: LionOptions, heads: int) -> Tensor:
+    """log(lambda / (1 - lambda)) a head, from 1 - lambda, which keeps its digits near lambda = 1."""
+    if options.decay_init == "half":
+        forgotten = torch.full((heads,), 0.5)
+    elif options.decay_init == "retnet":
+        forgotten = torch.exp2(-5.0 - torch.arange(heads))
+    else:
+        forgotten = torch.full((heads,), -expm1(-log(2) / options.half_life))
+    return torch.log1p(-forgotten) - forgotten.log()

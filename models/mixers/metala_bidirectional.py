@@ -1,0 +1,140 @@
+"""MetaLA in both directions: the layer of arXiv 2411.10741 where every token sees the whole sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..convolution import CausalConvolution
+from ..init import linear
+from ..kernels.metala_epilogue import metala_epilogue
+from ..precision import wide
+from ..recurrence import recurrence
+from .metala import MetaLA
+
+
+@dataclass(frozen=True)
+class MetaLABidirectionalOptions:
+    """Settings of the bidirectional MetaLA mixer."""
+
+    preset: Literal["released", "paper"] = field(
+        default="released",
+        metadata={
+            "doc": "released: scale 1/sqrt(head_dim_k) and SiLU after the convolution. paper: scale 1 and no activation."
+        },
+    )
+    self_augmentation: bool = field(default=True, metadata={"doc": "The token's own extra term, Eq. 22."})
+    convolution: bool = field(
+        default=True, metadata={"doc": "The short convolution on the input, causal as in metala."}
+    )
+    conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolution sees."})
+
+    def __post_init__(self) -> None:
+        if self.preset not in ("released", "paper"):
+            raise ValueError(
+                f"model.mixer_options.metala_bidirectional.preset = {self.preset!r}: allowed are released, paper"
+            )
+        if self.conv_kernel < 1:
+            raise ValueError(
+                f"model.mixer_options.metala_bidirectional.conv_kernel = {self.conv_kernel}: must be at least 1"
+            )
+
+
+class MetaLABidirectional(nn.Module):
+    """MetaLA's maps (Eq. 13-22, `models.mixers.metala`) under a symmetric mask, as LION's Eq. 17 with a vector decay:
+
+        o_i = scale sum_j sum_c q_ic k_jc exp(-|c_ic - c_jc|) v_j,      c_i = sum_{t <= i} log alpha_t
+
+    so token j < i reaches i through alpha_{j+1} ... alpha_i, token j > i through alpha_{i+1} ... alpha_j, and the
+    diagonal q_i k_i v_i counts once. Computed as two recurrences of constant state, an inclusive one forward and an
+    exclusive one backward, R_i = diag(alpha_{i+1}) (R_{i+1} + k_{i+1} v_{i+1}), which is the causal operator on the
+    flipped sequence with keys alpha k one token on. Then self-augmentation, LayerNorm a head, gate and W_O as in
+    MetaLA. The convolution stays causal: it is a local mixer before the operator, which alone is two-sided.
+    """
+
+    Options = MetaLABidirectionalOptions
+    state_size: ClassVar[str] = "none"
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        name: word for name, word in MetaLA.tensor_parallel_plan.items() if name != "k_proj"
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: MetaLABidirectionalOptions) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.options = options
+        self.head_dim_k = size // 2 // config.num_heads
+        self.head_dim_v = size // config.num_heads
+        silu = options.preset == "released"
+        self.conv = CausalConvolution(size, options.conv_kernel, silu=silu) if options.convolution else None
+        self.q_proj = linear(config, size, size // 2)
+        self.a_proj = linear(config, size, size // 2)
+        self.v_proj = linear(config, size, size)
+        self.gate_proj = linear(config, size, size, bias=True)
+        self.aug_weight = nn.Parameter(torch.zeros(size // 2)) if options.self_augmentation else None
+        self.out_proj = linear(config, size, size, output=True)
+        self._size = size
+
+    @staticmethod
+    def check(config: ModelConfig, options: MetaLABidirectionalOptions) -> None:
+        """ValueError when the heads do not divide the keys, which have half the width."""
+        MetaLA.check(config, MetaLA.Options())
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor:
+        """x: [batch, length, hidden_size] -> the same shape. ValueError for a state: there is none."""
+        if state is not None or return_state:
+            raise ValueError(
+                "metala_bidirectional sees both directions and has no state to decode from: call it without state and "
+                "return_state, or use the mixer metala"
+            )
+        if self.conv is not None:
+            x, _ = self.conv(x, mask, cu_seqlens)
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim_k))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
+        # sigmoid(a)^(1/16), and 1 - that, in float32.
+        log_decay = (F.logsigmoid(wide(self.a_proj(x))) / 16).unflatten(-1, (-1, self.head_dim_k))
+        k = -torch.expm1(log_decay)
+        if mask is not None:
+            padding = ~mask[:, :, None, None]
+            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        scale = self.head_dim_k**-0.5 if self.options.preset == "released" else 1.0
+        o = _both_directions(q, k, v, log_decay, scale, cu_seqlens)
+        return self.out_proj(metala_epilogue(o, q, k.to(v.dtype), v, self.aug_weight, self.gate_proj(x)))
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, convolution, two recurrences in chunks of 64."""
+        size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
+        convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
+        one_direction = min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v
+        return 8 * size * size + convolution + 2 * size // dim_v * one_direction
+
+
+def _both_directions(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_seqlens: Tensor | None
+) -> Tensor:
+    """q, k, log_decay: [batch, length, heads, head_dim_k], k and log_decay wide; v and the result [..., head_dim_v]."""
+    if not q.shape[1]:
+        return v
+    forward, _ = recurrence(q, k.to(v.dtype), v, log_decay, scale=scale, cu_seqlens=cu_seqlens)
+    following = (k * log_decay.exp()).to(v.dtype), v, log_decay
+    key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
+    flipped = None
+    if cu_seqlens is not None:
+        # The last token of a segment has no follower; empty segments share their end with the one before.
+        last = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
+        key, decay = (t.masked_fill(last[None, :, None, None], 0.0) for t in (key, decay))
+        flipped = q.shape[1] - cu_seqlens.flip(0)
+    backward, _ = recurrence(q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale=scale, cu_seqlens=flipped)
+    return forward + backward.flip(1)

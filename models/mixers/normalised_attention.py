@@ -1,0 +1,110 @@
+"""Normalised attention (arXiv 2405.15731): linear attention whose rows are divided by a gate of their own token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import log
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..init import linear
+from ..precision import wide
+from ..recurrence import recurrence
+
+# 1 / eta with eta at least 1e-6: it comes near 0, and the quotient would leave the range of numbers.
+_INVERSE: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda a: torch.exp(-a.clamp_min(log(1e-6))),
+    "softplus": lambda a: 1 / (F.softplus(a) + 1e-6),
+    "sigmoid": lambda a: 1 / (torch.sigmoid(a) + 1e-6),
+}
+
+
+@dataclass(frozen=True)
+class NormalisedAttentionOptions:
+    """Settings of the normalised attention mixer."""
+
+    normaliser: Literal["exp", "softplus", "sigmoid"] = field(
+        default="exp", metadata={"doc": "The function eta that makes the divisor of a row from its token."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.normaliser not in _INVERSE:
+            raise ValueError(
+                f"model.mixer_options.normalised_attention.normaliser = {self.normaliser!r}: allowed are "
+                f"{', '.join(_INVERSE)}"
+            )
+
+
+class NormalisedAttention(nn.Module):
+    """Sieber et al. 2024, Eq. 21: the softmax's row sum replaced by a learned function of the row's token.
+
+    S_t = S_{t-1} + k_t v_t, o_t = q_t S_t / (sqrt(head_dim) eta(w x_t)), one w a head; y = W_O o.
+    """
+
+    Options = NormalisedAttentionOptions
+    state_size: ClassVar[str] = "d^2 / heads float32"
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "q_proj": "column",
+        "k_proj": "column",
+        "v_proj": "column",
+        "eta_proj": "column",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: NormalisedAttentionOptions) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.options = options
+        self.head_dim = size // config.num_heads
+        self.q_proj = linear(config, size, size)
+        self.k_proj = linear(config, size, size)
+        self.v_proj = linear(config, size, size)
+        self.eta_proj = linear(config, size, config.num_heads)
+        self.out_proj = linear(config, size, size, output=True)
+        self._size = size
+
+    @staticmethod
+    def check(config: ModelConfig, options: NormalisedAttentionOptions) -> None:
+        """Every shape that the model allows is legal."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, heads, head_dim, head_dim] in float32; with cu_seqlens a row for every
+        segment.
+        """
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if mask is not None:
+            k = k.masked_fill(~mask[:, :, None, None], 0.0)
+        o, recurrent = recurrence(
+            q,
+            k,
+            v,
+            wide(q).new_zeros(*q.shape[:3], 1),
+            scale=self.head_dim**-0.5,
+            initial_state=(state or {}).get("recurrent"),
+            cu_seqlens=cu_seqlens,
+        )
+        inverse = _INVERSE[self.options.normaliser](wide(self.eta_proj(x)))
+        o = wide(o) * inverse.unsqueeze(-1)
+        y = self.out_proj(o.flatten(-2).to(v.dtype))
+        return (y, {"recurrent": recurrent}) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, and the recurrence in chunks of 64."""
+        heads = self._size // self.head_dim
+        inside = 2 * min(64, length) * self.head_dim
+        return 8 * self._size**2 + heads * (2 * self._size + inside + 4 * self.head_dim**2)

@@ -1,0 +1,133 @@
+"""Retention (arXiv 2307.08621): linear attention with rotated queries and keys and one fixed decay a head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig, nearest_divisors
+from ..init import linear
+from ..positions import token_positions
+from ..precision import wide
+from ..recurrence import recurrence
+
+
+@dataclass(frozen=True)
+class RetNetOptions:
+    """Settings of the RetNet mixer."""
+
+    expand_v: int = field(default=2, metadata={"doc": "Width of values and gate over hidden_size; the paper's is 2."})
+    rotary_base: float = field(default=10000.0, metadata={"doc": "Base of the rotary wavelengths."})
+
+    def __post_init__(self) -> None:
+        if self.expand_v < 1:
+            raise ValueError(f"model.mixer_options.retnet.expand_v = {self.expand_v}: must be at least 1")
+
+
+class RetNet(nn.Module):
+    """Gated multi-scale retention, Sun et al. 2023, Eq. 5-8.
+
+    q_t, k_t rotated by t theta, theta_c = base^(-2c / head_dim): the xPos of the paper, whose factor that grows with
+    distance is the decay; S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t; o_t = q_t S_t / sqrt(head_dim);
+    y = W_O(SiLU(W_G x) * GroupNorm(o)), a group a head, without gain (W_O takes its place). The paper's divisors of
+    rows scale whole heads, which the norm undoes.
+    """
+
+    Options = RetNetOptions
+    state_size: ClassVar[str] = "expand_v d^2 / heads float32 and a position"
+    # head_index is a buffer: the decay of a head follows from the head's number in the whole layer.
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "q_proj": "column",
+        "k_proj": "column",
+        "v_proj": "column",
+        "gate_proj": "column",
+        "head_index": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+    head_index: Tensor
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: RetNetOptions) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, options.expand_v * config.hidden_size
+        self.options = options
+        self.head_dim_k = size // config.num_heads
+        self.head_dim_v = inner // config.num_heads
+        self.q_proj = linear(config, size, size)
+        self.k_proj = linear(config, size, size)
+        self.v_proj = linear(config, size, inner)
+        self.gate_proj = linear(config, size, inner)
+        self.out_proj = linear(config, inner, size, output=True)
+        # Integers, so that a cast of the module to 16 bits leaves the decays exact.
+        self.register_buffer("head_index", torch.arange(config.num_heads), persistent=False)
+        self._size = size
+
+    @staticmethod
+    def check(config: ModelConfig, options: RetNetOptions) -> None:
+        """ValueError when a head has no pairs of channels to rotate."""
+        half, odd = divmod(config.hidden_size, 2)
+        if odd or half % config.num_heads:
+            legal = " or ".join(str(n) for n in nearest_divisors(half, config.num_heads))
+            raise ValueError(
+                f"model.num_heads = {config.num_heads}: retnet rotates pairs of channels, so model.hidden_size / "
+                f"model.num_heads = {config.hidden_size / config.num_heads:g} must be even; nearest head counts: {legal}"
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32 and "position" [batch] int, the
+        tokens seen; with cu_seqlens a row for every segment.
+        """
+        state = state or {}
+        q, k = (proj(x).unflatten(-1, (-1, self.head_dim_k)) for proj in (self.q_proj, self.k_proj))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
+        position, end = token_positions(x, mask, cu_seqlens, state.get("position"))
+        q, k = _rotate(q, k, position, self.options.rotary_base)
+        log_decay = torch.log1p(-torch.exp2(-5 - self.head_index.to(wide(q).dtype)))[:, None].expand(*q.shape[:3], 1)
+        if mask is not None:
+            padding = ~mask[:, :, None, None]
+            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        o, recurrent = recurrence(
+            q,
+            k,
+            v,
+            log_decay,
+            scale=self.head_dim_k**-0.5,
+            initial_state=state.get("recurrent"),
+            cu_seqlens=cu_seqlens,
+        )
+        o = F.layer_norm(wide(o), o.shape[-1:], eps=1e-5).flatten(-2)
+        y = self.out_proj((F.silu(wide(self.gate_proj(x))) * o).to(v.dtype))
+        return (y, {"recurrent": recurrent, "position": end}) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, and the recurrence in chunks of 64."""
+        size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
+        projections = (4 + 6 * self.options.expand_v) * size * size
+        return projections + size // dim_k * (min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v)
+
+
+def _rotate(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """Turn the pairs (c, c + head_dim / 2) of q and k [batch, length, heads, head_dim] by position * theta_c."""
+    half = q.shape[-1] // 2
+    theta = base ** (-torch.arange(half, device=q.device, dtype=wide(q).dtype) / half)
+    angle = position[:, :, None, None] * theta
+    cos, sin = angle.cos(), angle.sin()
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = wide(x).chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+    return turn(q), turn(k)

@@ -1,0 +1,124 @@
+"""TransNormer (TransNormerLLM, arXiv 2307.14995): linear attention with a fixed decay and a learned complex phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..init import linear
+from ..positions import token_positions
+from ..precision import wide
+from ..recurrence import recurrence
+
+
+@dataclass(frozen=True)
+class TransNormerOptions:
+    """Settings of the TransNormer mixer."""
+
+    phase: Literal["all", "first", "none"] = field(
+        default="all",
+        metadata={
+            "doc": "Layers with the phase cos(theta (s - t)): all, or the first only, which the paper found faster."
+        },
+    )
+    phase_base: float = field(default=10000.0, metadata={"doc": "Base of the initial theta, as in rotary positions."})
+
+    def __post_init__(self) -> None:
+        if self.phase not in ("all", "first", "none"):
+            raise ValueError(f"model.mixer_options.transnormer.phase = {self.phase!r}: allowed are all, first, none")
+
+
+class TransNormer(nn.Module):
+    """Gated linear attention of Qin et al. 2023, section 3 (LRPE-d, SimpleRMSNorm), phi = SiLU.
+
+    a_st = sum_c phi(q_s)_c phi(k_t)_c lambda^(s-t) cos(theta_c (s - t)), lambda = exp(-8 h / heads (1 - layer / layers))
+    with h and layer counted from 0; o_s = sum_(t <= s) a_st v_t; y = W_O(SimpleRMSNorm(o) * W_U x).
+    The cosine of a difference is a sum of two products, so the recurrence runs on keys [k cos, k sin] of twice the
+    width. theta is learned. The norm is taken a head at a time, so that heads stay independent.
+    """
+
+    Options = TransNormerOptions
+    state_size: ClassVar[str] = "2 d^2 / heads float32 and a position; half without the phase"
+    # head_index is a buffer: the decay of a head follows from the head's number in the whole layer.
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "q_proj": "column",
+        "k_proj": "column",
+        "v_proj": "column",
+        "gate_proj": "column",
+        "theta": "shard",
+        "head_index": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {"theta": "decay"}
+    head_index: Tensor
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: TransNormerOptions) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.head_dim = size // config.num_heads
+        self.q_proj = linear(config, size, size)
+        self.k_proj = linear(config, size, size)
+        self.v_proj = linear(config, size, size)
+        self.gate_proj = linear(config, size, size)
+        self.out_proj = linear(config, size, size, output=True)
+        channel = torch.arange(self.head_dim).repeat(config.num_heads)
+        has_phase = options.phase == "all" or (options.phase == "first" and layer_index == 0)
+        self.theta = nn.Parameter(options.phase_base ** (-channel / self.head_dim)) if has_phase else None
+        # Integers, so that a cast of the module to 16 bits leaves the decays exact.
+        self.register_buffer("head_index", torch.arange(config.num_heads), persistent=False)
+        self.rate = -8 / config.num_heads * (1 - layer_index / config.num_layers)
+        self._size = size
+
+    @staticmethod
+    def check(config: ModelConfig, options: TransNormerOptions) -> None:
+        """Every shape that the model allows is legal."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, heads, 2 head_dim, head_dim] in float32 and "position" [batch] int, the tokens
+        seen (without the phase: head_dim instead of 2 head_dim); with cu_seqlens a row for every segment.
+        """
+        state = state or {}
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = F.silu(wide(q)), F.silu(wide(k))
+        position, end = token_positions(x, mask, cu_seqlens, state.get("position"))
+        if self.theta is not None:
+            angle = position[:, :, None, None] * wide(self.theta).unflatten(-1, (-1, self.head_dim))
+            cos, sin = angle.cos(), angle.sin()
+            q, k = (torch.cat([t * cos, t * sin], -1) for t in (q, k))
+        log_decay = (self.rate * self.head_index.to(q.dtype))[:, None].expand(*q.shape[:3], 1)
+        if mask is not None:
+            padding = ~mask[:, :, None, None]
+            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        o, recurrent = recurrence(
+            q.to(v.dtype),
+            k.to(v.dtype),
+            v,
+            log_decay,
+            scale=self.head_dim**-0.5,
+            initial_state=state.get("recurrent"),
+            cu_seqlens=cu_seqlens,
+        )
+        o = F.rms_norm(wide(o), o.shape[-1:], eps=1e-5).flatten(-2)
+        y = self.out_proj((wide(self.gate_proj(x)) * o).to(v.dtype))
+        return (y, {"recurrent": recurrent, "position": end}) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, and the recurrence in chunks of 64."""
+        dim_v = self.head_dim
+        dim_k = dim_v if self.theta is None else 2 * dim_v
+        recurrent = min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v
+        return 10 * self._size**2 + self._size // dim_v * recurrent
