@@ -7,6 +7,7 @@ keep their side when others are added. Exact repeats are dropped before it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -236,12 +237,15 @@ def _tokenise(recipe: _Recipe, folder: Path, tokenizer: Tokenizer, survey: _Surv
         side: {"documents": 0, "tokens": 0, "bytes": 0} if side in survey.sides else None
         for side in ("train", "validation")
     }
-    writers = {
-        side: IndexedWriter(folder / f"{side}_text_document", token_dtype(tokenizer.vocab_size))
-        for side, count in counts.items()
-        if count is not None
-    }
-    with open(folder / "validation.txt", "wb") as validation_text:
+    with contextlib.ExitStack() as stack:
+        validation_text = stack.enter_context(open(folder / "validation.txt", "wb"))
+        writers = {
+            side: stack.enter_context(
+                IndexedWriter(folder / f"{side}_text_document", token_dtype(tokenizer.vocab_size))
+            )
+            for side, count in counts.items()
+            if count is not None
+        }
         for batch in _batches(recipe, survey.sides):
             encoded = tokenizer.encode_batch([document.text for document, _ in batch], _threads())
             for (document, side), tokens in zip(batch, encoded, strict=True):
@@ -252,8 +256,7 @@ def _tokenise(recipe: _Recipe, folder: Path, tokenizer: Tokenizer, survey: _Surv
                 counts[side]["bytes"] += len(raw)
                 if side == "validation":
                     validation_text.write(raw)
-    for side, writer in writers.items():
-        writer.finish()
+    for side in writers:
         counts[side]["bytes_per_token"] = round(counts[side]["bytes"] / counts[side]["tokens"], 4)
     return counts
 
