@@ -173,7 +173,8 @@ def _chunked(
     before = F.pad(last[:, :-1], (1, 0), value=0)
     after = F.pad(first[:, 1:], (0, 1), value=segments.last)
 
-    def where(one: Tensor, other: Tensor) -> Tensor:  # [1, chunks, size] -> a factor for [batch, heads, chunks, size, :]
+    def where(one: Tensor, other: Tensor) -> Tensor:
+        """Equality of two [1, chunks, size or 1] as a factor for [batch, heads, chunks, size, channels]."""
         return (one == other)[:, None, :, :, None].to(q.dtype)
 
     def exp(x: Tensor) -> Tensor:

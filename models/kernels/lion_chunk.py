@@ -12,6 +12,9 @@ right (`models.bidirectional`, which is also the reference, form="chunked"):
 States are stored as bfloat16 for bfloat16 inputs (what the tensor cores would round them to) and float32 otherwise.
 """
 
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
 from __future__ import annotations
 
 import torch
@@ -20,13 +23,15 @@ from torch import Tensor
 from .lion_common import (
     base,
     block,
+    decay_factor,
     load_columns,
-    load_log_decay,
     load_rows,
     load_scale,
+    load_sums,
     precision,
     row_inner,
-    store_columns,
+    running_sum,
+    signed,
     store_gate_gradient,
     store_rows,
 )
@@ -40,21 +45,22 @@ except ImportError as error:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, segments: Tensor | None, mode: int, scaled: bool, eps: float
-) -> tuple[Tensor, Tensor]:
-    """As `lion_tile.forward`."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `lion_tile.forward`; its running sums start again at every chunk."""
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
     size, largest, warps = _config(dim_k, dim_v, q.dtype)
     y = torch.empty_like(v)
     den = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    states, sums = _states(k, v, gate, segments, None, None, mode, scaled, eps, size)
+    b = None if gate is None else running_sum(gate, mode, size)
+    states, sums = _states(k, v, b, segments, None, None, scaled, eps, size)
     block_k, block_v = block(dim_k, largest), block(dim_v, largest)
-    _forward[(triton.cdiv(length, size), triton.cdiv(dim_v, block_v), batch * heads)](
-        q, k, v, gate, segments, states, sums, y, den, length, heads, eps,
+    _forward[(-(-length // size), -(-dim_v // block_v), batch * heads)](
+        q, k, v, b, segments, states, sums, y, den, length, heads, eps,
         dim_k, dim_v, block_k, block_v, size, mode, scaled, segments is not None, precision(q.dtype),
-        num_warps=warps, num_stages=2,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip
-    return y, den
+    return y, den, b
 
 
 def backward(
@@ -66,6 +72,7 @@ def backward(
     segments: Tensor | None,
     y: Tensor,
     den: Tensor,
+    b: Tensor | None,
     mode: int,
     scaled: bool,
     eps: float,
@@ -75,36 +82,40 @@ def backward(
     dim_v = v.shape[-1]
     size, largest, warps = _config(dim_k, dim_v, q.dtype)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dgate = None if gate is None else torch.empty(gate.shape, dtype=torch.float32, device=q.device)
+    dgate = None if gate is None else torch.empty(2, *gate.shape, dtype=torch.float32, device=q.device)
     delta = row_inner(dy, y) if scaled else None
-    states, sums = _states(k, v, gate, segments, None, None, mode, scaled, eps, size)
-    d_states, d_sums = _states(q, dy, gate, segments, den, delta, mode, scaled, eps, size)
-    _backward[(triton.cdiv(length, size), batch * heads)](
-        dy, q, k, v, gate, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate,
-        length, heads, eps, dim_k, dim_v, block(dim_k, largest), block(dim_v, largest), size,
-        mode, scaled, segments is not None, precision(q.dtype), num_warps=warps, num_stages=1,
+    states, sums = _states(k, v, b, segments, None, None, scaled, eps, size)
+    d_states, d_sums = _states(q, dy, b, segments, den, delta, scaled, eps, size)
+    shape = (length, heads, eps, dim_k, dim_v, block(dim_k, largest), block(dim_v, largest), size)
+    flags = (mode, scaled, segments is not None, precision(q.dtype))
+    grid = (-(-length // size), batch * heads)
+    _backward_queries[grid](
+        dy, q, k, v, gate, b, segments, states, sums, d_states, d_sums, den, delta, dq, dgate, *shape, *flags,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip
-    return dq, dk, dv, dgate
+    _backward_keys[grid](
+        dy, q, k, v, gate, b, segments, d_states, d_sums, den, delta, dk, dv, dgate, *shape, *flags,
+        num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return dq, dk, dv, None if dgate is None else dgate.sum(0)
 
 
 def _config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Tokens of a chunk, most channels of a tile, warps."""
-    dim = max(block(dim_k), block(dim_v))
     if dtype == torch.float32:
         return 32, 64, 4
     if dtype == torch.float16:
         return 64, 64, 4
-    return (128, 64, 8) if dim <= 64 else (64, 128, 8)
+    return (64, 64, 4) if max(dim_k, dim_v) <= 64 else (64, 128, 8)
 
 
 def _states(
     x: Tensor,
     y: Tensor,
-    gate: Tensor | None,
+    b: Tensor | None,
     segments: Tensor | None,
     den: Tensor | None,
     delta: Tensor | None,
-    mode: int,
     scaled: bool,
     eps: float,
     size: int,
@@ -116,23 +127,28 @@ def _states(
     """
     batch, length, heads, dim_k = x.shape
     dim_v = y.shape[-1]
-    chunks = triton.cdiv(length, size)
+    chunks = -(-length // size)
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     states = torch.empty(2, batch * heads, chunks, dim_k, dim_v, dtype=dtype, device=x.device)
     sums = torch.empty(2, batch * heads, chunks, dim_k, dtype=torch.float32, device=x.device)
-    block_k, block_v = block(dim_k, 64), block(dim_v, 64)
-    blocks = triton.cdiv(dim_k, block_k) * triton.cdiv(dim_v, block_v)
+    block_k, block_v, warps, stages = _state_config(dim_k, dim_v, x.dtype)
+    blocks = -(-dim_k // block_k) * -(-dim_v // block_v)
     _state_kernel[(blocks, 2, batch * heads)](
-        x, y, gate, segments, den, delta, states, sums, length, heads, chunks, eps,
-        dim_k, dim_v, block_k, block_v, size, mode, scaled, den is not None or delta is not None,
-        segments is not None, precision(x.dtype), num_warps=4, num_stages=3,
+        x, y, b, segments, den, delta, states, sums, length, heads, chunks, eps,
+        dim_k, dim_v, block_k, block_v, size, b is not None, scaled, den is not None,
+        segments is not None, precision(x.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return states, sums
 
 
+def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Block of keys, block of values, warps, pipeline stages."""
+    return block(dim_k, 64), block(dim_v, 64), 4, 3 if dtype == torch.bfloat16 else 2
+
+
 @triton.jit
 def _state_kernel(
-    x, y, gate, segments, den, delta, states, sums, T, H, N, eps,
+    x, y, b, segments, den, delta, states, sums, T, H, N, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, BACKWARD: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -141,8 +157,8 @@ def _state_kernel(
     from_right, bh = tl.program_id(1), tl.program_id(2)
     ck, cv = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV)
     x, y = base(x, bh, T, H, K), base(y, bh, T, H, V)
-    if GATE != 0:
-        gate = base(gate, bh, T, H, 1)
+    if GATE:
+        b += bh.to(tl.int64) * T
     here = (from_right * tl.num_programs(2) + bh).to(tl.int64) * N
     inside = (ck < K)[:, None] & (cv < V)[None, :]
     state = tl.zeros([BK, BV], tl.float32)
@@ -154,88 +170,78 @@ def _state_kernel(
             state.to(states.dtype.element_ty),
             mask=inside,
         )
-        if SCALED:
-            if bv == 0:
-                tl.store(sums + (here + n) * K + ck, column, mask=ck < K)
-        t = n * C + tl.arange(0, C)
+        if SCALED and bv == 0:
+            tl.store(sums + (here + n) * K + ck, column, mask=ck < K)
+        first, last = n * C, tl.minimum(n * C + C, T) - 1
+        t = first + tl.arange(0, C)
         tile = load_columns(x, t, ck, T, H, K, BK)
         value = load_rows(y, t, cv, T, H, V, BV).to(states.dtype.element_ty)
         weight = tl.where(t < T, 1.0, 0.0)
         keep = 1.0
-        if GATE != 0:
-            g = load_log_decay(gate, t, T, H, GATE)
-            b, total = tl.cumsum(g, 0), tl.sum(g, 0)
-            weight = tl.exp(tl.where(from_right == 0, total - b, b))
-            keep = tl.exp(total)
+        if GATE:
+            total, until = tl.load(b + last), tl.load(b + t, mask=t < T, other=0.0)
+            weight = tl.exp2(tl.where(from_right == 0, total - until, until))
+            keep = tl.exp2(total)
         if SEGMENTS:
             # A state belongs to the segment at its chunk's edge, and dies where that segment ends.
-            first, last = n * C, tl.minimum(n * C + C, T) - 1
             edge = tl.load(segments + tl.where(from_right == 0, last, first))
             outer = tl.where(from_right == 0, first - 1, last + 1)
             neighbour = tl.load(segments + outer, mask=(outer >= 0) & (outer < T), other=-1)
             weight = tl.where(tl.load(segments + t, mask=t < T, other=-1) == edge, weight, 0.0)
             keep = tl.where(neighbour == edge, keep, 0.0)
-        unit = tl.full([C], 1.0, tl.float32)
         if BACKWARD:
             scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
             weight *= scale
-            unit = -inner
         weighted = tile * weight[None, :]
-        state = tl.dot(
-            weighted.to(states.dtype.element_ty), value, state * keep, input_precision=PRECISION
-        )
+        state = tl.dot(weighted.to(states.dtype.element_ty), value, state * keep, input_precision=PRECISION)
         if SCALED:
-            column = column * keep + tl.sum(weighted * unit[None, :], 1)
+            if BACKWARD:
+                weighted *= -inner[None, :]
+            column = column * keep + tl.sum(weighted, 1)
 
 
 @triton.jit
-def _load_state(states, here, rows, columns, K: tl.constexpr, V: tl.constexpr):
-    """A tile of the state at `here`, from the left for the first half of `states`."""
-    mask = (rows < K)[:, None] & (columns < V)[None, :]
-    return tl.load(states + here * (K * V) + rows[:, None] * V + columns[None, :], mask=mask, other=0.0)
+def _load_state(states, here, rows, columns, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """A tile [keys, values] of the state at `here`."""
+    address = states + here * (K * V) + rows[:, None] * V + columns[None, :]
+    if K % BK == 0 and V % BV == 0:
+        return tl.load(address)
+    return tl.load(address, mask=(rows < K)[:, None] & (columns < V)[None, :], other=0.0)
 
 
 @triton.jit
-def _decays(gate, segments, n, t, T, H, GATE: tl.constexpr, SEGMENTS: tl.constexpr, C: tl.constexpr):
-    """Factors of a chunk: M [C, C], of what comes from the left, from the right [C], and of what passes through."""
-    mask = (t < T)[:, None] & (t < T)[None, :]
+def _edges(b, segments, n, t, T, C: tl.constexpr, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Factors of what comes to tokens t from the left and from the right of chunk n; and of what passes through it."""
     left = tl.where(t < T, 1.0, 0.0)
     right = left
     through = 1.0
     if GATE != 0:
-        g = load_log_decay(gate, t, T, H, GATE)
-        b, total = tl.cumsum(g, 0), tl.sum(g, 0)
-        left, right = left * tl.exp(b), right * tl.exp(total - b)
-        through = tl.exp(total)
+        until, total = tl.load(b + t, mask=t < T, other=0.0), tl.load(b + tl.minimum(n * C + C, T) - 1)
+        left, right = left * tl.exp2(until), right * tl.exp2(total - until)
+        through = tl.exp2(total)
     if SEGMENTS:
         s = tl.load(segments + t, mask=t < T, other=-1)
-        mask = mask & (s[:, None] == s[None, :])
         before = tl.load(segments + n * C - 1, mask=n > 0, other=-2)
         after = tl.load(segments + n * C + C, mask=n * C + C < T, other=-3)
         left, right = tl.where(s == before, left, 0.0), tl.where(s == after, right, 0.0)
         through = tl.where(before == after, through, 0.0)
-    if GATE != 0:
-        factor = tl.where(mask, tl.exp(-tl.abs(b[:, None] - b[None, :])), 0.0)
-    else:
-        factor = tl.where(mask, 1.0, 0.0)
-    return factor, left, right, through
+    return left, right, through
 
 
 @triton.jit
 def _forward(
-    q, k, v, gate, segments, states, sums, y, den, T, H, eps,
+    q, k, v, b, segments, states, sums, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n, bh = tl.program_id(0), tl.program_id(2)
     t, cv = n * C + tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
-    q, k, v = base(q, bh, T, H, K), base(k, bh, T, H, K), base(v, bh, T, H, V)
+    q, k = base(q, bh, T, H, K), base(k, bh, T, H, K)
     if GATE != 0:
-        gate = base(gate, bh, T, H, 1)
-    chunks = tl.num_programs(0)
-    here = bh.to(tl.int64) * chunks + n
-    there = here + tl.num_programs(2).to(tl.int64) * chunks
-    factor, left, right, _ = _decays(gate, segments, n, t, T, H, GATE, SEGMENTS, C)
+        b += bh.to(tl.int64) * T
+    here = bh.to(tl.int64) * tl.num_programs(0) + n
+    there = here + tl.num_programs(2).to(tl.int64) * tl.num_programs(0)
+    left, right, _ = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
     a = tl.zeros([C, C], tl.float32)
     out = tl.zeros([C, BV], tl.float32)
     total = tl.zeros([C], tl.float32)
@@ -246,7 +252,7 @@ def _forward(
         for block_k in range(0, K, BK):
             ck = block_k + tl.arange(0, BK)
             query = load_rows(q, t, ck, T, H, K, BK)
-            state = _load_state(states, near, ck, cv, K, V)
+            state = _load_state(states, near, ck, cv, K, V, BK, BV)
             part = tl.dot(query.to(state.dtype), state, part, input_precision=PRECISION)
             if SCALED:
                 column = tl.load(sums + near * K + ck, mask=ck < K, other=0.0)
@@ -255,10 +261,11 @@ def _forward(
         total += part_total * weight
     for block_k in range(0, K, BK):
         ck = block_k + tl.arange(0, BK)
-        query, key = load_rows(q, t, ck, T, H, K, BK), load_columns(k, t, ck, T, H, K, BK)
-        a = tl.dot(query, key, a, input_precision=PRECISION)
-    a *= factor
-    value = load_rows(v, t, cv, T, H, V, BV)
+        query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
+        a = tl.dot(query, tl.trans(key), a, input_precision=PRECISION)
+    until = load_sums(b, t, T, GATE)
+    a *= decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS)
+    value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV)
     out = tl.dot(a.to(value.dtype), value, out, input_precision=PRECISION)
     if SCALED:
         total += tl.sum(a, 1)
@@ -269,88 +276,103 @@ def _forward(
 
 
 @triton.jit
-def _backward(
-    dy, q, k, v, gate, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, T, H, eps,
+def _backward_queries(
+    dy, q, k, v, gate, b, segments, states, sums, d_states, d_sums, den, delta, dq, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one chunk. Tiles of pairs are [keys, queries]."""
+    """dq of a chunk, and of the decay's gradient all but what dk gives. Tiles of pairs are [queries, keys]."""
     n, bh = tl.program_id(0), tl.program_id(1)
     t = n * C + tl.arange(0, C)
     q, k, v, dy = base(q, bh, T, H, K), base(k, bh, T, H, K), base(v, bh, T, H, V), base(dy, bh, T, H, V)
-    dq, dk, dv = base(dq, bh, T, H, K), base(dk, bh, T, H, K), base(dv, bh, T, H, V)
     if GATE != 0:
-        gate, dgate = base(gate, bh, T, H, 1), base(dgate, bh, T, H, 1)
-    chunks = tl.num_programs(0)
-    here = bh.to(tl.int64) * chunks + n
-    there = here + tl.num_programs(1).to(tl.int64) * chunks
-    factor, left, right, through = _decays(gate, segments, n, t, T, H, GATE, SEGMENTS, C)
+        b += bh.to(tl.int64) * T
+    here = bh.to(tl.int64) * tl.num_programs(0) + n
+    there = here + tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
+    left, right, through = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
     scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
 
-    a, da = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for block_k in range(0, K, BK):
-        ck = block_k + tl.arange(0, BK)
-        key = load_rows(k, t, ck, T, H, K, BK)
-        a = tl.dot(key, load_columns(q, t, ck, T, H, K, BK), a, input_precision=PRECISION)
+    ds = tl.zeros([C, C], tl.float32)
     for block_v in range(0, V, BV):
         cv = block_v + tl.arange(0, BV)
-        value = load_rows(v, t, cv, T, H, V, BV)
-        da = tl.dot(value, load_columns(dy, t, cv, T, H, V, BV), da, input_precision=PRECISION)
-    a *= factor
-    da = (da - inner[None, :]) * scale[None, :]
-    p = (a * scale[None, :]).to(dy.dtype.element_ty)
-    ds = (da * factor).to(q.dtype.element_ty)
+        grad, value = load_rows(dy, t, cv, T, H, V, BV), load_rows(v, t, cv, T, H, V, BV)
+        ds = tl.dot(grad, tl.trans(value), ds, input_precision=PRECISION)
+    until = load_sums(b, t, T, GATE)
+    ds = (ds - inner[:, None]) * scale[:, None] * decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS)
     if GATE != 0:
-        w = tl.where(t[:, None] > t[None, :], a * da, tl.where(t[:, None] < t[None, :], -a * da, 0.0))
+        a = tl.zeros([C, C], tl.float32)
+        for block_k in range(0, K, BK):
+            ck = block_k + tl.arange(0, BK)
+            query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
+            a = tl.dot(query, tl.trans(key), a, input_precision=PRECISION)
+        w = signed(a * ds, t, t)
         d_inside = tl.sum(w, 1) - tl.sum(w, 0)
         d_left, d_right = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         passing = 0.0
 
     for block_k in range(0, K, BK):
         ck = block_k + tl.arange(0, BK)
-        key, query = load_rows(k, t, ck, T, H, K, BK), load_columns(q, t, ck, T, H, K, BK)
-        d_query, d_key = tl.zeros([BK, C], tl.float32), tl.zeros([C, BK], tl.float32)
+        query = load_rows(q, t, ck, T, H, K, BK)
+        d_query = tl.zeros([C, BK], tl.float32)
         for side in tl.static_range(2):
             near, far = (here, there) if side == 0 else (there, here)
-            weight = left if side == 0 else right
-            q_part, k_part = tl.zeros([BK, C], tl.float32), tl.zeros([C, BK], tl.float32)
+            part = tl.zeros([C, BK], tl.float32)
             for block_v in range(0, V, BV):
                 cv = block_v + tl.arange(0, BV)
-                grad = load_columns(dy, t, cv, T, H, V, BV)
-                state = _load_state(states, near, ck, cv, K, V)
-                q_part = tl.dot(state, grad.to(state.dtype), q_part, input_precision=PRECISION)
+                grad = load_rows(dy, t, cv, T, H, V, BV)
+                state = _load_state(states, near, ck, cv, K, V, BK, BV)
+                part = tl.dot(grad.to(state.dtype), tl.trans(state), part, input_precision=PRECISION)
                 if GATE != 0:
-                    opposite = _load_state(d_states, far, ck, cv, K, V)
+                    opposite = _load_state(d_states, far, ck, cv, K, V, BK, BV)
                     passing += tl.sum(state.to(tl.float32) * opposite.to(tl.float32))
             if SCALED:
                 column = tl.load(sums + near * K + ck, mask=ck < K, other=0.0)
-                q_part -= column[:, None] * inner[None, :]
+                part -= inner[:, None] * column[None, :]
                 if GATE != 0:
                     passing += tl.sum(column * tl.load(d_sums + far * K + ck, mask=ck < K, other=0.0))
-            q_part *= (weight * scale)[None, :]
+            part *= ((left if side == 0 else right) * scale)[:, None]
+            d_query += part
             if GATE != 0:
-                edge = tl.sum(query * q_part, 0)
-            d_query += q_part
-            for block_v in range(0, V, BV):
-                cv = block_v + tl.arange(0, BV)
-                value = load_rows(v, t, cv, T, H, V, BV)
-                state = _load_state(d_states, near, ck, cv, K, V)
-                k_part = tl.dot(value.to(state.dtype), tl.trans(state), k_part, input_precision=PRECISION)
-            if SCALED:
-                k_part += tl.load(d_sums + near * K + ck, mask=ck < K, other=0.0)[None, :]
-            k_part *= weight[:, None]
-            d_key += k_part
-            if GATE != 0:
-                edge += tl.sum(key * k_part, 1)
                 if side == 0:
-                    d_left += edge
+                    d_left += tl.sum(query * part, 1)
                 else:
-                    d_right += edge
-        d_query = tl.dot(tl.trans(key), ds, d_query, input_precision=PRECISION)
-        store_columns(dq, d_query, t, ck, T, H, K, BK)
-        d_key = tl.dot(ds, tl.trans(query), d_key, input_precision=PRECISION)
-        store_rows(dk, d_key, t, ck, T, H, K, BK)
+                    d_right += tl.sum(query * part, 1)
+        key = load_rows(k, t, ck, T, H, K, BK)
+        d_query = tl.dot(ds.to(key.dtype), key, d_query, input_precision=PRECISION)
+        store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK)
+    if GATE != 0:
+        d_decay = passing * through + tl.cumsum(d_inside + d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
+        store_gate_gradient(base(dgate, bh, T, H, 1), base(gate, bh, T, H, 1), d_decay, t, T, H, GATE)
 
+
+@triton.jit
+def _backward_keys(
+    dy, q, k, v, gate, b, segments, d_states, d_sums, den, delta, dk, dv, dgate, T, H, eps,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a chunk, and what dk gives to the decay's gradient (second half of dgate).
+
+    Parts from inside the chunk are formed transposed, [channels, keys].
+    """
+    n, bh = tl.program_id(0), tl.program_id(1)
+    t = n * C + tl.arange(0, C)
+    q, k, v, dy = base(q, bh, T, H, K), base(k, bh, T, H, K), base(v, bh, T, H, V), base(dy, bh, T, H, V)
+    if GATE != 0:
+        b += bh.to(tl.int64) * T
+    here = bh.to(tl.int64) * tl.num_programs(0) + n
+    there = here + tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
+    left, right, _ = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
+    scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
+    until = load_sums(b, t, T, GATE)
+    factor = decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS) * scale[:, None]
+
+    a = tl.zeros([C, C], tl.float32)
+    for block_k in range(0, K, BK):
+        ck = block_k + tl.arange(0, BK)
+        query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
+        a = tl.dot(query, tl.trans(key), a, input_precision=PRECISION)
+    p = (a * factor).to(dy.dtype.element_ty)
     for block_v in range(0, V, BV):
         cv = block_v + tl.arange(0, BV)
         d_value = tl.zeros([C, BV], tl.float32)
@@ -358,14 +380,47 @@ def _backward(
             part = tl.zeros([C, BV], tl.float32)
             for block_k in range(0, K, BK):
                 ck = block_k + tl.arange(0, BK)
-                state = _load_state(d_states, here if side == 0 else there, ck, cv, K, V)
+                state = _load_state(d_states, here if side == 0 else there, ck, cv, K, V, BK, BV)
                 key = load_rows(k, t, ck, T, H, K, BK).to(state.dtype)
                 part = tl.dot(key, state, part, input_precision=PRECISION)
             d_value += part * (left if side == 0 else right)[:, None]
-        grad = load_columns(dy, t, cv, T, H, V, BV)
-        d_value = tl.dot(p, tl.trans(grad), d_value, input_precision=PRECISION)
-        store_rows(dv, d_value, t, cv, T, H, V, BV)
+        grad = load_rows(dy, t, cv, T, H, V, BV)
+        inside = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
+        store_rows(base(dv, bh, T, H, V), d_value + tl.trans(inside), t, cv, T, H, V, BV)
 
+    ds = tl.zeros([C, C], tl.float32)
+    for block_v in range(0, V, BV):
+        cv = block_v + tl.arange(0, BV)
+        grad, value = load_rows(dy, t, cv, T, H, V, BV), load_rows(v, t, cv, T, H, V, BV)
+        ds = tl.dot(grad, tl.trans(value), ds, input_precision=PRECISION)
+    ds = ((ds - inner[:, None]) * factor).to(q.dtype.element_ty)
     if GATE != 0:
-        d_decay = passing * through + tl.cumsum(d_inside + d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
-        store_gate_gradient(dgate, gate, d_decay, t, T, H, GATE)
+        d_left, d_right = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    for block_k in range(0, K, BK):
+        ck = block_k + tl.arange(0, BK)
+        key = load_rows(k, t, ck, T, H, K, BK)
+        d_key = tl.zeros([C, BK], tl.float32)
+        for side in tl.static_range(2):
+            near = here if side == 0 else there
+            part = tl.zeros([C, BK], tl.float32)
+            for block_v in range(0, V, BV):
+                cv = block_v + tl.arange(0, BV)
+                state = _load_state(d_states, near, ck, cv, K, V, BK, BV)
+                value = load_rows(v, t, cv, T, H, V, BV).to(state.dtype)
+                part = tl.dot(value, tl.trans(state), part, input_precision=PRECISION)
+            if SCALED:
+                part += tl.load(d_sums + near * K + ck, mask=ck < K, other=0.0)[None, :]
+            part *= (left if side == 0 else right)[:, None]
+            d_key += part
+            if GATE != 0:
+                if side == 0:
+                    d_left += tl.sum(key * part, 1)
+                else:
+                    d_right += tl.sum(key * part, 1)
+        query = load_rows(q, t, ck, T, H, K, BK)
+        inside = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
+        store_rows(base(dk, bh, T, H, K), d_key + tl.trans(inside), t, ck, T, H, K, BK)
+    if GATE != 0:
+        d_decay = tl.cumsum(d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
+        second = dgate + (tl.num_programs(1) // H).to(tl.int64) * T * H
+        store_gate_gradient(base(second, bh, T, H, 1), base(gate, bh, T, H, 1), d_decay, t, T, H, GATE)

@@ -1,6 +1,11 @@
 """What LION's tile and chunk kernels share: tiles in memory, log decays, and the sums of the backward pass."""
 
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -58,11 +63,11 @@ def store_columns(x, value, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def load_log_decay(gate, t, T, H, GATE: tl.constexpr):
-    """float32 log decay of tokens t; gate is a `base` with D = 1; 0 outside."""
+    """Log decay of tokens t to base 2, float32; gate is a `base` with D = 1; 0 outside."""
     x = tl.load(gate + t * H, mask=t < T, other=0.0).to(tl.float32)
     if GATE == 2:
         x = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
-    return tl.where(t < T, tl.maximum(x, -100.0), 0.0)
+    return tl.where(t < T, tl.maximum(x, -100.0) * 1.4426950408889634, 0.0)
 
 
 @triton.jit
@@ -87,6 +92,34 @@ def load_scale(den, delta, bh, t, T, eps, SCALED: tl.constexpr):
 
 
 @triton.jit
+def load_sums(c, t, T, GATE: tl.constexpr):
+    """Running sums at tokens t, c: address of this head's first; 0 outside and without a gate."""
+    if GATE != 0:
+        return tl.load(c + t, mask=t < T, other=0.0)
+    return tl.where(t < T, 0.0, 0.0)
+
+
+@triton.jit
+def decay_factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
+    """M at [a, b]: 2^-|c_a - c_b| inside a segment, 0 between segments; any number beyond T, where q, k, v are 0."""
+    if GATE != 0:
+        factor = tl.exp2(-tl.abs(c_a[:, None] - c_b[None, :]))
+    else:
+        factor = tl.full([a.shape[0], b.shape[0]], 1.0, tl.float32)
+    if SEGMENTS:
+        s_a = tl.load(segments + a, mask=a < T, other=-1)
+        s_b = tl.load(segments + b, mask=b < T, other=-2)
+        factor = tl.where(s_a[:, None] == s_b[None, :], factor, 0.0)
+    return factor
+
+
+@triton.jit
+def signed(w, a, b):
+    """sign(a - b) w for w at [a, b]."""
+    return tl.where(a[:, None] > b[None, :], w, tl.where(a[:, None] < b[None, :], -w, 0.0))
+
+
+@triton.jit
 def _row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(1)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -96,14 +129,38 @@ def _row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.con
     tl.store(delta + bh.to(tl.int64) * T + t, tl.sum(a * b, 1), mask=t < T)
 
 
+@triton.jit
+def _running_sum(gate, c, T, H, GATE: tl.constexpr, RESTART: tl.constexpr, BT: tl.constexpr):
+    bh = tl.program_id(1)
+    gate = base(gate, bh, T, H, 1)
+    total = 0.0
+    first = tl.program_id(0) * BT
+    for start in range(first, first + BT if RESTART else T, BT):
+        t = start + tl.arange(0, BT)
+        g = load_log_decay(gate, t, T, H, GATE)
+        tl.store(c + bh.to(tl.int64) * T + t, total + tl.cumsum(g, 0), mask=t < T)
+        total += tl.sum(g, 0)
+
+
 def row_inner(dy: Tensor, y: Tensor) -> Tensor:
     """dy . y a row: two [batch, length, heads, dim] -> float32 [batch, heads, length]."""
     batch, length, heads, dim = y.shape
     delta = torch.empty(batch, heads, length, dtype=torch.float32, device=y.device)
-    _row_inner[(triton.cdiv(length, 64), batch * heads)](
-        dy, y, delta, length, heads, dim, triton.next_power_of_2(dim), 64, num_warps=4
-    )
+    _row_inner[(-(-length // 64), batch * heads)](dy, y, delta, length, heads, dim, block(dim), 64, num_warps=4)
     return delta
+
+
+def running_sum(gate: Tensor, mode: int, chunk: int | None = None) -> Tensor:
+    """gate [batch, length, heads] -> sums of the base 2 log decay up to each token, float32 [batch, heads, length].
+
+    With `chunk`, a power of two, they start again after every that many tokens.
+    """
+    batch, length, heads = gate.shape
+    c = torch.empty(batch, heads, length, dtype=torch.float32, device=gate.device)
+    size = chunk or 256
+    grid = (-(-length // size) if chunk else 1, batch * heads)
+    _running_sum[grid](gate, c, length, heads, mode, chunk is not None, size, num_warps=1)
+    return c
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -111,6 +168,7 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
+@lru_cache
 def block(dim: int, largest: int = 256) -> int:
     """Channels a tile holds: a power of two that tensor cores take."""
-    return min(max(16, triton.next_power_of_2(dim)), largest)
+    return min(max(16, 1 << (dim - 1).bit_length()), largest)

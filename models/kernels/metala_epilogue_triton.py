@@ -5,6 +5,9 @@ of the augmentation weight is summed by every program over its own tokens, and o
 does not depend on their order.
 """
 
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
 from __future__ import annotations
 
 from typing import Any
@@ -16,12 +19,12 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise ImportError("MetaLA's fused epilogue needs Triton (pip install triton); form='reference' works without") from error
+    raise ImportError(
+        "MetaLA's epilogue kernels need Triton (pip install triton); form='reference' does not"
+    ) from error
 
 
-def epilogue(
-    o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float
-) -> Tensor:
+def epilogue(o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float) -> Tensor:
     """Arguments and result as `metala_epilogue`."""
     return _Epilogue.apply(o, q, k, v, aug_weight, gate, eps)
 

@@ -1,0 +1,249 @@
+"""LION's operator: three forms against each other, the formula, the golden values, and numerical gradients."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.bidirectional import CONVENTIONS, bidirectional, end_states, incoming_states
+
+PLAIN = ("parallel", "recurrent", "chunked")
+
+
+def inputs(
+    length: int = 150, batch: int = 2, heads: int = 2, k: int = 5, v: int = 3, vector: bool = False, dtype=torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(length + k)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    shape = (batch, length, heads)
+    decay = F.logsigmoid(random(*shape, k if vector else 1) + 1)
+    return random(*shape, k).abs() + 0.1, random(*shape, k).abs() + 0.1, random(*shape, v), decay
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scaled: bool, convention: str) -> Tensor:
+    """Entry by entry, from products of decays between two tokens."""
+    y = torch.zeros_like(v)
+    for b, h in np.ndindex(q.shape[0], q.shape[2]):
+        for i in range(q.shape[1]):
+            total = q.new_zeros(())
+            for j in range(q.shape[1]):
+                if j <= i:
+                    between = decay[b, j + 1 : i + 1, h] if convention == "eq17" else decay[b, j:i, h]
+                else:
+                    between = decay[b, i + 1 : j + 1, h]
+                weight = (q[b, i, h] * k[b, j, h] * between.sum(0).exp()).sum()
+                total = total + weight
+                y[b, i, h] += weight * v[b, j, h]
+            if scaled:
+                y[b, i, h] /= total + 1e-6
+    return y
+
+
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("vector", [True, False])
+def test_forms_are_the_formula(form: str, convention: str, scaled: bool, vector: bool) -> None:
+    q, k, v, decay = inputs(length=19, batch=1, vector=vector)
+    y = bidirectional(q, k, v, decay, scaled=scaled, mask_convention=convention, form=form)
+    torch.testing.assert_close(y, formula(q, k, v, decay, scaled, convention), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("vector", [True, False])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_forms_agree_over_chunks(dtype: torch.dtype, tolerance: float, vector: bool, convention: str) -> None:
+    q, k, v, decay = inputs(vector=vector, dtype=dtype)
+    y = [bidirectional(q, k, v, decay, mask_convention=convention, form=form) for form in PLAIN]
+    for other in y[1:]:
+        torch.testing.assert_close(other, y[0], rtol=tolerance, atol=tolerance)
+
+
+def test_float32_stays_exact_over_a_long_sequence() -> None:
+    q, k, v, decay = inputs(length=4000, batch=1, heads=1, dtype=torch.float32)
+    exact = bidirectional(q.double(), k.double(), v.double(), decay.double(), form="chunked")
+    for form in ("parallel", "chunked"):
+        torch.testing.assert_close(bidirectional(q, k, v, decay, form=form).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_no_decay_is_one_and_gate_is_its_logit() -> None:
+    q, k, v, decay = inputs(length=70)
+    torch.testing.assert_close(bidirectional(q, k, v), bidirectional(q, k, v, torch.zeros_like(decay)))
+    gate = torch.randn(2, 70, 2, dtype=torch.float64)
+    torch.testing.assert_close(bidirectional(q, k, v, gate=gate), bidirectional(q, k, v, F.logsigmoid(gate)))
+    everywhere_the_mean = bidirectional(torch.ones_like(q), torch.ones_like(k), v)
+    torch.testing.assert_close(everywhere_the_mean, v.mean(1, keepdim=True).expand_as(v), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("vector", [True, False])
+def test_padding_changes_nothing(form: str, vector: bool) -> None:
+    q, k, v, decay = inputs(length=70, vector=vector)
+    real = bidirectional(q, k, v, decay, form=form)
+    for left, right in ((9, 0), (0, 80), (3, 2)):
+        garbage = [F.pad(x, (0, 0, 0, 0, left, right), value=7.0) for x in (q, k, v)]
+        mask = F.pad(torch.ones(2, 70, dtype=torch.bool), (left, right), value=False)
+        padded_decay = F.pad(decay, (0, 0, 0, 0, left, right), value=-3.0)
+        y = bidirectional(*garbage, padded_decay, mask=mask, form=form)
+        torch.testing.assert_close(y[:, left : left + 70], real, rtol=1e-10, atol=1e-12)
+        assert (y[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("vector", [True, False])
+def test_segments_are_separate_sequences(form: str, convention: str, vector: bool) -> None:
+    q, k, v, decay = inputs(batch=1, vector=vector)
+    bounds = [0, 0, 30, 31, 64, 64, 120, 150, 150]
+    y = bidirectional(q, k, v, decay, cu_seqlens=torch.tensor(bounds), mask_convention=convention, form=form)
+    for a, b in itertools.pairwise(bounds):
+        if a < b:
+            parts = (x[:, a:b] for x in (q, k, v, decay))
+            alone = bidirectional(*parts, mask_convention=convention, form=form)
+            torch.testing.assert_close(y[:, a:b], alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_infinite_decay_cuts_both_directions(form: str) -> None:
+    q, k, v, decay = inputs(length=100, batch=1)
+    decay[:, 70] = -torch.inf
+    y = bidirectional(q, k, v, decay, form=form)
+    cut = bidirectional(q, k, v, decay, cu_seqlens=torch.tensor([0, 70, 100]), form=form)
+    torch.testing.assert_close(y, cut, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("vector", [True, False])
+@pytest.mark.parametrize("form", PLAIN)
+def test_stretches_exchange_end_states(scaled: bool, vector: bool, form: str) -> None:
+    q, k, v, decay = inputs(vector=vector)
+    whole = bidirectional(q, k, v, decay, scaled=scaled)
+    cuts = [slice(0, 40), slice(40, 41), slice(41, 110), slice(110, 150)]
+    states = [end_states(k[:, s], v[:, s], decay[:, s], scaled=scaled) for s in cuts]
+    parts = [
+        bidirectional(q[:, s], k[:, s], v[:, s], decay[:, s], scaled=scaled, incoming=incoming, form=form)
+        for s, incoming in zip(cuts, incoming_states(states), strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_stretches_with_segments_across_their_ends(form: str) -> None:
+    q, k, v, decay = inputs(batch=1)
+    whole = bidirectional(q, k, v, decay, cu_seqlens=torch.tensor([0, 20, 90, 100, 150]))
+    # Stretches 0-40, 40-100, 100-150; the second ends where a segment does, so an empty one closes it.
+    cuts = [slice(0, 40), slice(40, 100), slice(100, 150)]
+    bounds = [torch.tensor(x) for x in ([0, 20, 40], [0, 50, 60, 60], [0, 0, 50])]
+    stretches = list(zip(cuts, bounds, strict=True))
+    states = [end_states(k[:, s], v[:, s], decay[:, s], cu_seqlens=cu) for s, cu in stretches]
+    parts = [
+        bidirectional(q[:, s], k[:, s], v[:, s], decay[:, s], cu_seqlens=cu, incoming=incoming, form=form)
+        for (s, cu), incoming in zip(stretches, incoming_states(states), strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("vector", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_gradients(form: str, vector: bool, scaled: bool) -> None:
+    q, k, v, decay = inputs(length=18 if vector else 70, batch=1, heads=1, k=2, v=2, vector=vector)
+    arguments = [x.requires_grad_() for x in (q, k, v, decay)]
+    assert torch.autograd.gradcheck(
+        lambda *x: bidirectional(*x, scaled=scaled, form=form), arguments, fast_mode=True, atol=1e-7
+    )
+
+
+def test_gradients_through_end_states() -> None:
+    q, k, v, decay = inputs(length=12, batch=1, heads=1, k=2, v=2)
+
+    def split(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        cuts = [slice(0, 5), slice(5, 12)]
+        states = incoming_states([end_states(k[:, s], v[:, s], decay[:, s]) for s in cuts])
+        parts = [
+            bidirectional(q[:, s], k[:, s], v[:, s], decay[:, s], incoming=i) for s, i in zip(cuts, states, strict=True)
+        ]
+        return torch.cat(parts, 1)
+
+    arguments = [x.requires_grad_() for x in (q, k, v, decay)]
+    assert torch.autograd.gradcheck(split, arguments, fast_mode=True, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_low_precision_is_computed_in_float32(form: str) -> None:
+    q, k, v, decay = inputs(length=70, dtype=torch.bfloat16)
+    y = bidirectional(q, k, v, decay, form=form)
+    exact = bidirectional(q.double(), k.double(), v.double(), decay.double(), form=form)
+    assert y.dtype == torch.bfloat16
+    assert ((y.double() - exact).norm() / exact.norm()).item() < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"k": torch.ones(1, 4, 2, 4)}, ["k (1, 4, 2, 4)"]),
+        ({"log_decay": torch.ones(1, 4, 2, 5)}, ["log_decay (1, 4, 2, 5)", "(1, 4, 2)", "(1, 3)"]),
+        ({"log_decay": torch.ones(1, 4, 2), "gate": torch.ones(1, 4, 2)}, ["log_decay and gate", "give one"]),
+        ({"mask": torch.ones(1, 5, dtype=torch.bool)}, ["mask (1, 5)", "(1, 4)"]),
+        ({"mask_convention": "eq18"}, ["'eq18'", "eq17, shifted"]),
+        ({"form": "fast"}, ["'fast'", "parallel, recurrent, chunked"]),
+        (
+            {"incoming": (torch.zeros(1, 2, 3, 4),) * 2, "mask_convention": "shifted"},
+            ["shifted", "incoming", "use 'eq17'"],
+        ),
+        ({"log_decay": torch.ones(1, 4, 2, 3), "form": "triton_tile"}, ["one decay a head", "form='chunked'"]),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict, words: list[str]) -> None:
+    arguments = {"q": torch.ones(1, 4, 2, 3), "k": torch.ones(1, 4, 2, 3), "v": torch.ones(1, 4, 2, 3), **change}
+    with pytest.raises(ValueError) as error:  # noqa: PT011  the words are checked below
+        bidirectional(**arguments)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_packed_segments_need_one_batch() -> None:
+    q, k, v, _ = inputs(length=4)
+    with pytest.raises(ValueError, match="batch 1"):
+        bidirectional(q, k, v, cu_seqlens=torch.tensor([0, 4]))
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Tensor]:
+    path = pathlib.Path(__file__).parents[3] / "shared" / "golden" / "lion_operator.npz"
+    if not path.exists():
+        pytest.skip(f"golden values are not here: {path}")
+    return {name: torch.tensor(array) for name, array in np.load(path).items()}
+
+
+@pytest.mark.parametrize("variant", ["lit", "d", "s"])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("form", PLAIN)
+def test_golden_outputs(golden: dict[str, Tensor], variant: str, convention: str, scaled: bool, form: str) -> None:
+    gate = {"lit": None, "d": golden["a_h"].expand(2, 41, 3), "s": golden["gate"]}[variant]
+    q, k, v = golden["q"], golden["k"], golden["v"]
+    y = bidirectional(q, k, v, gate=gate, scaled=scaled, mask_convention=convention, form=form)
+    expected = golden[f"y_{variant}_{convention}_{'scaled' if scaled else 'unscaled'}"]
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_golden_gradients(golden: dict[str, Tensor], form: str) -> None:
+    gate = golden["gate"][:1, :, :1]
+    decay = F.logsigmoid(gate)
+    q, k, v, g = (x.clone().requires_grad_() for x in (*(golden[n][:1, :, :1] for n in "qkv"), decay))
+    (bidirectional(q, k, v, g, form=form)[0, :, 0] * golden["grad_weight"]).sum().backward()
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        at = golden[f"grad_{name}_index"]
+        expected = golden[f"grad_{name}"][at[:, 0], at[:, 1]]
+        torch.testing.assert_close(x.grad[0, at[:, 0], 0, at[:, 1]], expected, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(g.grad[0, :, 0], golden["grad_g"], rtol=1e-7, atol=1e-7)

@@ -1,0 +1,31 @@
+"""The kernels on the GPU where there is one, else in Triton's interpreter, which takes float32 only."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when Triton is imported, which no other test does.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """ "cuda", or "cpu" with the interpreter made ready; skips where Triton is not installed."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton runs these in its interpreter")
+    if torch.cuda.is_available():
+        return "cuda"
+    from triton.runtime import interpreter
+
+    # Loop bounds are arrays of one element in the interpreter, which NumPy 2.4 no longer takes for integers.
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+    return "cpu"

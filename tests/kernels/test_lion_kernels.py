@@ -1,0 +1,93 @@
+"""LION's Triton kernels against the float64 reference, forward and backward, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.bidirectional import bidirectional
+
+KERNELS = ("triton_tile", "triton_chunk")
+
+
+def outputs(tensors: list[Tensor], dy: Tensor, dtype: torch.dtype, **arguments) -> list[Tensor]:
+    """y and the gradients of q, k, v and the decay."""
+    q, k, v, gate = (x.detach().clone().to(dtype).requires_grad_() for x in tensors)
+    decay = {"gate": {"gate": gate}, "log_decay": {"log_decay": F.logsigmoid(gate)}, None: {}}[arguments.pop("decay")]
+    y = bidirectional(q, k, v, **decay, **arguments)
+    y.backward(dy.to(dtype))
+    return [y.detach().double(), *(x.grad.double() for x in (q, k, v, gate) if x.grad is not None)]
+
+
+def check(device: str, form: str, shape: tuple[int, int, int, int, int], tolerance: float = 2e-5, **arguments) -> None:
+    batch, length, heads, dim_k, dim_v = shape
+    generator = torch.Generator().manual_seed(length + dim_k)
+    q, k = (torch.rand(batch, length, heads, dim_k, generator=generator) + 0.1 for _ in range(2))
+    v, dy = (torch.randn(batch, length, heads, dim_v, generator=generator) for _ in range(2))
+    gate = torch.randn(batch, length, heads, generator=generator) * 2 + 2
+    tensors = [x.to(device) for x in (q, k, v, gate)]
+    arguments = {"decay": "gate", **arguments}
+    expected = outputs(tensors, dy.to(device), torch.float64, form="recurrent", **arguments)
+    found = outputs(tensors, dy.to(device), torch.float32, form=form, **arguments)
+    assert len(found) == len(expected)
+    for name, x, y in zip(("y", "dq", "dk", "dv", "d decay"), found, expected, strict=False):
+        assert ((x - y).norm() / y.norm()).item() < tolerance, name
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("decay", [None, "log_decay", "gate"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_every_decay(device: str, form: str, decay: str | None, scaled: bool) -> None:
+    check(device, form, (2, 70, 2, 16, 16), decay=decay, scaled=scaled)
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1, 16, 16), (1, 64, 1, 32, 32), (1, 150, 2, 24, 40), (1, 33, 1, 8, 65), (1, 40, 1, 128, 80)]
+)
+def test_shapes_that_do_not_fill_their_tiles(device: str, form: str, shape: tuple[int, int, int, int, int]) -> None:
+    check(device, form, shape)
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("decay", [None, "gate"])
+def test_packed_segments(device: str, form: str, decay: str | None) -> None:
+    cu_seqlens = torch.tensor([0, 0, 30, 31, 64, 64, 120, 150, 150], device=device)
+    check(device, form, (1, 150, 1, 16, 16), decay=decay, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("decay", ["gate", "log_decay"])
+def test_padding(device: str, form: str, decay: str) -> None:
+    mask = torch.rand(2, 75, generator=torch.Generator().manual_seed(1)) > 0.3
+    check(device, form, (2, 75, 1, 16, 16), decay=decay, mask=mask.to(device))
+
+
+@pytest.mark.parametrize("form", KERNELS)
+def test_gates_in_low_precision_get_gradients_of_their_dtype(device: str, form: str) -> None:
+    q, k, v = (torch.rand(1, 40, 1, 16, device=device) for _ in range(3))
+    gate = torch.randn(1, 40, 1, device=device, dtype=torch.bfloat16).requires_grad_()
+    bidirectional(q, k, v, gate=gate, form=form).square().sum().backward()
+    wide = gate.detach().double().requires_grad_()
+    bidirectional(q.double(), k.double(), v.double(), gate=wide, form="parallel").square().sum().backward()
+    assert gate.grad is not None
+    assert gate.grad.dtype == torch.bfloat16
+    assert ((gate.grad - wide.grad).norm() / wide.grad.norm()).item() < 1e-2
+
+
+def test_far_tiles_are_skipped_without_a_trace(device: str) -> None:
+    """With strong decays most tiles lie beyond e^-20, and the result is the same."""
+    q, k, v = (torch.rand(1, 300, 1, 16, device=device) + 0.1 for _ in range(3))
+    log_decay = torch.full((1, 300, 1), -0.5, device=device)
+    log_decay[:, 128:192] = -1e-4
+    y = bidirectional(q, k, v, log_decay, form="triton_tile")
+    expected = bidirectional(q.double(), k.double(), v.double(), log_decay.double(), form="parallel")
+    torch.testing.assert_close(y.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_sizes_that_the_kernels_do_not_take(device: str) -> None:
+    q = torch.ones(1, 4, 1, 300, device=device)
+    with pytest.raises(ValueError, match=r"300, 300: at most 256; use form='chunked'"):
+        bidirectional(q, q, q, form="triton_chunk")
