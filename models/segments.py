@@ -1,0 +1,42 @@
+"""Where packed sequences begin and end, and what stands before a token of its own sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def segment_starts(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The segment of every token [length] int64, and whether the token is its first [length] bool."""
+    starts = cu_seqlens[:-1].long()
+    segments = torch.arange(len(starts), device=cu_seqlens.device)
+    segment = torch.repeat_interleave(segments, cu_seqlens.diff().long(), output_size=length)
+    return segment, torch.arange(length, device=cu_seqlens.device) == starts[segment]
+
+
+def previous(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """x_{t-1} of the same sequence, in x's shape [batch, length, channels].
+
+    before: [batch or segments, channels], what stands before the first token of every sequence; zero if None.
+    """
+    if x.shape[1] == 0:
+        return x
+    shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+    if cu_seqlens is None:
+        return shifted if before is None else torch.cat([before.to(x.dtype).unsqueeze(1), x[:, :-1]], 1)
+    segment, first = segment_starts(cu_seqlens, x.shape[1])
+    start = x.new_zeros(()) if before is None else before.to(x.dtype)[segment]
+    return torch.where(first.unsqueeze(-1), start, shifted)
+
+
+def last(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """x of the last token of every sequence [batch or segments, channels], or what stands before an empty one."""
+    if cu_seqlens is None:
+        if x.shape[1]:
+            return x[:, -1]
+        return x.new_zeros(x.shape[0], x.shape[2]) if before is None else before.to(x.dtype)
+    empty = (cu_seqlens.diff() == 0).unsqueeze(-1)
+    start = x.new_zeros(len(empty), x.shape[2]) if before is None else before.to(x.dtype)
+    if x.shape[1] == 0:
+        return start
+    return torch.where(empty, start, x[0, (cu_seqlens[1:].long() - 1).clamp_min(0)])
