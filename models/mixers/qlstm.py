@@ -1,0 +1,105 @@
+"""qLSTM: the LSTM without its nonlinear feedback, an elementwise linear recurrence with three gates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..init import linear
+from ..precision import wide
+from ..scan import scan
+
+
+@dataclass(frozen=True)
+class QLSTMOptions:
+    """Settings of the qLSTM mixer."""
+
+    forget_gate: Literal["sigmoid", "reversed"] = field(
+        default="sigmoid",
+        metadata={
+            "doc": "sigmoid: sigmoid(W_f x), as an LSTM. reversed: (1 + exp(W_f x))^-a, the reversed sigmoid with a "
+            "learned exponent a > 0 a channel, which is the transition exp(-a softplus(W_f x)) of Mamba."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.forget_gate not in ("sigmoid", "reversed"):
+            raise ValueError(
+                f"model.mixer_options.qlstm.forget_gate = {self.forget_gate!r}: allowed are sigmoid, reversed"
+            )
+
+
+class QLSTM(nn.Module):
+    """qLSTM as in Sieber et al. 2024 (arXiv 2405.15731), section 4, and MetaLA's general recurrence, Eq. 13-15:
+
+    h_t = sigmoid(W_f x_t) h_{t-1} + sigmoid(W_i x_t) (W_u x_t); y_t = W_O(sigmoid(W_o x_t) h_t); all elementwise.
+    The reversed variant forgets by (1 + exp(W_f x_t))^-a with a = exp(log_exponent), 1 at the start.
+    """
+
+    Options = QLSTMOptions
+    state_size: ClassVar[str] = "d float32"
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "forget_proj": "column",
+        "input_proj": "column",
+        "update_proj": "column",
+        "output_proj": "column",
+        "log_exponent": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {"log_exponent": "decay"}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: QLSTMOptions) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.forget_proj = linear(config, size, size)
+        self.input_proj = linear(config, size, size)
+        self.update_proj = linear(config, size, size)
+        self.output_proj = linear(config, size, size)
+        self.log_exponent = nn.Parameter(torch.zeros(size)) if options.forget_gate == "reversed" else None
+        self.out_proj = linear(config, size, size, output=True)
+        self._size = size
+
+    @staticmethod
+    def check(config: ModelConfig, options: QLSTMOptions) -> None:
+        """Every shape can be built: channels are independent and the heads are not used."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, hidden_size] in float32; with cu_seqlens a row for every segment.
+        """
+        forget = wide(self.forget_proj(x))
+        if self.log_exponent is None:
+            log_decay = F.logsigmoid(forget)
+        else:
+            log_decay = -wide(self.log_exponent).exp() * F.softplus(forget)
+        update = self.update_proj(x)
+        v = wide(self.input_proj(x)).sigmoid() * wide(update)
+        if mask is not None:
+            padding = ~mask.unsqueeze(-1)
+            log_decay, v = log_decay.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        h, recurrent = scan(
+            v,
+            log_decay,
+            initial_state=(state or {}).get("recurrent"),
+            cu_seqlens=cu_seqlens,
+            compute_dtype=update.dtype,
+        )
+        y = self.out_proj((wide(self.output_proj(x)).sigmoid() * h).to(update.dtype))
+        return (y, {"recurrent": recurrent}) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, gates and one step of the recurrence."""
+        return 10 * self._size * self._size + 4 * self._size
