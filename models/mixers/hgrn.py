@@ -1,0 +1,130 @@
+"""HGRN (arXiv 2311.04823): an elementwise recurrence whose forget gate is bounded from below, more so in upper layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..init import linear
+from ..precision import wide
+from ..scan import scan
+
+
+@dataclass(frozen=True)
+class HGRNOptions:
+    """Settings of the HGRN mixer."""
+
+    input_gate: Literal["tied", "free"] = field(
+        default="tied",
+        metadata={"doc": "tied: 1 - forget gate, as HGRN. free: sigmoid(W_i x), a gate of its own, as GLRU."},
+    )
+    rotation: bool = field(
+        default=False,
+        metadata={
+            "doc": "Complex state that turns by a learned angle a channel and token, as in the HGRN paper; twice the "
+            "candidate and output projections. false: real state, the form that MetaLA compares and that has a kernel."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.input_gate not in ("tied", "free"):
+            raise ValueError(f"model.mixer_options.hgrn.input_gate = {self.input_gate!r}: allowed are tied, free")
+
+
+class HGRN(nn.Module):
+    """The layer of Qin et al. 2023, section 3, and the row GLRU / HGRN of MetaLA's general recurrence.
+
+    f_t = gamma + (1 - gamma) sigmoid(W_f x_t); h_t = f_t e^{i theta} h_{t-1} + i_t c_t, i_t = 1 - f_t, c_t =
+    SiLU(W_c x_t); y_t = W_O(SiLU(W_G x_t) * LayerNorm_head(h_t)), theta = 0 for a real state, a complex c_t and h_t as
+    pairs of numbers. The LayerNorm has no gain.
+    gamma = layer / layers, fixed: what the paper's learned bound, a softmax over layers summed up to this one, is
+    before training. Layers are built and placed apart from one another and cannot share that softmax.
+    """
+
+    Options = HGRNOptions
+    state_size: ClassVar[str] = "d float32 (2 d with rotation)"
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "forget_proj": "column",
+        "input_proj": "column",
+        "candidate_proj": "column",
+        "gate_proj": "column",
+        "theta": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {"theta": "decay"}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: HGRNOptions) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.parts = 2 if options.rotation else 1
+        self.head_dim = size // config.num_heads * self.parts
+        self.lower_bound = layer_index / config.num_layers
+        self.forget_proj = linear(config, size, size)
+        self.input_proj = linear(config, size, size) if options.input_gate == "free" else None
+        self.candidate_proj = linear(config, size, size * self.parts)
+        self.gate_proj = linear(config, size, size * self.parts)
+        self.theta = None
+        if options.rotation:
+            # The angles of rotary positions, section 3.2.
+            self.theta = nn.Parameter(10000.0 ** (-torch.arange(size, dtype=torch.float32) / size))
+        self.out_proj = linear(config, size * self.parts, size, output=True)
+        self._size = size
+
+    @staticmethod
+    def check(config: ModelConfig, options: HGRNOptions) -> None:
+        """Every shape can be built."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, hidden_size] in float32, with rotation [batch, hidden_size, 2]; with cu_seqlens
+        a row for every segment.
+        """
+        forget = wide(self.forget_proj(x))
+        candidate = self.candidate_proj(x)
+        log_decay = _log_forget(forget, self.lower_bound)
+        if self.input_proj is None:
+            gate = (1.0 - self.lower_bound) * (-forget).sigmoid()
+        else:
+            gate = wide(self.input_proj(x)).sigmoid()
+        v = F.silu(wide(candidate))
+        initial = (state or {}).get("recurrent")
+        if self.theta is not None:
+            v = torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous())
+            log_decay = torch.complex(log_decay, wide(self.theta).expand_as(log_decay))
+            initial = None if initial is None else torch.view_as_complex(initial.contiguous())
+        v = gate * v
+        if mask is not None:
+            padding = ~mask.unsqueeze(-1)
+            log_decay, v = log_decay.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        h, recurrent = scan(v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens, compute_dtype=candidate.dtype)
+        if self.theta is not None:
+            h, recurrent = torch.view_as_real(h).flatten(-2), torch.view_as_real(recurrent)
+        o = F.layer_norm(h.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=1e-5).flatten(-2)
+        y = self.out_proj((F.silu(wide(self.gate_proj(x))) * o).to(candidate.dtype))
+        return (y, {"recurrent": recurrent}) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, gates and one step of the recurrence."""
+        matrices = 1 + (self.input_proj is not None) + 3 * self.parts
+        return 2 * matrices * self._size * self._size + 4 * self.parts**2 * self._size
+
+
+def _log_forget(a: Tensor, lower_bound: float) -> Tensor:
+    """log(gamma + (1 - gamma) sigmoid(a)), without leaving logarithms: sigmoid(a) may underflow where gamma is 0."""
+    if lower_bound == 0:
+        return F.logsigmoid(a)
+    return torch.logaddexp(a.new_tensor(log(lower_bound)), log(1 - lower_bound) + F.logsigmoid(a))
