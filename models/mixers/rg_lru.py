@@ -1,0 +1,129 @@
+"""RG-LRU, the recurrent block of Griffin (arXiv 2402.19427): gates on the decay and on the input of a real LRU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig, nearest_divisors
+from ..convolution import CausalConvolution
+from ..init import linear
+from ..precision import wide
+from ..scan import scan
+
+
+@dataclass(frozen=True)
+class RGLRUOptions:
+    """Settings of the RG-LRU mixer."""
+
+    width: int | None = field(
+        default=None, metadata={"doc": "Channels of the recurrence; null: model.hidden_size. Griffin: 4 d / 3."}
+    )
+    conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolution sees."})
+    exponent: float = field(default=8.0, metadata={"doc": "c in a_t = exp(-c softplus(Lambda) r_t)."})
+
+    def __post_init__(self) -> None:
+        for key, value in (("width", self.width), ("conv_kernel", self.conv_kernel)):
+            if value is not None and value < 1:
+                raise ValueError(f"model.mixer_options.rg_lru.{key} = {value}: must be at least 1")
+        if not self.exponent > 0:
+            raise ValueError(f"model.mixer_options.rg_lru.exponent = {self.exponent}: must be greater than 0")
+
+
+class RGLRU(nn.Module):
+    """The recurrent block of De et al. 2024, section 2.3, around the RG-LRU of section 2.4, Eq. 1-4.
+
+    u = conv(W_x x); r_t = sigmoid(W_a u_t + b_a); i_t = sigmoid(W_i u_t + b_i); a_t = exp(-c softplus(Lambda) r_t);
+    h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t u_t; y_t = W_O(GeLU(W_G x_t) h_t).
+    W_a and W_i are block-diagonal, a block a head, as in the paper's sharded models. The convolution has no bias.
+    Lambda begins where a_t at r_t = 1 is uniform in [0.9, 0.999].
+    """
+
+    Options = RGLRUOptions
+    state_size: ClassVar[str] = "width float32 and (kernel - 1) width"
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "x_proj": "column",
+        "gate_proj": "column",
+        "conv": "shard",
+        "decay_gate_weight": "shard",
+        "decay_gate_bias": "shard",
+        "input_gate_weight": "shard",
+        "input_gate_bias": "shard",
+        "decay": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {"decay": "decay"}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: RGLRUOptions) -> None:
+        super().__init__()
+        size, heads = config.hidden_size, config.num_heads
+        width = options.width or size
+        block = width // heads
+        self.options = options
+        self.x_proj = linear(config, size, width)
+        self.gate_proj = linear(config, size, width)
+        self.conv = CausalConvolution(width, options.conv_kernel, silu=False)
+        self.decay_gate_weight = nn.Parameter(torch.randn(heads, block, block) * block**-0.5)
+        self.decay_gate_bias = nn.Parameter(torch.zeros(width))
+        self.input_gate_weight = nn.Parameter(torch.randn(heads, block, block) * block**-0.5)
+        self.input_gate_bias = nn.Parameter(torch.zeros(width))
+        start = torch.empty(width).uniform_(0.9, 0.999)
+        self.decay = nn.Parameter((-start.log() / options.exponent).expm1().log())
+        self.out_proj = linear(config, width, size, output=True)
+        self._size, self._width, self._block = size, width, block
+
+    @staticmethod
+    def check(config: ModelConfig, options: RGLRUOptions) -> None:
+        """ValueError when the heads do not divide the width into blocks."""
+        width = options.width or config.hidden_size
+        if width % config.num_heads:
+            legal = " or ".join(str(n) for n in nearest_divisors(width, config.num_heads))
+            raise ValueError(
+                f"model.num_heads = {config.num_heads} does not divide model.mixer_options.rg_lru.width = {width}; "
+                f"nearest head counts that do: {legal}"
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, width] in float32 and "conv" [batch, kernel - 1, width]; with cu_seqlens a row
+        for every segment.
+        """
+        state = state or {}
+        u, history = self.conv(self.x_proj(x), mask, cu_seqlens, state.get("conv"), return_state)
+        decay_gate = _block_diagonal(u, self.decay_gate_weight, self.decay_gate_bias)
+        input_gate = _block_diagonal(u, self.input_gate_weight, self.input_gate_bias)
+        log_decay = -self.options.exponent * F.softplus(wide(self.decay)) * decay_gate
+        # 1 - a^2; at 0 the root has no slope.
+        scale = (-torch.expm1(2 * log_decay)).clamp_min(torch.finfo(log_decay.dtype).tiny).sqrt()
+        v = scale * input_gate * wide(u)
+        if mask is not None:
+            padding = ~mask.unsqueeze(-1)
+            log_decay, v = log_decay.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        h, recurrent = scan(
+            v, log_decay, initial_state=state.get("recurrent"), cu_seqlens=cu_seqlens, compute_dtype=u.dtype
+        )
+        y = self.out_proj((F.gelu(wide(self.gate_proj(x))) * h).to(u.dtype))
+        return (y, {"recurrent": recurrent, "conv": history}) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, convolution, gates and one step of the recurrence."""
+        projections = 6 * self._size * self._width
+        return projections + (2 * self.options.conv_kernel + 4 * self._block + 5) * self._width
+
+
+def _block_diagonal(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """sigmoid of a block-diagonal map in float32. u: [batch, length, width]; weight: [heads, block, block]."""
+    blocks = u.unflatten(-1, (-1, weight.shape[-1]))
+    return (wide(torch.einsum("blhi,hji->blhj", blocks, weight).flatten(-2)) + wide(bias)).sigmoid()
