@@ -1,0 +1,114 @@
+"""S5 / LRU: a constant complex diagonal recurrence between two full matrices (arXiv 2208.04933, 2303.06349)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import pi
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ModelConfig, nearest_divisors
+from ..init import linear
+from ..precision import wide
+from ..scan import scan
+
+
+@dataclass(frozen=True)
+class S5Options:
+    """Settings of the S5 mixer."""
+
+    state_size: int | None = field(default=None, metadata={"doc": "Complex states; null: model.hidden_size."})
+    min_radius: float = field(default=0.9, metadata={"doc": "Smallest |lambda| at the start."})
+    max_radius: float = field(default=0.999, metadata={"doc": "Largest |lambda| at the start."})
+    max_phase: float = field(
+        default=2 * pi, metadata={"doc": "Largest angle a token at the start; pi / 10 for long sequences."}
+    )
+
+    def __post_init__(self) -> None:
+        key = "model.mixer_options.s5"
+        if self.state_size is not None and self.state_size < 1:
+            raise ValueError(f"{key}.state_size = {self.state_size}: must be at least 1")
+        if not 0 < self.min_radius < self.max_radius < 1:
+            raise ValueError(
+                f"{key}.min_radius = {self.min_radius}, max_radius = {self.max_radius}: must be 0 < min < max < 1"
+            )
+        if not self.max_phase > 0:
+            raise ValueError(f"{key}.max_phase = {self.max_phase}: must be greater than 0")
+
+
+class S5(nn.Module):
+    """Smith et al. 2023, Eq. 2-6, in the parametrisation of the LRU, Orvieto et al. 2023, Eq. 5 and section 3.4:
+
+    h_t = lambda h_{t-1} + gamma B x_t; y_t = Re(C h_t); lambda = exp(-exp(nu) + i exp(theta)), gamma = exp(log_gamma),
+    sqrt(1 - |lambda|^2) at the start, lambda uniform on a ring. B and C are complex, stored as real matrices whose
+    rows (columns) are pairs of a real and an imaginary part; C's sign is taken up by its weights.
+    Left to the block: the skip D x_t, by the residual, and the nonlinearity after the layer, by the MLP.
+    """
+
+    Options = S5Options
+    state_size: ClassVar[str] = "2 d float32"
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "b_proj": "column",
+        "nu": "shard",
+        "theta": "shard",
+        "log_gamma": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {"nu": "decay", "theta": "decay", "log_gamma": "decay"}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: S5Options) -> None:
+        super().__init__()
+        size = config.hidden_size
+        states = options.state_size or size
+        self.b_proj = linear(config, size, 2 * states)
+        # Uniform in the area of the ring between the radii.
+        low, high = options.min_radius**2, options.max_radius**2
+        radius_squared = torch.empty(states).uniform_(low, high)
+        self.nu = nn.Parameter((-0.5 * radius_squared.log()).log())
+        self.theta = nn.Parameter((torch.rand(states).clamp_min(1e-4) * options.max_phase).log())
+        self.log_gamma = nn.Parameter(0.5 * (1 - radius_squared).log())
+        self.out_proj = linear(config, 2 * states, size, output=True)
+        self._size, self._states = size, states
+
+    @staticmethod
+    def check(config: ModelConfig, options: S5Options) -> None:
+        """ValueError when the heads, by which a layer is cut, do not divide the states."""
+        states = options.state_size or config.hidden_size
+        if states % config.num_heads:
+            legal = " or ".join(str(n) for n in nearest_divisors(states, config.num_heads))
+            raise ValueError(
+                f"model.num_heads = {config.num_heads} does not divide model.mixer_options.s5.state_size = {states}; "
+                f"nearest head counts that do: {legal}"
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, states, 2] in float32, real and imaginary parts; with cu_seqlens a row for every
+        segment.
+        """
+        u = self.b_proj(x)
+        v = torch.view_as_complex(wide(u).unflatten(-1, (-1, 2)).contiguous()) * wide(self.log_gamma).exp()
+        log_decay = torch.complex(-wide(self.nu).exp(), wide(self.theta).exp()).expand_as(v)
+        if mask is not None:
+            padding = ~mask.unsqueeze(-1)
+            log_decay, v = log_decay.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        initial = (state or {}).get("recurrent")
+        if initial is not None:
+            initial = torch.view_as_complex(initial.contiguous())
+        h, recurrent = scan(v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens)
+        y = self.out_proj(torch.view_as_real(h).flatten(-2).to(u.dtype))
+        return (y, {"recurrent": torch.view_as_real(recurrent)}) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: B, C, and one step of the complex recurrence."""
+        return 8 * self._size * self._states + 8 * self._states
