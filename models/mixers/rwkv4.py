@@ -1,0 +1,195 @@
+"""RWKV-4 (arXiv 2305.13048): an average of the values weighted by exponential keys, with a fixed decay a channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from ..init import linear
+from ..precision import wide
+from ..scan import scan
+from ..segments import last, previous, segment_starts
+
+# The logarithm of a weight of zero, finite so that differences of two stay numbers.
+_NOTHING = -1e30
+
+
+@dataclass(frozen=True)
+class RWKV4Options:
+    """RWKV-4 has no settings of its own."""
+
+
+class RWKV4(nn.Module):
+    """Time mixing of Peng et al. 2023, section 3.1, Eq. 11-18, with the token shift of Eq. 11-13.
+
+    r, k, v = W (mu x_t + (1 - mu) x_{t-1}); y_t = W_O(sigmoid(r_t) wkv_t);
+    wkv_t = (sum_{i<t} e^{-(t-1-i) w + k_i} v_i + e^{u + k_t} v_t) / (the same without v), w = exp(decay) > 0.
+    Weights are held relative to their running maximum (appendix D), here of the whole sequence at once.
+    The paper's channel mixing is left to the block: its MLP, without token shift and receptance.
+    """
+
+    Options = RWKV4Options
+    state_size: ClassVar[str] = "3 d float32 and d"
+    # The token shift begins the parallel region, and every channel of the cut maps reads it.
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "mix_r": "replicated, gradient summed",
+        "mix_k": "replicated, gradient summed",
+        "mix_v": "replicated, gradient summed",
+        "r_proj": "column",
+        "k_proj": "column",
+        "v_proj": "column",
+        "decay": "shard",
+        "bonus": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {
+        "mix_r": "norm",
+        "mix_k": "norm",
+        "mix_v": "norm",
+        "decay": "decay",
+        "bonus": "decay",
+    }
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: RWKV4Options) -> None:
+        super().__init__()
+        size = config.hidden_size
+        # Appendix E: from layer to layer more of the past, slower decays in later channels.
+        depth = layer_index / max(1, config.num_layers - 1)
+        falling = 1 - layer_index / config.num_layers
+        channel = torch.arange(size, dtype=torch.float32)
+        place = channel / size
+        self.mix_k = nn.Parameter(place**falling)
+        self.mix_v = nn.Parameter(place**falling + 0.3 * depth)
+        self.mix_r = nn.Parameter(place ** (0.5 * falling))
+        self.decay = nn.Parameter(-5 + 8 * (channel / max(1, size - 1)) ** (0.7 + 1.3 * depth))
+        self.bonus = nn.Parameter(0.5 * ((channel + 1) % 3 - 1) + log(0.3))
+        self.r_proj = linear(config, size, size)
+        self.k_proj = linear(config, size, size)
+        self.v_proj = linear(config, size, size)
+        self.out_proj = linear(config, size, size, output=True)
+        self._size = size
+
+    @staticmethod
+    def check(config: ModelConfig, options: RWKV4Options) -> None:
+        """Every shape can be built: channels are independent and the heads are not used."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "shift" [batch, hidden_size], the last input, and "recurrent" [batch, 3, hidden_size] in float32,
+        the sums over values and over weights, divided by the exponential of the third row, the largest log weight; with
+        cu_seqlens a row for every segment.
+        """
+        state = state or {}
+        shifted, shift = _token_shift(x, mask, cu_seqlens, state.get("shift"))
+        r, k, v = (
+            proj(shifted + mix.to(x.dtype) * (x - shifted))
+            for proj, mix in ((self.r_proj, self.mix_r), (self.k_proj, self.mix_k), (self.v_proj, self.mix_v))
+        )
+        wkv, recurrent = _wkv(
+            wide(k),
+            wide(v),
+            wide(self.decay).exp(),
+            wide(self.bonus),
+            mask,
+            cu_seqlens,
+            state.get("recurrent"),
+            v.dtype,
+        )
+        y = self.out_proj((wide(r).sigmoid() * wkv).to(v.dtype))
+        return (y, {"shift": shift, "recurrent": recurrent}) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, token shift and one step of both sums."""
+        return 8 * self._size * self._size + 20 * self._size
+
+
+def _token_shift(
+    x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x_{t-1} of every token, and the last real token of every sequence."""
+    if mask is None:
+        return previous(x, before, cu_seqlens), last(x, before, cu_seqlens)
+    x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+    shifted = previous(x, None, None)
+    place = torch.arange(x.shape[1], device=x.device)
+    final = torch.where(mask, place, -1).amax(1)
+    newest = x.gather(1, final.clamp_min(0)[:, None, None].expand(-1, 1, x.shape[2])).squeeze(1)
+    if before is None:
+        return shifted, newest
+    before = before.to(x.dtype)
+    first = (place == mask.int().argmax(1, keepdim=True)) & mask
+    shifted = torch.where(first.unsqueeze(-1), before.unsqueeze(1), shifted)
+    return shifted, torch.where((final < 0).unsqueeze(-1), before, newest)
+
+
+def _wkv(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None,
+    compute_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """k, v: [batch, length, channels]; w, u: [channels]; state: [batch or segments, 3, channels].
+
+    The largest log weight m_t = max(k_t, m_{t-1} - w) is a scale that the quotient does not depend on: no gradient
+    passes through it.
+    """
+    step = w.expand_as(k)
+    if mask is not None:
+        padding = ~mask.unsqueeze(-1)
+        step, k = step.masked_fill(padding, 0.0), k.masked_fill(padding, _NOTHING)
+    numerator, denominator, largest = (None, None, None) if state is None else state.to(k.dtype).unbind(1)
+    if largest is None:
+        sequences = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        largest = k.new_full((sequences, k.shape[2]), _NOTHING)
+    with torch.no_grad():
+        m = _running_maximum(k, step, largest, cu_seqlens)
+        m_before = previous(m, largest, cu_seqlens)
+    weight = (k - m).exp()
+    if mask is not None:
+        weight = weight.masked_fill(padding, 0.0)
+    sums, finals = [], []
+    for update, initial in ((weight * v, numerator), (weight, denominator)):
+        h, final = scan(
+            update, m_before - step - m, initial_state=initial, cu_seqlens=cu_seqlens, compute_dtype=compute_dtype
+        )
+        sums.append(previous(h, initial, cu_seqlens))
+        finals.append(final)
+    with torch.no_grad():
+        scale = torch.maximum(m_before, u + k)
+    past, now = (m_before - scale).exp(), (u + k - scale).exp()
+    wkv = (past * sums[0] + now * v) / (past * sums[1] + now)
+    return wkv, torch.stack([*finals, last(m, largest, cu_seqlens)], 1)
+
+
+def _running_maximum(k: Tensor, step: Tensor, largest: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """m_t = max(k_t, m_{t-1} - step_t) with m_0 = largest [batch or segments, channels], by doubling the reach."""
+    if cu_seqlens is None:
+        m, fall = torch.maximum(k, previous(torch.full_like(k, _NOTHING), largest, None) - step), step
+    else:
+        segment, first = segment_starts(cu_seqlens, k.shape[1])
+        first = first.unsqueeze(-1)
+        m = torch.where(first, torch.maximum(k, largest[segment] - step), k)
+        fall = torch.where(first, -_NOTHING, step)
+    reach = 1
+    while reach < k.shape[1]:
+        m = torch.cat([m[:, :reach], torch.maximum(m[:, reach:], m[:, :-reach] - fall[:, reach:])], 1)
+        fall = torch.cat([fall[:, :reach], fall[:, reach:] + fall[:, :-reach]], 1)
+        reach *= 2
+    return m
