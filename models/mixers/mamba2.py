@@ -1,0 +1,151 @@
+"""Mamba-2 (arXiv 2405.21060): a state space with one decay a head (SSD), which is linear attention with a gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig, nearest_divisors
+from ..convolution import CausalConvolution
+from ..init import linear
+from ..precision import wide
+from ..recurrence import recurrence
+
+
+@dataclass(frozen=True)
+class Mamba2Options:
+    """Settings of the Mamba-2 mixer."""
+
+    expand: int = field(default=2, metadata={"doc": "Channels of the state space are expand * hidden_size."})
+    state_size: int = field(default=128, metadata={"doc": "Width of B and C, N, shared by all heads."})
+    conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolutions see."})
+
+    def __post_init__(self) -> None:
+        for key in ("expand", "state_size", "conv_kernel"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"model.mixer_options.mamba2.{key} = {getattr(self, key)}: must be at least 1")
+
+
+class Mamba2(nn.Module):
+    """The block of Dao and Gu 2024, section 7, around the scalar-decay state space of Eq. 1-2, E = expand * d wide.
+
+    u, B, C = SiLU(conv(W x)); dt = softplus(W_dt x + b) a head; a = -exp(A_log) a head;
+    h_t = exp(dt_t a) h_{t-1} + dt_t B_t u_t; y_t = W_O RMSNorm_head(SiLU(W_z x_t) * (C_t h_t + D u_t)).
+    The recurrence has q = C, k = B, v = dt u, log decay dt a. B and C are shared by the heads (multi-value attention).
+    The norm goes over a head, with a gain, one of the groupings of section 8.1 that can be cut by heads; the released
+    models without a cut norm over all of E. The convolutions have no bias.
+    """
+
+    Options = Mamba2Options
+    state_size: ClassVar[str] = "expand d N float32 and (kernel - 1) (expand d + 2 N)"
+    # B and C are whole in every process of the parallel region, whose heads each see a part of their gradient.
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "x_proj": "column",
+        "b_proj": "replicated, gradient summed",
+        "c_proj": "replicated, gradient summed",
+        "dt_proj": "column",
+        "gate_proj": "column",
+        "conv_x": "shard",
+        "conv_b": "replicated, gradient summed",
+        "conv_c": "replicated, gradient summed",
+        "dt_bias": "shard",
+        "a_log": "shard",
+        "skip": "shard",
+        "norm_weight": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {"a_log": "decay", "skip": "norm", "norm_weight": "norm"}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: Mamba2Options) -> None:
+        super().__init__()
+        size, heads = config.hidden_size, config.num_heads
+        inner = options.expand * size
+        self.options = options
+        self.head_dim = inner // heads
+        self.x_proj = linear(config, size, inner)
+        self.b_proj = linear(config, size, options.state_size)
+        self.c_proj = linear(config, size, options.state_size)
+        self.dt_proj = linear(config, size, heads)
+        self.gate_proj = linear(config, size, inner)
+        self.conv_x = CausalConvolution(inner, options.conv_kernel, silu=True)
+        self.conv_b = CausalConvolution(options.state_size, options.conv_kernel, silu=True)
+        self.conv_c = CausalConvolution(options.state_size, options.conv_kernel, silu=True)
+        dt = torch.empty(heads).uniform_(log(1e-3), log(1e-1)).exp()
+        # The inverse of softplus.
+        self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())
+        self.a_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.skip = nn.Parameter(torch.ones(heads))
+        self.norm_weight = nn.Parameter(torch.ones(inner))
+        self.norm_eps = config.norm_eps
+        self.out_proj = linear(config, inner, size, output=True)
+        self._size, self._heads = size, heads
+
+    @staticmethod
+    def check(config: ModelConfig, options: Mamba2Options) -> None:
+        """ValueError when the heads do not divide the channels."""
+        inner = options.expand * config.hidden_size
+        if inner % config.num_heads:
+            legal = " or ".join(str(n) for n in nearest_divisors(inner, config.num_heads))
+            raise ValueError(
+                f"model.num_heads = {config.num_heads} does not divide the channels of mamba2, expand * "
+                f"model.hidden_size = {inner}; nearest head counts that do: {legal}"
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, heads, N, head_dim] in float32 and "conv_x", "conv_b", "conv_c" [batch, kernel -
+        1, channels]; with cu_seqlens a row for every segment.
+        """
+        state = state or {}
+        new_state: dict[str, Tensor] = {}
+        convolved = []
+        for name, proj, conv in (
+            ("conv_x", self.x_proj, self.conv_x),
+            ("conv_b", self.b_proj, self.conv_b),
+            ("conv_c", self.c_proj, self.conv_c),
+        ):
+            y, history = conv(proj(x), mask, cu_seqlens, state.get(name), return_state)
+            convolved.append(y)
+            if history is not None:
+                new_state[name] = history
+        u, b, c = convolved
+        u = u.unflatten(-1, (-1, self.head_dim))
+        dt = F.softplus(wide(self.dt_proj(x)) + wide(self.dt_bias))
+        if mask is not None:
+            # dt = 0 neither forgets nor takes anything up.
+            dt = dt.masked_fill(~mask.unsqueeze(-1), 0.0)
+        heads = dt.shape[-1]
+        o, new_state["recurrent"] = recurrence(
+            c.unsqueeze(2).expand(-1, -1, heads, -1),
+            b.unsqueeze(2).expand(-1, -1, heads, -1),
+            (dt.unsqueeze(-1) * wide(u)).to(u.dtype),
+            (-dt * wide(self.a_log).exp()).unsqueeze(-1),
+            initial_state=state.get("recurrent"),
+            cu_seqlens=cu_seqlens,
+        )
+        o = wide(o) + wide(self.skip).unsqueeze(-1) * wide(u)
+        o = o * F.silu(wide(self.gate_proj(x))).view_as(o)
+        o = o * (o.square().mean(-1, keepdim=True) + self.norm_eps).rsqrt()
+        y = self.out_proj((o.flatten(-2) * wide(self.norm_weight)).to(u.dtype))
+        return (y, new_state) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, convolutions, and the recurrence in chunks of 64."""
+        size, heads, states, head_dim = self._size, self._heads, self.options.state_size, self.head_dim
+        inner = heads * head_dim
+        projections = 2 * size * (3 * inner + 2 * states + heads)
+        convolutions = 2 * self.options.conv_kernel * (inner + 2 * states)
+        return projections + convolutions + heads * (min(64, length) * (states + head_dim) + 4 * states * head_dim)
