@@ -1,0 +1,142 @@
+"""Mamba (arXiv 2312.00752): a selective state space (S6) with a short convolution and a gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig, nearest_divisors
+from ..convolution import CausalConvolution
+from ..init import init_std, linear
+from ..precision import wide
+from ..selective_scan import selective_scan
+
+
+@dataclass(frozen=True)
+class MambaOptions:
+    """Settings of the Mamba mixer."""
+
+    expand: int = field(default=2, metadata={"doc": "Channels of the state space are expand * hidden_size."})
+    state_size: int = field(default=16, metadata={"doc": "States a channel, N."})
+    conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolution sees."})
+    dt_rank: int | None = field(
+        default=None, metadata={"doc": "Rank of the map that makes dt, over all groups; null: ceil(hidden_size / 16)."}
+    )
+    groups: int = field(
+        default=1,
+        metadata={
+            "doc": "Groups of channels that make dt, B and C each from its own channels. 1 is the paper's model: every "
+            "channel is read, so that the layer cannot be cut; tensor parallelism needs a multiple of its degree."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        for key in ("expand", "state_size", "conv_kernel", "dt_rank", "groups"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"model.mixer_options.mamba.{key} = {value}: must be at least 1")
+
+
+class Mamba(nn.Module):
+    """The block of Gu and Dao 2023, section 3.4, around the selective state space of Algorithm 2, E = expand * d wide.
+
+    u = SiLU(conv(W_x x)); dt, B, C = W u; dt_t = softplus(W_dt dt + b); A = -exp(A_log);
+    h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t; y_t = W_O(SiLU(W_z x_t) * (C_t h_t + D u_t)).
+    A begins as -1, ..., -N in every channel, dt log-uniform in [0.001, 0.1]. The convolution has no bias.
+    """
+
+    Options = MambaOptions
+    state_size: ClassVar[str] = "expand d N float32 and (kernel - 1) expand d"
+    # dt, B and C come from the channels of their group only: where groups are cut, nothing is read across a cut.
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "x_proj": "column",
+        "gate_proj": "column",
+        "conv": "shard",
+        "select_weight": "shard",
+        "dt_weight": "shard",
+        "dt_bias": "shard",
+        "a_log": "shard",
+        "skip": "shard",
+        "out_proj": "row",
+    }
+    parameter_kinds: ClassVar[dict[str, str]] = {"a_log": "decay", "skip": "norm"}
+
+    def __init__(self, config: ModelConfig, layer_index: int, options: MambaOptions) -> None:
+        super().__init__()
+        size, groups, states = config.hidden_size, options.groups, options.state_size
+        inner = options.expand * size
+        rank = -(-(options.dt_rank or -(-size // 16)) // groups)
+        self.options = options
+        self.x_proj = linear(config, size, inner)
+        self.gate_proj = linear(config, size, inner)
+        self.conv = CausalConvolution(inner, options.conv_kernel, silu=True)
+        self.select_weight = nn.Parameter(torch.randn(groups, rank + 2 * states, inner // groups) * init_std(config))
+        self.dt_weight = nn.Parameter(torch.empty(groups, inner // groups, rank).uniform_(-(rank**-0.5), rank**-0.5))
+        dt = torch.empty(inner).uniform_(log(1e-3), log(1e-1)).exp()
+        # The inverse of softplus.
+        self.dt_bias = nn.Parameter(dt + (-torch.expm1(-dt)).log())
+        self.a_log = nn.Parameter(torch.arange(1, states + 1, dtype=torch.float32).log().repeat(inner, 1))
+        self.skip = nn.Parameter(torch.ones(inner))
+        self.out_proj = linear(config, inner, size, output=True)
+        self._size, self._inner, self._rank = size, inner, rank
+
+    @staticmethod
+    def check(config: ModelConfig, options: MambaOptions) -> None:
+        """ValueError when the groups do not divide the channels."""
+        inner = options.expand * config.hidden_size
+        if inner % options.groups:
+            legal = " or ".join(str(n) for n in nearest_divisors(inner, options.groups))
+            raise ValueError(
+                f"model.mixer_options.mamba.groups = {options.groups} does not divide expand * model.hidden_size = "
+                f"{inner}; nearest that do: {legal}"
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: dict[str, Tensor] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+
+        The state is "recurrent" [batch, groups, E / groups, N] in float32 and "conv" [batch, kernel - 1, E], E = expand
+        * hidden_size; with cu_seqlens a row for every segment.
+        """
+        state = state or {}
+        u, history = self.conv(self.x_proj(x), mask, cu_seqlens, state.get("conv"), return_state)
+        grouped = u.unflatten(-1, (self.select_weight.shape[0], -1))
+        states = self.options.state_size
+        selected = torch.einsum("blgc,grc->blgr", grouped, self.select_weight)
+        low_rank, b, c = selected.split([self._rank, states, states], -1)
+        dt = wide(torch.einsum("blgr,gcr->blgc", low_rank, self.dt_weight).flatten(-2))
+        dt = F.softplus(dt + wide(self.dt_bias)).view_as(grouped)
+        if mask is not None:
+            # dt = 0 neither forgets nor takes anything up.
+            dt = dt.masked_fill(~mask[:, :, None, None], 0.0)
+        a = -wide(self.a_log).exp().unflatten(0, grouped.shape[2:])
+        y, recurrent = selective_scan(
+            wide(grouped),
+            dt,
+            a,
+            wide(b),
+            wide(c),
+            initial_state=state.get("recurrent"),
+            cu_seqlens=cu_seqlens,
+            compute_dtype=u.dtype,
+        )
+        y = y.flatten(-2) + wide(self.skip) * wide(u)
+        y = self.out_proj((y * F.silu(wide(self.gate_proj(x)))).to(u.dtype))
+        return (y, {"recurrent": recurrent, "conv": history}) if return_state else y
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add: projections, convolution, and one step of the recurrence."""
+        states = self.options.state_size
+        selection = 2 * (self._rank + 2 * states) + 2 * self._rank
+        return self._inner * (6 * self._size + selection + 2 * self.options.conv_kernel + 7 * states + 2)

@@ -1,0 +1,78 @@
+"""The selective state space of Mamba: for every channel c and state n
+h_t[c, n] = exp(dt_t[c] A[c, n]) h_{t-1}[c, n] + dt_t[c] B_t[n] x_t[c], y_t[c] = sum_n C_t[n] h_t[c, n].
+
+Gu and Dao 2023 (arXiv 2312.00752), Algorithm 2, with the discretisation of its released models. The states of all
+tokens would be as many times larger than the input as there are states a channel. They exist for one stretch of
+tokens at a time, and again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .scan import scan
+
+_STRETCH = 128
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x, dt: [batch, length, groups, channels]; a: [groups, channels, states], at most 0; b, c: [batch, length, groups,
+    states], shared by the channels of a group; all float32 or float64.
+
+    initial_state: [batch, groups, channels, states], zero if None. cu_seqlens: [segments + 1] int with batch 1, every
+    segment starts anew; states are then [segments, ...]. compute_dtype: as in `models.scan.scan`.
+    Returns y in x's shape and the state after the last token.
+    """
+    sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    state = x.new_zeros(sequences, *a.shape) if initial_state is None else initial_state.to(x.dtype)
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (x, dt, a, b, c, state))
+    outputs = []
+    for start in range(0, x.shape[1], _STRETCH):
+        end = min(start + _STRETCH, x.shape[1])
+        bounds = None if cu_seqlens is None else cu_seqlens.clamp(start, end) - start
+        stretch = partial(_stretch, bounds=bounds, compute_dtype=compute_dtype)
+        tensors = (*(t[:, start:end] for t in (x, dt, b, c)), a, state)
+        if differentiable and x.shape[1] > _STRETCH:
+            y, state = checkpoint(stretch, *tensors, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y, state = stretch(*tensors)
+        outputs.append(y)
+    return torch.cat(outputs, 1) if outputs else x, state
+
+
+def _stretch(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a: Tensor,
+    state: Tensor,
+    bounds: Tensor | None,
+    compute_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Segments that lie elsewhere are empty here, and an empty segment keeps its state."""
+    log_decay = dt.unsqueeze(-1) * a
+    update = (dt * x).unsqueeze(-1) * b.unsqueeze(3)
+    h, final = scan(
+        update.flatten(2),
+        log_decay.flatten(2),
+        initial_state=state.flatten(1),
+        cu_seqlens=bounds,
+        compute_dtype=compute_dtype,
+    )
+    y = (h.view_as(update) * c.unsqueeze(3)).sum(-1)
+    return y, final.view_as(state)
