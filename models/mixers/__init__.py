@@ -19,24 +19,38 @@ from typing import Any
 
 from .attention import Attention
 from .gla import GLA
+from .hgrn import HGRN
 from .hgrn2 import HGRN2
 from .linear_attention import LinearAttention
 from .lion import Lion
+from .mamba import Mamba
+from .mamba2 import Mamba2
 from .metala import MetaLA
 from .metala_bidirectional import MetaLABidirectional
 from .normalised_attention import NormalisedAttention
+from .qlstm import QLSTM
 from .retnet import RetNet
+from .rg_lru import RGLRU
+from .rwkv4 import RWKV4
+from .s5 import S5
 from .transnormer import TransNormer
 
 MIXERS: dict[str, Any] = {
     "attention": Attention,
     "gla": GLA,
+    "hgrn": HGRN,
     "hgrn2": HGRN2,
     "linear_attention": LinearAttention,
     "lion": Lion,
+    "mamba": Mamba,
+    "mamba2": Mamba2,
     "metala": MetaLA,
     "metala_bidirectional": MetaLABidirectional,
     "normalised_attention": NormalisedAttention,
+    "qlstm": QLSTM,
     "retnet": RetNet,
+    "rg_lru": RGLRU,
+    "rwkv4": RWKV4,
+    "s5": S5,
     "transnormer": TransNormer,
 }
