@@ -1,0 +1,84 @@
+"""The registered mixers under the settings that their tests run through, and how these tests build them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.mixers import MIXERS
+
+SIZE, HEADS, LAYERS, LAYER = 32, 4, 3, 1
+
+# Settings beside the defaults: (mixer, its options).
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *(
+        ("lion", {"variant": variant, "causal": causal})
+        for variant in ("lit", "d", "lstm", "grfa")
+        for causal in (True, False)
+    ),
+    ("lion", {"causal": False}),
+    ("lion", {"causal": False, "mask_convention": "shifted"}),
+    ("lion", {"scaled": False, "phi": "none", "bias": True}),
+    ("lion", {"variant": "d", "causal": False, "scaled": False, "phi": "silu_paper"}),
+    ("lion", {"variant": "lit", "phi": "elu", "output_norm": False}),
+    ("lion", {"variant": "lstm", "phi": "none", "causal": False, "decay_init": "half_life"}),
+    ("normalised_attention", {"normaliser": "softplus"}),
+    ("normalised_attention", {"normaliser": "sigmoid"}),
+    ("transnormer", {"phase": "first"}),
+    ("hgrn2", {"learned_lower_bound": False}),
+    ("hgrn", {"rotation": True}),
+    ("hgrn", {"input_gate": "free"}),
+    ("qlstm", {"forget_gate": "reversed"}),
+    ("attention", {"num_kv_heads": 2, "bias": True, "rotary_pct": 0.5}),
+    ("metala", {"preset": "paper", "key_projection": True, "self_augmentation": False}),
+    ("metala_bidirectional", {"preset": "paper", "convolution": False}),
+]
+CASES = [(name, {}) for name in sorted(MIXERS)] + VARIANTS
+
+
+def name_of(case: tuple[str, dict[str, Any]]) -> str:
+    return "-".join([case[0], *(f"{key}={value}" for key, value in case[1].items())])
+
+
+def both_ways(case: tuple[str, dict[str, Any]]) -> bool:
+    return case[0] == "metala_bidirectional" or case[1].get("causal") is False
+
+
+def build(
+    case: tuple[str, dict[str, Any]],
+    dtype: torch.dtype = torch.float32,
+    size: int = SIZE,
+    heads: int = HEADS,
+    layer: int = LAYER,
+) -> nn.Module:
+    """The mixer with all parameters away from their initial values, so that none is hidden by a zero."""
+    name, options = case
+    config = ModelConfig(
+        vocab_size=8,
+        num_layers=LAYERS,
+        hidden_size=size,
+        num_heads=heads,
+        mixers=(name,),
+        mixer_options={name: options} if options else {},
+    )
+    torch.manual_seed(5)
+    mixer = MIXERS[name](config, layer, config.options_of(name))
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return mixer.to(dtype)
+
+
+def tokens(length: int, batch: int = 1, dtype: torch.dtype = torch.float32, size: int = SIZE) -> Tensor:
+    return torch.randn(batch, length, size, generator=torch.Generator().manual_seed(length), dtype=torch.float64).to(
+        dtype
+    )
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float) -> None:
+    scale = expected.abs().max().item()
+    assert scale > 0
+    assert (got.double() - expected.double()).abs().max().item() <= tolerance * scale

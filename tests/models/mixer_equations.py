@@ -1,0 +1,193 @@
+"""The mixers of the linear-attention family as their papers print them: one token after the other, in float64.
+
+Each function takes the parameters by name, the input [length, d], the head count, the layer's index and the number of
+layers, and returns [length, d]. Nothing of `models` is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    return x.reshape(len(x), heads, -1)
+
+
+def _map(p: Weights, name: str, x: Tensor) -> Tensor:
+    y = x @ p[f"{name}.weight"].T
+    return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _swish(x: Tensor) -> Tensor:
+    return x * _sigmoid(x)
+
+
+def _elu1(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, torch.exp(torch.minimum(x, torch.zeros_like(x))))
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+    """q, k: [length, heads, dk], v: [length, heads, dv], alpha: [length, heads, dk or 1]."""
+    state = torch.zeros(*k.shape[1:], v.shape[-1], dtype=torch.float64)
+    out = []
+    for t in range(len(q)):
+        state = alpha[t, :, :, None] * state + k[t, :, :, None] * v[t, :, None, :]
+        out.append((q[t, :, :, None] * state).sum(1))
+    return torch.stack(out)
+
+
+def _both(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, shifted: bool = False) -> tuple[Tensor, Tensor]:
+    """The sum over all pairs, the decay of a pair as the product of what lies between; and the sum of each row."""
+    out, rows = torch.zeros_like(v), torch.zeros_like(v[..., :1])
+    for i in range(len(q)):
+        for j in range(len(q)):
+            low, high = min(i, j), max(i, j)
+            between = alpha[j:i] if shifted and j < i else alpha[low + 1 : high + 1]
+            weight = (q[i] * k[j] * between.prod(0)).sum(-1, keepdim=True)
+            out[i] += weight * v[j]
+            rows[i] += weight
+    return out, rows
+
+
+def _layer_norm(o: Tensor) -> Tensor:
+    centred = o - o.mean(-1, keepdim=True)
+    return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-5)
+
+
+def _rms_norm(o: Tensor) -> Tensor:
+    return o / torch.sqrt((o**2).mean(-1, keepdim=True) + 1e-5)
+
+
+def linear_attention(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
+    q, k = (_elu1(_heads(_map(p, name, x), heads)) for name in ("q_proj", "k_proj"))
+    v = _heads(_map(p, "v_proj", x), heads)
+    ones = torch.ones_like(q[..., :1])
+    o = _causal(q, k, v, ones) / (_causal(q, k, ones, ones) + 1e-6)
+    return _map(p, "out_proj", o.flatten(1))
+
+
+def normalised_attention(
+    p: Weights, x: Tensor, heads: int, layer: int, layers: int, eta: Callable[[Tensor], Tensor] = torch.exp
+) -> Tensor:
+    q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
+    o = _causal(q, k, v, torch.ones_like(q)) / math.sqrt(q.shape[-1])
+    return _map(p, "out_proj", (o / eta(_map(p, "eta_proj", x))[:, :, None]).flatten(1))
+
+
+def gla(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
+    q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
+    alpha = _heads(_sigmoid(_map(p, "decay_up", _map(p, "decay_down", x))) ** (1 / 16), heads)
+    o = _layer_norm(_causal(q, k, v, alpha) / math.sqrt(q.shape[-1])).flatten(1)
+    return _map(p, "out_proj", _swish(_map(p, "gate_proj", x)) * o)
+
+
+def retnet(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
+    q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
+    half = q.shape[-1] // 2
+    # A rotation by the angle is a product with a complex number, and the inner product its real part.
+    theta = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    phase = torch.exp(1j * torch.arange(len(x), dtype=torch.float64)[:, None] * theta)[:, None]
+    q, k = (torch.complex(t[..., :half], t[..., half:]) * phase for t in (q, k))
+    o = torch.zeros_like(v)
+    for h in range(heads):
+        decay = 1 - 2.0 ** (-5 - h)
+        for n in range(len(x)):
+            for m in range(n + 1):
+                o[n, h] += decay ** (n - m) * (q[n, h] * k[m, h].conj()).sum().real * v[m, h]
+    o = _layer_norm(o / math.sqrt(2 * half)).flatten(1)
+    return _map(p, "out_proj", _swish(_map(p, "gate_proj", x)) * o)
+
+
+def transnormer(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
+    q, k = (_swish(_heads(_map(p, name, x), heads)) for name in ("q_proj", "k_proj"))
+    v = _heads(_map(p, "v_proj", x), heads)
+    theta = p["theta"].reshape(heads, -1) if "theta" in p else torch.zeros_like(q[0])
+    o = torch.zeros_like(v)
+    for h in range(heads):
+        decay = math.exp(-8 * h / heads * (1 - layer / layers))
+        for s in range(len(x)):
+            for t in range(s + 1):
+                o[s, h] += decay ** (s - t) * (q[s, h] * k[t, h] * torch.cos(theta[h] * (s - t))).sum() * v[t, h]
+    o = _rms_norm(o / math.sqrt(q.shape[-1])).flatten(1)
+    return _map(p, "out_proj", o * _map(p, "gate_proj", x))
+
+
+def hgrn2(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
+    beta = torch.as_tensor(layer / layers, dtype=torch.float64)
+    if "lower_bound" in p:
+        beta = (layer - 0.5 + _sigmoid(p["lower_bound"])) / layers
+    f = _heads(beta + (1 - beta) * _sigmoid(_map(p, "f_proj", x)), heads)
+    q, v = _heads(_swish(_map(p, "q_proj", x)), heads), _heads(_map(p, "v_proj", x), heads)
+    return _map(p, "out_proj", _rms_norm(_causal(q, 1 - f, v, f)).flatten(1))
+
+
+def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
+    variant, phi = options.get("variant", "s"), options.get("phi", "silu")
+    q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
+    if phi == "elu":
+        q, k = _elu1(q), _elu1(k)
+    elif phi == "none":
+        k = k / math.sqrt(k.shape[-1])
+    else:
+        q, k = ((_swish(t) + 0.5 if phi == "silu" else _swish(t + 0.5)) for t in (q, k))
+        q, k = (t / torch.sqrt((t**2).sum(-1, keepdim=True)) for t in (q, k))
+    logits = torch.full((len(x), heads), torch.inf, dtype=torch.float64)
+    if variant != "lit":
+        logits = p["decay"].expand(len(x), heads)
+    if "decay_weight" in p:
+        logits = logits + x @ p["decay_weight"].T
+    decay = _sigmoid(logits)[:, :, None]
+    if variant == "lstm":
+        k = k * _sigmoid(_map(p, "input_gate", x))[:, :, None]
+    if variant == "grfa":
+        k = k * (1 - decay)
+    if options.get("causal", True):
+        num, den = _causal(q, k, v, decay), _causal(q, k, torch.ones_like(decay), decay)
+    else:
+        num, den = _both(q, k, v, decay, options.get("mask_convention") == "shifted")
+    if not options.get("scaled", True):
+        den = torch.ones_like(den)
+    elif variant == "lstm":
+        den = torch.maximum(den.abs(), torch.ones_like(den))
+    else:
+        den = den + 1e-6
+    y = _map(p, "out_proj", (num / den).flatten(1))
+    return _layer_norm(y) * p["output_norm.weight"] + p["output_norm.bias"] if "output_norm.weight" in p else y
+
+
+def _metala(p: Weights, x: Tensor, heads: int, layer: int, layers: int, both: bool, **options: Any) -> Tensor:
+    paper = options.get("preset") == "paper"
+    if "conv.weight" in p:
+        weight = p["conv.weight"]
+        kernel = weight.shape[1]
+        convolved = torch.zeros_like(x)
+        for t in range(len(x)):
+            for j in range(kernel):
+                if t - kernel + 1 + j >= 0:
+                    convolved[t] += weight[:, j] * x[t - kernel + 1 + j]
+        x = convolved if paper else _swish(convolved)
+    q, v = _heads(_map(p, "q_proj", x), heads), _heads(_map(p, "v_proj", x), heads)
+    alpha = _heads(_sigmoid(_map(p, "a_proj", x)) ** (1 / 16), heads)
+    k = _heads(_map(p, "k_proj", x), heads) if "k_proj.weight" in p else 1 - alpha
+    o = _both(q, k, v, alpha)[0] if both else _causal(q, k, v, alpha)
+    if not paper:
+        o = o / math.sqrt(q.shape[-1])
+    if "aug_weight" in p:
+        o = o + _sigmoid((q * p["aug_weight"].reshape(heads, -1) * k).sum(-1, keepdim=True) * v)
+    return _map(p, "out_proj", _swish(_map(p, "gate_proj", x)) * _layer_norm(o).flatten(1))
+
+
+metala = partial(_metala, both=False)
+metala_bidirectional = partial(_metala, both=True)
