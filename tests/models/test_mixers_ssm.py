@@ -1,24 +1,21 @@
-"""State-space mixers and gated RNNs: each against its equations, one token and one channel at a time, in float64."""
+"""State-space mixers and gated RNNs: each against its equations, token by token in float64, and its own edges.
+
+What all mixers have in common is in test_mixers_family.py and test_mixers_cut.py.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor
 
-from megatron_lite.tensor_parallel import partition_words
 from models.config import ModelConfig
-from models.lm import LanguageModel
 from models.mixers import MIXERS
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 SIZE, HEADS, LAYERS = 16, 2, 3
 # Longer than a stretch of the selective scan, so that states pass from one to the next.
 LONG = 150
@@ -214,77 +211,38 @@ def test_equals_its_equations(case: str) -> None:
 
 
 @cases
-def test_gradients_of_the_parts_equal_the_loop(case: str) -> None:
-    mixer, equations = built(case).double(), CASES[case][2]
-    x = tokens(1, 9).double()
-    parameters = dict(mixer.named_parameters())
-    weight = torch.randn(9, SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    gradients = torch.autograd.grad((mixer(x)[0] * weight).sum(), list(parameters.values()))
-    expected = torch.autograd.grad((equations(parameters, x[0]) * weight).sum(), list(parameters.values()))
-    for name, a, b in zip(parameters, gradients, expected, strict=True):
-        assert b.abs().max() > 0, name
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@cases
-def test_prefill_and_decode_equal_the_full_forward(case: str) -> None:
-    mixer = built(case)
-    x = tokens(2, LONG + 6)
-    with torch.no_grad():
-        full, final = mixer(x, return_state=True)
-        y, state = mixer(x[:, :LONG], return_state=True)
-        parts = [y]
-        for t in range(LONG, x.shape[1]):
-            y, state = mixer(x[:, t : t + 1], state=state, return_state=True)
-            parts.append(y)
-    torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=1e-5)
-    assert state.keys() == final.keys()
-    for key, value in final.items():
-        assert value.shape[0] == 2
-        torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-5)
-
-
-@cases
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(case: str, side: str) -> None:
-    """Nor does it between a prefill and the next tokens."""
+def test_a_padded_batch_goes_on_from_a_state(case: str, side: str) -> None:
     mixer = built(case)
-    lengths, width = (5, 11, 1), 11
-    x, rest = tokens(3, width), tokens(3, 4, seed=2)
+    lengths, width = (5, 11, 0), 11
+    before, x, after = tokens(3, 6), tokens(3, width, seed=2), tokens(3, 2, seed=3)
     place = torch.arange(width)
     mask = torch.stack([place >= width - n if side == "left" else place < n for n in lengths])
     with torch.no_grad():
-        y, state = mixer(x, mask=mask, return_state=True)
-        then, after = mixer(rest, mask=torch.ones(3, 4, dtype=torch.bool), state=state, return_state=True)
-        assert y.isfinite().all()
-        for row in range(3):
-            alone, alone_state = mixer(x[row, mask[row]][None], return_state=True)
-            alone_then, alone_after = mixer(rest[row : row + 1], state=alone_state, return_state=True)
-            torch.testing.assert_close(y[row, mask[row]], alone[0], rtol=0, atol=1e-5)
-            torch.testing.assert_close(then[row], alone_then[0], rtol=0, atol=1e-5)
-            for key, value in alone_after.items():
-                torch.testing.assert_close(after[key][row], value[0], rtol=1e-5, atol=1e-5)
+        _, state = mixer(before, return_state=True)
+        y, state = mixer(x, mask=mask, state=state, return_state=True)
+        end = mixer(after, state=state)
+        for row, real in enumerate(mask):
+            pieces = [before[row], x[row, real], after[row]]
+            _, *expected = mixer(torch.cat(pieces)[None])[0].split([len(piece) for piece in pieces])
+            torch.testing.assert_close(y[row, real], expected[0], rtol=0, atol=1e-5)
+            torch.testing.assert_close(end[row], expected[1], rtol=0, atol=1e-5)
 
 
-@cases
-def test_packed_segments_equal_separate_runs(case: str) -> None:
-    mixer = built(case)
+def test_states_pass_from_stretch_to_stretch_of_the_selective_scan() -> None:
+    mixer = built("mamba")
     bounds = [0, 5, 5, 6, LONG, LONG + 20, LONG + 20]
-    cu_seqlens = torch.tensor(bounds)
     x = tokens(1, bounds[-1])
     with torch.no_grad():
-        y, state = mixer(x, cu_seqlens=cu_seqlens, return_state=True)
-        again, _ = mixer(x, cu_seqlens=cu_seqlens, state=state, return_state=True)
+        y, state = mixer(x, cu_seqlens=torch.tensor(bounds), return_state=True)
         for s, (start, end) in enumerate(pairwise(bounds)):
-            if start == end:
-                continue
-            part = x[:, start:end]
-            alone, alone_state = mixer(part, return_state=True)
-            torch.testing.assert_close(y[:, start:end], alone, rtol=0, atol=1e-5)
-            for key, value in alone_state.items():
-                torch.testing.assert_close(state[key][s : s + 1], value, rtol=1e-5, atol=1e-5)
-            continued = mixer(part, state=alone_state)
-            torch.testing.assert_close(again[:, start:end], continued, rtol=0, atol=1e-5)
+            h, steps = None, []
+            for t in range(start, end):
+                step, h = mixer(x[:, t : t + 1], state=h, return_state=True)
+                steps.append(step)
+            if steps:
+                torch.testing.assert_close(y[:, start:end], torch.cat(steps, 1), rtol=0, atol=1e-5)
+                torch.testing.assert_close(state["recurrent"][s : s + 1], h["recurrent"], rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_pass_through_stretches_of_the_selective_scan() -> None:
@@ -365,40 +323,8 @@ PARAMETERS = {
 
 
 @cases
-def test_parameters_counted_and_partitioned(case: str) -> None:
-    mixer = built(case)
-    assert sum(p.numel() for p in mixer.parameters()) == PARAMETERS[case]
-    words = partition_words(mixer)
-    assert words.keys() == dict(mixer.named_parameters()).keys()
-    for name, kind in mixer.parameter_kinds.items():
-        assert kind in ("norm", "bias", "decay", "embedding")
-        # A kind is for a parameter that an option may leave out, but never for one that no plan knows.
-        assert name in mixer.tensor_parallel_plan
-
-
-@cases
-def test_cut_by_heads_or_groups_sums_to_the_whole(case: str) -> None:
-    """What tensor parallelism does by the plan: halves of the channels, outputs summed, equal the whole layer."""
-    name, options, _ = CASES[case]
-    if name == "mamba" and options.get("groups", 1) == 1:
-        pytest.skip("one group reads every channel: the plan refuses to cut its first dimension of 1")
-    x = tokens(2, 9)
-    with torch.no_grad():
-        expected = built(case)(x)
-        total = torch.zeros_like(expected)
-        for half in range(2):
-            mixer = built(case)
-            for path, parameter in mixer.named_parameters():
-                word = mixer.tensor_parallel_plan[path.split(".")[0]]
-                if word in ("column", "shard"):
-                    assert parameter.shape[0] % 2 == 0, path
-                    parameter.data = parameter.data.chunk(2, 0)[half].clone()
-                elif word == "row":
-                    parameter.data = parameter.data.chunk(2, 1)[half].clone()
-                else:
-                    assert word == "replicated, gradient summed", path
-            total += mixer(x)
-    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+def test_parameters_are_counted(case: str) -> None:
+    assert sum(p.numel() for p in built(case).parameters()) == PARAMETERS[case]
 
 
 @pytest.mark.parametrize(
@@ -418,28 +344,3 @@ def test_cut_by_heads_or_groups_sums_to_the_whole(case: str) -> None:
 def test_options_that_cannot_be_built_are_named(mixer: str, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(mixer, options)
-
-
-@pytest.mark.parametrize("name", dict.fromkeys(mixer for mixer, _, _ in CASES.values()))
-def test_tiny_config_learns(name: str) -> None:
-    config = ModelConfig(
-        **{
-            key: value
-            for key, value in yaml.safe_load((CONFIGS / f"{name}_tiny.yml").read_text())["model"].items()
-            if value is not None
-        }
-    )
-    model = LanguageModel(config, seed=0)
-    assert model.flops_per_token(64) >= 2 * sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2) * 0.9
-    text = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(8):
-        loss = model(text[:, :-1], labels=text[:, 1:], loss_weight=torch.full((2, 31), 1 / 62))
-        optimizer.zero_grad()
-        loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        optimizer.step()
-        losses.append(loss.item())
-    assert abs(losses[0] - math.log(512)) < 0.5
-    assert losses[-1] < losses[0] - 0.2
