@@ -113,7 +113,7 @@ def test_the_default_run_is_small_and_needs_nothing() -> None:
     ("override", "message"),
     [
         ("model.num_heads=5", "model.num_heads = 5 does not divide model.hidden_size = 1024; "),
-        ("model.mixers=[metla]", "model.mixers: unknown mixer 'metla'; did you mean metala?"),
+        ("model.mixers=[metla]", "model.mixers: unknown mixer 'metla'; did you mean metala"),
         ("model.mixer_options.metala.kernel=3", "model.mixer_options.metala.kernel: unknown option; "),
         ("model.mixer_options.metala=3", "model.mixer_options.metala = 3: mapping is allowed"),
         ("model.hiden_size=3", "model.hiden_size is an unknown key; nearest: model.hidden_size"),
