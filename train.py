@@ -97,7 +97,8 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
     from megatron_lite.flops import peak_flops, training_flops_per_token
     from megatron_lite.metrics import MetricsLogger
     from megatron_lite.trainer import Trainer, TrainState
-    from models.lm import build_layer, layer_specs
+    from models.lm import LanguageModel, build_layer, layer_specs
+    from tools.decoding import complete
     from tools.load_model import keep_tokenizer, prepared_data
     from tools.summary import complete_message, start_message, summary
 
@@ -180,6 +181,12 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
             wandb=config.logging.wandb.model_dump(),
             config=config.model_dump(mode="json"),
         )
+    model = LanguageModel(config.model, layers=engine.layers)
+
+    def sample() -> str:
+        limit = config.evaluation.sample_tokens
+        return complete(model, tokenizer, config.evaluation.prompt, max_tokens=limit, temperature=0.7, top_p=0.9)
+
     trainer = Trainer(
         engine,
         config,
@@ -190,6 +197,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         config_yaml=dump_config(config),
         flops_per_token=training_flops_per_token(engine.layers, config.batch.sequence_length),
         peak_flops=peak_flops(grid.device, dtype) if grid.is_main else None,
+        sample=sample if config.evaluation.sample_tokens else None,
     )
     try:
         result = trainer.fit()

@@ -189,15 +189,23 @@ class Engine:
         norm = self._engine.get_global_grad_norm()
         return StepResult(loss, float(norm), skipped, float(self._zero.loss_scale) if self.dtype == "fp16" else 1.0)
 
-    @torch.no_grad()
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients, for forward passes through `layers`."""
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._engine.train()
+
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, float]:
         """(sum of weight * nll, sum of weight) over the micro batches of all data ranks."""
-        self._engine.eval()
         nll = weight = 0.0
-        for batch in micro_batches:
-            nll += self._engine(self._to_device(batch)).double().item()
-            weight += batch["loss_weight"].double().sum().item()
-        self._engine.train()
+        with self.evaluating():
+            for batch in micro_batches:
+                nll += self._engine(self._to_device(batch)).double().item()
+                weight += batch["loss_weight"].double().sum().item()
         nll, weight = reduce_sum([nll, weight], self.grid)
         return nll, weight
 

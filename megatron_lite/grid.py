@@ -6,6 +6,7 @@ LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Without them the run has one process, whic
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,6 +66,7 @@ def init_grid(device: str = "auto", timeout_minutes: float = 30.0) -> Grid:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         else:
             dist.init_process_group(backend, timeout=limit)
+        atexit.register(dist.destroy_process_group)
     return Grid(rank, world_size, local_rank, data_rank=rank, data_size=world_size, device=place)
 
 

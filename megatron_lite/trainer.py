@@ -87,7 +87,7 @@ class Trainer(Generic[ModelT]):
         validation: None for a run without validation data.
         flops_per_token: training FLOPs, forward and backward; peak_flops: of one device; for MFU. None: not logged.
         config_yaml: stored in every checkpoint.
-        on_validation: called on the main process after each validation with the step (samples, plots).
+        sample: text that the model writes, asked for after each validation on every process (its layers are shared).
     """
 
     def __init__(
@@ -102,10 +102,11 @@ class Trainer(Generic[ModelT]):
         config_yaml: str,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
+        sample: Callable[[], str] | None = None,
     ) -> None:
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._config_yaml = batches, validation, config_yaml
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._flops_per_token, self._peak_flops, self._sample = flops_per_token, peak_flops, sample
         self._checkpoints = Path(config.checkpoint.directory)
         self._saved: Path | None = None
         self._skips = SkipCounter(config.run.max_skipped_steps, config.run.path, total=state.skipped_steps)
@@ -203,6 +204,12 @@ class Trainer(Generic[ModelT]):
         values["seconds"] = time.perf_counter() - begin
         if self.metrics is not None:
             self.metrics.log(self.state.step, values, kind="validation")
+        if self._sample is not None:
+            with self.engine.evaluating():
+                text = self._sample()
+            if self.metrics is not None:
+                prompt = self.config.evaluation.prompt
+                self.metrics.log(self.state.step, {"prompt": prompt, "text": text}, kind="sample")
         return values
 
     def _save(self) -> None:

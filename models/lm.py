@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,14 +58,15 @@ def build_layer(spec: LayerSpec, index: int, seed: int | None) -> nn.Module:
 class LanguageModel(nn.Module):
     """The whole model in one process: `embedding`, `blocks`, `head`."""
 
-    def __init__(self, config: ModelConfig, seed: int | None = None) -> None:
+    def __init__(self, config: ModelConfig, seed: int | None = None, layers: Sequence[nn.Module] | None = None) -> None:
+        """Layers are built from `seed`, or taken as they are (in the order of `layer_specs`) where they are given."""
         super().__init__()
         self.config = config
         specs = layer_specs(config)
-        embedding, *blocks, head = (build_layer(spec, index, seed) for index, spec in enumerate(specs))
-        self.embedding = embedding
+        if layers is None:
+            layers = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
+        self.embedding, *blocks, self.head = layers
         self.blocks = nn.ModuleList(blocks)
-        self.head = head
         if specs[-1].tied_to is not None:
             self.head.weight = self.embedding.weight
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
+from megatron_lite.metrics import read_metrics
 from megatron_lite.trainer import FitResult, TrainState
 from tools.load_model import PreparedData
 
@@ -51,8 +52,9 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
             rows = {"this model": values["bits_per_byte"], **report["compressors"]}
             lines += ["", f"bits per byte on the {len(text):,} bytes of validation text, never trained on:"]
             lines += [f"  {name:<12}{bits:7.4f}" for name, bits in sorted(rows.items(), key=lambda row: row[1])]
-    if config.evaluation.sample_tokens and config.evaluation.prompt:
-        report["sample"] = sample(folder, config.evaluation.prompt, config.evaluation.sample_tokens)
+    samples = [line for line in read_metrics(folder) if line["kind"] == "sample"]
+    if samples:
+        report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
         lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]
     (folder / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
     plot = plot_loss(folder)
@@ -114,28 +116,6 @@ def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
         "gzip -9": 8 * len(gzip.compress(text, 9)) / size,
         "xz -9": 8 * len(lzma.compress(text, preset=9)) / size,
     }
-
-
-def sample(run: Path, prompt: str, tokens: int) -> str:
-    """The prompt and its continuation by the newest checkpoint of a run (temperature 0.7, top-p 0.9, seed 0)."""
-    from tools.decoding import TextStream, generate, prompt_ids
-    from tools.load_model import load_model
-
-    loaded = load_model(run)
-    ids = prompt_ids(loaded.tokenizer, prompt)
-    stream = TextStream(loaded.tokenizer, ids)
-    text = prompt
-    for step in generate(
-        loaded.model,
-        [ids],
-        max_tokens=tokens,
-        vocab_size=loaded.tokenizer.vocab_size,
-        stop_id=loaded.tokenizer.end_of_document_id,
-        temperature=0.7,
-        top_p=0.9,
-    ):
-        text += "".join(stream.push(token) for token in step if token is not None)
-    return text + stream.finish()
 
 
 def _duration(seconds: float) -> str:
