@@ -274,6 +274,20 @@ def test_rwkv4_keys_of_any_size() -> None:
     assert all(p.grad.isfinite().all() for p in mixer.parameters())
 
 
+def test_rwkv4_segments_do_not_share_their_largest_key() -> None:
+    """Relative to the large keys of the segment before, all weights of the next would be 0."""
+    mixer = build("rwkv4")
+    with torch.no_grad():
+        mixer.decay.fill_(-9.0)
+        mixer.k_proj.weight.mul_(20)
+        x = tokens(1, 40)
+        x[:, :20] *= torch.where((mixer.k_proj(x[:, :20]) > 0).any(-1, keepdim=True), 50.0, 1.0)
+        y, state = mixer(x, cu_seqlens=torch.tensor([0, 20, 40]), return_state=True)
+        alone, alone_state = mixer(x[:, 20:], return_state=True)
+    torch.testing.assert_close(y[:, 20:], alone, rtol=0, atol=1e-5)
+    torch.testing.assert_close(state["recurrent"][1:], alone_state["recurrent"], rtol=1e-5, atol=1e-5)
+
+
 def test_rg_lru_gates_that_close() -> None:
     """a_t = 1 exactly, where the slope of sqrt(1 - a^2) is infinite."""
     mixer = build("rg_lru")
