@@ -29,7 +29,7 @@ from .readers import Document, parse_block, read_blocks
 from .split import TextSample, split_position, text_digest
 from .tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 
-PREPARE_VERSION = 3
+PREPARE_VERSION = 4
 TOKENIZER_SAMPLE = 48 * 2**20
 BATCH_CHARACTERS = 4 * 2**20
 
