@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.indexed import IndexedTokens
+from data.manifest import check_tokenizer, read_manifest
 from data.prepare import Prepared, prepare_corpus
 from data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint import CheckpointError, read_config_yaml, read_weights, resolve
@@ -226,16 +227,20 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
     else:
         if data.train is None:
             raise ValueError("data.corpus and data.train are both empty: name one of them")
+        manifest = read_manifest(data.validation) if data.validation is not None else None
         result = PreparedData(
             train=data.train,
             validation=data.validation,
             train_tokens=IndexedTokens(data.train).num_tokens,
             validation_text=None,
-            validation_bytes=None,
+            validation_bytes=None if manifest is None else manifest["bytes"],
             tokenizer_type=data.tokenizer.type,
             tokenizer_path=None if data.tokenizer.path is None else Path(data.tokenizer.path),
         )
     tokenizer = result.load_tokenizer()
+    for prefix in (result.train, result.validation):
+        if prefix is not None:
+            check_tokenizer(prefix, tokenizer)
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries "

@@ -269,3 +269,17 @@ def test_print_config_and_dry_run_write_nothing(arguments, tmp_path, capsys):
     assert "parameters   " in out
     assert "activations of one micro batch" in out
     assert not (tmp_path / "run").exists()
+
+
+def test_token_files_of_another_tokenizer_are_refused(arguments, tmp_path, capsys, corpus):
+    train.main(arguments())
+    (prefix,) = (corpus.parent / "cache").glob("corpus-*/train_text_document.bin")
+    description = prefix.with_suffix(".json")
+    for suffix in (".bin", ".idx", ".json"):
+        (tmp_path / f"moved{suffix}").write_bytes(prefix.with_suffix(suffix).read_bytes())
+    content = json.loads(description.read_text())
+    content["tokenizer"]["hash"] = "0" * 16
+    (tmp_path / "moved.json").write_text(json.dumps(content))
+    words = [word for word in arguments("other") if not word.startswith("data.corpus=")]
+    assert train.main([*words, "data.corpus=null", f"data.train={tmp_path / 'moved'}"]) == 2
+    assert "was written with another tokenizer" in capsys.readouterr().err
