@@ -18,10 +18,9 @@ class CausalConvolution(nn.Module):
     """y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}), a channel at a time; before the sequence x is zero.
 
     weight: [channels, kernel], U(-1/sqrt(kernel), 1/sqrt(kernel)) as torch.nn.Conv1d with groups = channels; no bias.
-    f is SiLU or the identity.
+    f is SiLU or the identity. How the weight is partitioned is for the mixer's plan to say.
     """
 
-    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
     def __init__(self, channels: int, kernel: int, *, silu: bool) -> None:

@@ -19,12 +19,6 @@ from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
 # Mamba's selection reads all channels of a group, so that a layer of one group cannot be cut.
 CUT = [(name, {"groups": 2}) if name == "mamba" else (name, options) for name, options in CASES]
 
-# models.convolution declares a plan of its own, "replicated", and the innermost plan decides: the mixers that cut their
-# convolution, or sum its gradient, are not heard. Delete this with that plan.
-UNHEARD = pytest.mark.xfail(strict=True, reason="the convolution's own plan overrides the mixer's word for it")
-CONVOLUTIONS = ("mamba", "mamba2", "metala", "metala_bidirectional", "rg_lru")
-
-
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_partition_words_and_kinds(case: tuple[str, dict[str, Any]]) -> None:
     mixer = build(case)
@@ -36,9 +30,7 @@ def test_partition_words_and_kinds(case: tuple[str, dict[str, Any]]) -> None:
     assert mixer.flops_per_token(512) > 2 * sum(p.numel() for p in mixer.parameters() if p.ndim == 2) * 0.9
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=UNHEARD if name in CONVOLUTIONS else ()) for name in sorted(MIXERS)]
-)
+@pytest.mark.parametrize("name", sorted(MIXERS))
 def test_a_mixers_word_for_a_part_decides(name: str) -> None:
     mixer = build((name, {}))
     words = partition_words(mixer)
@@ -46,11 +38,7 @@ def test_a_mixers_word_for_a_part_decides(name: str) -> None:
         assert {words[n] for n in words if n.split(".")[0] == part} <= {word}, part
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=UNHEARD if case[0] in ("mamba", "mamba2", "rg_lru") else ()) for case in CUT],
-    ids=[name_of(case) for case in CUT],
-)
+@pytest.mark.parametrize("case", CUT, ids=name_of)
 def test_cut_by_heads_it_is_the_same_mixer(case: tuple[str, dict[str, Any]]) -> None:
     """Two processes of tensor parallelism as two threads: each holds the pieces that the partition words give it."""
     mixer, x = build(case), tokens(20)
