@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from .config import ModelConfig
 from .mixers import MIXERS
 from .mlp import MLPS
 from .norm import Norm
+from .recurrence import leave_out_of_graphs
 
 
 class Block(nn.Module):
@@ -41,6 +44,11 @@ class Block(nn.Module):
         hidden = x + mixed
         y = hidden + self.mlp(self.norm2(x if self.parallel_residual else hidden))
         return (y, new_state) if return_state else y
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """torch.compile this block in place, around the recurrence of its mixer; arguments as torch.compile."""
+        leave_out_of_graphs()
+        super().compile(*args, **kwargs)
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token at this sequence length, two a multiply-add."""

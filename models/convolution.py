@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .precision import wide
+
 # Elements of a tile on a CPU: 2^17 float32 are 512 KiB, and about four such tensors live at a time.
 _TILE_ELEMENTS = 1 << 17
 
@@ -108,7 +110,7 @@ class _Convolve(torch.autograd.Function):
         ctx.save_for_backward(before, x, weight)
         ctx.silu = silu
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        taps = _wide(weight).t().contiguous()
+        taps = wide(weight).t().contiguous()
         for row, tile in _tiles_of(x, taps):
             total = _weighted(_window_of(before, x, row, tile, taps), taps)
             y[row, tile] = F.silu(total, inplace=True) if silu else total
@@ -120,14 +122,14 @@ class _Convolve(torch.autograd.Function):
         before, x, weight = ctx.saved_tensors
         d_before = torch.empty_like(before)
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        taps = _wide(weight).t().contiguous()
+        taps = wide(weight).t().contiguous()
         d_taps = torch.zeros_like(taps)
         past = len(taps) - 1
         carry = None
         for row, tile in reversed(list(_tiles_of(x, taps))):
             window = _window_of(before, x, row, tile, taps)
             size = len(window) - past
-            d_total = _wide(d_y[row, tile])
+            d_total = wide(d_y[row, tile])
             if ctx.silu:
                 d_total = torch.ops.aten.silu_backward(d_total, _weighted(window, taps))
             d_window = torch.zeros_like(window)
@@ -169,7 +171,3 @@ def _weighted(window: Tensor, taps: Tensor) -> Tensor:
     for j in range(1, len(taps)):
         total.addcmul_(window[j : j + size], taps[j])
     return total
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -90,6 +90,10 @@ class _CrossEntropySum(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=weights.dtype, device=weight.device) if need_weight else None
         total = weights.new_zeros(())
+        # The gradients are kept for weights of at most 1 and scaled in the backward pass: one over the tokens of a
+        # batch, the usual weight, would leave float16's range before the loss scale is multiplied in.
+        unit = weights.abs().amax() if len(weights) else total
+        unit = torch.where(unit == 0, 1.0, unit)
         narrow = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         # The same memory where both would be of one type.
         wide = narrow if narrow.dtype == weights.dtype else torch.empty_like(narrow, dtype=weights.dtype)
@@ -105,22 +109,24 @@ class _CrossEntropySum(torch.autograd.Function):
             total += ((mass.log() + largest - chosen) * token_weight).sum()
             if d_hidden is None and d_weight is None:
                 continue
+            token_weight = token_weight / unit
             p.mul_(token_weight / mass).scatter_add_(-1, label, -token_weight)
             gradient = logits.copy_(p)
             if d_hidden is not None:
                 torch.mm(gradient, weight, out=d_hidden[rows])
             if d_weight is not None:
                 d_weight += gradient.t() @ x
-        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.save_for_backward(d_hidden, d_weight, unit)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight = ctx.saved_tensors
+        d_hidden, d_weight, unit = ctx.saved_tensors
+        factor = grad * unit
         if d_hidden is not None:
-            d_hidden = d_hidden * grad.to(d_hidden.dtype)
+            d_hidden = (d_hidden.to(unit.dtype) * factor).to(d_hidden.dtype)
         if d_weight is not None:
-            d_weight = (d_weight * grad).to(ctx.weight_dtype)
+            d_weight = (d_weight * factor).to(ctx.weight_dtype)
         return d_hidden, d_weight, None, None, None

@@ -72,6 +72,13 @@ def recurrence(
     return torch.cat(outputs, 1).to(dtype), torch.cat(finals)
 
 
+def leave_out_of_graphs() -> None:
+    """Have torch.compile call the chunked form as it is: traced, its loops over chunks compile for minutes."""
+    global chunked_recurrence
+    if not getattr(chunked_recurrence, "_torchdynamo_disable", False):
+        chunked_recurrence = torch.compiler.disable(chunked_recurrence)
+
+
 def _recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     decay = log_decay.exp().unsqueeze(-1)
     outputs = []

@@ -13,6 +13,7 @@ from ..config import ModelConfig, nearest_divisors
 from ..convolution import CausalConvolution
 from ..init import linear
 from ..kernels.metala_epilogue import metala_epilogue
+from ..precision import wide
 from ..recurrence import recurrence
 
 
@@ -156,4 +157,4 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 
 def _log_decay(a: Tensor) -> Tensor:
     """log alpha, alpha = sigmoid(a)^(1/16), in float32 (float64 for float64)."""
-    return F.logsigmoid(a if a.dtype == torch.float64 else a.float()) / 16
+    return F.logsigmoid(wide(a)) / 16

@@ -1,0 +1,88 @@
+"""The causal convolution: against torch's, in both its forms, over tiles, with history, padding and packing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models import convolution
+from models.convolution import CausalConvolution
+
+
+def reference(layer: CausalConvolution, x: torch.Tensor) -> torch.Tensor:
+    channels, kernel = layer.weight.shape
+    padded = F.pad(x.transpose(1, 2), (kernel - 1, 0))
+    y = F.conv1d(padded, layer.weight.unsqueeze(1), groups=channels).transpose(1, 2)
+    return F.silu(y) if layer.silu else y
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("kernel", [1, 2, 4])
+@pytest.mark.parametrize("tile", [8, 40, 10000])
+@pytest.mark.parametrize("length", [1, 2, 13])
+def test_values_and_gradients(monkeypatch, silu, kernel, tile, length):
+    monkeypatch.setattr(convolution, "_TILE_ELEMENTS", tile)
+    layer = CausalConvolution(4, kernel, silu=silu).double()
+    x = torch.randn(3, length, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, length, 4, dtype=torch.float64)
+    expected = reference(layer, x)
+    y, _ = layer(x)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    leaves = [x, layer.weight]
+    for a, e in zip(
+        torch.autograd.grad((y * weight).sum(), leaves),
+        torch.autograd.grad((expected * weight).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
+
+
+def test_gradient_of_the_history():
+    layer = CausalConvolution(3, 4, silu=True).double()
+    x = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    history = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+
+    def function(x, history, weight):
+        layer_weight = {"weight": weight}
+        return torch.func.functional_call(layer, layer_weight, (x,), {"history": history, "return_history": True})
+
+    assert torch.autograd.gradcheck(function, (x, history, layer.weight))
+
+
+def test_bfloat16_sums_in_float32():
+    layer = CausalConvolution(16, 4, silu=True)
+    x = torch.randn(2, 50, 16)
+    expected = reference(layer, x)
+    y, _ = layer.bfloat16()(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert ((y - expected).norm() / expected.norm()).item() < 4e-3
+
+
+def test_pieces_equal_the_whole():
+    layer = CausalConvolution(3, 4, silu=True).double()
+    x = torch.randn(2, 12, 3, dtype=torch.float64)
+    outputs, history = [], None
+    for a, b in ((0, 1), (1, 2), (2, 7), (7, 12)):
+        y, history = layer(x[:, a:b], history=history, return_history=True)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), reference(layer, x))
+    torch.testing.assert_close(history, x[:, -3:])
+
+
+def test_packed_gradients_equal_runs_apart():
+    layer = CausalConvolution(3, 4, silu=True).double()
+    x = torch.randn(1, 12, 3, dtype=torch.float64, requires_grad=True)
+    bounds = [0, 2, 2, 9, 12]
+    y, _ = layer(x, cu_seqlens=torch.tensor(bounds))
+    apart = torch.cat([reference(layer, x[:, a:b]) for a, b in pairwise(bounds) if a < b], 1)
+    torch.testing.assert_close(y, apart)
+    weight = torch.randn_like(y)
+    for a, e in zip(
+        torch.autograd.grad((y * weight).sum(), [x, layer.weight]),
+        torch.autograd.grad((apart * weight).sum(), [x, layer.weight]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, e)

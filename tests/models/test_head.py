@@ -1,0 +1,120 @@
+"""The loss in chunks: value and gradients against torch's cross entropy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.config import ModelConfig
+from models.head import cross_entropy_sum
+from models.lm import LanguageModel
+
+TOKENS, SIZE, VOCAB = 50, 16, 37
+
+
+def example(dtype: torch.dtype = torch.float64):
+    hidden = torch.randn(5, 10, SIZE, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, SIZE, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, VOCAB, (5, 10))
+    labels[0, :3] = -100
+    loss_weight = torch.rand(5, 10)
+    loss_weight[1] = 0.0
+    return hidden, weight, labels, loss_weight
+
+
+def reference(hidden, weight, labels, loss_weight):
+    nll = F.cross_entropy((hidden @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    return (nll * loss_weight.flatten()).sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50, 64, None])
+def test_value_and_gradients(chunk):
+    hidden, weight, labels, loss_weight = example()
+    loss_weight = loss_weight.double()
+    expected = reference(hidden, weight, labels, loss_weight)
+    actual = cross_entropy_sum(hidden, weight, labels, loss_weight, chunk=chunk)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    wanted = torch.autograd.grad(3 * expected, [hidden, weight])
+    torch.testing.assert_close(torch.autograd.grad(3 * actual, [hidden, weight]), wanted, rtol=0, atol=1e-12)
+
+
+def test_gradient_of_one_input_alone():
+    hidden, weight, labels, loss_weight = example()
+    expected = torch.autograd.grad(reference(hidden, weight, labels, loss_weight.double()), hidden)
+    actual = torch.autograd.grad(cross_entropy_sum(hidden, weight.detach(), labels, loss_weight), hidden)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_without_weights_every_label_counts_once():
+    hidden, weight, labels, _ = example()
+    expected = reference(hidden, weight, labels, torch.ones(5, 10))
+    torch.testing.assert_close(cross_entropy_sum(hidden, weight, labels), expected)
+
+
+@pytest.mark.parametrize("nothing", ["weights", "labels", "tokens"])
+def test_nothing_to_learn_is_zero(nothing):
+    hidden, weight, labels, loss_weight = example()
+    if nothing == "weights":
+        loss_weight = torch.zeros_like(loss_weight)
+    elif nothing == "labels":
+        labels = torch.full_like(labels, -100)
+    else:
+        hidden, labels, loss_weight = hidden[:0], labels[:0], loss_weight[:0]
+    loss = cross_entropy_sum(hidden, weight, labels, loss_weight)
+    assert loss.item() == 0.0
+    for gradient in torch.autograd.grad(loss, [hidden, weight]):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_a_token_that_counts_nothing_may_be_anything():
+    hidden, weight, labels, loss_weight = example()
+    poisoned = hidden.detach().clone()
+    poisoned[1] = torch.nan
+    poisoned.requires_grad_()
+    loss = cross_entropy_sum(poisoned, weight, labels, loss_weight)
+    torch.testing.assert_close(loss, cross_entropy_sum(hidden, weight, labels, loss_weight))
+    gradient, _ = torch.autograd.grad(loss, [poisoned, weight])
+    assert torch.equal(gradient[1], torch.zeros_like(gradient[1]))
+
+
+def test_large_logits_stay_finite():
+    hidden, weight, labels, loss_weight = example()
+    expected = reference(hidden * 1e3, weight, labels, loss_weight.double())
+    actual = cross_entropy_sum(hidden.float() * 1e3, weight.float(), labels, loss_weight)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_summed_in_float32(dtype):
+    """Weights of one over a batch of tokens and a loss scale: the gradients neither vanish nor overflow."""
+    hidden, weight, labels, loss_weight = example(torch.float32)
+    scale = 65536.0
+    loss_weight = loss_weight / 2e6
+    expected = reference(hidden, weight, labels, loss_weight)
+    wanted = torch.autograd.grad(scale * expected, [hidden, weight])
+    narrow = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+    actual = cross_entropy_sum(*narrow, labels, loss_weight)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=5e-3, atol=0)
+    for a, e in zip(torch.autograd.grad(scale * actual, narrow), wanted, strict=True):
+        assert a.dtype == dtype
+        assert ((a.float() - e).norm() / e.norm()).item() < 2e-2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_loss_and_gradients_tied_and_untied(tied):
+    config = ModelConfig(vocab_size=VOCAB, num_layers=1, hidden_size=16, num_heads=2, tie_embeddings=tied)
+    model = LanguageModel(config, seed=1).double()
+    assert (model.head.weight is model.embedding.weight) == tied
+    tokens, labels = torch.randint(0, VOCAB, (2, 9)), torch.randint(0, VOCAB, (2, 9))
+    loss_weight = torch.rand(2, 9, dtype=torch.float64)
+    nll = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="none")
+    expected = (nll * loss_weight.flatten()).sum()
+    actual = model(tokens, labels, loss_weight)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    parameters = list(model.parameters())
+    assert len(parameters) == len(list(model.named_parameters(remove_duplicate=False))) - tied
+    wanted = torch.autograd.grad(expected, parameters)
+    torch.testing.assert_close(torch.autograd.grad(actual, parameters), wanted, rtol=0, atol=1e-11)

@@ -1,0 +1,68 @@
+"""What the model configuration refuses, and what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from models.config import ModelConfig
+
+SHAPE = {"vocab_size": 61, "num_layers": 3, "hidden_size": 48, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 0}, "model.vocab_size = 0: must be at least 1"),
+        ({"num_layers": -1}, "model.num_layers = -1: must be at least 1"),
+        ({"intermediate_size": 0}, "model.intermediate_size = 0: must be at least 1"),
+        ({"norm_eps": 0.0}, "model.norm_eps = 0.0: must be greater than 0"),
+        ({"init_std": float("nan")}, "model.init_std = nan: must be greater than 0"),
+        ({"num_heads": 5}, "model.num_heads = 5 does not divide model.hidden_size = 48; nearest .* 4 or 6"),
+        ({"num_heads": 100}, "model.num_heads = 100 does not divide .* 48$"),
+        ({"num_heads": 16}, "num_heads = 16 does not divide the key width of metala, .* = 24; nearest .* 12 or 24"),
+        ({"hidden_size": 49, "num_heads": 7}, "key width of metala"),
+        ({"mlp": "relu"}, "model.mlp = 'relu': allowed are swiglu, gelu"),
+        ({"norm": "batchnorm"}, "model.norm = 'batchnorm': allowed are layernorm, rmsnorm"),
+        ({"init_method": "xavier"}, "model.init_method = 'xavier': allowed are normal, small_init, wang_init"),
+        ({"output_init_method": "zero"}, "model.output_init_method = 'zero': allowed are"),
+        ({"mixers": ()}, "model.mixers is empty"),
+        ({"mixers": ("metla",)}, "model.mixers: unknown mixer 'metla'; did you mean metala"),
+        ({"mixers": ("zzzz",)}, "model.mixers: unknown mixer 'zzzz'; allowed are attention, "),
+        ({"mixer_options": {"atention": {}}}, "model.mixer_options: unknown mixer 'atention'; did you mean attention"),
+        ({"mixer_options": {"attention": {}}}, "model.mixer_options.attention is set but model.mixers = .'metala'."),
+        ({"mixer_options": {"metala": {"preste": "x"}}}, "metala.preste: unknown option; did you mean preset"),
+        ({"mixer_options": {"metala": {"preset": "x"}}}, "metala.preset = 'x': allowed are released, paper"),
+    ],
+)
+def test_says_what_is_wrong(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**SHAPE | change)
+
+
+def test_pattern_repeats_over_the_layers():
+    config = ModelConfig(**SHAPE | {"mixers": ["metala", "attention"]})
+    assert [config.mixer_of(i) for i in range(3)] == ["metala", "attention", "metala"]
+    assert config.mixers == ("metala", "attention")
+
+
+def test_empty_options_of_a_mixer_are_its_defaults():
+    config = ModelConfig(**SHAPE | {"mixer_options": {"metala": None}})
+    assert config.options_of("metala").preset == "released"
+
+
+def test_every_field_is_documented():
+    from dataclasses import fields
+
+    from models.mixers import MIXERS
+
+    for declared in (ModelConfig, *(mixer.Options for mixer in MIXERS.values())):
+        for field in fields(declared):
+            assert field.metadata.get("doc", "").endswith((".", "null.", ")")), (declared, field.name)
+
+
+def test_file_imports_without_torch():
+    code = "import sys; sys.modules['torch'] = None; import models.config"
+    subprocess.run([sys.executable, "-c", code], check=True)
