@@ -149,7 +149,7 @@ class Attention(nn.Module):
         seen = keys_real[:, None, :]
         if self.options.causal:
             seen = seen & (key <= query)
-        # A padded query sees itself, or its softmax over nothing would be nan and spread through the values.
+        # A padded query sees itself: in some kernels a softmax over nothing is nan, which would spread through the values.
         return (seen | (key == query))[:, None]
 
     def flops_per_token(self, length: int) -> int:
