@@ -76,17 +76,17 @@ class _Lion(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         decay = None if decay is None else decay.contiguous()
-        y, den, sums = _KERNELS[kernel].forward(q, k, v, decay, segments, mode, scaled, EPS)
-        ctx.save_for_backward(q, k, v, decay, segments, y, den, sums)
+        y, saved = _KERNELS[kernel].forward(q, k, v, decay, segments, mode, scaled, EPS)
+        ctx.save_for_backward(q, k, v, decay, segments, y, *saved)
         ctx.arguments = mode, scaled, kernel
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, decay, segments, y, den, sums = ctx.saved_tensors
+        q, k, v, decay, segments, y, *saved = ctx.saved_tensors
         mode, scaled, kernel = ctx.arguments
         dq, dk, dv, d_decay = _KERNELS[kernel].backward(
-            dy.contiguous(), q, k, v, decay, segments, y, den, sums, mode, scaled, EPS
+            dy.contiguous(), q, k, v, decay, segments, y, tuple(saved), mode, scaled, EPS
         )
         return dq, dk, dv, None if decay is None else d_decay.to(decay.dtype), None, None, None, None
 

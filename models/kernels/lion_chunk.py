@@ -45,11 +45,14 @@ except ImportError as error:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, segments: Tensor | None, mode: int, scaled: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `lion_tile.forward`; its running sums start again at every chunk."""
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """As `lion_tile.forward`.
+
+    The states are kept for the backward pass where they are no larger than k and v, and else formed again.
+    """
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
-    size, largest, warps = _config(dim_k, dim_v, q.dtype)
+    size, largest, warps, registers = _config(dim_k, dim_v, q.dtype)
     y = torch.empty_like(v)
     den = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     b = None if gate is None else running_sum(gate, mode, size)
@@ -58,9 +61,10 @@ def forward(
     _forward[(-(-length // size), -(-dim_v // block_v), batch * heads)](
         q, k, v, b, segments, states, sums, y, den, length, heads, eps,
         dim_k, dim_v, block_k, block_v, size, mode, scaled, segments is not None, precision(q.dtype),
-        num_warps=warps, num_stages=1,
+        num_warps=warps, num_stages=1, maxnreg=registers,
     )  # fmt: skip
-    return y, den, b
+    small = states.nbytes <= k.nbytes + v.nbytes
+    return y, (den, b, states if small else None, sums if small else None)
 
 
 def backward(
@@ -71,42 +75,43 @@ def backward(
     gate: Tensor | None,
     segments: Tensor | None,
     y: Tensor,
-    den: Tensor,
-    b: Tensor | None,
+    saved: tuple[Tensor | None, ...],
     mode: int,
     scaled: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `lion_tile.backward`. The states of k and v are formed again: keeping them costs more memory than q."""
+    """As `lion_tile.backward`."""
+    den, b, states, sums = saved
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
-    size, largest, warps = _config(dim_k, dim_v, q.dtype)
+    size, largest, warps, registers = _backward_config(dim_k, dim_v, q.dtype)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dgate = None if gate is None else torch.empty(2, *gate.shape, dtype=torch.float32, device=q.device)
+    dgate = None if gate is None else torch.empty(gate.shape, dtype=torch.float32, device=q.device)
     delta = row_inner(dy, y) if scaled else None
-    states, sums = _states(k, v, b, segments, None, None, scaled, eps, size)
+    if states is None:
+        states, sums = _states(k, v, b, segments, None, None, scaled, eps, size)
     d_states, d_sums = _states(q, dy, b, segments, den, delta, scaled, eps, size)
-    shape = (length, heads, eps, dim_k, dim_v, block(dim_k, largest), block(dim_v, largest), size)
-    flags = (mode, scaled, segments is not None, precision(q.dtype))
-    grid = (-(-length // size), batch * heads)
-    _backward_queries[grid](
-        dy, q, k, v, gate, b, segments, states, sums, d_states, d_sums, den, delta, dq, dgate, *shape, *flags,
-        num_warps=warps, num_stages=1,
+    _backward[(-(-length // size), batch * heads)](
+        dy, q, k, v, gate, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate,
+        length, heads, eps, dim_k, dim_v, block(dim_k, largest), block(dim_v, largest), size,
+        mode, scaled, segments is not None, precision(q.dtype),
+        num_warps=warps, num_stages=1, maxnreg=registers,
     )  # fmt: skip
-    _backward_keys[grid](
-        dy, q, k, v, gate, b, segments, d_states, d_sums, den, delta, dk, dv, dgate, *shape, *flags,
-        num_warps=warps, num_stages=1,
-    )  # fmt: skip
-    return dq, dk, dv, None if dgate is None else dgate.sum(0)
+    return dq, dk, dv, dgate
 
 
-def _config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Tokens of a chunk, most channels of a tile, warps."""
+def _config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
+    """Tokens of a chunk, most channels of a tile, warps, most registers of a thread."""
     if dtype == torch.float32:
-        return 32, 64, 4
+        return 32, 64, 4, None
     if dtype == torch.float16:
-        return 64, 64, 4
-    return (64, 64, 4) if max(dim_k, dim_v) <= 64 else (64, 128, 8)
+        return 64, 64, 4, None
+    return (64, 64, 4, 168) if max(dim_k, dim_v) <= 64 else (64, 128, 4, None)
+
+
+def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
+    """As `_config`, with chunks of the same size."""
+    return (32, 64, 4, None) if dtype == torch.float32 else (64, 64, 4, None)
 
 
 def _states(
@@ -143,7 +148,9 @@ def _states(
 
 def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Block of keys, block of values, warps, pipeline stages."""
-    return block(dim_k, 64), block(dim_v, 64), 4, 3 if dtype == torch.bfloat16 else 2
+    if dtype == torch.bfloat16:
+        return block(dim_k, 64), block(dim_v, 128), 4, 3
+    return block(dim_k, 64), block(dim_v, 64), 4, 2
 
 
 @triton.jit
@@ -210,6 +217,28 @@ def _load_state(states, here, rows, columns, K: tl.constexpr, V: tl.constexpr, B
 
 
 @triton.jit
+def _take(held, x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
+    """`held` where it is the only tile of its channels, else the tile of channels d.
+
+    Tiles are loaded at the start of a kernel, all at once: a load between two products waits for memory alone.
+    """
+    if D <= BD:
+        return held
+    else:
+        return load_rows(x, t, d, T, H, D, BD)
+
+
+@triton.jit
+def _take_state(
+    held, states, here, rows, columns, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr
+):
+    if K <= BK and V <= BV:
+        return held
+    else:
+        return _load_state(states, here, rows, columns, K, V, BK, BV)
+
+
+@triton.jit
 def _edges(b, segments, n, t, T, C: tl.constexpr, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
     """Factors of what comes to tokens t from the left and from the right of chunk n; and of what passes through it."""
     left = tl.where(t < T, 1.0, 0.0)
@@ -235,40 +264,45 @@ def _forward(
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n, bh = tl.program_id(0), tl.program_id(2)
-    t, cv = n * C + tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
+    t, ck, cv = n * C + tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     q, k = base(q, bh, T, H, K), base(k, bh, T, H, K)
     if GATE != 0:
         b += bh.to(tl.int64) * T
     here = bh.to(tl.int64) * tl.num_programs(0) + n
     there = here + tl.num_programs(2).to(tl.int64) * tl.num_programs(0)
+    query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
+    value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV)
+    held_left = _load_state(states, here, ck, cv, K, V, BK, BV)
+    held_right = _load_state(states, there, ck, cv, K, V, BK, BV)
     left, right, _ = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
     a = tl.zeros([C, C], tl.float32)
-    out = tl.zeros([C, BV], tl.float32)
-    total = tl.zeros([C], tl.float32)
-    for side in tl.static_range(2):
-        near = here if side == 0 else there
-        weight = left if side == 0 else right
-        part, part_total = tl.zeros([C, BV], tl.float32), tl.zeros([C], tl.float32)
-        for block_k in range(0, K, BK):
-            ck = block_k + tl.arange(0, BK)
-            query = load_rows(q, t, ck, T, H, K, BK)
-            state = _load_state(states, near, ck, cv, K, V, BK, BV)
-            part = tl.dot(query.to(state.dtype), state, part, input_precision=PRECISION)
-            if SCALED:
-                column = tl.load(sums + near * K + ck, mask=ck < K, other=0.0)
-                part_total += tl.sum(query * column[None, :], 1)
-        out += part * weight[:, None]
-        total += part_total * weight
     for block_k in range(0, K, BK):
-        ck = block_k + tl.arange(0, BK)
-        query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
-        a = tl.dot(query, tl.trans(key), a, input_precision=PRECISION)
+        d = block_k + ck
+        a = tl.dot(
+            _take(query, q, t, d, T, H, K, BK),
+            tl.trans(_take(key, k, t, d, T, H, K, BK)),
+            a,
+            input_precision=PRECISION,
+        )
     until = load_sums(b, t, T, GATE)
     a *= decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS)
-    value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV)
-    out = tl.dot(a.to(value.dtype), value, out, input_precision=PRECISION)
+    total = tl.sum(a, 1)
+    out = tl.dot(a.to(value.dtype), value, input_precision=PRECISION)
+    for side in tl.static_range(2):
+        near, held = (here, held_left) if side == 0 else (there, held_right)
+        part, part_total = tl.zeros([C, BV], tl.float32), tl.zeros([C], tl.float32)
+        for block_k in range(0, K, BK):
+            d = block_k + ck
+            tile = _take(query, q, t, d, T, H, K, BK)
+            state = _take_state(held, states, near, d, cv, K, V, BK, BV)
+            part = tl.dot(tile.to(state.dtype), state, part, input_precision=PRECISION)
+            if SCALED:
+                column = tl.load(sums + near * K + d, mask=d < K, other=0.0)
+                part_total += tl.sum(tile * column[None, :], 1)
+        weight = left if side == 0 else right
+        out += part * weight[:, None]
+        total += part_total * weight
     if SCALED:
-        total += tl.sum(a, 1)
         out = out / (total + eps)[:, None]
         if tl.program_id(1) == 0:
             tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
@@ -276,151 +310,133 @@ def _forward(
 
 
 @triton.jit
-def _backward_queries(
-    dy, q, k, v, gate, b, segments, states, sums, d_states, d_sums, den, delta, dq, dgate, T, H, eps,
+def _backward(
+    dy, q, k, v, gate, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of a chunk, and of the decay's gradient all but what dk gives. Tiles of pairs are [queries, keys]."""
+    """All gradients of a chunk. Tiles of pairs are [queries, keys]; dk and dv from inside are formed transposed."""
     n, bh = tl.program_id(0), tl.program_id(1)
-    t = n * C + tl.arange(0, C)
+    t, ck, cv = n * C + tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     q, k, v, dy = base(q, bh, T, H, K), base(k, bh, T, H, K), base(v, bh, T, H, V), base(dy, bh, T, H, V)
     if GATE != 0:
         b += bh.to(tl.int64) * T
     here = bh.to(tl.int64) * tl.num_programs(0) + n
     there = here + tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
+    grad, value = load_rows(dy, t, cv, T, H, V, BV), load_rows(v, t, cv, T, H, V, BV)
+    query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
+    held_left = _load_state(states, here, ck, cv, K, V, BK, BV)
+    held_right = _load_state(states, there, ck, cv, K, V, BK, BV)
+    d_held_left = _load_state(d_states, here, ck, cv, K, V, BK, BV)
+    d_held_right = _load_state(d_states, there, ck, cv, K, V, BK, BV)
     left, right, through = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
     scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
-
-    ds = tl.zeros([C, C], tl.float32)
-    for block_v in range(0, V, BV):
-        cv = block_v + tl.arange(0, BV)
-        grad, value = load_rows(dy, t, cv, T, H, V, BV), load_rows(v, t, cv, T, H, V, BV)
-        ds = tl.dot(grad, tl.trans(value), ds, input_precision=PRECISION)
     until = load_sums(b, t, T, GATE)
-    ds = (ds - inner[:, None]) * scale[:, None] * decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS)
     if GATE != 0:
-        a = tl.zeros([C, C], tl.float32)
-        for block_k in range(0, K, BK):
-            ck = block_k + tl.arange(0, BK)
-            query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
-            a = tl.dot(query, tl.trans(key), a, input_precision=PRECISION)
+        passing = 0.0
+        for side in tl.static_range(2):
+            near, far = (here, there) if side == 0 else (there, here)
+            held, d_held = (held_left, d_held_right) if side == 0 else (held_right, d_held_left)
+            for block_k in range(0, K, BK):
+                d_k = block_k + ck
+                for block_v in range(0, V, BV):
+                    d_v = block_v + cv
+                    state = _take_state(held, states, near, d_k, d_v, K, V, BK, BV).to(tl.float32)
+                    d_state = _take_state(d_held, d_states, far, d_k, d_v, K, V, BK, BV)
+                    passing += tl.sum(state * d_state.to(tl.float32))
+                if SCALED:
+                    column = tl.load(sums + near * K + d_k, mask=d_k < K, other=0.0)
+                    passing += tl.sum(column * tl.load(d_sums + far * K + d_k, mask=d_k < K, other=0.0))
+
+    a, ds = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for block_k in range(0, K, BK):
+        d_k = block_k + ck
+        a = tl.dot(
+            _take(query, q, t, d_k, T, H, K, BK),
+            tl.trans(_take(key, k, t, d_k, T, H, K, BK)),
+            a,
+            input_precision=PRECISION,
+        )
+    for block_v in range(0, V, BV):
+        d_v = block_v + cv
+        ds = tl.dot(
+            _take(grad, dy, t, d_v, T, H, V, BV),
+            tl.trans(_take(value, v, t, d_v, T, H, V, BV)),
+            ds,
+            input_precision=PRECISION,
+        )
+    factor = decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS) * scale[:, None]
+    p = (a * factor).to(dy.dtype.element_ty)
+    ds = (ds - inner[:, None]) * factor
+    if GATE != 0:
         w = signed(a * ds, t, t)
         d_inside = tl.sum(w, 1) - tl.sum(w, 0)
         d_left, d_right = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-        passing = 0.0
+    ds = ds.to(q.dtype.element_ty)
 
-    for block_k in range(0, K, BK):
-        ck = block_k + tl.arange(0, BK)
-        query = load_rows(q, t, ck, T, H, K, BK)
-        d_query = tl.zeros([C, BK], tl.float32)
-        for side in tl.static_range(2):
-            near, far = (here, there) if side == 0 else (there, here)
-            part = tl.zeros([C, BK], tl.float32)
-            for block_v in range(0, V, BV):
-                cv = block_v + tl.arange(0, BV)
-                grad = load_rows(dy, t, cv, T, H, V, BV)
-                state = _load_state(states, near, ck, cv, K, V, BK, BV)
-                part = tl.dot(grad.to(state.dtype), tl.trans(state), part, input_precision=PRECISION)
-                if GATE != 0:
-                    opposite = _load_state(d_states, far, ck, cv, K, V, BK, BV)
-                    passing += tl.sum(state.to(tl.float32) * opposite.to(tl.float32))
-            if SCALED:
-                column = tl.load(sums + near * K + ck, mask=ck < K, other=0.0)
-                part -= inner[:, None] * column[None, :]
-                if GATE != 0:
-                    passing += tl.sum(column * tl.load(d_sums + far * K + ck, mask=ck < K, other=0.0))
-            part *= ((left if side == 0 else right) * scale)[:, None]
-            d_query += part
-            if GATE != 0:
-                if side == 0:
-                    d_left += tl.sum(query * part, 1)
-                else:
-                    d_right += tl.sum(query * part, 1)
-        key = load_rows(k, t, ck, T, H, K, BK)
-        d_query = tl.dot(ds.to(key.dtype), key, d_query, input_precision=PRECISION)
-        store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK)
-    if GATE != 0:
-        d_decay = passing * through + tl.cumsum(d_inside + d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
-        store_gate_gradient(base(dgate, bh, T, H, 1), base(gate, bh, T, H, 1), d_decay, t, T, H, GATE)
-
-
-@triton.jit
-def _backward_keys(
-    dy, q, k, v, gate, b, segments, d_states, d_sums, den, delta, dk, dv, dgate, T, H, eps,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of a chunk, and what dk gives to the decay's gradient (second half of dgate).
-
-    Parts from inside the chunk are formed transposed, [channels, keys].
-    """
-    n, bh = tl.program_id(0), tl.program_id(1)
-    t = n * C + tl.arange(0, C)
-    q, k, v, dy = base(q, bh, T, H, K), base(k, bh, T, H, K), base(v, bh, T, H, V), base(dy, bh, T, H, V)
-    if GATE != 0:
-        b += bh.to(tl.int64) * T
-    here = bh.to(tl.int64) * tl.num_programs(0) + n
-    there = here + tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
-    left, right, _ = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
-    scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
-    until = load_sums(b, t, T, GATE)
-    factor = decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS) * scale[:, None]
-
-    a = tl.zeros([C, C], tl.float32)
-    for block_k in range(0, K, BK):
-        ck = block_k + tl.arange(0, BK)
-        query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
-        a = tl.dot(query, tl.trans(key), a, input_precision=PRECISION)
-    p = (a * factor).to(dy.dtype.element_ty)
     for block_v in range(0, V, BV):
-        cv = block_v + tl.arange(0, BV)
-        d_value = tl.zeros([C, BV], tl.float32)
+        d_v = block_v + cv
+        inside = tl.dot(tl.trans(_take(grad, dy, t, d_v, T, H, V, BV)), p, input_precision=PRECISION)
+        d_value = tl.trans(inside)
         for side in tl.static_range(2):
+            near, held = (here, d_held_left) if side == 0 else (there, d_held_right)
             part = tl.zeros([C, BV], tl.float32)
             for block_k in range(0, K, BK):
-                ck = block_k + tl.arange(0, BK)
-                state = _load_state(d_states, here if side == 0 else there, ck, cv, K, V, BK, BV)
-                key = load_rows(k, t, ck, T, H, K, BK).to(state.dtype)
-                part = tl.dot(key, state, part, input_precision=PRECISION)
+                d_k = block_k + ck
+                state = _take_state(held, d_states, near, d_k, d_v, K, V, BK, BV)
+                tile = _take(key, k, t, d_k, T, H, K, BK).to(state.dtype)
+                part = tl.dot(tile, state, part, input_precision=PRECISION)
             d_value += part * (left if side == 0 else right)[:, None]
-        grad = load_rows(dy, t, cv, T, H, V, BV)
-        inside = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
-        store_rows(base(dv, bh, T, H, V), d_value + tl.trans(inside), t, cv, T, H, V, BV)
+        store_rows(base(dv, bh, T, H, V), d_value, t, d_v, T, H, V, BV)
 
-    ds = tl.zeros([C, C], tl.float32)
-    for block_v in range(0, V, BV):
-        cv = block_v + tl.arange(0, BV)
-        grad, value = load_rows(dy, t, cv, T, H, V, BV), load_rows(v, t, cv, T, H, V, BV)
-        ds = tl.dot(grad, tl.trans(value), ds, input_precision=PRECISION)
-    ds = ((ds - inner[:, None]) * factor).to(q.dtype.element_ty)
-    if GATE != 0:
-        d_left, d_right = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for block_k in range(0, K, BK):
-        ck = block_k + tl.arange(0, BK)
-        key = load_rows(k, t, ck, T, H, K, BK)
-        d_key = tl.zeros([C, BK], tl.float32)
+        d_k = block_k + ck
+        again = load_rows(k, t, d_k, T, H, K, BK)
+        inside = tl.dot(tl.trans(_take(query, q, t, d_k, T, H, K, BK)), ds, input_precision=PRECISION)
+        d_key = tl.trans(inside)
         for side in tl.static_range(2):
-            near = here if side == 0 else there
+            near, held = (here, d_held_left) if side == 0 else (there, d_held_right)
             part = tl.zeros([C, BK], tl.float32)
             for block_v in range(0, V, BV):
-                cv = block_v + tl.arange(0, BV)
-                state = _load_state(d_states, near, ck, cv, K, V, BK, BV)
-                value = load_rows(v, t, cv, T, H, V, BV).to(state.dtype)
-                part = tl.dot(value, tl.trans(state), part, input_precision=PRECISION)
+                d_v = block_v + cv
+                state = _take_state(held, d_states, near, d_k, d_v, K, V, BK, BV)
+                tile = _take(value, v, t, d_v, T, H, V, BV).to(state.dtype)
+                part = tl.dot(tile, tl.trans(state), part, input_precision=PRECISION)
             if SCALED:
-                part += tl.load(d_sums + near * K + ck, mask=ck < K, other=0.0)[None, :]
+                part += tl.load(d_sums + near * K + d_k, mask=d_k < K, other=0.0)[None, :]
             part *= (left if side == 0 else right)[:, None]
             d_key += part
             if GATE != 0:
+                edge = tl.sum(again * part, 1)
                 if side == 0:
-                    d_left += tl.sum(key * part, 1)
+                    d_left += edge
                 else:
-                    d_right += tl.sum(key * part, 1)
-        query = load_rows(q, t, ck, T, H, K, BK)
-        inside = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
-        store_rows(base(dk, bh, T, H, K), d_key + tl.trans(inside), t, ck, T, H, K, BK)
+                    d_right += edge
+        store_rows(base(dk, bh, T, H, K), d_key, t, d_k, T, H, K, BK)
+
+    for block_k in range(0, K, BK):
+        d_k = block_k + ck
+        again = load_rows(q, t, d_k, T, H, K, BK)
+        d_query = tl.dot(ds, _take(key, k, t, d_k, T, H, K, BK), input_precision=PRECISION)
+        for side in tl.static_range(2):
+            near, held = (here, held_left) if side == 0 else (there, held_right)
+            part = tl.zeros([C, BK], tl.float32)
+            for block_v in range(0, V, BV):
+                d_v = block_v + cv
+                state = _take_state(held, states, near, d_k, d_v, K, V, BK, BV)
+                tile = _take(grad, dy, t, d_v, T, H, V, BV).to(state.dtype)
+                part = tl.dot(tile, tl.trans(state), part, input_precision=PRECISION)
+            if SCALED:
+                part -= inner[:, None] * tl.load(sums + near * K + d_k, mask=d_k < K, other=0.0)[None, :]
+            part *= ((left if side == 0 else right) * scale)[:, None]
+            d_query += part
+            if GATE != 0:
+                edge = tl.sum(again * part, 1)
+                if side == 0:
+                    d_left += edge
+                else:
+                    d_right += edge
+        store_rows(base(dq, bh, T, H, K), d_query, t, d_k, T, H, K, BK)
     if GATE != 0:
-        d_decay = tl.cumsum(d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
-        second = dgate + (tl.num_programs(1) // H).to(tl.int64) * T * H
-        store_gate_gradient(base(second, bh, T, H, 1), base(gate, bh, T, H, 1), d_decay, t, T, H, GATE)
+        d_decay = passing * through + tl.cumsum(d_inside + d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
+        store_gate_gradient(base(dgate, bh, T, H, 1), base(gate, bh, T, H, 1), d_decay, t, T, H, GATE)

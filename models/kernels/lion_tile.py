@@ -48,19 +48,18 @@ _WHOLE = 128
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, segments: Tensor | None, mode: int, scaled: bool, eps: float
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Contiguous q, k: [batch, length, heads, head_dim_k], v likewise, gate: [batch, length, heads] -> y, row sums, sums.
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """y, and what `backward` needs to know: row sums without eps, running sums of the log decay, and so on.
 
+    Contiguous q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], gate: [batch, length, heads].
     segments: int32 [length], rising segment numbers (batch 1); mode: how gate is read (`lion_common`).
-    Row sums, without eps, and running sums of the log decay to base 2: float32 [batch, heads, length].
     """
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
     y = torch.empty_like(v)
     den = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    c, whole = None, 0
+    c, whole = None, block(length) if length <= _WHOLE else 0
     if gate is not None:
-        whole = block(length) if length <= _WHOLE else 0
         c = torch.empty_like(den) if whole else running_sum(gate, mode)
     rows, columns, warps, stages = _forward_config(length, dim_k, dim_v, q.dtype)
     _forward[(-(-length // rows), batch * heads)](
@@ -68,7 +67,7 @@ def forward(
         dim_k, dim_v, block(dim_k), block(dim_v), rows, columns, whole,
         mode, scaled, segments is not None, precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return y, den, c
+    return y, (den, c)
 
 
 def backward(
@@ -79,13 +78,13 @@ def backward(
     gate: Tensor | None,
     segments: Tensor | None,
     y: Tensor,
-    den: Tensor,
-    c: Tensor | None,
+    saved: tuple[Tensor | None, ...],
     mode: int,
     scaled: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and, float32, of gate."""
+    den, c = saved
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -100,7 +99,7 @@ def backward(
         )  # fmt: skip
         return dq, dk, dv, dgate
     delta = row_inner(dy, y) if scaled else None
-    dc = None if gate is None else torch.empty_like(den)
+    dc = None if gate is None else torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     _backward[(-(-length // rows), batch * heads)](
         dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc, *shape, *flags,
         num_warps=warps, num_stages=stages, maxnreg=registers,
@@ -117,7 +116,7 @@ def _forward_config(length: int, dim_k: int, dim_v: int, dtype: torch.dtype) -> 
         return (64, 64, 4, 1) if dim <= 64 else (32, 32, 4, 1)
     if dim > 128 or length <= 64:
         return 64, 64, 4, 1
-    return (128, 128, 8, 1) if length <= 128 else (64, 64, 4, 3)
+    return (128, 64, 8, 1) if length <= 128 else (64, 64, 4, 3)
 
 
 def _backward_config(length: int, dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int, int | None]:
@@ -129,7 +128,9 @@ def _backward_config(length: int, dim_k: int, dim_v: int, dtype: torch.dtype) ->
         return 64, 32, 8, 1, None
     if length <= 64:
         return 64, 32, 4, 1, None
-    return (128, 32, 8, 1, 128 if dim <= 64 else None) if length <= _WHOLE else (64, 32, 4, 2, None)
+    return (
+        (128, 32, 8, 1, 128 if dim <= 64 else None) if length <= _WHOLE else (64, 32, 4, 1, 168 if dim <= 64 else None)
+    )
 
 
 @triton.jit
@@ -171,6 +172,8 @@ def _forward(
     t, ck, cv = start + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     k, v = base(k, bh, T, H, K), base(v, bh, T, H, V)
     query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK)
+    if WHOLE != 0:
+        key, value = load_rows(k, tl.arange(0, BN), ck, T, H, K, BK), load_rows(v, tl.arange(0, BN), cv, T, H, V, BV)
     if GATE != 0:
         c += bh.to(tl.int64) * T
         if WHOLE != 0:
@@ -186,11 +189,17 @@ def _forward(
     out = tl.zeros([BM, BV], tl.float32)
     for begin in range(low, high, BN):
         u = begin + tl.arange(0, BN)
-        key, value = load_rows(k, u, ck, T, H, K, BK), load_rows(v, u, cv, T, H, V, BV)
+        if WHOLE == 0:
+            key, value = load_rows(k, u, ck, T, H, K, BK), load_rows(v, u, cv, T, H, V, BV)
+        else:
+            # Loaded a turn ahead: too few turns for the compiler's pipeline to pay.
+            next_key, next_value = load_rows(k, u + BN, ck, T, H, K, BK), load_rows(v, u + BN, cv, T, H, V, BV)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         a *= decay_factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
         total += tl.sum(a, 1)
         out = tl.dot(a.to(value.dtype), value, out, input_precision=PRECISION)
+        if WHOLE != 0:
+            key, value = next_key, next_value
     if SCALED:
         out = out / (total + eps)[:, None]
         tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
@@ -209,6 +218,7 @@ def _backward_whole(
     k, dk, v, dv = base(k, bh, T, H, K), base(dk, bh, T, H, K), base(v, bh, T, H, V), base(dv, bh, T, H, V)
     query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK)
     grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV)
+    key, value = load_rows(k, tl.arange(0, BN), ck, T, H, K, BK), load_rows(v, tl.arange(0, BN), cv, T, H, V, BV)
     if GATE != 0:
         gate, dgate = base(gate, bh, T, H, 1), base(dgate, bh, T, H, 1)
         c += bh.to(tl.int64) * T
@@ -222,7 +232,8 @@ def _backward_whole(
     d_query = tl.zeros([BM, BK], tl.float32)
     for begin in range(0, T, BN):
         u = begin + tl.arange(0, BN)
-        key, value = load_rows(k, u, ck, T, H, K, BK), load_rows(v, u, cv, T, H, V, BV)
+        # Loaded a turn ahead, so that memory answers while this turn computes.
+        next_key, next_value = load_rows(k, u + BN, ck, T, H, K, BK), load_rows(v, u + BN, cv, T, H, V, BV)
         factor = decay_factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION) * factor
         da = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
@@ -241,6 +252,7 @@ def _backward_whole(
         d_query = tl.dot(ds, key, d_query, input_precision=PRECISION)
         d_key = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
         store_columns(dk, d_key, u, ck, T, H, K, BK)
+        key, value = next_key, next_value
     store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK)
     if GATE != 0:
         tl.debug_barrier()
@@ -265,12 +277,15 @@ def _backward(
     c_t = load_sums(c, t, T, GATE)
 
     query, grad = load_rows(q, t, ck, T, H, K, BK), load_rows(dy, t, cv, T, H, V, BV)
+    u = low + tl.arange(0, BN)
+    key_u, value_u = load_rows(k, u, ck, T, H, K, BK), load_rows(v, u, cv, T, H, V, BV)
     scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
     dc_queries = tl.zeros([BM], tl.float32)
     d_query = tl.zeros([BM, BK], tl.float32)
     for begin in range(low, high, BN):
         u = begin + tl.arange(0, BN)
-        key_u, value_u = load_rows(k, u, ck, T, H, K, BK), load_rows(v, u, cv, T, H, V, BV)
+        # Loaded a turn ahead, so that memory answers while this turn computes.
+        next_key, next_value = load_rows(k, u + BN, ck, T, H, K, BK), load_rows(v, u + BN, cv, T, H, V, BV)
         ds = tl.dot(grad, tl.trans(value_u), input_precision=PRECISION)
         ds = (ds - inner[:, None]) * scale[:, None]
         ds *= decay_factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
@@ -278,14 +293,17 @@ def _backward(
             w = tl.dot(query, tl.trans(key_u), input_precision=PRECISION) * ds
             dc_queries += tl.sum(signed(w, t, u), 1)
         d_query = tl.dot(ds.to(query.dtype), key_u, d_query, input_precision=PRECISION)
+        key_u, value_u = next_key, next_value
     store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK)
 
     key, value = load_rows(k, t, ck, T, H, K, BK), load_rows(v, t, cv, T, H, V, BV)
+    u = low + tl.arange(0, BN)
+    query_u, grad_u = load_rows(q, u, ck, T, H, K, BK), load_rows(dy, u, cv, T, H, V, BV)
     dc_keys = tl.zeros([BM], tl.float32)
     d_key, d_value = tl.zeros([BK, BM], tl.float32), tl.zeros([BV, BM], tl.float32)
     for begin in range(low, high, BN):
         u = begin + tl.arange(0, BN)
-        query_u, grad_u = load_rows(q, u, ck, T, H, K, BK), load_rows(dy, u, cv, T, H, V, BV)
+        next_query, next_grad = load_rows(q, u + BN, ck, T, H, K, BK), load_rows(dy, u + BN, cv, T, H, V, BV)
         scale_u, inner_u = load_scale(den, delta, bh, u, T, eps, SCALED)
         factor = decay_factor(load_sums(c, u, T, GATE), c_t, segments, u, t, T, GATE, SEGMENTS)
         a = tl.dot(query_u, tl.trans(key), input_precision=PRECISION) * factor
@@ -295,6 +313,7 @@ def _backward(
         p = (a * scale_u[:, None]).to(grad_u.dtype)
         d_value = tl.dot(tl.trans(grad_u), p, d_value, input_precision=PRECISION)
         d_key = tl.dot(tl.trans(query_u), (da * factor).to(query_u.dtype), d_key, input_precision=PRECISION)
+        query_u, grad_u = next_query, next_grad
     store_columns(base(dk, bh, T, H, K), d_key, t, ck, T, H, K, BK)
     store_columns(base(dv, bh, T, H, V), d_value, t, cv, T, H, V, BV)
     if GATE != 0:

@@ -1,0 +1,118 @@
+"""LION's and MetaLA's kernels on a CUDA device: every dtype and head size against float64, fresh random inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.bidirectional import bidirectional
+from models.kernels.metala_epilogue import metala_epilogue
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# Largest relative error of the output and of a gradient.
+TOLERANCES = {torch.bfloat16: (1e-2, 2e-2), torch.float16: (2e-3, 4e-3), torch.float32: (3e-5, 5e-5)}
+
+
+def random_inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, bias: float) -> list[Tensor]:
+    """q, k of Lion's phi, v, gate, dy; nothing is seeded."""
+    batch, length, heads, dim = shape
+    q, k, v, dy = (torch.randn(batch, length, heads, dim, device="cuda") for _ in range(4))
+    q, k = (F.normalize(F.silu(x) + 0.5, dim=-1) for x in (q, k))
+    gate = torch.randn(batch, length, heads, device="cuda") + bias
+    return [x.to(dtype) for x in (q, k, v)] + [gate, dy.to(dtype)]
+
+
+def relative_errors(tensors: list[Tensor], **arguments) -> list[float]:
+    *inputs, dy = tensors
+    form = arguments.pop("form")
+    results = []
+    for name, dtype in ((form, None), ("chunked", torch.float64)):
+        q, k, v, gate = (x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in inputs)
+        y = bidirectional(q, k, v, gate=gate, form=name, **arguments)
+        y.backward(dy.to(y.dtype))
+        results.append([y.detach().double(), *(x.grad.double() for x in (q, k, v, gate))])
+    return [((x - y).norm() / y.norm()).item() for x, y in zip(*results, strict=True)]
+
+
+def check(tensors: list[Tensor], **arguments) -> None:
+    forward, backward = TOLERANCES[tensors[0].dtype]
+    errors = relative_errors(tensors, **arguments)
+    assert errors[0] < forward, errors
+    assert max(errors[1:]) < backward, errors
+
+
+@pytest.mark.parametrize("form", ["triton_tile", "triton_chunk"])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_every_dtype_and_head_size(form: str, dim: int, dtype: torch.dtype) -> None:
+    for length in (100, 300):
+        check(random_inputs((2, length, 2, dim), dtype, 1.0), form=form)
+
+
+@pytest.mark.parametrize("form", ["triton_tile", "triton_chunk"])
+@pytest.mark.parametrize("length", [1, 64, 65, 128, 1000])
+def test_lengths(form: str, length: int) -> None:
+    check(random_inputs((3, length, 2, 64), torch.bfloat16, 3.0), form=form, scaled=length > 1)
+
+
+@pytest.mark.parametrize("form", ["triton_tile", "triton_chunk"])
+def test_segments_and_padding(form: str) -> None:
+    cu_seqlens = torch.tensor([0, 0, 30, 31, 64, 64, 420, 600, 600], device="cuda", dtype=torch.int32)
+    check(random_inputs((1, 600, 3, 64), torch.bfloat16, 0.0), form=form, cu_seqlens=cu_seqlens)
+    mask = torch.rand(3, 200, device="cuda") > 0.3
+    check(random_inputs((3, 200, 2, 64), torch.bfloat16, 0.0), form=form, mask=mask)
+
+
+def test_decay_gradient_over_a_long_sequence() -> None:
+    """Long memory: the decay's gradient at a token is a sum over pairs thousands of tokens apart."""
+    check(random_inputs((1, 16384, 2, 64), torch.bfloat16, 7.0), form="triton_chunk")
+
+
+def test_automatic_form_takes_the_kernels() -> None:
+    for length in (128, 512):
+        tensors = random_inputs((2, length, 2, 64), torch.bfloat16, 0.0)
+        q, k, v, gate, _ = tensors
+        form = "triton_tile" if length == 128 else "triton_chunk"
+        assert torch.equal(bidirectional(q, k, v, gate=gate), bidirectional(q, k, v, gate=gate, form=form))
+
+
+def test_memory_is_linear_in_length() -> None:
+    peaks = []
+    for length in (8192, 32768):
+        tensors = [x.requires_grad_() for x in random_inputs((1, length, 4, 64), torch.bfloat16, 0.0)]
+        *inputs, dy = tensors
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        bidirectional(*inputs[:3], gate=inputs[3]).backward(dy)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 4.2 * peaks[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("augment", [True, False])
+@pytest.mark.parametrize("shape", [(2, 500, 8, 64, 128), (3, 77, 5, 24, 48)])
+def test_metala_epilogue(dtype: torch.dtype, augment: bool, shape: tuple[int, int, int, int, int]) -> None:
+    batch, length, heads, dim_k, dim_v = shape
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, device="cuda").to(dtype)
+
+    o, v = (random(batch, length, heads, dim_v) for _ in range(2))
+    q, k = (random(batch, length, heads, dim_k) for _ in range(2))
+    weight = torch.randn(heads * dim_k, device="cuda") * 0.3 if augment else None
+    gate, dy = (random(batch, length, heads * dim_v) for _ in range(2))
+    results = []
+    for form in ("triton", "reference"):
+        wide = torch.float64 if form == "reference" else None
+        leaves = [
+            None if x is None else x.detach().clone().to(wide or x.dtype).requires_grad_()
+            for x in (o, q, k, v, weight, gate)
+        ]
+        y = metala_epilogue(*leaves, form=form)
+        y.backward(dy.to(y.dtype))
+        results.append([y.detach(), *(x.grad for x in leaves if x is not None and x.grad is not None)])
+    for i, (x, y) in enumerate(zip(*results, strict=True)):
+        assert ((x.double() - y).norm() / y.norm()).item() < (1e-5 if dtype == torch.float32 else 4e-3), i
