@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from megatron_lite.config_schema import Config
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
     from data.tokenizer import Tokenizer
     from megatron_lite.grid import Grid
-    from megatron_lite.trainer import ValidationSet
+    from megatron_lite.trainer import Steps, ValidationSet
     from models.config import ModelConfig
     from tools.load_model import PreparedData
 
@@ -146,7 +147,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         _on_main(grid, lambda: build() and None)  # one process writes the cache of the sample order
         return build()
 
-    def steps_from(samples: Any) -> Callable[[int], Iterator[Any]]:
+    def steps_from(samples: Any) -> Callable[[int], Steps]:
         return lambda consumed: ReadAhead(
             batches(
                 samples,
@@ -164,7 +165,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         if not own:  # weights and optimizer state of another run, from its first sample on
             state = TrainState()
     elif config.schedule.time_budget_minutes:
-        config = reload(f"schedule.train_steps={_steps_in_budget(config, engine, steps_from(dataset(1)), grid)}")
+        config = reload(f"schedule.train_steps={_steps_in_budget(config, engine, steps_from(dataset(1))(0), grid)}")
     samples = dataset(config.schedule.train_steps)
     validation = _validation_set(config, data, tokenizer, grid)
 
@@ -253,10 +254,10 @@ def _dtype(config: Config[ModelConfig], grid: Grid, faster_dtype: Callable[..., 
     return faster_dtype(grid.device, config.model.hidden_size, tokens)
 
 
-def _steps_in_budget(config: Config[Any], engine: Any, steps: Callable[[int], Iterator[Any]], grid: Grid) -> int:
+def _steps_in_budget(config: Config[Any], engine: Any, steps: Steps, grid: Grid) -> int:
     """How many steps fit into `schedule.time_budget_minutes`, at most `schedule.train_steps`."""
-    micro_batches = next(steps(0))
-    seconds = engine.measure_step_seconds(micro_batches)
+    with closing(steps):
+        seconds = engine.measure_step_seconds(next(steps))
     budget = config.schedule.time_budget_minutes * 60
     return _on_main(grid, lambda: max(1, min(config.schedule.train_steps, int(budget / seconds))))
 

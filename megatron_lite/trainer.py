@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -20,6 +21,14 @@ from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, Watchd
 from megatron_lite.schedule import learning_rate
 
 ModelT = TypeVar("ModelT")
+
+
+class Steps(Protocol):
+    """The micro batches of this process, step by step; closed when the loop ends."""
+
+    def __next__(self) -> Sequence[Batch]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -83,7 +92,7 @@ class Trainer(Generic[ModelT]):
     """Trains an engine.
 
     Args:
-        batches: consumed samples -> iterator of steps, each the micro batches of this process.
+        batches: consumed samples -> the steps from there on.
         validation: None for a run without validation data.
         flops_per_token: training FLOPs, forward and backward; peak_flops: of one device; for MFU. None: not logged.
         config_yaml: stored in every checkpoint.
@@ -96,7 +105,7 @@ class Trainer(Generic[ModelT]):
         config: Config[ModelT],
         metrics: MetricsLogger | None,
         *,
-        batches: Callable[[int], Iterator[Sequence[Batch]]],
+        batches: Callable[[int], Steps],
         validation: ValidationSet | None,
         state: TrainState,
         config_yaml: str,
@@ -120,9 +129,12 @@ class Trainer(Generic[ModelT]):
             CheckpointError: a save failed; the previous checkpoint is intact.
         """
         config, state = self.config, self.state
-        steps = self._batches(state.consumed_samples)
         stopped = False
-        with StopSignal() as signal, Watchdog(config.run.watchdog_minutes) as watchdog:
+        with (
+            StopSignal() as signal,
+            Watchdog(config.run.watchdog_minutes) as watchdog,
+            closing(self._batches(state.consumed_samples)) as steps,
+        ):
             while state.step < config.schedule.train_steps and not stopped:
                 self._step(steps)
                 watchdog.kick()
@@ -140,7 +152,7 @@ class Trainer(Generic[ModelT]):
             final = self._validate(None) if finished else {}
         return FitResult(finished, state, final, self._saved)
 
-    def _step(self, steps: Iterator[Sequence[Batch]]) -> None:
+    def _step(self, steps: Steps) -> None:
         config, state = self.config, self.state
         begin = time.perf_counter()
         micro_batches = next(steps)

@@ -62,7 +62,8 @@ def test_models_load_over_the_default_run(path: Path) -> None:
 @pytest.mark.parametrize("path", PARTS, ids=name_of)
 def test_parts_load_over_the_default_run(path: Path) -> None:
     corpus = ("data.corpus=null",) if "train" in read_sources([path]).tree.get("data", {}) else ()
-    config = load(CONFIGS / "default.yml", path, overrides=corpus)
+    # The default's global batch is smaller than the micro batches that the cluster files are made for.
+    config = load(CONFIGS / "default.yml", path, overrides=(*corpus, "batch.global_batch_size=256"))
     assert config.run.name == "default"
 
 
