@@ -15,6 +15,7 @@ setup: $(STAMP)  ## create .venv and install requirements.txt (nothing to do whe
 # torch first and alone: where the index offers a CPU build, nothing after it pulls CUDA. DeepSpeed is a pure build.
 $(STAMP): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	@echo "installing requirements.txt into $(VENV): about 2 GB, two minutes on a fast network"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.txt)"
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt

@@ -19,6 +19,7 @@ from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
 # Mamba's selection reads all channels of a group, so that a layer of one group cannot be cut.
 CUT = [(name, {"groups": 2}) if name == "mamba" else (name, options) for name, options in CASES]
 
+
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_partition_words_and_kinds(case: tuple[str, dict[str, Any]]) -> None:
     mixer = build(case)
