@@ -101,7 +101,7 @@ def plain_lion(length: int, batch: int) -> Work:
     x, weight, q, k, v, dy = (t.transpose(1, 2) if t.ndim == 4 else t for t in _lion_inputs(length, batch))
 
     def step() -> None:
-        c = F.logsigmoid(F.linear(x, weight).float()).cumsum(1).transpose(1, 2)
+        c = F.logsigmoid(F.linear(x, weight).float()).cumsum(1).transpose(1, 2).contiguous()
         mask = (c[..., :, None] - c[..., None, :]).abs().neg().exp().to(q.dtype)
         weights = q @ k.transpose(-1, -2) * mask
         (weights @ v / (weights.sum(-1, keepdim=True) + EPS)).backward(dy)

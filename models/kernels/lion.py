@@ -13,8 +13,10 @@ from .lion_common import LOG_DECAY, LOGITS, NO_GATE
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
-# Up to this many tokens the tile kernel was the faster one (one H200, bfloat16, heads of 64; docs/results.md).
-TILE_LENGTH = 128
+# The tile kernel was the faster one up to this many tokens and channels, with 16-bit numbers (H200; docs/results.md).
+# Beyond, its time depends on the decays: at 512 tokens 0.7 of the chunk kernel's where 30 tokens are remembered, 1.8
+# of it where all are.
+TILE_LENGTH, TILE_HEAD = 128, 64
 
 
 def lion(
@@ -45,7 +47,8 @@ def lion(
     if length * heads * max(q.shape[-1], v.shape[-1]) >= 2**31:
         raise ValueError(f"{length} tokens of {heads} heads overflow 32-bit addresses; use form='chunked' or fewer")
     if kernel == "auto":
-        kernel = "tile" if length <= TILE_LENGTH else "chunk"
+        short = length <= TILE_LENGTH and max(q.shape[-1], v.shape[-1]) <= TILE_HEAD and v.dtype != torch.float32
+        kernel = "tile" if short else "chunk"
     if decay is not None:
         decay = decay.reshape(q.shape[:3])
     if mask is not None:

@@ -42,7 +42,7 @@ try:
 except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
-# A sequence up to this long is one program's in the backward pass.
+# Up to this many tokens every program forms the running sums of its sequence itself.
 _WHOLE = 128
 
 
@@ -89,10 +89,10 @@ def backward(
     dim_v = v.shape[-1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dgate = None if gate is None else torch.empty(gate.shape, dtype=torch.float32, device=q.device)
-    rows, columns, warps, stages, registers = _backward_config(length, dim_k, dim_v, q.dtype)
+    whole, rows, columns, warps, stages, registers = _backward_config(length, dim_k, dim_v, q.dtype)
     shape = (length, heads, eps, dim_k, dim_v, block(dim_k), block(dim_v), rows, columns)
     flags = (mode, scaled, segments is not None, precision(q.dtype))
-    if length <= rows:
+    if whole:
         _backward_whole[(batch * heads,)](
             dy, q, k, v, gate, c, segments, y, den, dq, dk, dv, dgate, *shape, *flags,
             num_warps=warps, num_stages=stages, maxnreg=registers,
@@ -114,23 +114,25 @@ def _forward_config(length: int, dim_k: int, dim_v: int, dtype: torch.dtype) -> 
     dim = max(block(dim_k), block(dim_v))
     if dtype == torch.float32:
         return (64, 64, 4, 1) if dim <= 64 else (32, 32, 4, 1)
-    if dim > 128 or length <= 64:
+    if dim > 64:
         return 64, 64, 4, 1
-    return (128, 64, 8, 1) if length <= 128 else (64, 64, 4, 3)
+    return (128, 64, 8, 1) if length <= _WHOLE else (64, 64, 4, 3)
 
 
-def _backward_config(length: int, dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int, int | None]:
-    """As forward, and the most registers of a thread, which sets how many programs share a multiprocessor."""
+def _backward_config(
+    length: int, dim_k: int, dim_v: int, dtype: torch.dtype
+) -> tuple[bool, int, int, int, int, int | None]:
+    """Whether one program takes a whole sequence; then as forward; and the most registers of a thread.
+
+    That limit sets how many programs share a multiprocessor. A whole sequence in blocks of 32 keys is right with 8
+    warps and heads up to 64; with 4 warps, or with heads of 128, Triton 3.6 compiled it to something else on an H200.
+    """
     dim = max(block(dim_k), block(dim_v))
     if dtype == torch.float32:
-        return (64, 32, 4, 1, None) if dim <= 64 else (32, 32, 4, 1, None)
-    if dim > 128:
-        return 64, 32, 8, 1, None
-    if length <= 64:
-        return 64, 32, 4, 1, None
-    return (
-        (128, 32, 8, 1, 128 if dim <= 64 else None) if length <= _WHOLE else (64, 32, 4, 1, 168 if dim <= 64 else None)
-    )
+        return (False, 64, 32, 4, 1, None) if dim <= 64 else (False, 32, 32, 4, 1, None)
+    if dim > 64:
+        return False, 64, 32, 8, 1, None
+    return (True, 128, 32, 8, 1, 128) if length <= _WHOLE else (False, 64, 32, 4, 1, 168)
 
 
 @triton.jit

@@ -53,9 +53,10 @@ def test_every_dtype_and_head_size(form: str, dim: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("form", ["triton_tile", "triton_chunk"])
-@pytest.mark.parametrize("length", [1, 64, 65, 128, 1000])
-def test_lengths(form: str, length: int) -> None:
-    check(random_inputs((3, length, 2, 64), torch.bfloat16, 3.0), form=form, scaled=length > 1)
+@pytest.mark.parametrize("length", [1, 32, 64, 65, 128, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lengths(form: str, length: int, dtype: torch.dtype) -> None:
+    check(random_inputs((3, length, 2, 64), dtype, 3.0), form=form, scaled=length > 1)
 
 
 @pytest.mark.parametrize("form", ["triton_tile", "triton_chunk"])
