@@ -66,7 +66,7 @@ def arguments(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
     return make
 
 
-def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
+def start(words: list[str]) -> subprocess.Popen[str]:
     """`python train.py` in a process of its own."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *words],
@@ -74,8 +74,14 @@ def start(words: list[str], **environment: str) -> subprocess.Popen[str]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env=environment(),
     )
+
+
+def environment() -> dict[str, str]:
+    """Of a run in processes of their own: what a launcher of this process has set does not reach them."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
 
 
 def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> Any:
