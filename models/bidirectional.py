@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .precision import wide
+
 EPS = 1e-6
 FORMS = ("auto", "parallel", "recurrent", "chunked", "triton_tile", "triton_chunk")
 CONVENTIONS = ("eq17", "shifted")
@@ -250,14 +252,14 @@ def _decays(
     mask_convention: str,
 ) -> tuple[Tensor, Tensor, _Segments]:
     """Log decays of both directions, [batch, heads, length, 1 or head_dim_k], and each token's segment."""
-    batch, length, heads = q.shape[:3]
+    length, dtype = q.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     if gate is not None:
-        log_decay = F.logsigmoid(gate.to(_wide_dtype(gate)))
+        log_decay = F.logsigmoid(wide(gate))
     if log_decay is None:
-        log_decay = torch.zeros(batch, length, heads, 1, dtype=_wide_dtype(q), device=q.device)
+        log_decay = torch.zeros(q.shape[:3], dtype=dtype, device=q.device)
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
-    decay = log_decay.to(_wide_dtype(q))
+    decay = log_decay.to(dtype)
     decay = decay.clamp(min=_CUT[decay.dtype])
     if mask is not None:
         decay = decay.masked_fill(~mask[:, :, None, None], 0.0)
@@ -283,11 +285,7 @@ def _values(v: Tensor, scaled: bool) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     """[batch, length, heads, dim] -> [batch, heads, length, dim] in float32, or float64 when it is."""
-    return x.to(_wide_dtype(x)).transpose(1, 2)
-
-
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return wide(x).transpose(1, 2)
 
 
 def _check(

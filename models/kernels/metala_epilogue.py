@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..precision import wide
+
 
 def metala_epilogue(
     o: Tensor,
@@ -48,14 +50,10 @@ def reference(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float = 1e-5
 ) -> Tensor:
     """The same in plain PyTorch."""
-    x = _wide(o)
+    x = wide(o)
     if aug_weight is not None:
-        weight = _wide(aug_weight).unflatten(-1, (-1, q.shape[-1]))
-        strength = (_wide(q) * weight * _wide(k)).sum(-1, keepdim=True)
-        x = x + 0.5 * torch.tanh(0.5 * strength * _wide(v))
+        weight = wide(aug_weight).unflatten(-1, (-1, q.shape[-1]))
+        strength = (wide(q) * weight * wide(k)).sum(-1, keepdim=True)
+        x = x + 0.5 * torch.tanh(0.5 * strength * wide(v))
     x = F.layer_norm(x, x.shape[-1:], eps=eps).flatten(-2)
-    return (F.silu(_wide(gate)) * x).to(o.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return (F.silu(wide(gate)) * x).to(o.dtype)
