@@ -1,24 +1,24 @@
 """From a list of layers to a DeepSpeed engine: one training step, one evaluation step, and the pieces of its state.
 
-The rest of the trainer sees only `Engine`. What DeepSpeed does silently wrong is handled here, each with its reason.
+The rest of the trainer sees only `Engine`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import math
-import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from megatron_lite.activation_checkpointing import checkpointed
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed
 from megatron_lite.grid import Grid, reduce_sum
 from megatron_lite.optimizer import build_optimizer
 from megatron_lite.tensor_parallel import partition_words
@@ -46,7 +46,7 @@ class Sequential(nn.Module):
     def __init__(self, layers: Sequence[nn.Module], parallel: ParallelConfig) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self._run = [_checkpointed(layer, index, len(layers), parallel) for index, layer in enumerate(layers)]
+        self._run = [checkpointed(layer, index, len(layers), parallel) for index, layer in enumerate(layers)]
 
     def forward(self, batch: Batch) -> Tensor:
         """sum(loss_weight * nll), a float32 scalar. `batch`: tokens, labels [batch, length] int64, loss_weight float32
@@ -138,8 +138,8 @@ class Engine:
         if parallel.compile:
             for layer in layers[1:-1]:
                 layer.compile()
-        deepspeed = _import_deepspeed()
-        settings = _deepspeed_config(
+        deepspeed = import_deepspeed()
+        settings = deepspeed_config(
             layers,
             grid=grid,
             dtype=dtype,
@@ -211,8 +211,6 @@ class Engine:
 
     def measure_step_seconds(self, micro_batches: Sequence[Batch]) -> float:
         """Seconds that a training step of these micro batches takes here, without changing any weight."""
-        import time
-
         times = []
         for _ in range(4):
             start = time.perf_counter()
@@ -345,8 +343,6 @@ def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:
 
     Measured, because a CPU without bf16 instructions emulates them many times slower than float32.
     """
-    import time
-
     if device.type == "cuda":
         return "bf16"
     seconds = {}
@@ -361,104 +357,3 @@ def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:
         seconds[name] = sorted(runs)[1]
     # bf16 also pays for conversions around the float32 gates: it must win clearly.
     return "bf16" if seconds["bf16"] < 0.7 * seconds["fp32"] else "fp32"
-
-
-def _checkpointed(layer: nn.Module, index: int, count: int, parallel: ParallelConfig) -> Callable[..., Tensor]:
-    """The layer, or the layer under activation checkpointing (Chen et al. 2016). Only blocks recompute."""
-    settings = parallel.activation_checkpointing
-    block = index - 1
-    if settings.mode == "none" or not 0 < index < count - 1 or block % settings.every:
-        return layer
-    if settings.mode == "full":
-        return lambda x, **context: checkpoint(layer, x, use_reentrant=False, **context)
-    # Selective (as torchtitan): matrix products are kept, everything cheap around them is computed again.
-    return lambda x, **context: checkpoint(
-        layer,
-        x,
-        use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(_keep_products),
-        **context,
-    )
-
-
-_PRODUCTS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
-
-
-def _keep_products(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _deepspeed_config(
-    layers: Sequence[nn.Module],
-    *,
-    grid: Grid,
-    dtype: str,
-    micro_batch_size: int,
-    accumulation: int,
-    clipping: float,
-    parallel: ParallelConfig,
-    precision: PrecisionConfig,
-) -> dict[str, Any]:
-    parameters = sum(p.numel() for layer in layers for p in layer.parameters())
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clipping,
-        "steps_per_print": sys.maxsize,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            # Stage 0 clips wrongly in pipelines and starts bf16 with a dummy step; stage 1 costs nothing more.
-            "stage": max(1, parallel.zero_stage),
-            "overlap_comm": grid.device.type == "cuda",
-            # The default bucket is a buffer of 5e8 elements, gigabytes that a small model does not need.
-            "reduce_bucket_size": min(500_000_000, max(parameters, 1)),
-            "allgather_bucket_size": min(500_000_000, max(parameters, 1)),
-        },
-    }
-    if dtype == "bf16":
-        # check_grad_overflow: a NaN gradient must skip the step here as it does in fp16 and float32.
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    elif dtype == "fp16":
-        scale = precision.fp16
-        config["fp16"] = {
-            "enabled": True,
-            "loss_scale": 0,
-            "initial_scale_power": scale.initial_scale_power,
-            "loss_scale_window": scale.scale_window,
-            "hysteresis": scale.hysteresis,
-            "min_loss_scale": scale.min_scale,
-        }
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config
-
-
-def _import_deepspeed() -> Any:
-    import warnings
-
-    warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import deepspeed
-    # Its warnings at every skipped step are the trainer's to tell.
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # On a CPU, DeepSpeed compiles a C++ helper for an inference collective at the first start (a minute). Training
-    # never calls it. (`import deepspeed.comm.torch as x` would bind the real torch, hence sys.modules.)
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    # ZeRO 3 replaces functional.linear by a function that adds the bias in place. Selective activation checkpointing
-    # has kept that very tensor, so the recomputation would add the bias twice: wrong gradients as soon as biases move.
-    sys.modules["deepspeed.runtime.zero.linear"].LinearFunctionForZeroStage3.forward = staticmethod(_linear)  # type: ignore[attr-defined]
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    return deepspeed
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    product = x.matmul(weight.t())
-    return product if bias is None else product + bias

@@ -1,0 +1,82 @@
+"""DeepSpeed's configuration and import, with what it does silently wrong or needlessly slowly put right."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lite.config_schema import ParallelConfig, PrecisionConfig
+from megatron_lite.grid import Grid
+
+
+def deepspeed_config(
+    layers: Sequence[nn.Module],
+    *,
+    grid: Grid,
+    dtype: str,
+    micro_batch_size: int,
+    accumulation: int,
+    clipping: float,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+) -> dict[str, Any]:
+    parameters = sum(p.numel() for layer in layers for p in layer.parameters())
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
+        "steps_per_print": sys.maxsize,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            # Stage 0 clips wrongly in pipelines and starts bf16 with a dummy step; stage 1 costs nothing more.
+            "stage": max(1, parallel.zero_stage),
+            "overlap_comm": grid.device.type == "cuda",
+            # The default bucket is a buffer of 5e8 elements, gigabytes that a small model does not need.
+            "reduce_bucket_size": min(500_000_000, max(parameters, 1)),
+            "allgather_bucket_size": min(500_000_000, max(parameters, 1)),
+        },
+    }
+    if dtype == "bf16":
+        # check_grad_overflow: a NaN gradient must skip the step here as it does in fp16 and float32.
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif dtype == "fp16":
+        scale = precision.fp16
+        config["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": scale.initial_scale_power,
+            "loss_scale_window": scale.scale_window,
+            "hysteresis": scale.hysteresis,
+            "min_loss_scale": scale.min_scale,
+        }
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def import_deepspeed() -> Any:
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+    # Its warnings at every skipped step are the trainer's to tell.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # On a CPU, DeepSpeed compiles a C++ helper for an inference collective at the first start (a minute). Training
+    # never calls it. (`import deepspeed.comm.torch as x` would bind the real torch, hence sys.modules.)
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # ZeRO 3 replaces functional.linear by a function that adds the bias in place. Selective activation checkpointing
+    # has kept that very tensor, so the recomputation would add the bias twice: wrong gradients as soon as biases move.
+    sys.modules["deepspeed.runtime.zero.linear"].LinearFunctionForZeroStage3.forward = staticmethod(_linear)  # type: ignore[attr-defined]
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = x.matmul(weight.t())
+    return product if bias is None else product + bias
