@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,16 +176,19 @@ class Engine:
         scale = self.accumulation * self.grid.data_size / max(weight, 1e-30)
         self._engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
-        loss = math.nan
+        loss, vetoed, scaler = math.nan, False, self.loss_scale_state
         for index, batch in enumerate(micro_batches):
             nll = self._engine(self._to_device(batch))
             self._engine.backward(nll * scale)
             total += nll.detach()
             if index == len(micro_batches) - 1:
                 loss = reduce_sum([total.item()], self.grid)[0] / max(weight, 1e-30)
-                if veto is not None and veto(loss):
+                vetoed = veto is not None and veto(loss)
+                if vetoed:
                     self._poison_gradients()
             self._engine.step()
+        if vetoed:  # no overflow: the loss scale stays
+            self.loss_scale_state = scaler
         skipped = not self._engine.was_step_applied()
         norm = self._engine.get_global_grad_norm()
         return StepResult(loss, float(norm), skipped, float(self._zero.loss_scale) if self.dtype == "fp16" else 1.0)
@@ -211,12 +215,12 @@ class Engine:
 
     def measure_step_seconds(self, micro_batches: Sequence[Batch]) -> float:
         """Seconds that a training step of these micro batches takes here, without changing any weight."""
-        times = []
-        for _ in range(4):
+        times: list[float] = []
+        while len(times) < 4 or sum(times) < 3.0:
             start = time.perf_counter()
             self.train_step(micro_batches, lr=0.0, veto=lambda _: True)
             times.append(time.perf_counter() - start)
-        return sorted(times[1:])[1]  # the first one allocates
+        return statistics.median(times[2:])  # the first ones allocate
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name to full shape of every parameter, a tied one once."""

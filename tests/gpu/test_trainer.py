@@ -90,3 +90,13 @@ def test_resume_continues_the_same_losses(grid, tmp_path, dtype, stage):
         assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-3)
         assert a.loss_scale == b.loss_scale
     other.close()
+
+
+def test_a_veto_leaves_the_loss_scale(grid):
+    steps = batches(2)
+    engine = engine_on(grid, model_config(), "fp16")
+    before = engine.train_step(steps[0], lr=LR).loss_scale
+    vetoed = engine.train_step(steps[1], lr=LR, veto=lambda loss: True)
+    assert vetoed.skipped
+    assert vetoed.loss_scale == before
+    engine.close()
