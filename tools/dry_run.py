@@ -8,6 +8,7 @@ measured, not guessed. Nothing is saved.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -45,10 +46,9 @@ def dry_run(config: Config[ModelConfig]) -> int:
     memory = _memory(parameters, dtype, max(1, config.parallel.zero_stage), batch.data_ranks)
     memory["activations of one micro batch"] = activations * batch.micro_batch_size
     run_tokens = config.schedule.train_steps * batch.tokens_per_step
-    kinds = ", ".join(f"{model.mixers.count(name)} {name}" for name in dict.fromkeys(model.mixers))
-    print(
-        f"model        {model.num_layers} layers ({kinds} repeated), d = {model.hidden_size}, {model.num_heads} heads"
-    )
+    mixers = Counter(model.mixer_of(index) for index in range(model.num_layers))
+    kinds = ", ".join(f"{count} {name}" for name, count in mixers.items())
+    print(f"model        {model.num_layers} layers ({kinds}), d = {model.hidden_size}, {model.num_heads} heads")
     print(f"parameters   {parameters:,} ({parameters / 1e6:.1f} M): embedding {sizes[0]:,}, ", end="")
     print(f"blocks {sum(sizes[1:-1]):,}, head {sizes[-1]:,}{' (tied)' if specs[-1].tied_to else ''}")
     print(

@@ -341,3 +341,11 @@ def test_nearest_batch_sizes_are_legal() -> None:
 def test_values_that_do_not_go_together(overrides: tuple[str, ...], message: str) -> None:
     (line,) = problems(*overrides)
     assert line.partition(" (override")[0].partition(" (data")[0] == message
+
+
+def test_a_file_that_is_not_there_does_not_make_its_keys_missing(here: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([here / "gone.yml"], ["model.nrom=rmsnorm"], model_type=StandIn)
+    absent, unknown = caught.value.problems
+    assert "gone.yml: no such file" in absent
+    assert unknown.startswith("model.nrom is an unknown key")
