@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -102,6 +103,12 @@ class ModelConfig:
         for key in given:
             if key not in known:
                 raise ValueError(f"model.mixer_options.{mixer}.{key}: unknown option; {_nearest(key, known)}")
+        allowed = typing.get_type_hints(options)
+        for key, value in given.items():
+            if not _fits(value, allowed[key]):
+                raise ValueError(
+                    f"model.mixer_options.{mixer}.{key} = {value!r}: allowed are {_type_words(allowed[key])}"
+                )
         return options(**given)
 
     def mixer_of(self, layer_index: int) -> str:
@@ -116,6 +123,26 @@ class ModelConfig:
         if self.mlp == "swiglu":
             return 256 * -(-8 * self.hidden_size // (3 * 256))
         return 4 * self.hidden_size
+
+
+def _fits(value: Any, allowed: Any) -> bool:
+    """Whether a value from YAML is of an annotated type: bool, int, float, str, None, a Literal, or a union of them."""
+    kinds = typing.get_args(allowed)
+    if typing.get_origin(allowed) is Literal:
+        return any(value == kind and type(value) is type(kind) for kind in kinds)
+    if kinds:
+        return any(_fits(value, kind) for kind in kinds)
+    if allowed is float:  # YAML writes 2 where 2.0 is meant; a bool is no number
+        return type(value) in (int, float)
+    return type(value) is allowed
+
+
+def _type_words(allowed: Any) -> str:
+    names = {bool: "true, false", int: "whole numbers", float: "numbers", str: "text", type(None): "null"}
+    kinds = typing.get_args(allowed)
+    if typing.get_origin(allowed) is Literal:
+        return ", ".join(str(kind) for kind in kinds)
+    return ", ".join(_type_words(kind) for kind in kinds) if kinds else names[allowed]
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
