@@ -35,10 +35,16 @@ SHAPE = {"vocab_size": 61, "num_layers": 3, "hidden_size": 48, "num_heads": 4}
         ({"mixer_options": {"attention": {}}}, "model.mixer_options.attention is set but model.mixers = .'metala'."),
         ({"mixer_options": {"metala": {"preste": "x"}}}, "metala.preste: unknown option; did you mean preset"),
         ({"mixer_options": {"metala": {"preset": "x"}}}, "metala.preset = 'x': allowed are released, paper"),
-        ({"mixer_options": {"metala": {"conv_kernel": "abc"}}}, "metala.conv_kernel = 'abc': allowed are whole numbers"),
+        (
+            {"mixer_options": {"metala": {"conv_kernel": "abc"}}},
+            "metala.conv_kernel = 'abc': allowed are whole numbers",
+        ),
         ({"mixer_options": {"metala": {"conv_kernel": 2.5}}}, "metala.conv_kernel = 2.5: allowed are whole numbers"),
         ({"mixer_options": {"metala": {"conv_kernel": True}}}, "metala.conv_kernel = True: allowed are whole numbers"),
-        ({"mixer_options": {"metala": {"self_augmentation": "yes"}}}, "metala.self_augmentation = 'yes': allowed are true"),
+        (
+            {"mixer_options": {"metala": {"self_augmentation": "yes"}}},
+            "metala.self_augmentation = 'yes': allowed are true",
+        ),
     ],
 )
 def test_says_what_is_wrong(change, message):
