@@ -8,10 +8,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite.config_schema import ParallelConfig, PrecisionConfig
 from megatron_lite.grid import Grid
+
+_TORCH_LINEAR = torch.nn.functional.linear
 
 
 def deepspeed_config(
@@ -75,6 +78,11 @@ def import_deepspeed() -> Any:
     sys.modules["deepspeed.runtime.zero.linear"].LinearFunctionForZeroStage3.forward = staticmethod(_linear)  # type: ignore[attr-defined]
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
+
+
+def restore_linear() -> None:
+    """Undo what ZeRO 3 leaves behind in the process, so that the next engine computes what it would compute alone."""
+    torch.nn.functional.linear = _TORCH_LINEAR
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

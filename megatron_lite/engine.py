@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_lite.activation_checkpointing import checkpointed
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
-from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed
+from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear
 from megatron_lite.grid import Grid, reduce_sum
 from megatron_lite.optimizer import build_optimizer
 from megatron_lite.tensor_parallel import partition_words
@@ -286,6 +286,7 @@ class Engine:
         import deepspeed
 
         deepspeed.utils.groups.mpu = None
+        restore_linear()
 
     def _named_parameters(self) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()

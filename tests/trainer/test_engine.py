@@ -49,6 +49,14 @@ def test_zero_stages_equal_the_oracle(build, stage):
     assert_equal(run(build(config, zero_stage=stage), steps), expected, 1e-6)
 
 
+def test_a_closed_engine_leaves_nothing_behind(build):
+    linear = torch.nn.functional.linear
+    engine = build(model_config(), zero_stage=3)
+    assert torch.nn.functional.linear is not linear  # what ZeRO 3 does
+    engine.close()
+    assert torch.nn.functional.linear is linear
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_activation_checkpointing_changes_nothing(build, mode, stage):
