@@ -7,6 +7,7 @@ A mixer is an `nn.Module` with
   forward(x, mask, cu_seqlens, state, return_state)      as in `models.block.Block.forward`
   flops_per_token(length)       forward FLOPs, two a multiply-add
   state_size                    its decode state in words, for the documentation
+  splits_sequence               whether it runs inside `models.sequence_shards.sequence_shards` (left out: it does not)
   tensor_parallel_plan, parameter_kinds
 The plan's words are read by the trainer: "column" and "row" linear maps, "shard" a vector cut with the columns,
 "replicated", and "replicated, gradient summed" for what is used whole inside the parallel region. The region begins
