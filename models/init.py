@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import sqrt
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .config import ModelConfig
 
@@ -30,3 +31,12 @@ def linear(config: ModelConfig, inputs: int, outputs: int, *, bias: bool = False
     if bias:
         nn.init.zeros_(layer.bias)
     return layer
+
+
+def head_numbers(config: ModelConfig) -> Tensor:
+    """0, ..., num_heads - 1, for decays that follow from a head's number.
+
+    They have values also where a model is built without any (on the device meta): no checkpoint brings them.
+    """
+    device = torch.get_default_device()
+    return torch.arange(config.num_heads, device="cpu" if device.type == "meta" else device)

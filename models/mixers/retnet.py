@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig, nearest_divisors
-from ..init import linear
+from ..init import head_numbers, linear
 from ..positions import token_positions
 from ..precision import wide
 from ..recurrence import recurrence
@@ -63,7 +63,7 @@ class RetNet(nn.Module):
         self.gate_proj = linear(config, size, inner)
         self.out_proj = linear(config, inner, size, output=True)
         # Integers, so that a cast of the module to 16 bits leaves the decays exact.
-        self.register_buffer("head_index", torch.arange(config.num_heads), persistent=False)
+        self.register_buffer("head_index", head_numbers(config), persistent=False)
         self._size = size
 
     @staticmethod

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..init import linear
+from ..init import head_numbers, linear
 from ..positions import token_positions
 from ..precision import wide
 from ..recurrence import recurrence
@@ -70,7 +70,7 @@ class TransNormer(nn.Module):
         has_phase = options.phase == "all" or (options.phase == "first" and layer_index == 0)
         self.theta = nn.Parameter(options.phase_base ** (-channel / self.head_dim)) if has_phase else None
         # Integers, so that a cast of the module to 16 bits leaves the decays exact.
-        self.register_buffer("head_index", torch.arange(config.num_heads), persistent=False)
+        self.register_buffer("head_index", head_numbers(config), persistent=False)
         self.rate = -8 / config.num_heads * (1 - layer_index / config.num_layers)
         self._size = size
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint import read_config_yaml, read_weights
+from models.config import ModelConfig
+from models.lm import LanguageModel
+from models.mixers import MIXERS
 from tools.load_model import CheckpointError, build_model, load_model, model_config, read_tokenizer
 
 
@@ -89,3 +92,13 @@ def test_a_tokenizer_that_was_exchanged(trained_run: Path, tmp_path: Path) -> No
     description.write_text(json.dumps({**json.loads(description.read_text()), "hash": "0" * 32}))
     with pytest.raises(ValueError, match="was changed after training"):
         read_tokenizer(tmp_path, {})
+
+
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_every_mixer_comes_back(mixer: str) -> None:
+    """Also what is no weight, and so in no checkpoint: numbers of heads."""
+    config = ModelConfig(vocab_size=32, num_layers=2, hidden_size=32, num_heads=4, mixers=(mixer,))
+    model = LanguageModel(config, seed=0)
+    back = build_model(config, {name: p.detach() for name, p in model.named_parameters()}).to("cpu")
+    tokens = torch.arange(9)[None]
+    assert torch.equal(back(tokens), model(tokens))
