@@ -225,7 +225,7 @@ def _dump(config: Config[Any], sources: Sources | None) -> str:
     reasons: dict[KeyPath, str] = {}
     for section, key in DERIVED_KEYS:
         shorter = {**open_tree, section: {k: v for k, v in open_tree[section].items() if k != key}}
-        derived, _ = derived_values(shorter, config.batch.data_ranks)
+        derived, _ = derived_values(shorter, config.batch.data_ranks * config.parallel.model_ranks)
         if (section, key) in derived and derived[section, key].value == tree[section][key]:
             open_tree = shorter
             reasons[section, key] = derived[section, key].reason

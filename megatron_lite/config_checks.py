@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from .config_files import KeyPath
 from .config_schema import CheckpointConfig, Config, RunConfig
+from .layout import Layout, layout_problems, limits_of, nearest_layouts
 
 DERIVED_KEYS: tuple[tuple[str, str], ...] = (
     ("run", "directory"),
@@ -42,10 +44,10 @@ class Derived:
     reason: str
 
 
-def derived_values(tree: Mapping[str, Any], data_ranks: int) -> tuple[dict[KeyPath, Derived], list[Problem]]:
+def derived_values(tree: Mapping[str, Any], world_size: int) -> tuple[dict[KeyPath, Derived], list[Problem]]:
     """The keys that `tree` leaves open and that follow from the rest, and what has no solution.
 
-    data_ranks: processes that each read their own samples.
+    world_size: processes of the run; those of one data rank read the same samples.
     """
     derived: dict[KeyPath, Derived] = {}
 
@@ -73,7 +75,17 @@ def derived_values(tree: Mapping[str, Any], data_ranks: int) -> tuple[dict[KeyPa
     if given("schedule", "warmup_steps") is not None and given("schedule", "warmup_fraction") is not None:
         text = "and schedule.warmup_fraction both given: one of them is allowed; set the other to null"
         problems.append(Problem(("schedule", "warmup_steps"), text))
-    batch = _solve_batch({key: given("batch", key) for key in BATCH_KEYS}, data_ranks)
+    sizes = {key: given("parallel", key) for key in ("tensor", "pipeline", "context")}
+    sizes = {key: size for key, size in sizes.items() if _count(size)}
+    model_ranks = math.prod(sizes.values())
+    batch: dict[KeyPath, Derived] | Problem
+    if world_size % model_ranks:
+        batch = _does_not_divide(sizes, world_size)
+    else:
+        where = f"{world_size} from WORLD_SIZE" if model_ranks == 1 else f"WORLD_SIZE {world_size} / {model_ranks}"
+        batch = _solve_batch(
+            {key: given("batch", key) for key in BATCH_KEYS}, world_size // model_ranks, where=f"{EQUATION} ({where})"
+        )
     if isinstance(batch, Problem):
         problems.append(batch)
     else:
@@ -99,6 +111,7 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
     if late := [step for step in checkpoint.extra_steps if step > schedule.train_steps]:
         text = f"holds {', '.join(map(str, late))}: at most schedule.train_steps = {schedule.train_steps} is allowed"
         yield Problem(("checkpoint", "extra_steps"), text)
+    yield from _layout_problems(config)
     if config.precision.dtype == "fp16" and config.run.device == "cpu":
         text = "= fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed"
         yield Problem(("precision", "dtype"), text)
@@ -130,12 +143,42 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
             yield Problem(("data", "tokenizer", "vocab_size"), text)
 
 
-def _solve_batch(given: Mapping[str, Any], ranks: int) -> dict[KeyPath, Derived] | Problem:
+def _layout_problems(config: Config[Any]) -> Iterator[Problem]:
+    parallel, length = config.parallel, config.batch.sequence_length
+    if parallel.pipeline > 1 and parallel.zero_stage > 1:
+        yield Problem(
+            ("parallel", "zero_stage"),
+            f"= {parallel.zero_stage} does not run with parallel.pipeline = {parallel.pipeline}, whose stages keep "
+            "gradients over many micro batches: 0 and 1 are allowed, or parallel.pipeline = 1",
+        )
+    wanted = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
+    limits = limits_of(config.model, length)
+    found = list(layout_problems(wanted, limits))
+    for index, (key, text) in enumerate(found):
+        if index == len(found) - 1:
+            near = nearest_layouts(wanted, config.batch.data_ranks * parallel.model_ranks, limits)
+            text += f"; nearest legal layouts: {' or '.join(map(str, near))}"
+        yield Problem(("parallel", key), text)
+
+
+def _does_not_divide(sizes: Mapping[str, int], world_size: int) -> Problem:
+    product = math.prod(sizes.values())
+    named = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+    wanted = Layout(sizes.get("tensor", 1), sizes.get("pipeline", 1), sizes.get("context", 1))
+    near = nearest_layouts(wanted, world_size, limits_of(None, 1 << 30))
+    return Problem(
+        ("parallel",),
+        f"{named} = {product} processes hold one copy of the model: the run must have a multiple of {product}, and "
+        f"WORLD_SIZE is {world_size}; start it with torchrun --nproc-per-node {product} (WORLD_SIZE={product} shows "
+        f"the configuration without a start), or take {' or '.join(map(str, near))}",
+    )
+
+
+def _solve_batch(given: Mapping[str, Any], ranks: int, *, where: str) -> dict[KeyPath, Derived] | Problem:
     """The open one of the three batch sizes; nothing where one has a wrong type, which is reported elsewhere."""
     known = {key: value for key, value in given.items() if value is not None}
     if not all(map(_count, known.values())):
         return {}
-    where = f"{EQUATION} ({ranks} from WORLD_SIZE)"
     if len(known) < 2:
         return Problem(("batch",), f"needs two of {', '.join(BATCH_KEYS)}: {where}")
     micro, total, accumulation = (given[key] for key in BATCH_KEYS)

@@ -186,8 +186,23 @@ class ActivationCheckpointingConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the run is laid out over the processes."""
+    """How the run is laid out over the processes: processes = data ranks x tensor x pipeline x context."""
 
+    tensor: int = Field(
+        default=1, ge=1, description="Tensor parallelism: processes that share each layer, cut by heads and columns."
+    )
+    pipeline: int = Field(
+        default=1, ge=1, description="Pipeline stages: consecutive layers on different processes, 1F1B schedule."
+    )
+    context: int = Field(
+        default=1,
+        ge=1,
+        description="Context parallelism: processes that share each sequence; they exchange the recurrent states.",
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="With tensor > 1: norms and residuals work on a part of the sequence each, which saves memory.",
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="ZeRO: 1 shards the optimizer state, 2 gradients too, 3 weights too. 0 runs as 1."
     )
@@ -195,6 +210,11 @@ class ParallelConfig(Section):
         default=ActivationCheckpointingConfig(), description="Recompute activations to save memory."
     )
     compile: bool = Field(default=False, description="torch.compile each block.")
+
+    @property
+    def model_ranks(self) -> int:
+        """Processes that hold one copy of the model and its sequences together: the processes of one data rank."""
+        return self.tensor * self.pipeline * self.context
 
 
 class Fp16Config(Section):

@@ -115,6 +115,21 @@ class ModelConfig:
         """Name of the mixer of block `layer_index`: the pattern `mixers`, repeated."""
         return self.mixers[layer_index % len(self.mixers)]
 
+    def cut_sizes(self) -> dict[str, int]:
+        """What tensor parallelism cuts into equal parts, by the key that sets it: its size must divide each."""
+        from .mixers import MIXERS
+
+        sizes = {
+            "model.num_heads": self.num_heads,
+            "model.intermediate_size": self.mlp_width,
+            "model.vocab_size": self.vocab_size,
+        }
+        for name in dict.fromkeys(self.mixers):
+            more = getattr(MIXERS[name], "cut_sizes", None)
+            if more is not None:
+                sizes |= more(self, self.options_of(name))
+        return sizes
+
     @property
     def mlp_width(self) -> int:
         """Width of the MLP, `intermediate_size` or its default."""

@@ -72,6 +72,11 @@ class Attention(nn.Module):
                 f"{config.num_heads}; nearest that do: {legal}"
             )
 
+    @staticmethod
+    def cut_sizes(config: ModelConfig, options: AttentionOptions) -> dict[str, int]:
+        """Tensor parallelism cuts the heads of keys and values too."""
+        return {"model.mixer_options.attention.num_kv_heads": options.num_kv_heads or config.num_heads}
+
     def forward(
         self,
         x: Tensor,

@@ -96,6 +96,11 @@ class Mamba(nn.Module):
                 f"{inner}; nearest that do: {legal}"
             )
 
+    @staticmethod
+    def cut_sizes(config: ModelConfig, options: MambaOptions) -> dict[str, int]:
+        """Tensor parallelism cuts between groups only, since a group's selection reads all of its channels."""
+        return {"model.mixer_options.mamba.groups": options.groups}
+
     def forward(
         self,
         x: Tensor,

@@ -1,0 +1,79 @@
+"""Layouts that cannot run are refused before anything starts, with the arithmetic and what is near and legal."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lite.config import ConfigError, load_config
+from megatron_lite.layout import Layout, Limits, layout_problems, legal_layouts, nearest_layouts
+from models.config import ModelConfig
+
+MODEL = (
+    "model.vocab_size=96",
+    "model.hidden_size=64",
+    "model.num_heads=4",
+    "model.num_layers=4",
+    "data.corpus=stdlib",
+    "data.tokenizer.type=bytes",
+    "batch.micro_batch_size=1",
+    "batch.gradient_accumulation_steps=2",
+    "batch.sequence_length=64",
+    "optimizer.lr=3e-4",
+    "schedule.train_steps=10",
+)
+
+
+def load(world_size: int, *overrides: str) -> object:
+    return load_config([], [*MODEL, *overrides], model_type=ModelConfig, world_size=world_size)
+
+
+def test_data_ranks_are_what_the_model_leaves() -> None:
+    config = load(16, "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2")
+    assert config.batch.data_ranks == 2
+    assert config.batch.global_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "text"),
+    [
+        (1, ["parallel.tensor=2"], r"tensor 2 = 2 processes.*WORLD_SIZE is 1; start it with torchrun --nproc-per-node"),
+        (6, ["parallel.tensor=2", "parallel.pipeline=2"], r"= 4 processes.*a multiple of 4, and WORLD_SIZE is 6"),
+        (3, ["parallel.tensor=3"], r"parallel.tensor = 3 does not divide model.num_heads = 4"),
+        (8, ["parallel.tensor=8"], r"num_heads = 4.*nearest legal layouts: tensor 4 x pipeline 1 x context 1"),
+        (2, ["parallel.tensor=2", "model.vocab_size=97"], r"tensor = 2 does not divide model.vocab_size = 97"),
+        (8, ["parallel.pipeline=8"], r"parallel.pipeline = 8: at most one stage a block, model.num_layers = 4"),
+        (
+            2,
+            ["parallel.pipeline=2", "parallel.zero_stage=2"],
+            r"zero_stage = 2 does not run with parallel.pipeline = 2",
+        ),
+        (1, ["parallel.sequence_parallel=true"], r"sequence_parallel = true needs parallel.tensor > 1"),
+        (3, ["parallel.context=3"], r"3 parts, which does not divide batch.sequence_length = 64"),
+        (
+            2,
+            ["parallel.tensor=2", "model.mixers=[mamba]"],
+            r"does not divide model.mixer_options.mamba.groups = 1; nearest legal layouts: tensor 1 x pipeline 1",
+        ),
+        (
+            4,
+            ["parallel.tensor=4", "model.mixers=[attention]", "model.mixer_options={attention: {num_kv_heads: 2}}"],
+            r"does not divide model.mixer_options.attention.num_kv_heads = 2",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused(world_size: int, overrides: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load(world_size, *overrides)
+
+
+def test_legal_layouts_divide_everything() -> None:
+    limits = Limits({"model.num_heads": 4}, num_layers=3, sequence_length=64, context_refused="")
+    found = legal_layouts(12, limits)
+    assert Layout(4, 3, 1) in found
+    assert Layout(1, 1, 4) in found
+    for layout in found:
+        assert 12 % layout.model_ranks == 0
+        assert not list(layout_problems(layout, limits))
+    assert nearest_layouts(Layout(3, 1, 1), 12, limits)[0] in (Layout(2, 1, 1), Layout(4, 1, 1))
+    refused = Limits({}, 3, 64, context_refused="attention reads every token")
+    assert {layout.context for layout in legal_layouts(4, refused)} == {1}
