@@ -115,6 +115,10 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
     if config.precision.dtype == "fp16" and config.run.device == "cpu":
         text = "= fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed"
         yield Problem(("precision", "dtype"), text)
+    length, positions = config.batch.sequence_length, getattr(config.model, "max_positions", None)
+    if positions is not None and length > positions:
+        text = f"= {length}: at most model.max_positions = {positions} is allowed"
+        yield Problem(("batch", "sequence_length"), text)
     if 0 < config.run.spike_factor <= 1:
         text = f"= {config.run.spike_factor} would skip ordinary steps: 0 (off) or a number above 1 is allowed"
         yield Problem(("run", "spike_factor"), text)

@@ -39,7 +39,9 @@ NEOX_KEYS: dict[str, Answer] = {
     "mlp_type": _to("model.mlp", note="gelu or swiglu"),
     "use_bias_in_mlp": _to("model.mlp_bias"),
     "pos_emb": _to(
-        "model.mixer_options.attention.rotary_pct", note="rotary is the attention mixer's; 0 for no positions"
+        "model.positions",
+        "model.mixer_options.attention.rotary_pct",
+        note="learned is the model's; rotary the attention mixer's, 0 for no positions",
     ),
     "rotary_pct": _to("model.mixer_options.attention.rotary_pct"),
     "rotary_emb_base": _to("model.mixer_options.attention.rotary_base"),
@@ -51,7 +53,7 @@ NEOX_KEYS: dict[str, Answer] = {
     "output_layer_init_method": _to("model.output_init_method"),
     "hidden_dropout": _none("there is no dropout here: leave it out"),
     "attention_dropout": _none("there is no dropout here: leave it out"),
-    "max_position_embeddings": _none("no model here learns positions: leave it out"),
+    "max_position_embeddings": _to("model.max_positions", note="with model.positions = learned only"),
     "make_vocab_size_divisible_by": _to("model.vocab_size", note="the padded size itself"),
     # batch and layout
     "seq_length": _to("batch.sequence_length"),

@@ -21,9 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .precision import wide
+from .precision import ROW_SUM_EPS, wide
 
-EPS = 1e-6
 FORMS = ("auto", "parallel", "recurrent", "chunked", "triton_tile", "triton_chunk")
 CONVENTIONS = ("eq17", "shifted")
 # A log decay at or under this forgets everything: e^-100 is below the smallest normal float32.
@@ -96,7 +95,7 @@ def bidirectional(
         size = q.shape[1] if form == "parallel" else _chunk_size(q.shape[1], forward)
         o = _chunked(q_, k_, v_, forward, backward, segments, inside, max(size, 1))
     if scaled:
-        o = o[..., :-1] / (o[..., -1:] + EPS)
+        o = o[..., :-1] / (o[..., -1:] + ROW_SUM_EPS)
     return o.transpose(1, 2).to(v.dtype)
 
 

@@ -42,6 +42,16 @@ class ModelConfig:
     tie_embeddings: bool = field(
         default=True, metadata={"doc": "The output projection is the embedding matrix, stored once."}
     )
+    positions: Literal["none", "learned"] = field(
+        default="none",
+        metadata={
+            "doc": "learned: a vector a position is added to the embedding, as BERT and Lion-lit have. none: the mixers "
+            "know order."
+        },
+    )
+    max_positions: int | None = field(
+        default=None, metadata={"doc": "Longest sequence that has positions; for positions: learned only."}
+    )
     parallel_residual: bool = field(
         default=False,
         metadata={"doc": "y = x + mixer(norm1(x)) + mlp(norm2(x)), as in GPT-NeoX, instead of one after the other."},
@@ -56,7 +66,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mixers", tuple(self.mixers))
-        for key in ("vocab_size", "num_layers", "hidden_size", "num_heads", "intermediate_size"):
+        for key in ("vocab_size", "num_layers", "hidden_size", "num_heads", "intermediate_size", "max_positions"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"model.{key} = {value}: must be at least 1")
@@ -66,6 +76,11 @@ class ModelConfig:
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"model.{key} = {getattr(self, key)!r}: allowed are {', '.join(allowed)}")
+        if (self.positions == "learned") != (self.max_positions is not None):
+            advice = (
+                "set the longest sequence" if self.max_positions is None else "leave it out, or positions = learned"
+            )
+            raise ValueError(f"model.max_positions = {self.max_positions} with positions = {self.positions}: {advice}")
         if self.hidden_size % self.num_heads:
             legal = nearest_divisors(self.hidden_size, self.num_heads)
             raise ValueError(
@@ -171,6 +186,7 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
 _CHOICES = {
     "mlp": ("swiglu", "gelu"),
     "norm": ("layernorm", "rmsnorm"),
+    "positions": ("none", "learned"),
     "init_method": ("normal", "small_init", "wang_init"),
     "output_init_method": ("normal", "small_init", "wang_init"),
 }

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .init import init_std
+from .positions import LearnedPositions
 
 
 class Embedding(nn.Module):
-    """Rows of `weight` [vocab_size, hidden_size]; no positions (the mixers know order)."""
+    """Rows of `weight` [vocab_size, hidden_size], and with `model.positions: learned` a vector a position added to them.
+
+    Without, the mixers alone know order.
+    """
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "vocab"}
     parameter_kinds: ClassVar[dict[str, str]] = {"weight": "embedding"}
@@ -22,6 +26,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         nn.init.normal_(self.weight, std=init_std(config))
+        self.positions = None if config.max_positions is None else LearnedPositions(config, config.max_positions)
 
     def forward(
         self,
@@ -31,9 +36,17 @@ class Embedding(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """tokens: [batch, length] int -> [batch, length, hidden_size]; the state is empty."""
+        """tokens: [batch, length] int -> [batch, length, hidden_size], and the state when asked for.
+
+        The state is empty, or with learned positions "position" [batch] int, the tokens seen; with cu_seqlens a row for
+        every segment.
+        """
         hidden = F.embedding(tokens, self.weight)
-        return (hidden, {}) if return_state else hidden
+        new_state: dict[str, Tensor] = {}
+        if self.positions is not None:
+            vectors, new_state["position"] = self.positions(tokens, mask, cu_seqlens, (state or {}).get("position"))
+            hidden = hidden + vectors
+        return (hidden, new_state) if return_state else hidden
 
     def flops_per_token(self, length: int) -> int:
         """A look-up multiplies nothing."""

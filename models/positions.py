@@ -1,10 +1,51 @@
-"""Positions of tokens in their sequences, for mixers whose maps depend on them."""
+"""Positions of tokens in their sequences: counted, and learned as vectors."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .init import init_std
+
+
+class LearnedPositions(nn.Module):
+    """One vector a position, added to the token's: `weight` [max_positions, hidden_size].
+
+    Devlin et al. 2019 (BERT), section 3; also what LION without a decay needs (arXiv 2502.16249, appendix D).
+    """
+
+    # Used outside the parallel regions of the mixers: every process sees the whole gradient.
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated"}
+    parameter_kinds: ClassVar[dict[str, str]] = {"weight": "embedding"}
+
+    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(max_positions, config.hidden_size))
+        nn.init.normal_(self.weight, std=init_std(config))
+
+    def forward(
+        self, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, start: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Vectors [batch, length, hidden_size] for tokens [batch, length], and where each sequence goes on.
+
+        mask, cu_seqlens, start and the second result as in `token_positions`. ValueError for a sequence that is longer
+        than there are positions.
+        """
+        position, end = token_positions(tokens, mask, cu_seqlens, start)
+        # Without packing or a state the shape tells; reading the values of a CUDA tensor waits for the device.
+        longest = tokens.shape[1]
+        if longest > len(self.weight) or start is not None:
+            longest = int(position.max()) + 1 if position.numel() else 0
+        if longest > len(self.weight):
+            raise ValueError(
+                f"a sequence of {longest} tokens has more positions than model.max_positions = {len(self.weight)}, which "
+                "this model learned; use shorter sequences, or train with more positions"
+            )
+        return F.embedding(position.clamp_min(0), self.weight), end
 
 
 def token_positions(

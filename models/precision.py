@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+# Added to a row sum before anything is divided by it, in every form and kernel alike.
+ROW_SUM_EPS = 1e-6
+
 
 def wide(x: Tensor) -> Tensor:
     """x in float32; float64 stays float64."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bidirectional import EPS
+from ..precision import ROW_SUM_EPS
 from . import lion_chunk, lion_tile
 from .lion_common import LOG_DECAY, LOGITS, NO_GATE
 
@@ -81,7 +81,7 @@ class _Lion(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         decay = None if decay is None else decay.contiguous()
-        y, saved = _KERNELS[kernel].forward(q, k, v, decay, segments, mode, scaled, EPS)
+        y, saved = _KERNELS[kernel].forward(q, k, v, decay, segments, mode, scaled, ROW_SUM_EPS)
         ctx.save_for_backward(q, k, v, decay, segments, y, *saved)
         ctx.arguments = mode, scaled, kernel
         return y
@@ -91,7 +91,7 @@ class _Lion(torch.autograd.Function):
         q, k, v, decay, segments, y, *saved = ctx.saved_tensors
         mode, scaled, kernel = ctx.arguments
         dq, dk, dv, d_decay = _KERNELS[kernel].backward(
-            dy.contiguous(), q, k, v, decay, segments, y, tuple(saved), mode, scaled, EPS
+            dy.contiguous(), q, k, v, decay, segments, y, tuple(saved), mode, scaled, ROW_SUM_EPS
         )
         return dq, dk, dv, None if decay is None else d_decay.to(decay.dtype), None, None, None, None
 

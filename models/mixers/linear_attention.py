@@ -10,11 +10,8 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..init import linear
-from ..precision import wide
+from ..precision import ROW_SUM_EPS, wide
 from ..row_sum import recurrence_with_row_sum
-
-# Of the row sum, which is positive.
-_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class LinearAttention(nn.Module):
             initial_state=(state or {}).get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
-        y = self.out_proj((num / (den + _EPS)).flatten(-2).to(v.dtype))
+        y = self.out_proj((num / (den + ROW_SUM_EPS)).flatten(-2).to(v.dtype))
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bidirectional import CONVENTIONS, EPS, bidirectional
+from ..bidirectional import CONVENTIONS, bidirectional
 from ..config import ModelConfig
 from ..init import init_std, linear
-from ..precision import wide
+from ..precision import ROW_SUM_EPS, wide
 from ..recurrence import recurrence
 from ..row_sum import recurrence_with_row_sum
 
@@ -99,7 +99,7 @@ class Lion(nn.Module):
       s     lambda_t = sigmoid(w x_t + b)      grfa   as s, k_t <- (1 - lambda_t) k_t (gated RFA, arXiv 2103.02143)
       lstm  as s, k_t <- sigmoid(w' x_t + b') k_t, rows divided by max(|sum|, 1) (mLSTM, arXiv 2405.04517, whose input
             gate is an exponential; the sigmoid needs no running maximum, which two directions would not share)
-    No positions: for lit they belong to the model's input.
+    No positions: lit, which decays nothing, needs those of the model's input, model.positions = learned.
     """
 
     Options = LionOptions
@@ -203,7 +203,7 @@ class Lion(nn.Module):
         num, den, state = recurrence_with_row_sum(
             q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
-        return num / (den + EPS if self.input_gate is None else den.abs().clamp_min(1.0)), state
+        return num / (den + ROW_SUM_EPS if self.input_gate is None else den.abs().clamp_min(1.0)), state
 
     def _both_ways(
         self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None

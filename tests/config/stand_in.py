@@ -16,6 +16,7 @@ class StandIn:
     norm: Literal["layernorm", "rmsnorm"] = field(default="layernorm", metadata={"doc": "Norm."})
     norm_eps: float = field(default=1e-5, metadata={"doc": "Epsilon."})
     intermediate_size: int | None = field(default=None, metadata={"doc": "Width of the MLP; null: derived."})
+    max_positions: int | None = field(default=None, metadata={"doc": "Learned positions."})
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:

@@ -313,6 +313,10 @@ def test_nearest_batch_sizes_are_legal() -> None:
             "precision.dtype = fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed",
         ),
         (
+            ("model.max_positions=128", "batch.sequence_length=129"),
+            "batch.sequence_length = 129: at most model.max_positions = 128 is allowed",
+        ),
+        (
             ("run.spike_factor=0.5",),
             "run.spike_factor = 0.5 would skip ordinary steps: 0 (off) or a number above 1 is allowed",
         ),

@@ -26,6 +26,13 @@ SHAPE = {"vocab_size": 61, "num_layers": 3, "hidden_size": 48, "num_heads": 4}
         ({"hidden_size": 49, "num_heads": 7}, "key width of metala"),
         ({"mlp": "relu"}, "model.mlp = 'relu': allowed are swiglu, gelu"),
         ({"norm": "batchnorm"}, "model.norm = 'batchnorm': allowed are layernorm, rmsnorm"),
+        ({"positions": "rotary"}, "model.positions = 'rotary': allowed are none, learned"),
+        ({"positions": "learned"}, "model.max_positions = None with positions = learned: set the longest sequence"),
+        (
+            {"max_positions": 128},
+            "model.max_positions = 128 with positions = none: leave it out, or positions = learned",
+        ),
+        ({"positions": "learned", "max_positions": 0}, "model.max_positions = 0: must be at least 1"),
         ({"init_method": "xavier"}, "model.init_method = 'xavier': allowed are normal, small_init, wang_init"),
         ({"output_init_method": "zero"}, "model.output_init_method = 'zero': allowed are"),
         ({"mixers": ()}, "model.mixers is empty"),
