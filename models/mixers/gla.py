@@ -31,7 +31,7 @@ class GLAOptions:
 class GLA(nn.Module):
     """The layer of Yang et al. 2023, section 4.4, with d_k = d / 2 and d_v = d over all heads.
 
-    alpha_t = sigmoid(W_2 W_1 x_t + b)^(1/16); S_t = diag(alpha_t) S_{t-1} + k_t v_t (Eq. 3); o_t = q_t S_t /
+    alpha_t = sigmoid(W_2 W_1 x_t + b)^(1/16); S_t = diag(alpha_t) S_{t-1} + k_t v_t; o_t = q_t S_t /
     sqrt(head_dim_k); y = W_O(SiLU(W_G x + b) * LayerNorm_head(o)). The LayerNorm has no gain: W_O takes its place.
     """
 

@@ -71,7 +71,7 @@ class HGRN(nn.Module):
         self.gate_proj = linear(config, size, size * self.parts)
         self.theta = None
         if options.rotation:
-            # The angles of rotary positions, section 3.2.
+            # The angles of rotary positions.
             self.theta = nn.Parameter(10000.0 ** (-torch.arange(size, dtype=torch.float32) / size))
         self.out_proj = linear(config, size * self.parts, size, output=True)
         self._size = size

@@ -26,7 +26,7 @@ class HGRN2Options:
 
 
 class HGRN2(nn.Module):
-    """The layer of Qin et al. 2024, Eq. 4-8: q = swish(W_q x), f = beta + (1 - beta) sigmoid(W_f x), k = 1 - f.
+    """The layer of Qin et al. 2024: q = swish(W_q x), f = beta + (1 - beta) sigmoid(W_f x), k = 1 - f.
 
     S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t, o_t = q_t S_t, y = W_O RMSNorm_head(o), no gate; the norm has no gain, W_O
     takes its place.

@@ -72,7 +72,7 @@ class LinearAttention(nn.Module):
             q,
             k,
             v,
-            wide(q).new_zeros(*q.shape[:3], 1),
+            wide(q).new_zeros(()).expand(*q.shape[:3], 1),
             initial_state=(state or {}).get("recurrent"),
             cu_seqlens=cu_seqlens,
         )

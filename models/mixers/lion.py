@@ -193,7 +193,7 @@ class Lion(nn.Module):
         cu_seqlens: Tensor | None,
         initial_state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        log_decay = wide(q).new_zeros(q.shape[:3]) if logits is None else F.logsigmoid(logits)
+        log_decay = wide(q).new_zeros(()).expand(q.shape[:3]) if logits is None else F.logsigmoid(logits)
         log_decay = log_decay.unsqueeze(-1)
         if mask is not None:
             padding = ~mask[:, :, None, None]

@@ -41,7 +41,7 @@ class NormalisedAttentionOptions:
 
 
 class NormalisedAttention(nn.Module):
-    """Sieber et al. 2024, Eq. 21: the softmax's row sum replaced by a learned function of the row's token.
+    """Sieber et al. 2024: the softmax's row sum replaced by a learned function of the row's token.
 
     S_t = S_{t-1} + k_t v_t, o_t = q_t S_t / (sqrt(head_dim) eta(w x_t)), one w a head; y = W_O o.
     """
@@ -93,7 +93,7 @@ class NormalisedAttention(nn.Module):
             q,
             k,
             v,
-            wide(q).new_zeros(*q.shape[:3], 1),
+            wide(q).new_zeros(()).expand(*q.shape[:3], 1),
             scale=self.head_dim**-0.5,
             initial_state=(state or {}).get("recurrent"),
             cu_seqlens=cu_seqlens,

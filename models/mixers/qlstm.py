@@ -38,7 +38,8 @@ class QLSTM(nn.Module):
     """qLSTM as in Sieber et al. 2024 (arXiv 2405.15731), section 4, and MetaLA's general recurrence, Eq. 13-15:
 
     h_t = sigmoid(W_f x_t) h_{t-1} + sigmoid(W_i x_t) (W_u x_t); y_t = W_O(sigmoid(W_o x_t) h_t); all elementwise.
-    The reversed variant forgets by (1 + exp(W_f x_t))^-a with a = exp(log_exponent), 1 at the start.
+    The reversed variant forgets by (1 + exp(W_f x_t))^-a, a learned and 1 at the start as the authors have it; here
+    a = exp(log_exponent) a channel, theirs is one number. Left to the block: their convolution and GeLU gate.
     """
 
     Options = QLSTMOptions

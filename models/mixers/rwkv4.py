@@ -25,7 +25,7 @@ class RWKV4Options:
 
 
 class RWKV4(nn.Module):
-    """Time mixing of Peng et al. 2023, section 3.1, Eq. 11-18, with the token shift of Eq. 11-13.
+    """Time mixing of Peng et al. 2023, section 3.1, with the token shift on its three inputs.
 
     r, k, v = W (mu x_t + (1 - mu) x_{t-1}); y_t = W_O(sigmoid(r_t) wkv_t);
     wkv_t = (sum_{i<t} e^{-(t-1-i) w + k_i} v_i + e^{u + k_t} v_t) / (the same without v), w = exp(decay) > 0.

@@ -39,7 +39,7 @@ class S5Options:
 
 
 class S5(nn.Module):
-    """Smith et al. 2023, Eq. 2-6, in the parametrisation of the LRU, Orvieto et al. 2023, Eq. 5 and section 3.4:
+    """Smith et al. 2023, in the parametrisation of the LRU, Orvieto et al. 2023:
 
     h_t = lambda h_{t-1} + gamma B x_t; y_t = Re(C h_t); lambda = exp(-exp(nu) + i exp(theta)), gamma = exp(log_gamma),
     sqrt(1 - |lambda|^2) at the start, lambda uniform on a ring. B and C are complex, stored as real matrices whose
