@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.bidirectional import EPS, bidirectional
+from models.bidirectional import bidirectional
 from models.kernels.metala_epilogue import metala_epilogue
+from models.precision import ROW_SUM_EPS
 
 # Sequences of one length and their number, about as many tokens each.
 SHAPES = ((128, 128), (512, 32), (2048, 8), (8192, 2), (32768, 1))
@@ -104,7 +105,7 @@ def plain_lion(length: int, batch: int) -> Work:
         c = F.logsigmoid(F.linear(x, weight).float()).cumsum(1).transpose(1, 2).contiguous()
         mask = (c[..., :, None] - c[..., None, :]).abs().neg().exp().to(q.dtype)
         weights = q @ k.transpose(-1, -2) * mask
-        (weights @ v / (weights.sum(-1, keepdim=True) + EPS)).backward(dy)
+        (weights @ v / (weights.sum(-1, keepdim=True) + ROW_SUM_EPS)).backward(dy)
 
     return step, _leaves(x, weight, q, k, v)
 
