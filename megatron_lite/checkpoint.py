@@ -21,7 +21,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, barrier
+from megatron_lite.tensor_stream import write_tensors
 
 FORMAT = "metalion-checkpoint"
 VERSION = 1
@@ -181,17 +182,96 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     Raises:
         CheckpointError: as `resolve` and `read_manifest`, or a file whose checksum differs.
     """
-    path = resolve(path)
-    return dict(iter_weights(path))
+    return dict(Weights(path).items())
 
 
-def iter_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a step folder one at a time, so that a large model never stands in memory whole."""
-    manifest = read_manifest(path)
-    reader = _Reader(path, manifest)
-    for name, entry in manifest["tensors"].items():
-        shape = entry["shape"]
-        yield name, reader.range("weight", name, 0, math.prod(shape)).reshape(shape)
+class Weights(Mapping[str, Tensor]):
+    """The weights of a checkpoint by canonical name, at full size in float32 on the CPU.
+
+    Each is read when it is asked for, so that a large model never stands in memory whole.
+
+    Raises:
+        CheckpointError: as `resolve` and `read_manifest`, or a file whose checksum differs.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = resolve(path)
+        manifest = read_manifest(self.path)
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in manifest["tensors"].items()}
+        self._reader = _Reader(self.path, manifest)
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        return self._reader.range("weight", name, 0, math.prod(shape)).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def write_weights(
+    directory: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    words: Mapping[str, str],
+    config_yaml: str,
+) -> Path:
+    """Write `directory/step_00000000` from weights alone and let `latest` name it: a run starts or goes on from it.
+
+    There is no optimizer state; reading it gives zeros, which is what a new optimizer has. Weights come one at a time.
+
+    Args:
+        weights: canonical name and full tensor, in the order of `shapes`.
+        words: partition word of every tensor.
+
+    Raises:
+        CheckpointError: could not be written. Nothing is left behind, and what was there before stays.
+        ValueError: a tensor that `shapes` does not expect there.
+    """
+    final, aside = directory / "step_00000000", directory / ".step_00000000.writing"
+    file = aside / "weights-00000.safetensors"
+    flat = {f"weight/{name}": (math.prod(shape),) for name, shape in shapes.items()}
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write_tensors(file, flat, ((f"weight/{name}", tensor.reshape(-1)) for name, tensor in weights))
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": 0,
+            "optimizer_steps": 0,
+            "optimizer": "none",
+            "state": {},
+            "loss_scale": {},
+            "layout": {"world_size": 1, "data": 1, "dtype": "fp32"},
+            "versions": versions(),
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "tensors": {
+                name: {
+                    "shape": list(shape),
+                    "partition": words[name],
+                    "pieces": [{"rank": 0, "start": 0, "numel": math.prod(shape)}],
+                }
+                for name, shape in shapes.items()
+            },
+            "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}},
+        }
+        _write_text(aside / "config.yml", config_yaml)
+        _write_text(aside / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+        _sync(aside)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(aside, final)
+        _sync(directory)
+        _write_text(directory / "latest", final.name + "\n")
+    except OSError as error:
+        raise CheckpointError(f"could not write {final}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return final
 
 
 def read_config_yaml(path: Path | str) -> dict[str, Any]:
@@ -230,6 +310,8 @@ class _Reader:
 
     def range(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of the flattened tensor, float32 on the CPU."""
+        if kind != "weight" and self._manifest.get("optimizer") == "none":  # weights from elsewhere
+            return torch.zeros(numel, dtype=torch.float32)
         out = torch.empty(numel, dtype=torch.float32)
         covered = 0
         for piece in self._manifest["tensors"][name]["pieces"]:

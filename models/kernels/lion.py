@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from ..precision import ROW_SUM_EPS
-from . import lion_chunk, lion_tile
+from .lion_chunk import backward as chunk_backward
+from .lion_chunk import forward as chunk_forward
 from .lion_common import LOG_DECAY, LOGITS, NO_GATE
+from .lion_tile import backward as tile_backward
+from .lion_tile import forward as tile_forward
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -81,7 +84,7 @@ class _Lion(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         decay = None if decay is None else decay.contiguous()
-        y, saved = _KERNELS[kernel].forward(q, k, v, decay, segments, mode, scaled, ROW_SUM_EPS)
+        y, saved = _KERNELS[kernel][0](q, k, v, decay, segments, mode, scaled, ROW_SUM_EPS)
         ctx.save_for_backward(q, k, v, decay, segments, y, *saved)
         ctx.arguments = mode, scaled, kernel
         return y
@@ -90,10 +93,10 @@ class _Lion(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, decay, segments, y, *saved = ctx.saved_tensors
         mode, scaled, kernel = ctx.arguments
-        dq, dk, dv, d_decay = _KERNELS[kernel].backward(
+        dq, dk, dv, d_decay = _KERNELS[kernel][1](
             dy.contiguous(), q, k, v, decay, segments, y, tuple(saved), mode, scaled, ROW_SUM_EPS
         )
         return dq, dk, dv, None if decay is None else d_decay.to(decay.dtype), None, None, None, None
 
 
-_KERNELS = {"tile": lion_tile, "chunk": lion_chunk}
+_KERNELS = {"tile": (tile_forward, tile_backward), "chunk": (chunk_forward, chunk_backward)}

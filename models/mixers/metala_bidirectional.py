@@ -58,6 +58,7 @@ class MetaLABidirectional(nn.Module):
     """
 
     Options = MetaLABidirectionalOptions
+    causal: ClassVar[bool] = False
     state_size: ClassVar[str] = "none"
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         name: word for name, word in MetaLA.tensor_parallel_plan.items() if name != "k_proj"

@@ -1,0 +1,157 @@
+"""The model card (README.md) of an export: what the run's own files say of it, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.config import ModelConfig
+
+_CITATIONS = {
+    "metala": """@inproceedings{chou2024metala,
+  title     = {{MetaLA}: Unified Optimal Linear Approximation to Softmax Attention Map},
+  author    = {Chou, Yuhong and Yao, Man and Wang, Kexin and Pan, Yuqi and Zhu, Ruijie and Zhong, Yiran and
+               Qiao, Yu and Wu, Jibin and Xu, Bo and Li, Guoqi},
+  booktitle = {Advances in Neural Information Processing Systems 37},
+  year      = {2024}
+}""",
+    "lion": """@inproceedings{afzal2025lion,
+  title     = {Linear Attention for Efficient Bidirectional Sequence Modeling},
+  author    = {Afzal, Arshia and Abad Rocamora, Elias and Candogan, Leyla Naz and Puigdemont, Pol and
+               Tonin, Francesco and Wu, Yongtao and Shoaran, Mahsa and Cevher, Volkan},
+  booktitle = {Proceedings of the 42nd International Conference on Machine Learning},
+  year      = {2025}
+}""",
+}
+
+_CAUSAL = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+inputs = tokenizer("def ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))"""
+
+_MASKED = """from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForMaskedLM.from_pretrained("{name}", trust_remote_code=True)
+logits = model(**tokenizer("a sentence", return_tensors="pt")).logits"""
+
+
+def model_card(
+    config: Mapping[str, Any],
+    model: ModelConfig,
+    *,
+    run: Path,
+    step: str,
+    parameters: int,
+    dtype: str,
+    licence: str,
+) -> str:
+    """Markdown with the metadata that the Hugging Face hub reads.
+
+    config: the run's configuration as plain YAML values. step: name of the step folder. parameters: weights, tied ones
+    once. Tables of evaluations come from `results.json` in the run's folder, tokens from its metrics.
+    """
+    from models.hf_config import is_causal
+
+    causal = is_causal(model)
+    name = str(config.get("run", {}).get("name") or run.name)
+    tag = "text-generation" if causal else "fill-mask"
+    head = [
+        "---",
+        f"license: {licence}",
+        "library_name: transformers",
+        f"pipeline_tag: {tag}",
+        f"tags: [{', '.join(['metalion', *dict.fromkeys(model.mixers)])}]",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A {'causal' if causal else 'masked'} language model with {parameters / 1e6:,.1f} M parameters, pretrained with "
+        "metalion. The folder holds the model's own source: `trust_remote_code=True` loads it with torch and transformers "
+        "alone, on a CPU too; on a GPU in 16 bits the recurrence runs on flash-linear-attention's kernels, which must be "
+        "installed there.",
+        "",
+        "```python",
+        (_CAUSAL if causal else _MASKED).format(name=name),
+        "```",
+    ]
+    parts = [
+        "\n".join(head),
+        "## Architecture\n\n" + _table(_architecture(model, parameters, dtype)),
+        "## Training\n\n" + _table(_training(config, run, step)),
+    ]
+    evaluation = _evaluation(run, step)
+    parts.append("## Evaluation\n\n" + (evaluation or "Not evaluated with this project's tools."))
+    cited = [text for key, text in _CITATIONS.items() if any(mixer.startswith(key) for mixer in model.mixers)]
+    parts.append(f"## Licence\n\n{licence}")
+    if cited:
+        parts.append("## Citation\n\n```bibtex\n" + "\n\n".join(cited) + "\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _architecture(model: ModelConfig, parameters: int, dtype: str) -> list[tuple[str, str]]:
+    return [
+        ("parameters", f"{parameters:,}"),
+        ("mixers", ", ".join(model.mixers)),
+        ("mixer options", json.dumps(model.mixer_options) if model.mixer_options else "defaults"),
+        ("layers", str(model.num_layers)),
+        ("hidden size", str(model.hidden_size)),
+        ("heads", str(model.num_heads)),
+        ("MLP", f"{model.mlp}, width {model.mlp_width}"),
+        ("norm", model.norm),
+        ("vocabulary", f"{model.vocab_size:,}" + (", input and output tied" if model.tie_embeddings else "")),
+        ("stored as", dtype),
+    ]
+
+
+def _training(config: Mapping[str, Any], run: Path, step: str) -> list[tuple[str, str]]:
+    data, batch = config.get("data") or {}, config.get("batch") or {}
+    optimizer, schedule = config.get("optimizer") or {}, config.get("schedule") or {}
+    corpus = data.get("corpus") or data.get("train") or "unknown"
+    number = int(step.rpartition("_")[2])
+    rows = [
+        ("data", ", ".join(corpus) if isinstance(corpus, list | tuple) else str(corpus)),
+        ("steps", f"{number:,}"),
+        ("tokens", _tokens(run, number)),
+        ("sequence length", str(batch.get("sequence_length", "unknown"))),
+        ("sequences a step", str(batch.get("global_batch_size", "unknown"))),
+        ("optimizer", f"{optimizer.get('name', '?')}, peak learning rate {optimizer.get('lr', '?')}"),
+        ("schedule", str(schedule.get("kind", "unknown"))),
+    ]
+    return rows
+
+
+def _tokens(run: Path, step: int) -> str:
+    metrics = run / "metrics.jsonl"
+    if step and metrics.is_file():
+        with open(metrics, encoding="utf-8") as file:
+            for line in file:
+                record = json.loads(line)
+                if record.get("kind") == "train" and record.get("step") == step and "tokens" in record:
+                    return f"{int(record['tokens']):,}"
+    return "unknown"
+
+
+def _evaluation(run: Path, step: str) -> str:
+    """A table of results.json, if it speaks of this checkpoint."""
+    file = run / "results.json"
+    if not file.is_file():
+        return ""
+    results = json.loads(file.read_text(encoding="utf-8"))
+    if Path(str(results.get("checkpoint", ""))).name != step:
+        return ""
+    rows = ["| suite | task | metric | value |", "|---|---|---|---:|"]
+    for suite, tasks in results["results"].items():
+        for task, metrics in tasks.items():
+            for metric, value in metrics.items():
+                if isinstance(value, int | float):
+                    rows.append(f"| {suite} | {Path(task).name} | {metric} | {value:,.4g} |")
+    return "\n".join(rows)
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)])

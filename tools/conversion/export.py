@@ -1,0 +1,253 @@
+"""A checkpoint as a Hugging Face folder: weights tensor by tensor, config, tokenizer, model card, source.
+
+The folder is written beside its place and renamed into it, so that what stands there is always whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.tokenizer import Tokenizer
+from megatron_lite.checkpoint import Weights, read_config_yaml, resolve
+from megatron_lite.tensor_stream import write_tensors
+from models.config import ModelConfig
+from tools.conversion.card import model_card
+from tools.conversion.source import flat_source
+from tools.conversion.tokenizer import export_tokenizer
+from tools.load_model import DTYPES, keep_tokenizer, model_config, read_tokenizer, run_folder
+
+# What an import needs to train on: the run's configuration and its tokenizer as the trainer reads it.
+TRAINING_FOLDER = "training"
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written.
+
+    Attributes:
+        folder: the Hugging Face folder.
+        checkpoint: the step folder that it came from.
+        run: the run's folder.
+        config: the run's configuration as plain YAML values.
+        parameters: number of weights, a tied matrix once.
+        bytes: size of the weights.
+        shards: number of weight files.
+    """
+
+    folder: Path
+    checkpoint: Path
+    run: Path
+    config: dict[str, Any]
+    tokenizer: Tokenizer
+    parameters: int
+    bytes: int
+    shards: int
+
+
+def export(
+    checkpoint: Path | str,
+    folder: Path,
+    *,
+    dtype: str = "fp32",
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    licence: str = "apache-2.0",
+    progress: bool = False,
+) -> Export:
+    """Write `folder` from the newest checkpoint of a run, or from the one that is named.
+
+    Args:
+        dtype: "fp32", "bf16" or "fp16" for the stored weights.
+        max_shard_bytes: a weight file ends before it passes this size; a single larger tensor has a file of its own.
+        overwrite: replace a folder that is there, if it is an export.
+
+    Raises:
+        CheckpointError: no checkpoint there, or a damaged one.
+        FileExistsError: `folder` is there already.
+        FileNotFoundError: the tokenizer is gone.
+        ValueError: an unknown dtype, weights that are not those of the configuration, or a tokenizer that is larger than
+            the embedding or cannot be written.
+    """
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise ValueError(f"--dtype {dtype}: allowed are fp32, bf16, fp16")
+    check_target(folder, overwrite)
+    source = resolve(checkpoint)
+    config = read_config_yaml(source)
+    model = model_config(config)
+    weights = Weights(source)
+    check_shapes(weights.shapes, model, source)
+    run = run_folder(source, config)
+    tokenizer = read_tokenizer(run, config)
+    check_vocabulary(tokenizer.vocab_size, model.vocab_size, str(tokenizer.path or tokenizer.type))
+
+    aside = folder.absolute().with_name(f".{folder.absolute().name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        special = write_description(aside, model, tokenizer, dtype)
+        write_training_side(aside, config, tokenizer)
+        sizes = write_shards(aside, weights, weights.shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
+        parameters = sum(math.prod(shape) for shape in weights.shapes.values())
+        card = model_card(config, model, run=run, step=source.name, parameters=parameters, dtype=dtype, licence=licence)
+        (aside / "README.md").write_text(card, encoding="utf-8")
+        _into_place(aside, folder, overwrite)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    del special
+    return Export(folder, source, run, config, tokenizer, parameters, sum(sizes), len(sizes))
+
+
+def check_target(folder: Path, overwrite: bool) -> None:
+    """FileExistsError where `folder` may not be written: it is there, or with `overwrite` it is no export."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{folder} exists: name another folder, or replace it with --overwrite")
+    config = folder / "config.json"
+    if not config.is_file() or json.loads(config.read_text()).get("model_type") != "metalion":
+        raise FileExistsError(f"{folder} is not an export of this project, so --overwrite leaves it alone: name another")
+
+
+def check_vocabulary(entries: int, rows: int, tokenizer: str) -> None:
+    """ValueError for a tokenizer with more entries than the embedding has rows."""
+    if entries > rows:
+        raise ValueError(
+            f"the tokenizer {tokenizer} has {entries} entries and the embedding {rows} rows: it is not the tokenizer that "
+            f"the model was trained with"
+        )
+
+
+def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, source: Path | str) -> None:
+    """ValueError naming tensors that are missing, too many (with the nearest name) or of another shape (both shapes)."""
+    import difflib
+
+    from models.lm import LanguageModel
+
+    with torch.device("meta"):
+        needed = {name: tuple(p.shape) for name, p in LanguageModel(config).named_parameters()}
+    problems = []
+    for name in needed.keys() - given.keys():
+        near = difflib.get_close_matches(name, given.keys() - needed.keys(), n=1)
+        problems.append(f"{name} is missing" + (f" (there is {near[0]})" if near else ""))
+    for name in given.keys() - needed.keys():
+        near = difflib.get_close_matches(name, needed, n=1)
+        problems.append(f"{name} belongs to nothing" + (f" (nearest: {near[0]})" if near else ""))
+    for name in needed.keys() & given.keys():
+        if needed[name] != given[name]:
+            problems.append(f"{name} is {list(given[name])}, the configuration needs {list(needed[name])}")
+    if problems:
+        raise ValueError(
+            f"{source}: {len(problems)} tensors do not fit the configuration: " + "; ".join(sorted(problems)[:6])
+        )
+
+
+def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> dict[str, int]:
+    """config.json, generation_config.json, tokenizer and source. Returns the ids of the special tokens."""
+    from models.hf_config import is_causal
+
+    causal = is_causal(model)
+    special = export_tokenizer(tokenizer, folder, causal=causal)
+    main_class = "MetalionForCausalLM" if causal else "MetalionForMaskedLM"
+    main_auto = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
+    ids = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
+    config = {
+        "architectures": [main_class],
+        "auto_map": {
+            "AutoConfig": "hf_config.MetalionConfig",
+            "AutoModel": "hf.MetalionModel",
+            main_auto: f"hf.{main_class}",
+            "AutoModelForSequenceClassification": "hf.MetalionForSequenceClassification",
+        },
+        "model_type": "metalion",
+        **dataclasses.asdict(model),
+        **ids,
+        "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
+        "use_cache": True,
+    }
+    _write_json(folder / "config.json", config)
+    if causal:
+        # Rows that pad the embedding to a round number mean nothing and are never drawn.
+        padding = list(range(tokenizer.vocab_size, model.vocab_size))
+        _write_json(folder / "generation_config.json", {**ids, **({"suppress_tokens": padding} if padding else {})})
+    for name, text in flat_source(model.mixers).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return special
+
+
+def write_training_side(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """The folder `training/`: what the run was, for an import to train on."""
+    import yaml
+
+    side = folder / TRAINING_FOLDER
+    side.mkdir()
+    (side / "config.yml").write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    keep_tokenizer(tokenizer, side)
+
+
+def write_shards(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    *,
+    progress: bool = False,
+) -> list[int]:
+    """model.safetensors, or several with their index. One tensor stands in memory at a time. Returns the files' bytes."""
+    from tqdm import tqdm
+
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        own = math.prod(shape) * dtype.itemsize
+        if groups[-1] and size + own > max_shard_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = shape
+        size += own
+    names = (
+        ["model.safetensors"]
+        if len(groups) == 1
+        else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    )
+    total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
+
+        def read(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+            for name in group:
+                yield name, weights[name]
+                bar.update(math.prod(shapes[name]) * dtype.itemsize)
+
+        for file, group in zip(names, groups, strict=True):
+            write_tensors(folder / file, group, read(group), dtype=dtype)
+    if len(groups) > 1:
+        index = {name: file for file, group in zip(names, groups, strict=True) for name in group}
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+    return [(folder / file).stat().st_size for file in names]
+
+
+def _into_place(aside: Path, folder: Path, overwrite: bool) -> None:
+    if folder.exists() and overwrite:
+        old = aside.with_name(f".{folder.absolute().name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+        os.replace(aside, folder)
+        shutil.rmtree(old)
+    else:
+        os.replace(aside, folder)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

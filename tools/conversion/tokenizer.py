@@ -1,0 +1,181 @@
+"""A training tokenizer as the files that `AutoTokenizer` loads, with the same ids and without SentencePiece at hand.
+
+Every tokenizer becomes a `tokenizer.json` of Hugging Face tokenizers. What the trainer does not add around a text is not
+added there either: a call gives the ids that the model was trained on. Masked models keep the tokens that their
+classifiers read ([CLS], [SEP]).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.tokenizer import END_OF_DOCUMENT, Tokenizer
+
+# What the trial of `check_same_ids` adds to real text: scripts, runs, controls, characters of one to four bytes.
+HARD_TEXTS = (
+    "",
+    " ",
+    "def f(x):\n\treturn x  # naïve größe 値 🙂🏽\r\n",
+    "a" * 37 + " " * 29 + "\n" * 11 + "\t" * 7 + "=" * 40,
+    "The quick brown fox, 1234567890 times; it's \"quoted\" -- don't.",
+    "  leading and trailing  ",
+    "mixed　width – dashes — “quotes” … ½ é é ﬁ",
+    "Ελληνικά русский עברית العربية हिन्दी ไทย 한국어 日本語",
+)
+
+
+def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool) -> dict[str, int]:
+    """Write tokenizer.json and tokenizer_config.json into `folder`.
+
+    Returns the ids of the special tokens by Transformers' names ("eos", "pad", "bos", "mask", ...).
+    Raises ValueError for a tokenizer that cannot be written so.
+    """
+    makers = {"bytes": _bytes, "sentencepiece": _sentencepiece, "hf": _json, "wordpiece": _json}
+    model = makers[tokenizer.type](tokenizer)
+    if causal:
+        # A template there would add tokens that training did not.
+        model.post_processor = _nothing()
+    end = model.id_to_token(tokenizer.end_of_document_id)
+    special = {"eos": end, "bos": end, "pad": end} if causal else {"eos": end}
+    known = {"pad": ("[PAD]", "<pad>"), "unk": ("[UNK]", "<unk>"), "mask": ("[MASK]", "<mask>")}
+    if not causal:
+        known |= {"cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>")}
+    for role, names in known.items():
+        special |= {role: name for name in names if model.token_to_id(name) is not None}
+    special.setdefault("pad", end)
+    model.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{role}_token": token for role, token in sorted(special.items())},
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 10**30,
+        "padding_side": "left" if causal else "right",
+    }
+    if tokenizer.type in ("bytes", "sentencepiece"):
+        # These know no names of tokens inside a text; the training text was read so.
+        config["split_special_tokens"] = True
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    return {role: model.token_to_id(token) for role, token in special.items()}
+
+
+def check_same_ids(tokenizer: Tokenizer, folder: Path, texts: Sequence[str]) -> int:
+    """Load `folder` with AutoTokenizer and compare its ids with the trainer's on `texts` and on hard ones.
+
+    Returns the number of tokens compared. Raises ValueError with the first text that differs.
+    """
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(folder)
+    count = 0
+    for text in (*HARD_TEXTS, *texts):
+        ours = [int(i) for i in tokenizer.encode(text)]
+        theirs = loaded(text, add_special_tokens=False)["input_ids"]
+        if ours != theirs:
+            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+            raise ValueError(
+                f"{folder}: the exported tokenizer writes {tokenizer.decode(ours[max(0, at - 3) : at + 6])!r} as "
+                f"{theirs[at : at + 6]}, the trainer's as {ours[at : at + 6]}; this tokenizer cannot be exported"
+            )
+        count += len(ours)
+    return count
+
+
+def _nothing() -> Any:
+    from tokenizers.processors import Sequence as ProcessorSequence
+
+    return ProcessorSequence([])
+
+
+def _bytes(tokenizer: Tokenizer) -> Any:
+    """No entry is a character, so every character falls back to its bytes."""
+    import tokenizers
+    from tokenizers import decoders, models
+
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    model.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    model.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+    return model
+
+
+def _json(tokenizer: Tokenizer) -> Any:
+    """As it is; with the end of a document among the special tokens, where it must be to be left out of texts."""
+    import tokenizers
+
+    model = tokenizers.Tokenizer.from_str(tokenizer._model.to_str())
+    end = model.id_to_token(tokenizer.end_of_document_id)
+    if end not in {t.content for t in model.get_added_tokens_decoder().values() if t.special}:
+        model.add_special_tokens([tokenizers.AddedToken(end, special=True, normalized=False)])
+    return model
+
+
+def _sentencepiece(tokenizer: Tokenizer) -> Any:
+    """The same pieces as BPE merges or Unigram scores (Kudo and Richardson 2018, arXiv 1808.06226).
+
+    Spaces inside pieces are spaces here and not U+2581, so that this character, where a text has it, is its bytes, as
+    the trainer writes it. A model that puts a space before every text cannot tell the two apart and does so here too.
+    """
+    import sentencepiece.sentencepiece_model_pb2 as pb2
+    import tokenizers
+    from tokenizers import Regex, decoders, models, normalizers
+
+    proto = pb2.ModelProto.FromString(Path(tokenizer.path or "").read_bytes())
+    spec, rules = proto.trainer_spec, proto.normalizer_spec
+    kinds = pb2.ModelProto.SentencePiece
+    plain = not rules.add_dummy_prefix
+    space = " " if plain else "\u2581"
+    pieces = [piece.piece.replace("\u2581", space) for piece in proto.pieces]
+    if plain and len(set(pieces)) != len(pieces):
+        raise ValueError(f"{tokenizer.path} holds pieces with both spaces and U+2581: it cannot be written as JSON")
+    has_bytes = any(piece.type == kinds.BYTE for piece in proto.pieces)
+    unknown = next(p.piece for p in proto.pieces if p.type == kinds.UNKNOWN)
+    if spec.model_type == spec.BPE:
+        merges = _merges(pieces, [piece.score for piece in proto.pieces], [p.type == kinds.NORMAL for p in proto.pieces])
+        vocab = {piece: index for index, piece in enumerate(pieces)}
+        core = models.BPE(vocab=vocab, merges=merges, byte_fallback=has_bytes, unk_token=unknown, fuse_unk=True)
+    elif spec.model_type == spec.UNIGRAM:
+        scores = [(piece, entry.score) for piece, entry in zip(pieces, proto.pieces, strict=True)]
+        core = models.Unigram(scores, unk_id=pieces.index(unknown), byte_fallback=has_bytes)
+    else:
+        raise ValueError(f"{tokenizer.path}: only BPE and Unigram models of SentencePiece can be written as JSON")
+    model = tokenizers.Tokenizer(core)
+    steps: list[Any] = []
+    if rules.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    if rules.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if not plain:
+        if spec.treat_whitespace_as_suffix:
+            raise ValueError(f"{tokenizer.path} puts a space after every text: it cannot be written as JSON")
+        steps += [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    if steps:
+        model.normalizer = normalizers.Sequence(steps)
+    back: list[Any] = [] if plain else [decoders.Replace("\u2581", " ")]
+    back += [decoders.ByteFallback(), decoders.Fuse()]
+    if not plain:
+        back.append(decoders.Strip(content=" ", left=1))
+    model.decoder = decoders.Sequence(back)
+    controls = [p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type in (kinds.CONTROL, kinds.UNKNOWN)]
+    model.add_special_tokens([tokenizers.AddedToken(piece, special=True, normalized=False) for piece in controls])
+    whole = [p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type == kinds.USER_DEFINED]
+    model.add_tokens([tokenizers.AddedToken(piece, special=False, normalized=False) for piece in whole])
+    return model
+
+
+def _merges(pieces: Sequence[str], scores: Sequence[float], normal: Sequence[bool]) -> list[tuple[str, str]]:
+    """Every way to form a piece from two, the best piece first: SentencePiece merges any pair whose union it knows."""
+    known = {piece for piece, is_normal in zip(pieces, normal, strict=True) if is_normal}
+    order = sorted((i for i, is_normal in enumerate(normal) if is_normal), key=lambda i: (-scores[i], i))
+    merges = []
+    for index in order:
+        piece = pieces[index]
+        for cut in range(1, len(piece)):
+            if piece[:cut] in known and piece[cut:] in known:
+                merges.append((piece[:cut], piece[cut:]))
+    return merges

@@ -1,0 +1,117 @@
+"""Checkpoints to Hugging Face and back: `python -m tools.convert_hf export runs/default out/`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0, 1 when logits differ by more than the tolerance, 2 after an error."""
+    options = _parser().parse_args(arguments)
+    from megatron_lite.checkpoint import CheckpointError
+
+    try:
+        return _export(options)
+    except (CheckpointError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _export(options: argparse.Namespace) -> int:
+    from tools.conversion.export import export
+
+    done = export(
+        options.checkpoint,
+        options.folder,
+        dtype=options.dtype,
+        max_shard_bytes=_bytes(options.max_shard_size),
+        overwrite=options.overwrite,
+        licence=options.licence,
+        progress=sys.stderr.isatty(),
+    )
+    files = f"{done.shards} files" if done.shards > 1 else "one file"
+    print(f"{done.folder}: {done.parameters:,} parameters in {options.dtype}, {done.bytes / 1e9:,.2f} GB in {files}")
+    return _check(done, options)
+
+
+def _check(done: object, options: argparse.Namespace) -> int:
+    from megatron_lite.checkpoint import Weights
+    from tools.conversion.compare import compare_logits, real_text
+    from tools.conversion.export import Export
+    from tools.conversion.tokenizer import check_same_ids
+    from tools.load_model import DTYPES, model_config
+
+    assert isinstance(done, Export)
+    tokens, name = real_text([options.text, _validation_text(done.config)], done.tokenizer)
+    with open(name, encoding="utf-8", errors="replace") as file:
+        compared = check_same_ids(done.tokenizer, done.folder, [file.read(1 << 20)])
+    print(f"tokenizer: AutoTokenizer gives the same ids on {compared:,} tokens")
+    config = model_config(done.config)
+    result = compare_logits(Weights(done.checkpoint), config, done.folder, tokens, DTYPES[options.dtype])
+    print(
+        f"logits on {result.tokens} tokens of {name}: largest difference to the trainer's {result.converted:.2e} "
+        f"(largest logit {result.largest:.2f})"
+    )
+    if options.dtype != "fp32":
+        print(f"storing the weights in {options.dtype} itself changes logits by up to {result.rounded:.2e}")
+    if not result.converted <= options.tolerance:
+        print(
+            f"error: over the tolerance of {options.tolerance:g}; {done.folder} was left as it is, do not use it",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _validation_text(config: dict[str, object]) -> Path | None:
+    """The raw validation text of the run, where it is still there."""
+    from tools.load_model import data_config, prepare
+
+    try:
+        data = data_config(config)
+        return prepare(data).validation_text_path if data.corpus is not None else None
+    except (OSError, ValueError):
+        return None
+
+
+def _bytes(text: str) -> int:
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+    unit = units.get(text[-2:].upper())
+    return int(float(text[:-2]) * unit) if unit else int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert_hf",
+        description="Checkpoints to Hugging Face folders and back.",
+        epilog=(
+            "examples:\n"
+            "  python -m tools.convert_hf export runs/default exported/           weights as float32\n"
+            "  python -m tools.convert_hf export runs/default exported/ --dtype bf16 --overwrite\n"
+            "\n"
+            "An export ends by comparing its logits with the trainer's and fails over the tolerance. docs/huggingface.md"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    export = commands.add_parser(
+        "export",
+        help="a checkpoint as a Hugging Face folder",
+        description="Write a folder that AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) loads.",
+    )
+    export.add_argument("checkpoint", help="folder of a run, or one of its checkpoints/step_*")
+    export.add_argument("folder", type=Path, help="the folder to write")
+    export.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="of the weights (fp32)")
+    export.add_argument("--max-shard-size", default="5GB", help="largest weight file, as 500MB or 5GB (default 5GB)")
+    export.add_argument("--overwrite", action="store_true", help="replace the folder where it is an export already")
+    export.add_argument("--licence", default="apache-2.0", help="the model card's, as the hub spells it (apache-2.0)")
+    export.add_argument("--text", type=Path, help="text to compare logits on (default: the run's validation text)")
+    export.add_argument("--tolerance", type=float, default=1e-4, help="largest difference of logits (default 1e-4)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
