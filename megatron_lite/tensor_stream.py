@@ -46,7 +46,7 @@ def write_tensors(
             if (name, tuple(tensor.shape)) != (wanted := next(expected, ("nothing", ()))):
                 raise ValueError(f"{path}: {name} {tuple(tensor.shape)} comes where {wanted[0]} {wanted[1]} belongs")
             flat = tensor.detach().to("cpu", dtype).contiguous().reshape(-1)
-            file.write(memoryview(flat.view(torch.uint8).numpy()))
+            file.write(flat.view(torch.uint8).numpy().data)
         if (left := next(expected, None)) is not None:
             raise ValueError(f"{path}: no tensor came for {left[0]}")
         file.flush()

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 
+from .embedding import Embedding
 from .hf_cache import RecurrentCache
 from .hf_config import MetalionConfig, is_causal
 from .lm import LanguageModel, LayerSpec, layer_specs
@@ -35,6 +36,8 @@ class MetalionPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["Block"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _is_stateful = True
+    embedding: Any
+    head: Any
 
     def __init__(self, config: MetalionConfig) -> None:
         super().__init__(config)
@@ -43,7 +46,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         model_config = config.model_config()
         self._causal = is_causal(model_config)
         self._specs = {spec.name: spec for spec in layer_specs(model_config)}
-        self.embedding = self._specs["embedding"].build()
+        self.embedding = Embedding(model_config)
         self.blocks = nn.ModuleList(self._specs[f"blocks.{i}"].build() for i in range(config.num_layers))
 
     def post_init(self) -> None:
@@ -93,7 +96,8 @@ class MetalionPreTrainedModel(PreTrainedModel):
         all blocks if they are to be collected."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
-        mask = _mask_of(attention_mask, (input_ids if inputs_embeds is None else inputs_embeds).shape[1])
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        mask = _mask_of(attention_mask, given.shape[1])
         cache = past_key_values
         if use_cache and cache is None:
             cache = RecurrentCache()
@@ -363,7 +367,7 @@ def from_language_model(model: LanguageModel, **config: Any) -> MetalionForCausa
 
 def _norm_only(specs: dict[str, LayerSpec]) -> nn.Module:
     """A head without its projection."""
-    head = specs["head"].build()
+    head: Any = specs["head"].build()
     head.weight = None
     return head
 

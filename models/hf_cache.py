@@ -51,7 +51,9 @@ class RecurrentCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """ValueError: what a recurrent state has seen cannot be taken out of it."""
-        raise ValueError(f"cannot take {tokens_to_remove} tokens out of a recurrent state; generate from the prompt again")
+        raise ValueError(
+            f"cannot take {tokens_to_remove} tokens out of a recurrent state; generate from the prompt again"
+        )
 
     @property
     def batch_size(self) -> int:

@@ -99,4 +99,4 @@ class _Lion(torch.autograd.Function):
         return dq, dk, dv, None if decay is None else d_decay.to(decay.dtype), None, None, None, None
 
 
-_KERNELS = {"tile": (tile_forward, tile_backward), "chunk": (chunk_forward, chunk_backward)}
+_KERNELS: dict[str, tuple[Any, Any]] = {"tile": (tile_forward, tile_backward), "chunk": (chunk_forward, chunk_backward)}

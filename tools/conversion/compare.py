@@ -41,7 +41,9 @@ class Comparison:
     tokens: int
 
 
-def compare_logits(weights: Weights, config: ModelConfig, folder: Path, tokens: Tensor, dtype: torch.dtype) -> Comparison:
+def compare_logits(
+    weights: Weights, config: ModelConfig, folder: Path, tokens: Tensor, dtype: torch.dtype
+) -> Comparison:
     """Compare on `tokens` [batch, length]; `dtype` is that of the stored weights."""
     theirs = exported_logits(folder, tokens, config)
     ours = trainer_logits(weights, config, tokens, dtype)

@@ -117,7 +117,9 @@ def check_target(folder: Path, overwrite: bool) -> None:
         raise FileExistsError(f"{folder} exists: name another folder, or replace it with --overwrite")
     config = folder / "config.json"
     if not config.is_file() or json.loads(config.read_text()).get("model_type") != "metalion":
-        raise FileExistsError(f"{folder} is not an export of this project, so --overwrite leaves it alone: name another")
+        raise FileExistsError(
+            f"{folder} is not an export of this project, so --overwrite leaves it alone: name another"
+        )
 
 
 def check_vocabulary(entries: int, rows: int, tokenizer: str) -> None:
@@ -192,7 +194,9 @@ def write_training_side(folder: Path, config: Mapping[str, Any], tokenizer: Toke
 
     side = folder / TRAINING_FOLDER
     side.mkdir()
-    (side / "config.yml").write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    (side / "config.yml").write_text(
+        yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
+    )
     keep_tokenizer(tokenizer, side)
 
 

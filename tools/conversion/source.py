@@ -83,14 +83,18 @@ def _target(node: ast.ImportFrom, module: str, *, package: bool) -> str:
     above = module.split(".") if package else module.split(".")[:-1]
     above = above[: len(above) - (node.level - 1)]
     if node.module is None:
-        raise ValueError(f"{module}: write `from .file import name` instead of `from . import file`, which cannot be flat")
+        raise ValueError(
+            f"{module}: write `from .file import name` instead of `from . import file`, which cannot be flat"
+        )
     return ".".join([*above, *node.module.split(".")])
 
 
 def _only_mixers(text: str, mixers: Collection[str]) -> str:
     """`mixers/__init__.py` without the imports and the entries of MIXERS that are not used."""
     tree = ast.parse(text)
-    table = next(node.value for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict))
+    table = next(
+        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+    )
     drop: set[int] = set()
     unused: set[str] = set()
     for key, value in zip(table.keys, table.values, strict=True):

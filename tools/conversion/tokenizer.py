@@ -44,7 +44,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool) -> dic
     if not causal:
         known |= {"cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>")}
     for role, names in known.items():
-        special |= {role: name for name in names if model.token_to_id(name) is not None}
+        for name in names:
+            if model.token_to_id(name) is not None:
+                special[role] = name
     special.setdefault("pad", end)
     model.save(str(folder / "tokenizer.json"))
     config = {
@@ -71,13 +73,15 @@ def check_same_ids(tokenizer: Tokenizer, folder: Path, texts: Sequence[str]) -> 
     """
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(folder)
+    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     count = 0
     for text in (*HARD_TEXTS, *texts):
         ours = [int(i) for i in tokenizer.encode(text)]
         theirs = loaded(text, add_special_tokens=False)["input_ids"]
         if ours != theirs:
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+            )
             raise ValueError(
                 f"{folder}: the exported tokenizer writes {tokenizer.decode(ours[max(0, at - 3) : at + 6])!r} as "
                 f"{theirs[at : at + 6]}, the trainer's as {ours[at : at + 6]}; this tokenizer cannot be exported"
@@ -136,7 +140,9 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
     has_bytes = any(piece.type == kinds.BYTE for piece in proto.pieces)
     unknown = next(p.piece for p in proto.pieces if p.type == kinds.UNKNOWN)
     if spec.model_type == spec.BPE:
-        merges = _merges(pieces, [piece.score for piece in proto.pieces], [p.type == kinds.NORMAL for p in proto.pieces])
+        merges = _merges(
+            pieces, [piece.score for piece in proto.pieces], [p.type == kinds.NORMAL for p in proto.pieces]
+        )
         vocab = {piece: index for index, piece in enumerate(pieces)}
         core = models.BPE(vocab=vocab, merges=merges, byte_fallback=has_bytes, unk_token=unknown, fuse_unk=True)
     elif spec.model_type == spec.UNIGRAM:
@@ -161,7 +167,9 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
     if not plain:
         back.append(decoders.Strip(content=" ", left=1))
     model.decoder = decoders.Sequence(back)
-    controls = [p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type in (kinds.CONTROL, kinds.UNKNOWN)]
+    controls = [
+        p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type in (kinds.CONTROL, kinds.UNKNOWN)
+    ]
     model.add_special_tokens([tokenizers.AddedToken(piece, special=True, normalized=False) for piece in controls])
     whole = [p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type == kinds.USER_DEFINED]
     model.add_tokens([tokenizers.AddedToken(piece, special=False, normalized=False) for piece in whole])
