@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,54 +16,81 @@ import torch
 from numpy.typing import NDArray
 
 from .cache import cached_arrays
-from .causal import CausalDataset
+from .causal import CausalDataset, Packing
 from .indexed import IndexedTokens
 
 BLEND_VERSION = 1
+SHARES_BY = ("tokens", "documents", "weights")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How often each of several token files is taken.
+
+    by: "weights" as given; "tokens" or "documents", what the files hold. Shares are in proportion to
+    (weight, tokens or documents)^(1 / temperature): 1 leaves them, above 1 evens them out (Arivazhagan et al. 2019,
+    arXiv 1907.05019).
+    """
+
+    by: str = "tokens"
+    weights: tuple[float, ...] | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.by not in SHARES_BY:
+            raise ValueError(f"a blend by {self.by!r} is unknown; allowed: {', '.join(SHARES_BY)}")
+        if (self.by == "weights") != (self.weights is not None):
+            raise ValueError("weights are for a blend by weights, and it needs them")
+        if not self.temperature > 0 or not math.isfinite(self.temperature):
+            raise ValueError(f"temperature {self.temperature} of a blend must be above 0")
+
+    def of(self, prefixes: Sequence[str | Path]) -> list[float]:
+        """The share of each file; they sum to 1. Raises ValueError for a weight that is not positive, and for as many
+        weights as there are not files."""
+        if self.weights is not None:
+            if len(self.weights) != len(prefixes):
+                raise ValueError(f"{len(self.weights)} weights for {len(prefixes)} token files: give one for each")
+            sizes = normalised(self.weights)
+        else:
+            files = [IndexedTokens(prefix) for prefix in prefixes]
+            sizes = normalised([f.num_tokens if self.by == "tokens" else f.num_documents for f in files])
+        return normalised([size ** (1 / self.temperature) for size in sizes])
 
 
 def training_dataset(
     prefixes: str | Path | Sequence[str | Path],
-    weights: Sequence[float] | None = None,
+    shares: Shares = Shares(),  # noqa: B008 - frozen
     *,
     sequence_length: int,
     num_samples: int,
     seed: int,
+    order: str = "neox",
+    packing: Packing = Packing(),  # noqa: B008 - frozen
     cache_directory: str | Path | None = None,
 ) -> CausalDataset | BlendedDataset:
-    """Training samples of one token file or of several.
-
-    ``weights`` (any positive numbers, normalised here) are the shares of the samples; None weighs each file by its
-    tokens, so that every text is seen equally often. Other arguments as in CausalDataset. Raises ValueError for a
-    weight that is not positive, and for as many weights as there are not files.
-    """
+    """Training samples of one token file or of several, in shares. Other arguments, and what is raised, as in
+    CausalDataset."""
     if isinstance(prefixes, (str, Path)):
         prefixes = [prefixes]
     if not prefixes:
         raise ValueError("no token files to train on: name at least one prefix")
-    if weights is not None and len(weights) != len(prefixes):
-        raise ValueError(f"{len(weights)} weights for {len(prefixes)} token files: give one for each")
-    if len(prefixes) == 1:
-        return CausalDataset(
-            prefixes[0],
-            sequence_length=sequence_length,
-            num_samples=num_samples,
-            seed=seed,
-            cache_directory=cache_directory,
-        )
-    shares = normalised([IndexedTokens(prefix).num_tokens for prefix in prefixes] if weights is None else weights)
+    weights = shares.of(prefixes)
     parts = [
         CausalDataset(
             prefix,
             sequence_length=sequence_length,
             # GPT-NeoX's margin: the shares of a finite run are not exact.
-            num_samples=math.ceil(num_samples * share * 1.005),
+            num_samples=num_samples if len(prefixes) == 1 else math.ceil(num_samples * share * 1.005),
             seed=seed,
+            order=order,
+            packing=packing,
             cache_directory=cache_directory,
         )
-        for prefix, share in zip(prefixes, shares, strict=True)
+        for prefix, share in zip(prefixes, weights, strict=True)
     ]
-    return BlendedDataset(parts, shares, num_samples=num_samples, cache_directory=cache_directory)
+    if len(parts) == 1:
+        return parts[0]
+    return BlendedDataset(parts, weights, num_samples=num_samples, cache_directory=cache_directory)
 
 
 class BlendedDataset:
@@ -79,6 +107,11 @@ class BlendedDataset:
     ) -> None:
         self.datasets = list(datasets)
         self.weights = normalised(weights)
+        self.sources = list(dict.fromkeys(name for dataset in datasets for name in dataset.sources))
+        segments = max(dataset.segments for dataset in datasets)
+        for dataset in datasets:
+            dataset.join_sources(self.sources)
+            dataset.segments = segments  # batches are of one shape
         made_from = {"blend": BLEND_VERSION, "weights": self.weights, "num_samples": num_samples}
 
         def build() -> dict[str, NDArray]:
@@ -95,7 +128,9 @@ class BlendedDataset:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         part = self.datasets[int(self.source[number])]
-        return part[int(self.number[number]) % len(part)]
+        wanted = int(self.number[number])
+        # Past its end GPT-NeoX counts a data set as one sample shorter than it is.
+        return part[wanted if wanted < len(part) else wanted % max(1, len(part) - 1)]
 
 
 def blend_order(weights: Sequence[float], num_samples: int) -> NDArray[np.int16]:

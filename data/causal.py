@@ -1,15 +1,12 @@
 """Samples for causal language models, packed from a token file.
 
-Training follows GPT-NeoX's order: E copies of the sequence ids are shuffled into one *document index*; the tokens in
-that order are one stream; sample s is tokens [s * T, s * T + T] of the stream (T + 1 tokens, neighbours share one);
-and a *shuffle index* permutes the samples. Both permutations come from one ``numpy.random.RandomState(seed)``.
-
-Validation reads the stream once, in file order.
+Training takes samples in one of the orders of `data.sample_index`; validation reads the file once, in its own order.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,57 +14,39 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .cache import cached_arrays
-from .indexed import IndexedTokens, bin_path, idx_path
+from .indexed import IndexedTokens
+from .sample_index import cached_sample_index
+from .sources import read_sources
 
-INDEX_VERSION = 1
+Sample = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class SampleIndex:
-    """``document_index`` int32 [E * sequences]; ``sample_index`` int64 [samples + 1, 2]: (position in the document
-    index, offset in that sequence) at which each sample starts; ``shuffle_index`` uint32 or int64 [samples]."""
+class Packing:
+    """What samples say about the documents inside them.
 
-    document_index: NDArray
-    sample_index: NDArray
-    shuffle_index: NDArray
-
-
-def epochs_needed(num_samples: int, tokens_per_epoch: int, sequence_length: int) -> int:
-    """The smallest E with (E * tokens - 1) // sequence_length >= num_samples."""
-    return max(1, -(-(num_samples * sequence_length + 1) // tokens_per_epoch))
-
-
-def build_sample_index(
-    sizes: NDArray[np.int32], sequences: NDArray[np.int32], sequence_length: int, epochs: int, seed: int
-) -> SampleIndex:
-    """GPT-NeoX's three arrays for the given sequence ids, without a loop over sequences or samples.
-
-    ``sizes`` int32 [N] tokens of every sequence of the file; ``sequences`` the ids in use.
+    reset_at_documents: samples carry ``cu_seqlens``, so that nothing crosses from one document into the next.
+    mask_boundaries: the first token of a document is not predicted from the one before it (loss weight 0).
+    sources: samples carry ``source``, the number of the source (in ``dataset.sources``) of each label.
     """
-    random = np.random.RandomState(seed)
-    document_index = np.tile(np.asarray(sequences, np.int32), epochs)
-    random.shuffle(document_index)
-    ends = np.cumsum(sizes[document_index], dtype=np.int64)
-    samples = int((ends[-1] - 1) // sequence_length)
-    starts = np.arange(samples + 1, dtype=np.int64) * sequence_length
-    # The sequence that holds token p is the first that ends after p; empty sequences hold none.
-    position = np.searchsorted(ends, starts, side="right")
-    offset = starts - np.where(position > 0, ends[np.maximum(position, 1) - 1], 0)
-    shuffle_index = np.arange(samples, dtype=np.uint32 if samples < 2**32 - 1 else np.int64)
-    random.shuffle(shuffle_index)
-    return SampleIndex(document_index, np.stack([position, offset], axis=1), shuffle_index)
+
+    reset_at_documents: bool = False
+    mask_boundaries: bool = False
+    sources: bool = False
 
 
 class CausalDataset:
-    """Packed training samples of one token file, in GPT-NeoX's order.
+    """Packed training samples of one token file.
 
     prefix: the token file without extension. num_samples: how many samples the run will take, which fixes the number
-    of epochs (and so the order). sequences: [first, end) ids in use, for a split within one file; all by default.
-    cache_directory: where the index is kept, under the hash of everything that made it; None keeps it in memory.
+    of epochs. order: "neox" or "reshuffle" (see `data.sample_index`). sequences: [first, end) ids in use, for a split
+    within one file; all by default. cache_directory: where the index is kept, under the hash of everything that made
+    it; None keeps it in memory.
 
     ``ds[i]`` -> {"tokens": int64 [T], "labels": int64 [T], "loss_weight": float32 [T]}; labels are the tokens one
-    later. Raises ValueError when the file has fewer than sequence_length + 1 tokens in all needed epochs.
+    later. With ``reset_at_documents`` also "cu_seqlens" int32 [segments + 1]: 0, the starts of further documents, T, and T
+    repeated up to a length that is the same for every sample. With ``sources`` also "source" int64 [T]. A document is a
+    sequence of the file. Raises ValueError as `cached_sample_index`.
     """
 
     def __init__(
@@ -77,6 +56,8 @@ class CausalDataset:
         sequence_length: int,
         num_samples: int,
         seed: int,
+        order: str = "neox",
+        packing: Packing = Packing(),  # noqa: B008 - frozen
         sequences: tuple[int, int] | None = None,
         cache_directory: str | Path | None = None,
     ) -> None:
@@ -84,41 +65,50 @@ class CausalDataset:
             raise ValueError(f"sequence_length {sequence_length} and num_samples {num_samples} must be 1 or more")
         self.file = IndexedTokens(prefix)
         self.sequence_length = sequence_length
-        first, end = _checked_range(self.file, sequences)
-        tokens = int(self.file.sizes[first:end].sum(dtype=np.int64))
-        if tokens == 0:
-            raise ValueError(f"{prefix}: sequences {first} to {end} hold no tokens")
-        self.epochs = epochs_needed(num_samples, tokens, sequence_length)
-        self.index = _cached_index(self.file, first, end, sequence_length, self.epochs, seed, cache_directory)
+        self.packing = packing
+        self.index, self.epochs = cached_sample_index(
+            self.file,
+            sequences=_checked_range(self.file, sequences),
+            sequence_length=sequence_length,
+            num_samples=num_samples,
+            seed=seed,
+            order=order,
+            cache_directory=cache_directory,
+        )
+        self.segments = int(self.index.most_segments[0])
+        self.sources: list[str] = []
+        self._source_of: NDArray[np.int16] | None = None
+        if packing.sources:
+            self.sources, self._source_of = read_sources(prefix, len(self.file))
 
     def __len__(self) -> int:
         return len(self.index.shuffle_index)
 
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, number: int) -> Sample:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
-        sample = int(self.index.shuffle_index[number])
-        entry, offset = (int(x) for x in self.index.sample_index[sample])
-        stream = _read_stream(self.file, self.index.document_index, entry, offset, self.sequence_length + 1)
-        return {
-            "tokens": torch.from_numpy(stream[:-1]),
-            "labels": torch.from_numpy(stream[1:]),
-            "loss_weight": torch.ones(self.sequence_length),
-        }
+        parts = self.documents_of(number)
+        sample = _causal_sample(_read(self.file, parts, self.sequence_length + 1))
+        if self.packing.reset_at_documents:
+            sample["cu_seqlens"] = cu_seqlens(parts, self.sequence_length, self.segments)
+        if self.packing.mask_boundaries:
+            starts = [at - 1 for at, (_, first, _) in zip(_places(parts), parts, strict=True) if at and first == 0]
+            sample["loss_weight"][starts] = 0.0
+        if self._source_of is not None:
+            source = np.repeat(self._source_of[[part[0] for part in parts]], [part[2] for part in parts])[1:]
+            sample["source"] = torch.from_numpy(source.astype(np.int64))
+        return sample
+
+    def join_sources(self, names: Sequence[str]) -> None:
+        """Number the sources by ``names``, which hold all of this file's, so that several files share them."""
+        if self._source_of is not None:
+            self._source_of = np.array([names.index(name) for name in self.sources], np.int16)[self._source_of]
+            self.sources = list(names)
 
     def documents_of(self, number: int) -> list[tuple[int, int, int]]:
         """Where sample ``number`` comes from: (sequence id, first token, tokens) of each part."""
         entry, offset = (int(x) for x in self.index.sample_index[int(self.index.shuffle_index[number])])
-        left = self.sequence_length + 1
-        parts = []
-        while left:
-            sequence = int(self.index.document_index[entry])
-            count = min(left, int(self.file.sizes[sequence]) - offset)
-            if count:
-                parts.append((sequence, offset, count))
-            left -= count
-            entry, offset = entry + 1, 0
-        return parts
+        return _parts(self.file.sizes, self.index.document_index, entry, offset, self.sequence_length + 1)
 
 
 class SequentialDataset:
@@ -126,40 +116,70 @@ class SequentialDataset:
 
     The stream is ``first_token`` (the end of a document, as if one stood before) and then all tokens, so that the
     first token of the file is predicted too and a sum over all labels is the whole text. The last sample is filled up
-    with ``first_token`` under loss_weight 0. Samples as in CausalDataset.
+    with ``first_token`` under loss_weight 0. Samples as in CausalDataset, with ``cu_seqlens`` where documents reset.
+
+    sequences: ids to read, in ascending order; all by default.
     """
 
-    def __init__(self, prefix: str | Path, *, sequence_length: int, first_token: int) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        sequence_length: int,
+        first_token: int,
+        reset_at_documents: bool = False,
+        sequences: NDArray[np.int64] | None = None,
+    ) -> None:
         if sequence_length < 1:
             raise ValueError(f"sequence_length {sequence_length} must be 1 or more")
         self.file = IndexedTokens(prefix)
         self.sequence_length = sequence_length
         self.first_token = first_token
-        self._order = np.arange(len(self.file), dtype=np.int32)
-        self._ends = np.cumsum(self.file.sizes, dtype=np.int64)
+        self.reset_at_documents = reset_at_documents
+        self._order = np.arange(len(self.file)) if sequences is None else sequences
+        self._ends = np.cumsum(self.file.sizes[self._order], dtype=np.int64)
         self.num_tokens = int(self._ends[-1])
+        self.segments = self._most_segments() if reset_at_documents else 0
 
     def __len__(self) -> int:
         return -(-self.num_tokens // self.sequence_length)
 
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, number: int) -> Sample:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         length = self.sequence_length
-        start = number * length - 1  # the token before the first label; -1 is first_token
-        count = min(length + 1, self.num_tokens - start)
-        stream = np.full(length + 1, self.first_token, np.int64)
-        begin = max(start, 0)
+        begin = max(number * length - 1, 0)  # the token before the first label, where there is one
+        count = min((number + 1) * length, self.num_tokens) - begin
         entry = int(np.searchsorted(self._ends, begin, side="right"))
         offset = begin - (int(self._ends[entry - 1]) if entry else 0)
-        stream[begin - start : count] = _read_stream(self.file, self._order, entry, offset, count - (begin - start))
-        weight = torch.zeros(length)
-        weight[: count - 1] = 1.0
-        return {
-            "tokens": torch.from_numpy(stream[:-1]),
-            "labels": torch.from_numpy(stream[1:]),
-            "loss_weight": weight,
-        }
+        parts = _parts(self.file.sizes, self._order, entry, offset, count)
+        stream = np.full(length + 1, self.first_token, np.int64)
+        lead = int(number == 0)
+        stream[lead : lead + count] = _read(self.file, parts, count)
+        sample = _causal_sample(stream)
+        sample["loss_weight"][lead + count - 1 :] = 0.0
+        if self.reset_at_documents:
+            # first_token, the filling included, is an end of a document: a segment of its own before the first one.
+            before = [(-1, 0, 1)] if lead else []
+            after = [(-1, 0, length + 1 - lead - count)] if lead + count <= length else []
+            sample["cu_seqlens"] = cu_seqlens([*before, *parts, *after], length, self.segments)
+        return sample
+
+    def _most_segments(self) -> int:
+        starts = np.maximum(np.arange(len(self) + 1) * self.sequence_length - 1, 0)
+        entries = np.searchsorted(self._ends, starts, side="right")
+        return int(np.diff(entries).max()) + 3  # itself, and first_token before and after
+
+
+def cu_seqlens(parts: list[tuple[int, int, int]], length: int, segments: int) -> torch.Tensor:
+    """Bounds of the parts (sequence id, first token, tokens) within the first ``length`` tokens, int32 [segments + 1].
+
+    Begins with 0 and ends with ``length``, which fills up what is left; empty segments are legal for every operator.
+    """
+    bounds = np.full(segments + 1, length, np.int32)
+    places = [place for place in _places(parts) if place < length]
+    bounds[: len(places)] = places
+    return torch.from_numpy(bounds)
 
 
 def split_sequences(num_sequences: int, split: tuple[float, ...]) -> list[tuple[int, int]]:
@@ -175,14 +195,36 @@ def split_sequences(num_sequences: int, split: tuple[float, ...]) -> list[tuple[
     return list(itertools.pairwise(bounds))
 
 
-def _read_stream(file: IndexedTokens, order: NDArray, entry: int, offset: int, count: int) -> NDArray[np.int64]:
-    out = np.empty(count, np.int64)
-    filled = 0
-    while filled < count:
-        piece = file.read(int(order[entry]), offset, count - filled)
-        out[filled : filled + len(piece)] = piece
-        filled += len(piece)
+def _causal_sample(stream: NDArray[np.int64]) -> Sample:
+    return {
+        "tokens": torch.from_numpy(stream[:-1]),
+        "labels": torch.from_numpy(stream[1:]),
+        "loss_weight": torch.ones(len(stream) - 1),
+    }
+
+
+def _parts(sizes: NDArray, order: NDArray, entry: int, offset: int, count: int) -> list[tuple[int, int, int]]:
+    """(sequence id, first token, tokens) of the next ``count`` tokens from an entry of the order on; none is empty."""
+    parts = []
+    while count:
+        sequence = int(order[entry])
+        taken = min(count, int(sizes[sequence]) - offset)
+        if taken:
+            parts.append((sequence, offset, taken))
+        count -= taken
         entry, offset = entry + 1, 0
+    return parts
+
+
+def _places(parts: list[tuple[int, int, int]]) -> list[int]:
+    """Where each part begins in the stream."""
+    return [0, *itertools.accumulate(part[2] for part in parts[:-1])]
+
+
+def _read(file: IndexedTokens, parts: list[tuple[int, int, int]], count: int) -> NDArray[np.int64]:
+    out = np.empty(count, np.int64)
+    for place, (sequence, first, taken) in zip(_places(parts), parts, strict=True):
+        out[place : place + taken] = file.read(sequence, first, taken)
     return out
 
 
@@ -191,31 +233,3 @@ def _checked_range(file: IndexedTokens, sequences: tuple[int, int] | None) -> tu
     if not 0 <= first < end <= len(file):
         raise ValueError(f"{file.prefix}: sequences [{first}, {end}) are not a range within its {len(file)}")
     return first, end
-
-
-def _cached_index(
-    file: IndexedTokens,
-    first: int,
-    end: int,
-    sequence_length: int,
-    epochs: int,
-    seed: int,
-    cache_directory: str | Path | None,
-) -> SampleIndex:
-    made_from = {
-        "samples": INDEX_VERSION,
-        "files": [
-            [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
-            for path in (bin_path(file.prefix), idx_path(file.prefix))
-        ],
-        "sequences": [first, end],
-        "sequence_length": sequence_length,
-        "epochs": epochs,
-        "seed": seed,
-    }
-
-    def build() -> dict[str, NDArray]:
-        ids = np.arange(first, end, dtype=np.int32)
-        return vars(build_sample_index(file.sizes, ids, sequence_length, epochs, seed))
-
-    return SampleIndex(**cached_arrays(cache_directory, "samples", made_from, build))

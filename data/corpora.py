@@ -1,13 +1,15 @@
 """Which files a corpus names.
 
-A corpus is ``"stdlib"`` (the source of the running interpreter's standard library), a path, a glob, or a list of these.
-A file's suffix says how it is read:
+A corpus is ``"stdlib"`` (the source of the running interpreter's standard library), a path, a glob, a Hugging Face
+dataset ``hf:NAME[:CONFIGURATION][:SPLIT]`` (streamed; split train where none is named), or a list of these. A file's
+suffix says how it is read:
 
     .jsonl .json            one JSON object a line, the text under a key; plain, .gz or .zst
     .parquet                one row a document, the text in a column
     .txt .md .py ...        any other suffix: the whole file is one document, UTF-8; plain, .gz or .zst
 
-A folder stands for every .jsonl, .json, .parquet and .txt file in it, compressed or not.
+A folder stands for every .jsonl, .json, .parquet and .txt file in it, compressed or not; a folder that
+``datasets.Dataset.save_to_disk`` wrote is that data set.
 """
 
 from __future__ import annotations
@@ -29,11 +31,31 @@ COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a corpus. ``key`` names it inside the corpus where the folder may differ from machine to machine."""
+    """A file of a corpus. ``key`` names it inside the corpus where the folder may differ from machine to machine.
+
+    A saved data set is its folder; for a data set by name ``path`` is that name, with ``hf:``.
+    """
 
     path: Path
-    format: str  # "json lines", "parquet", "text" or "python"
+    format: str  # "json lines", "parquet", "text", "python", "saved dataset" or "named dataset"
     key: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk; 0 for a data set by name."""
+        if self.format == "named dataset":
+            return 0
+        if self.format == "saved dataset":
+            return sum(part.stat().st_size for part in self.path.glob("*.arrow"))
+        return self.path.stat().st_size
+
+    def identity(self) -> list[str | int]:
+        """What tells this file from another, or from an earlier state of itself."""
+        name = self.key or str(self.path if self.format == "named dataset" else self.path.resolve())
+        if self.format == "named dataset":
+            return [name, dataset_version(str(self.path))]
+        state = self.path / "state.json" if self.format == "saved dataset" else self.path
+        return [name, self.bytes, state.stat().st_mtime_ns]
 
 
 def source_files(corpus: Corpus) -> list[SourceFile]:
@@ -73,10 +95,35 @@ def stdlib_files(package: str = "") -> list[SourceFile]:
     return sorted(files, key=lambda file: file.key or "")
 
 
+def named_dataset(name: str) -> tuple[str, str | None, str]:
+    """``hf:NAME[:CONFIGURATION][:SPLIT]`` -> name, configuration, split. Raises ValueError for another form."""
+    words = name.removeprefix("hf:").split(":")
+    if not words[0] or len(words) > 3:
+        raise ValueError(f"the data set {name!r} must be hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIGURATION:SPLIT")
+    return words[0], (words[1] or None) if len(words) == 3 else None, (words[-1] if len(words) > 1 else "") or "train"
+
+
+def dataset_version(name: str) -> str:
+    """What the data set holds now, as the library tells versions apart. Needs the network unless NAME is a folder."""
+    import datasets
+
+    dataset, configuration, _ = named_dataset(name)
+    builder = datasets.load_dataset_builder(dataset, configuration)
+    return f"{builder.cache_dir}".removeprefix(str(builder._cache_dir_root))
+
+
 def _expand(entry: str) -> list[SourceFile]:
+    if entry.startswith("hf:"):
+        named_dataset(entry)
+        return [SourceFile(Path(entry), "named dataset")]
     if entry == "stdlib" or entry.startswith("stdlib/"):
         return stdlib_files(entry.partition("/")[2])
     path = Path(entry).expanduser()
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(p.parent.name for p in path.glob("*/state.json"))
+        raise ValueError(f"{path} is a saved data set with the splits {', '.join(splits)}: name one, as {path}/{splits[0]}")
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return [SourceFile(path, "saved dataset")]
     if path.is_dir():
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
         chosen = [p for p in inside if _plain_suffix(p) in FOLDER_SUFFIXES]

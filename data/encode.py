@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .indexed import LONGEST_SEQUENCE, token_dtype
-from .readers import Block, parse_block
+from .readers import SOURCE_KEY, Block, parse_block
 from .split import split_position, text_digest
 from .tokenizer import Tokenizer
 
@@ -20,8 +20,9 @@ class Recipe:
 
     keys: one pair of token files is written for each. split: shares of (train, validation, test) by hash of the text,
     or () for one output. min_characters: shorter documents are skipped. deduplicate: of equal texts the first is kept
-    (16 bytes of memory a document and Python's overhead). max_broken: how many lines may fail to parse before the job
-    stops; they are counted.
+    (16 bytes of memory a document and Python's overhead). max_broken: how many lines may fail to parse, or files be in
+    another encoding, before the job stops; they are counted. max_empty: the share of the documents that may be empty, of
+    a thousand or more. source_key: where a record names its source, with dots into inner objects.
     """
 
     tokenizer_type: str
@@ -33,6 +34,8 @@ class Recipe:
     min_characters: int = 0
     deduplicate: bool = False
     max_broken: int = 0
+    max_empty: float = 0.5
+    source_key: str = SOURCE_KEY
 
     def __post_init__(self) -> None:
         if not self.keys:
@@ -66,20 +69,21 @@ class Recipe:
 @dataclass
 class Encoded:
     """What a worker made of a block, for one key: ``tokens`` of all documents in a row, and for each document its
-    length, side, digest (16 bytes a document) and UTF-8 size."""
+    length, side, digest (16 bytes a document), UTF-8 size and source."""
 
     tokens: NDArray
     lengths: list[int] = field(default_factory=list)
     sides: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    sources: list[str | None] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
 
 
 def encode_block(block: Block, key: str, recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
     """Parse and tokenise one block for one key."""
-    parsed = parse_block(block, key)
+    parsed = parse_block(block, key, recipe.source_key)
     outcome = Encoded(np.zeros(0, token_dtype(tokenizer.vocab_size)), skipped=parsed.skipped, broken=parsed.broken)
     documents = []
     for document in parsed.documents:
@@ -98,12 +102,16 @@ def encode_block(block: Block, key: str, recipe: Recipe, tokenizer: Tokenizer) -
     for (document, text), tokens in zip(documents, encoded, strict=True):
         length = len(tokens) + len(end)
         if length > LONGEST_SEQUENCE:
-            raise ValueError(f"{document.path} line {document.position}: a document of {length:,} tokens is too long")
+            raise ValueError(
+                f"{document.path} line {document.position}: a document of {length:,} tokens; the format holds at most"
+                f" {LONGEST_SEQUENCE:,} in one. Cut the document before this step."
+            )
         pieces += [tokens, *end]
         outcome.lengths.append(length)
         outcome.sides.append(recipe.side_of(split_position(document)))
         outcome.digests.append(text_digest(text))
         outcome.sizes.append(len(text.encode()))
+        outcome.sources.append(document.source)
     if pieces:
         outcome.tokens = np.concatenate(pieces).astype(outcome.tokens.dtype)
     return outcome

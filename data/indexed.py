@@ -86,23 +86,37 @@ class IndexedWriter:
 
         Raises ValueError for tokens that the type cannot hold and for sequences of 2^31 tokens and more.
         """
-        limits = np.iinfo(self.dtype)
         for sequence in sequences:
             tokens = np.asarray(sequence)
-            if len(tokens) > LONGEST_SEQUENCE:
-                raise ValueError(
-                    f"{self.prefix}: document {len(self._document_starts) - 1} has {len(tokens):,} tokens; the format"
-                    f" holds at most {LONGEST_SEQUENCE:,} in one sequence. Cut the document before this step."
-                )
-            if tokens.size and (tokens.min() < limits.min or tokens.max() > limits.max):
-                raise ValueError(
-                    f"{self.prefix}: document {len(self._document_starts) - 1} holds token"
-                    f" {int(tokens.max() if tokens.max() > limits.max else tokens.min())}, outside of {self.dtype}"
-                    f" ({limits.min} to {limits.max}): the type was chosen for another tokenizer"
-                )
-            self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
+            self._check_longest(len(tokens))
+            self._write(tokens)
             self._sizes.append(len(tokens))
         self._document_starts.append(len(self._sizes))
+
+    def add_documents(self, tokens: NDArray, lengths: NDArray[np.int64]) -> None:
+        """Append documents of one sequence each, given in a row: tokens [sum of lengths]. Raises as add_document."""
+        self._check_longest(int(lengths.max(initial=0)))
+        self._write(tokens)
+        first = len(self._sizes)
+        self._sizes.frombytes(lengths.astype(np.int32).tobytes())
+        self._document_starts.frombytes(np.arange(first + 1, first + len(lengths) + 1, dtype=np.int64).tobytes())
+
+    def _check_longest(self, length: int) -> None:
+        if length > LONGEST_SEQUENCE:
+            raise ValueError(
+                f"{self.prefix}: document {len(self._document_starts) - 1} has {length:,} tokens; the format holds at"
+                f" most {LONGEST_SEQUENCE:,} in one sequence. Cut the document before this step."
+            )
+
+    def _write(self, tokens: NDArray) -> None:
+        limits = np.iinfo(self.dtype)
+        if tokens.size and (tokens.min() < limits.min or tokens.max() > limits.max):
+            raise ValueError(
+                f"{self.prefix}: document {len(self._document_starts) - 1} holds token"
+                f" {int(tokens.max() if tokens.max() > limits.max else tokens.min())}, outside of {self.dtype}"
+                f" ({limits.min} to {limits.max}): the type was chosen for another tokenizer"
+            )
+        self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
 
     def add_file(self, prefix: str | Path) -> None:
         """Append all documents of another pair of files, boundaries kept. Raises ValueError when the types differ."""

@@ -1,9 +1,8 @@
-"""Outputs of preprocessing by input file: finished parts survive a kill, and are joined in the order of the files."""
+"""Outputs of preprocessing in parts of an input file: finished parts survive a kill, and are joined in order."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,119 +12,144 @@ import numpy as np
 
 from .corpora import SourceFile
 from .encode import Encoded, Recipe
+from .files import written_aside
 from .indexed import IndexedWriter, bin_path, token_dtype
 from .manifest import describe_tokenizer, write_manifest
-from .tokenizer import Tokenizer
+from .sources import SourceTable, sources_path, write_sources
+from .tokenizer import Tokenizer, padded_vocab_size
 
 DIGEST_BYTES = 17  # the number of the key, then the digest of the text
 
 
 class Part:
-    """The outputs of one input file: a pair of token files a name, the digests, and a report that marks it finished."""
+    """The outputs of some blocks of one input file: a pair of token files a name, the digests of the documents, and a
+    report that marks it finished."""
 
-    def __init__(self, folder: Path, number: int, recipe: Recipe, dtype: np.dtype) -> None:
-        self.folder, self.number, self.recipe = folder, number, recipe
-        self.writers = [IndexedWriter(folder / f"{number:06d}_{name}", dtype) for name in recipe.names()]
+    def __init__(self, folder: Path, file: int, number: int, recipe: Recipe, dtype: np.dtype) -> None:
+        self.folder, self.name, self.recipe = folder, _part_name(file, number), recipe
+        self.writers = [IndexedWriter(folder / f"{self.name}_{name}", dtype) for name in recipe.names()]
+        self.sources = [SourceTable() for _ in self.writers]
         self.bytes = [0] * len(self.writers)
         self.skipped: Counter[str] = Counter()
-        self.broken = 0
+        self.broken = self.blocks = 0
         self.digests: list[bytes] = []
 
     def add(self, key: int, outcome: Encoded, seen: set[bytes]) -> None:
-        sides = max(1, len(self.recipe.split))
-        start = 0
-        for length, side, digest, size in zip(
-            outcome.lengths, outcome.sides, outcome.digests, outcome.sizes, strict=True
-        ):
-            tokens = outcome.tokens[start : start + length]
-            start += length
-            if self.recipe.deduplicate:
-                digest = bytes([key]) + digest
-                if digest in seen:
-                    self.skipped["repeat"] += 1
-                    continue
-                seen.add(digest)
-                self.digests.append(digest)
-            name = key * sides + side
-            self.writers[name].add_document(tokens)
-            self.bytes[name] += size
+        """What a worker made of a block for one key; ``seen`` are the digests of all documents so far."""
         self.skipped.update(outcome.skipped)
         self.broken += len(outcome.broken)
+        lengths, sizes = np.array(outcome.lengths, np.int64), np.array(outcome.sizes, np.int64)
+        kept = np.ones(len(lengths), bool)
+        if self.recipe.deduplicate:
+            for document, digest in enumerate(outcome.digests):
+                digest = bytes([key]) + digest
+                kept[document] = digest not in seen
+                if kept[document]:
+                    seen.add(digest)
+                    self.digests.append(digest)
+            self.skipped["repeat"] += int((~kept).sum())
+        sides = max(1, len(self.recipe.split))
+        for side in range(sides):
+            chosen = kept & (np.array(outcome.sides) == side)
+            tokens = outcome.tokens if chosen.all() else outcome.tokens[np.repeat(chosen, lengths)]
+            name = key * sides + side
+            self.writers[name].add_documents(tokens, lengths[chosen])
+            self.bytes[name] += int(sizes[chosen].sum())
+            for document in np.flatnonzero(chosen):
+                self.sources[name].add(outcome.sources[document])
 
-    def finish(self) -> None:
+    def finish(self, last: bool) -> None:
+        """Put the outputs in place; ``last``: the file ends here."""
         documents = [writer.num_documents for writer in self.writers]
-        for writer in self.writers:
+        for writer, table in zip(self.writers, self.sources, strict=True):
             if writer.num_documents:
                 writer.finish()
+                write_sources(writer.prefix, table.ids)
             else:
                 writer.abandon()
-        (self.folder / f"{self.number:06d}.digests").write_bytes(b"".join(self.digests))
+        with written_aside(self.folder / f"{self.name}.digests") as file:
+            file.write(b"".join(self.digests))
         report = {
             "documents": documents,
             "bytes": self.bytes,
+            "sources": [table.all_names for table in self.sources],
             "skipped": dict(self.skipped),
             "broken": self.broken,
+            "blocks": self.blocks,
+            "last": last,
         }
-        aside = self.folder / f"{self.number:06d}.aside"
-        aside.write_text(json.dumps(report))
-        os.replace(aside, self.folder / f"{self.number:06d}.report")
+        with written_aside(self.folder / f"{self.name}.report") as file:
+            file.write(json.dumps(report).encode())
 
     def abandon(self) -> None:
         for writer in self.writers:
             writer.abandon()
 
-    def __enter__(self) -> Part:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None:
-            self.finish()
-        else:
-            self.abandon()
-
-
-def part_report(parts: Path, number: int) -> dict[str, Any] | None:
-    path = parts / f"{number:06d}.report"
-    return json.loads(path.read_text()) if path.is_file() else None
+def finished_reports(parts: Path, file: int) -> list[dict[str, Any]]:
+    """Reports of a file's finished parts, from the first on."""
+    reports: list[dict[str, Any]] = []
+    while (path := parts / f"{_part_name(file, len(reports))}.report").is_file():
+        reports.append(json.loads(path.read_text()))
+    return reports
 
 
-def read_digests(parts: Path, number: int) -> Iterator[bytes]:
-    content = (parts / f"{number:06d}.digests").read_bytes()
+def read_digests(parts: Path, file: int, number: int) -> Iterator[bytes]:
+    content = (parts / f"{_part_name(file, number)}.digests").read_bytes()
     return (content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES))
 
 
 def join_parts(
     files: Sequence[SourceFile], parts: Path, output_prefix: Path, recipe: Recipe, tokenizer: Tokenizer
 ) -> dict[str, dict[str, Any]]:
-    reports = [json.loads((parts / f"{number:06d}.report").read_text()) for number in range(len(files))]
+    """Write the outputs and their manifests from the finished parts of all files. Returns the manifest of each name."""
+    reports = [finished_reports(parts, file) for file in range(len(files))]
+    every = [report for of_file in reports for report in of_file]
     skipped: Counter[str] = Counter()
-    for report in reports:
+    for report in every:
         skipped.update(report["skipped"])
         skipped["broken"] += report["broken"]
-    if not any(sum(report["documents"]) for report in reports):
+    if not any(sum(report["documents"]) for report in every):
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count) or "no documents"
         raise ValueError(f"the input holds no text: {files[0].path} and {len(files) - 1} more files ({why})")
     manifests = {}
     for index, name in enumerate(recipe.names()):
-        documents = sum(report["documents"][index] for report in reports)
-        if documents == 0:
+        by_file = [sum(report["documents"][index] for report in of_file) for of_file in reports]
+        if sum(by_file) == 0:
             continue
         prefix = output_prefix.with_name(f"{output_prefix.name}_{name}_document")
+        for left in prefix.parent.glob(f".{prefix.name}.*.aside"):
+            left.unlink()  # of a job that was killed while it joined
+        table = SourceTable()
         with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
-            for number, report in enumerate(reports):
-                if report["documents"][index]:
-                    writer.add_file(parts / f"{number:06d}_{name}")
+            for file, of_file in enumerate(reports):
+                for number, report in enumerate(of_file):
+                    if report["documents"][index]:
+                        part = parts / f"{_part_name(file, number)}_{name}"
+                        writer.add_file(part)
+                        table.extend(report["sources"][index], np.load(sources_path(part)))
         tokens = bin_path(prefix).stat().st_size // token_dtype(tokenizer.vocab_size).itemsize
-        size = sum(report["bytes"][index] for report in reports)
+        size = sum(report["bytes"][index] for report in every)
         manifests[name] = {
             "files": len(files),
-            "documents": documents,
+            "documents": sum(by_file),
             "tokens": tokens,
             "bytes": size,
             "bytes_per_token": round(size / tokens, 4),
             "append_eod": recipe.append_eod,
             "skipped": {reason: count for reason, count in sorted(skipped.items()) if count},
             "tokenizer": describe_tokenizer(tokenizer, prefix.parent),
+            "padded_vocab_size": padded_vocab_size(tokenizer.vocab_size),
+            "sources": table.names,
+            "documents_of_files": [[str(file.path), count] for file, count in zip(files, by_file, strict=True)],
         }
+        if table.names:
+            write_sources(prefix, table.ids)
+        else:
+            sources_path(prefix).unlink(missing_ok=True)
         write_manifest(prefix, manifests[name])
     return manifests
+
+
+def _part_name(file: int, number: int) -> str:
+    return f"{file:06d}.{number:06d}"

@@ -26,10 +26,11 @@ from .corpora import Corpus, SourceFile, source_files
 from .indexed import IndexedWriter, token_dtype
 from .manifest import describe_tokenizer, write_manifest
 from .readers import Document, parse_block, read_blocks
+from .sources import SourceTable, write_sources
 from .split import TextSample, split_position, text_digest
 from .tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 
-PREPARE_VERSION = 4
+PREPARE_VERSION = 5
 TOKENIZER_SAMPLE = 48 * 2**20
 BATCH_CHARACTERS = 4 * 2**20
 
@@ -127,18 +128,13 @@ class _Recipe:
         return {
             "version": PREPARE_VERSION,
             "interpreter": sys.version if any(file.format == "python" for file in self.files) else None,
-            "files": [_identity(file) for file in self.files],
+            "files": [file.identity() for file in self.files],
             "tokenizer": ["train", self.vocab_size]
             if self.trains_tokenizer
             else load_tokenizer(self.tokenizer_type, self.tokenizer_path).hash,
             "text_key": self.text_key,
             "validation_fraction": self.validation_fraction,
         }
-
-
-def _identity(file: SourceFile) -> tuple[str, int, int]:
-    status = file.path.stat()
-    return (file.key or str(file.path.resolve()), status.st_size, status.st_mtime_ns)
 
 
 @dataclass
@@ -246,17 +242,22 @@ def _tokenise(recipe: _Recipe, folder: Path, tokenizer: Tokenizer, survey: _Surv
             for side, count in counts.items()
             if count is not None
         }
+        tables = {side: SourceTable() for side in writers}
         for batch in _batches(recipe, survey.sides):
             encoded = tokenizer.encode_batch([document.text for document, _ in batch], _threads())
             for (document, side), tokens in zip(batch, encoded, strict=True):
                 raw = document.text.encode()
                 writers[side].add_document(np.concatenate([tokens, end]))
+                tables[side].add(document.source)
                 counts[side]["documents"] += 1
                 counts[side]["tokens"] += len(tokens) + 1
                 counts[side]["bytes"] += len(raw)
                 if side == "validation":
                     validation_text.write(raw)
-    for side in writers:
+    for side, table in tables.items():
+        if table.names:
+            write_sources(folder / f"{side}_text_document", table.ids)
+        counts[side]["sources"] = table.names
         counts[side]["bytes_per_token"] = round(counts[side]["bytes"] / counts[side]["tokens"], 4)
     return counts
 
@@ -281,7 +282,7 @@ def _documents(recipe: _Recipe, what: str, skipped: Counter[str]) -> Iterator[Do
     """Every document, under a progress bar. Raises ValueError at the first line that does not parse."""
     from tqdm import tqdm
 
-    total = sum(file.path.stat().st_size for file in recipe.files)
+    total = sum(file.bytes for file in recipe.files) or None
     with tqdm(
         total=total, desc=what, unit="B", unit_scale=True, disable=not recipe.progress, leave=False, mininterval=0.5
     ) as bar:

@@ -1,8 +1,9 @@
 """Corpora of any size to token files: many processes, one order.
 
 One process reads blocks of lines and writes; workers parse and tokenise. Blocks are taken back in the order in which
-they were read, so the files are the same bytes for any number of workers. Every input file becomes a part, written
-aside; parts that are finished are not done again after a kill, and at the end they are joined and removed.
+they were read, so the files are the same bytes for any number of workers. Some blocks of an input file become a part,
+written aside; after a kill the finished parts are not done again (a compressed file is only read past them), and at the
+end all parts are joined and removed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -23,11 +24,12 @@ from typing import Any
 from .corpora import SourceFile
 from .encode import Encoded, Recipe, encode_block
 from .indexed import token_dtype
-from .parts import Part, join_parts, part_report, read_digests
+from .parts import Part, finished_reports, join_parts, read_digests
 from .readers import Block, read_blocks
 from .tokenizer import Tokenizer, load_tokenizer
 
-PREPROCESS_VERSION = 1
+PREPROCESS_VERSION = 2
+PART_BLOCKS = 256  # a part is about as many MiB of text
 
 
 def preprocess(
@@ -43,7 +45,7 @@ def preprocess(
         "version": PREPROCESS_VERSION,
         "recipe": {**asdict(recipe), "tokenizer_path": None},
         "tokenizer": tokenizer.hash,
-        "files": [[str(f.path.resolve()), f.path.stat().st_size, f.path.stat().st_mtime_ns] for f in files],
+        "files": [file.identity() for file in files],
     }
     digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     parts = Path(f"{output_prefix}.parts-{digest}")
@@ -59,45 +61,82 @@ def _write_parts(
 ) -> None:
     from tqdm import tqdm
 
-    reports = [part_report(parts, number) for number in range(len(files))]
-    todo = [file for file, report in zip(files, reports, strict=True) if report is None]
-    total = sum(file.path.stat().st_size for file in files)
+    reports = [finished_reports(parts, file) for file in range(len(files))]
+    if all(of_file and of_file[-1]["last"] for of_file in reports):
+        return
+    counts = _Counts(recipe)
     seen: set[bytes] = set()
-    broken = 0
+    for file, of_file in enumerate(reports):
+        for number, report in enumerate(of_file):
+            counts.add(Counter(report["skipped"]), report["broken"], sum(report["documents"]))
+            seen.update(read_digests(parts, file, number))
+    done = [(sum(report["blocks"] for report in of_file), bool(of_file) and of_file[-1]["last"]) for of_file in reports]
+    numbers = [len(of_file) for of_file in reports]
+    part: Part | None = None
+    total = sum(file.bytes for file in files)
     with (
-        tqdm(total=total, unit="B", unit_scale=True, disable=not progress, mininterval=0.5) as bar,
+        tqdm(total=total or None, unit="B", unit_scale=True, disable=not progress, mininterval=0.5) as bar,
         _pool(recipe, workers) as pool,
     ):
         speed = _Speed(bar)
-        by_file = itertools.groupby(_encoded_blocks(todo, recipe, pool, workers), key=lambda pair: pair[0].file)
-        group = next(by_file, None)
-        for number, (file, report) in enumerate(zip(files, reports, strict=True)):
-            if report is not None:
-                broken += report["broken"]
-                seen.update(read_digests(parts, number))
-                bar.update(file.path.stat().st_size)
-                continue
-            with Part(parts, number, recipe, token_dtype(tokenizer.vocab_size)) as part:
-                if group is None or group[0] != file:
-                    continue  # an empty file has no blocks
-                for block, outcomes in group[1]:
+        bar.update(sum(file.bytes for file, (_, last) in zip(files, done, strict=True) if last))
+        try:
+            for file, block, outcomes in _encoded_blocks(files, done, recipe, pool, workers):
+                if part is None:
+                    part = Part(parts, file, numbers[file], recipe, token_dtype(tokenizer.vocab_size))
+                if block is not None and outcomes is not None:
                     for key, outcome in enumerate(outcomes.result()):
-                        _check_broken(outcome, broken, recipe.max_broken)
-                        broken += len(outcome.broken)
+                        counts.add(outcome.skipped, len(outcome.broken), len(outcome.lengths), outcome.broken)
                         part.add(key, outcome, seen)
                         speed.documents += len(outcome.lengths)
                         speed.text_bytes += sum(outcome.sizes)
+                    part.blocks += 1
+                if block is None or outcomes is None or part.blocks == PART_BLOCKS:
+                    part.finish(last=block is None)
+                    numbers[file] += 1
+                    part = None
+                if block is not None:
                     bar.update(block.file_bytes)
                     speed.show()
-                group = next(by_file, None)
+        except BaseException:
+            if part is not None:
+                part.abandon()
+            raise
+    counts.check_at_end()
 
 
-def _check_broken(outcome: Encoded, before: int, allowed: int) -> None:
-    if before + len(outcome.broken) > allowed:
-        raise ValueError(
-            f"{outcome.broken[allowed - before]} ({allowed} such lines are allowed). Repair the file, or let that many"
-            " be left out with --max-broken."
-        )
+@dataclass
+class _Counts:
+    """What was left out so far, and when that is too much."""
+
+    recipe: Recipe
+    documents: int = 0
+    broken: int = 0
+    empty: int = 0
+
+    def add(self, skipped: Counter[str], broken: int, documents: int, messages: Sequence[str] = ()) -> None:
+        """Raises ValueError past the recipe's thresholds."""
+        undecodable = skipped["undecodable"]
+        before, allowed = self.broken, self.recipe.max_broken
+        self.broken += broken + undecodable
+        self.empty += skipped["empty"]
+        self.documents += documents + skipped["empty"]
+        if self.broken > allowed:
+            first = messages[allowed - before] if allowed - before < len(messages) else "a file is not in its encoding"
+            raise ValueError(
+                f"{first} ({allowed} such lines are allowed). Repair the file, or let that many be left out with"
+                " --max-broken."
+            )
+        if self.documents >= 1000:
+            self.check_at_end()
+
+    def check_at_end(self) -> None:
+        """The share of empty documents, of what was read by now."""
+        if self.documents > self.empty > self.recipe.max_empty * self.documents:
+            raise ValueError(
+                f"{self.empty:,} of {self.documents:,} documents are empty, more than the share {self.recipe.max_empty}"
+                " that is allowed: is the text under another key (--jsonl-keys)? Else allow more with --max-empty."
+            )
 
 
 @dataclass
@@ -123,14 +162,26 @@ def _pool(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
 
 
 def _encoded_blocks(
-    files: Sequence[SourceFile], recipe: Recipe, pool: ProcessPoolExecutor, workers: int
-) -> Iterator[tuple[Block, Future[list[Encoded]]]]:
-    """Blocks in reading order; a few more than the workers can hold are read ahead, so memory stays bounded."""
-    waiting: deque[tuple[Block, Future[list[Encoded]]]] = deque()
-    for block in read_blocks(files):
-        waiting.append((replace(block, lines=()), pool.submit(_encode_block, block)))
-        if len(waiting) >= 4 * workers:
-            yield waiting.popleft()
+    files: Sequence[SourceFile],
+    done: Sequence[tuple[int, bool]],
+    recipe: Recipe,
+    pool: ProcessPoolExecutor,
+    workers: int,
+) -> Iterator[tuple[int, Block | None, Future[list[Encoded]] | None]]:
+    """(number of the file, block, its outcome) in reading order, and a None for the block at the end of each file.
+
+    done: for each file the blocks that need not be done again, and whether that is all of it. A few blocks more than
+    the workers can hold are read ahead, so memory stays bounded.
+    """
+    waiting: deque[tuple[int, Block | None, Future[list[Encoded]] | None]] = deque()
+    for number, (file, (skip, whole)) in enumerate(zip(files, done, strict=True)):
+        if whole:
+            continue
+        for block in itertools.islice(read_blocks([file]), skip, None):
+            waiting.append((number, replace(block, lines=()), pool.submit(_encode_block, block)))
+            if len(waiting) >= 4 * workers:
+                yield waiting.popleft()
+        waiting.append((number, None, None))
     yield from waiting
 
 

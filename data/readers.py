@@ -6,25 +6,29 @@ as fast as decompression) yields picklable blocks in a fixed order, and ``parse_
 
 from __future__ import annotations
 
+import functools
 import json
 import tokenize
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .corpora import SourceFile
+from .corpora import SourceFile, named_dataset
 
 BLOCK_BYTES = 1 << 20
+BLOCK_ROWS = 1000
+SOURCE_KEY = "meta.pile_set_name"
 
 
 @dataclass(frozen=True)
 class Document:
     """One text and where it came from: ``position`` is the line or row of its file (from 1), 0 for a whole file.
 
-    ``key`` identifies the document when it is split into train and validation; without one its text does.
+    ``key`` identifies the document when it is split into train and validation; without one its text does. ``source``
+    names the collection that it was taken from, where its record does.
     """
 
     text: str
@@ -37,7 +41,8 @@ class Document:
 @dataclass(frozen=True)
 class Block:
     """A part of one file that ``parse_block`` can read: about 1 MiB of raw lines; or no lines, and the whole of a text
-    file or row group ``first`` of a parquet file. ``file_bytes`` is how far the file was read for it, for progress."""
+    file, row group ``first`` of a parquet file, or the rows from ``first`` on of a saved data set. ``file_bytes`` is how
+    far the file was read for it, for progress."""
 
     file: SourceFile
     first: int
@@ -61,12 +66,16 @@ def read_blocks(files: Sequence[SourceFile]) -> Iterator[Block]:
             yield from _line_blocks(file)
         elif file.format == "parquet":
             yield from _parquet_blocks(file)
+        elif file.format == "saved dataset":
+            yield from _saved_blocks(file)
+        elif file.format == "named dataset":
+            yield from _named_blocks(file)
         else:
-            yield Block(file, 0, (), file.path.stat().st_size)
+            yield Block(file, 0, (), file.bytes)
 
 
-def parse_block(block: Block, text_key: str = "text") -> Parsed:
-    """The documents of a block.
+def parse_block(block: Block, text_key: str = "text", source_key: str = SOURCE_KEY) -> Parsed:
+    """The documents of a block. ``source_key`` names each one's source, with dots into inner objects; the Pile's.
 
     Raises ValueError when no line of the block has the key, listing the keys that are there; single lines that do not
     parse are returned in ``broken``, for the caller to stop at or to count. Lone surrogates, which JSON can spell and
@@ -78,9 +87,11 @@ def parse_block(block: Block, text_key: str = "text") -> Parsed:
     elif block.file.format == "text":
         _parse_text(block.file, parsed)
     elif block.file.format == "parquet":
-        _parse_parquet(block, text_key, parsed)
+        _parse_parquet(block, text_key, source_key, parsed)
+    elif block.file.format == "saved dataset":
+        _parse_saved(block, text_key, source_key, parsed)
     else:
-        _parse_lines(block, text_key, parsed)
+        _parse_lines(block, text_key, source_key, parsed)
     return parsed
 
 
@@ -167,9 +178,36 @@ def _decompressor(suffix: str) -> Any:
 
 def _parquet_blocks(file: SourceFile) -> Iterator[Block]:
     groups = _open_parquet(file.path).metadata.num_row_groups
-    size = file.path.stat().st_size
     for group in range(groups):
-        yield Block(file, group, (), size // groups)
+        yield Block(file, group, (), file.bytes // groups)
+
+
+def _saved_blocks(file: SourceFile) -> Iterator[Block]:
+    rows = len(_open_saved(file.path))
+    for first in range(0, rows, BLOCK_ROWS):
+        yield Block(file, first, (), file.bytes * min(BLOCK_ROWS, rows - first) // rows)
+
+
+def _named_blocks(file: SourceFile) -> Iterator[Block]:
+    """Rows as lines of JSON, as they come from the network."""
+    import datasets
+
+    name, configuration, split = named_dataset(str(file.path))
+    try:
+        rows = datasets.load_dataset(name, configuration, split=split, streaming=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{file.path}: the library datasets cannot read it: {error}") from error
+    lines: list[bytes] = []
+    size, first = 0, 1
+    for row in rows:
+        lines.append(json.dumps(row, default=str).encode())
+        size += len(lines[-1])
+        if size >= BLOCK_BYTES:
+            yield Block(file, first, tuple(lines), size)
+            first += len(lines)
+            lines, size = [], 0
+    if lines:
+        yield Block(file, first, tuple(lines), size)
 
 
 def _open_parquet(path: Path) -> Any:
@@ -182,27 +220,56 @@ def _open_parquet(path: Path) -> Any:
         raise ValueError(f"{path} is not a whole parquet file: {error}") from error
 
 
-def _parse_parquet(block: Block, text_key: str, parsed: Parsed) -> None:
+@functools.lru_cache(maxsize=4)
+def _open_saved(path: Path) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise ValueError(f"{path} is not a whole saved data set: {error}") from error
+
+
+def _parse_parquet(block: Block, text_key: str, source_key: str, parsed: Parsed) -> None:
     parquet = _open_parquet(block.file.path)
     names = parquet.schema_arrow.names
     if text_key not in names:
         raise ValueError(_wrong_key(f"{block.file.path}", text_key, names))
     first_row = sum(parquet.metadata.row_group(group).num_rows for group in range(block.first))
-    column = parquet.read_row_group(block.first, columns=[text_key]).column(0).to_pylist()
-    for row, text in enumerate(column, first_row + 1):
+    columns = [text_key, *({source_key.split(".")[0]} & set(names) - {text_key})]
+    rows = parquet.read_row_group(block.first, columns=columns).to_pylist()
+    _add_rows(rows, block.file, first_row, text_key, source_key, parsed)
+
+
+def _parse_saved(block: Block, text_key: str, source_key: str, parsed: Parsed) -> None:
+    dataset = _open_saved(block.file.path)
+    if text_key not in dataset.column_names:
+        raise ValueError(_wrong_key(f"{block.file.path}", text_key, dataset.column_names))
+    end = min(block.first + BLOCK_ROWS, len(dataset))
+    columns = [text_key, *({source_key.split(".")[0]} & set(dataset.column_names) - {text_key})]
+    rows = dataset.select_columns(columns).select(range(block.first, end)).to_list()
+    _add_rows(rows, block.file, block.first, text_key, source_key, parsed)
+
+
+def _add_rows(
+    rows: list[dict[str, Any]], file: SourceFile, before: int, text_key: str, source_key: str, parsed: Parsed
+) -> None:
+    for number, row in enumerate(rows, before + 1):
+        text = row[text_key]
         if isinstance(text, str):
-            _add(Document(text, block.file.path, row), parsed)
+            _add(Document(text, file.path, number, source=_source(row, source_key)), parsed)
         else:
-            parsed.broken.append(f"{block.file.path} row {row}: {text_key!r} holds {_json_name(text)}, not a text")
+            parsed.broken.append(f"{file.path} row {number}: {text_key!r} holds {_json_name(text)}, not a text")
 
 
-def _parse_lines(block: Block, text_key: str, parsed: Parsed) -> None:
+def _parse_lines(block: Block, text_key: str, source_key: str, parsed: Parsed) -> None:
     keys_seen: Counter[str] = Counter()
     first_without_key = 0
+    unit = "row" if block.file.format == "named dataset" else "line"
     for number, line in enumerate(block.lines, block.first):
         if not line.strip():
             continue
-        where = f"{block.file.path} line {number}"
+        where = f"{block.file.path} {unit} {number}"
         try:
             record = json.loads(line)
         except UnicodeDecodeError as error:
@@ -221,12 +288,17 @@ def _parse_lines(block: Block, text_key: str, parsed: Parsed) -> None:
         elif not isinstance(record[text_key], str):
             parsed.broken.append(f"{where}: {text_key!r} holds {_json_name(record[text_key])}, not a text")
         else:
-            meta = record.get("meta")
-            source = meta.get("pile_set_name") if isinstance(meta, dict) else None
+            source = _source(record, source_key)
             _add(Document(record[text_key], block.file.path, number, source=source), parsed)
     if first_without_key and not parsed.documents and not parsed.skipped:
         keys = [key for key, _ in keys_seen.most_common(20)]
-        raise ValueError(_wrong_key(f"{block.file.path} line {first_without_key}", text_key, keys))
+        raise ValueError(_wrong_key(f"{block.file.path} {unit} {first_without_key}", text_key, keys))
+
+
+def _source(record: Any, key: str) -> str | None:
+    for name in key.split("."):
+        record = record.get(name) if isinstance(record, dict) else None
+    return record if isinstance(record, str) else None
 
 
 def _parse_python(file: SourceFile, parsed: Parsed) -> None:
@@ -262,7 +334,7 @@ def _add(document: Document, parsed: Parsed) -> None:
         text.encode()
     except UnicodeEncodeError:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        document = Document(text, document.path, document.position, document.key, document.source)
+        document = replace(document, text=text)
     parsed.documents.append(document)
 
 

@@ -64,6 +64,12 @@ def load_tokenizer(type: str, path: str | Path | None = None) -> Tokenizer:
     return WordPieceTokenizer(_file(path, "vocab.txt"))
 
 
+def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
+    """Rows of the embedding for a tokenizer of so many entries: the next multiple, as GPT-NeoX pads, whatever the number
+    of processes. 50,277 entries become 50,304 rows. The rows beyond the entries are never a token."""
+    return -(-vocab_size // multiple) * multiple
+
+
 class ByteTokenizer:
     """UTF-8 bytes as ids, and 256 as the end of a document."""
 

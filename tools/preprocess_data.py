@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from data.corpora import source_files
 from data.encode import Recipe
 from data.preprocess import preprocess
+from data.readers import SOURCE_KEY
 
 # GPT-NeoX's and Megatron-LM's names for what can be read here.
 TOKENIZER_TYPES = {
@@ -36,12 +37,13 @@ EXAMPLES = """examples:
 what is written, for every key of --jsonl-keys
   PREFIX_text_document.bin    the tokens           (with --split: PREFIX_train_text_document.bin and so on)
   PREFIX_text_document.idx    where each document lies
-  PREFIX_text_document.json   counts, bytes a token, the tokenizer and its hash
+  PREFIX_text_document.json   counts, bytes a token, the tokenizer and its hash, documents of each input file
+  PREFIX_text_document.sources.npy   where the records name it: the source of each document
 A config names the path without extension: data.train=PREFIX_text_document. Look into the files with
 python -m tools.inspect_data PREFIX_text_document.
 
-A job that was killed goes on where it was when the same command is given again: input files that are finished are not
-read again. The output is the same bytes for any number of workers.
+A job that was killed goes on where it was when the same command is given again: what is finished, in parts of about
+256 MiB of text, is not tokenised again. The output is the same bytes for any number of workers.
 """
 
 
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             min_characters=options.min_characters,
             deduplicate=options.deduplicate,
             max_broken=options.max_broken,
+            max_empty=options.max_empty,
+            source_key=options.source_key,
         )
         files = source_files([part for entry in options.input for part in entry.split(",")])
         start = time.perf_counter()
@@ -77,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if skipped:
         print("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()))
     tokens = sum(manifest["tokens"] for manifest in manifests.values())
+    vocab = next(iter(manifests.values()))["padded_vocab_size"]
+    print(f"rows of a model for this tokenizer: model.vocab_size={vocab}")
     print(f"{seconds:.1f} seconds, {tokens / seconds / 1e6:.2f} million tokens/s")
     return 0
 
@@ -94,11 +100,30 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders, globs, or stdlib; also separated by commas. .jsonl and .json (one object a line), "
-        ".parquet, .txt; plain, .gz or .zst",
+        help="files, folders, globs, stdlib, a folder that datasets saved, or hf:NAME[:CONFIGURATION][:SPLIT] to stream; "
+        "also separated by commas. .jsonl and .json (one object a line), .parquet, .txt; plain, .gz or .zst",
     )
     add("--jsonl-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text; one output each (text)")
-    add("--max-broken", type=int, default=0, metavar="N", help="lines that may fail to parse before the job stops (0)")
+    add(
+        "--max-broken",
+        type=int,
+        default=0,
+        metavar="N",
+        help="lines that may fail to parse, or files in another encoding, before the job stops (0)",
+    )
+    add(
+        "--max-empty",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="share of empty documents at which the job stops (%(default)s)",
+    )
+    add(
+        "--source-key",
+        default=SOURCE_KEY,
+        metavar="KEY",
+        help="where a record names its source, for a loss of each (%(default)s, the Pile's)",
+    )
     add("--min-characters", type=int, default=0, metavar="N", help="leave out shorter documents (0)")
     add("--deduplicate", action="store_true", help="keep the first of equal texts")
     add("--ftfy", action="store_true", help="repair mis-decoded text with the package ftfy, which must be installed")
@@ -117,6 +142,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("runtime").add_argument
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that tokenise (%(default)s)")
     add("--no-progress", action="store_true", help="no progress bar")
+    # GPT-NeoX's, accepted so that its command lines run: there is one format, and progress needs no help here.
+    add("--dataset-impl", choices=["mmap"], default="mmap", help=argparse.SUPPRESS)
+    add("--num-docs", type=int, help=argparse.SUPPRESS)
+    add("--log-interval", type=int, help=argparse.SUPPRESS)
     return parser
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.blend import BlendedDataset, blend_order, normalised, running_counts, training_dataset
+from data.blend import BlendedDataset, Shares, blend_order, normalised, running_counts, training_dataset
 from data.causal import CausalDataset
 from data.indexed import IndexedWriter
 
@@ -18,6 +18,10 @@ def write(prefix: Path, size: int, value: int) -> Path:
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:
         writer.add_document(np.full(size, value))
     return prefix
+
+
+def by_weights(*weights: float) -> Shares:
+    return Shares("weights", weights)
 
 
 @given(WEIGHTS, st.integers(1, 300))
@@ -51,7 +55,7 @@ def test_shares_hold_at_every_point(weights):
 def test_samples_come_from_their_files(tmp_path):
     prefixes = [write(tmp_path / "a", 100, 1), write(tmp_path / "b", 300, 2)]
     settings = {"sequence_length": 5, "num_samples": 40, "seed": 3}
-    dataset = training_dataset(prefixes, [3, 1], **settings)
+    dataset = training_dataset(prefixes, by_weights(3, 1), **settings)
     assert isinstance(dataset, BlendedDataset)
     assert len(dataset) == 40
     values = [int(dataset[i]["tokens"][0]) - 1 for i in range(40)]
@@ -69,12 +73,12 @@ def test_one_file_needs_no_blend(tmp_path):
 def test_the_blend_is_cached_and_the_same(tmp_path):
     prefixes = [write(tmp_path / "a", 100, 1), write(tmp_path / "b", 300, 2)]
     settings = {"sequence_length": 5, "num_samples": 40, "seed": 3}
-    direct = training_dataset(prefixes, [3, 1], **settings)
+    direct = training_dataset(prefixes, by_weights(3, 1), **settings)
     for _ in range(2):
-        cached = training_dataset(prefixes, [3, 1], **settings, cache_directory=tmp_path / "cache")
+        cached = training_dataset(prefixes, by_weights(3, 1), **settings, cache_directory=tmp_path / "cache")
         assert cached.source.tolist() == direct.source.tolist()
         assert cached.number.tolist() == direct.number.tolist()
-    training_dataset(prefixes, [2, 1], **settings, cache_directory=tmp_path / "cache")
+    training_dataset(prefixes, by_weights(2, 1), **settings, cache_directory=tmp_path / "cache")
     assert len(list((tmp_path / "cache").glob("blend-*"))) == 2
 
 
@@ -82,11 +86,48 @@ def test_the_blend_is_cached_and_the_same(tmp_path):
 def test_weights_must_be_positive(tmp_path, weights):
     prefixes = [write(tmp_path / "a", 10, 1), write(tmp_path / "b", 10, 2)]
     with pytest.raises(ValueError, match=r"weight 2 of the token files is .*: it must be above 0"):
-        training_dataset(prefixes, weights, sequence_length=5, num_samples=4, seed=3)
+        training_dataset(prefixes, by_weights(*weights), sequence_length=5, num_samples=4, seed=3)
 
 
 def test_as_many_weights_as_files(tmp_path):
     with pytest.raises(ValueError, match="2 weights for 1 token files"):
-        training_dataset([tmp_path / "a"], [1, 2], sequence_length=5, num_samples=4, seed=3)
+        training_dataset([tmp_path / "a"], by_weights(1, 2), sequence_length=5, num_samples=4, seed=3)
     with pytest.raises(ValueError, match="at least one prefix"):
         training_dataset([], sequence_length=5, num_samples=4, seed=3)
+
+
+def test_shares_by_tokens_documents_and_temperature(tmp_path):
+    with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
+        for _ in range(3):
+            writer.add_document(np.zeros(30))
+    prefixes = [tmp_path / "a", write(tmp_path / "b", 10, 2)]
+    assert Shares().of(prefixes) == [0.9, 0.1]
+    assert Shares("documents").of(prefixes) == [0.75, 0.25]
+    assert Shares("tokens", temperature=2).of(prefixes) == pytest.approx([0.75, 0.25])  # 3 : 1, the roots of 9 : 1
+    assert Shares("weights", (1, 9), temperature=2).of(prefixes) == pytest.approx([0.25, 0.75])
+    assert Shares(temperature=1e9).of(prefixes) == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"by": "bytes"}, "a blend by 'bytes' is unknown; allowed: tokens, documents, weights"),
+        ({"by": "weights"}, "weights are for a blend by weights"),
+        ({"weights": (1,)}, "weights are for a blend by weights"),
+        ({"temperature": 0}, "temperature 0 of a blend must be above 0"),
+    ],
+)
+def test_settings_of_a_blend(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Shares(**settings)
+
+
+def test_past_its_end_a_file_is_counted_as_in_gpt_neox(tmp_path):
+    """One sample short of its length: after sample 3 of 4 come 4 % 3 = 1 and 5 % 3 = 2."""
+    with IndexedWriter(tmp_path / "a", np.dtype("<u2")) as writer:
+        writer.add_document(np.arange(41))
+    part = CausalDataset(tmp_path / "a", sequence_length=10, num_samples=3, seed=0)
+    assert len(part) == 4
+    blend = BlendedDataset([part, part], [0.5, 0.5], num_samples=12)
+    taken = [blend[i]["tokens"].tolist() for i in range(0, 12, 2)]
+    assert taken == [part[n]["tokens"].tolist() for n in (0, 1, 2, 3, 1, 2)]

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from data.causal import CausalDataset, SequentialDataset, build_sample_index, epochs_needed, split_sequences
+from data.causal import CausalDataset, SequentialDataset, split_sequences
 from data.indexed import IndexedWriter
+from data.sample_index import build_sample_index, epochs_needed
 
 SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any)
 

@@ -1,0 +1,23 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+
+@contextlib.contextmanager
+def written_aside(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes its place when the block ends well; after an exception nothing is left."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
+    try:
+        with open(aside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,74 @@
+"""Which source each document of a token file comes from, such as the Pile's sets: ``{prefix}.sources.npy``, int16
+[documents], beside the token files, and the names in the manifest under "sources"."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .files import written_aside
+from .manifest import read_manifest
+
+UNKNOWN = "other"
+
+
+class SourceTable:
+    """Collects the source of each document, in order. Names are numbered as they come."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._ids = array("h")
+
+    def add(self, source: str | None) -> None:
+        """The source of the next document; None where its record names none."""
+        self._ids.append(self._numbers.setdefault(source or UNKNOWN, len(self._numbers)))
+
+    def extend(self, names: list[str], ids: NDArray[np.int16]) -> None:
+        """The sources of further documents, numbered by ``names``."""
+        numbers = np.array([self._numbers.setdefault(name, len(self._numbers)) for name in names], np.int16)
+        self._ids.frombytes(numbers[ids].tobytes())
+
+    @property
+    def all_names(self) -> list[str]:
+        """Name of each number."""
+        return list(self._numbers)
+
+    @property
+    def names(self) -> list[str]:
+        """The same; empty where no document named a source."""
+        return [] if set(self._numbers) <= {UNKNOWN} else self.all_names
+
+    @property
+    def ids(self) -> NDArray[np.int16]:
+        """[documents]"""
+        return np.array(self._ids, np.int16)
+
+
+def sources_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.sources.npy")
+
+
+def write_sources(prefix: str | Path, ids: NDArray[np.int16]) -> None:
+    with written_aside(sources_path(prefix)) as file:
+        np.save(file, ids)
+
+
+def read_sources(prefix: str | Path, num_sequences: int) -> tuple[list[str], NDArray[np.int16]]:
+    """(names, number of each sequence's source int16 [num_sequences]) of a token file; one source, named after the
+    file, where its documents name none. Raises ValueError where the files do not belong together."""
+    names = (read_manifest(prefix) or {}).get("sources", [])
+    if not names:
+        return [Path(prefix).name.removesuffix("_document").removesuffix("_text")], np.zeros(num_sequences, np.int16)
+    path = sources_path(prefix)
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, and the manifest beside it names sources: copy it with the token files")
+    ids = np.load(path)
+    if len(ids) != num_sequences or ids.min(initial=0) < 0 or ids.max(initial=0) >= len(names):
+        raise ValueError(
+            f"{path} numbers {len(ids):,} documents from {ids.min(initial=0)} to {ids.max(initial=0)}; the token file has"
+            f" {num_sequences:,} and its manifest names {len(names)} sources. The files do not belong together."
+        )
+    return names, ids
