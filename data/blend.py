@@ -59,7 +59,7 @@ class Shares:
 
 def training_dataset(
     prefixes: str | Path | Sequence[str | Path],
-    shares: Shares = Shares(),  # noqa: B008 - frozen
+    shares: Shares = Shares(),
     *,
     sequence_length: int,
     num_samples: int,

@@ -19,6 +19,7 @@ from .sample_index import cached_sample_index
 from .sources import read_sources
 
 Sample = dict[str, torch.Tensor]
+Part = tuple[int, int, int]  # sequence id, first token, tokens
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class CausalDataset:
         num_samples: int,
         seed: int,
         order: str = "neox",
-        packing: Packing = Packing(),  # noqa: B008 - frozen
+        packing: Packing = Packing(),
         sequences: tuple[int, int] | None = None,
         cache_directory: str | Path | None = None,
     ) -> None:
@@ -88,7 +89,7 @@ class CausalDataset:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         parts = self.documents_of(number)
-        sample = _causal_sample(_read(self.file, parts, self.sequence_length + 1))
+        sample = _causal_sample(read_parts(self.file, parts, self.sequence_length + 1))
         if self.packing.reset_at_documents:
             sample["cu_seqlens"] = cu_seqlens(parts, self.sequence_length, self.segments)
         if self.packing.mask_boundaries:
@@ -105,10 +106,10 @@ class CausalDataset:
             self._source_of = np.array([names.index(name) for name in self.sources], np.int16)[self._source_of]
             self.sources = list(names)
 
-    def documents_of(self, number: int) -> list[tuple[int, int, int]]:
+    def documents_of(self, number: int) -> list[Part]:
         """Where sample ``number`` comes from: (sequence id, first token, tokens) of each part."""
         entry, offset = (int(x) for x in self.index.sample_index[int(self.index.shuffle_index[number])])
-        return _parts(self.file.sizes, self.index.document_index, entry, offset, self.sequence_length + 1)
+        return parts_from(self.file.sizes, self.index.document_index, entry, offset, self.sequence_length + 1)
 
 
 class SequentialDataset:
@@ -152,10 +153,10 @@ class SequentialDataset:
         count = min((number + 1) * length, self.num_tokens) - begin
         entry = int(np.searchsorted(self._ends, begin, side="right"))
         offset = begin - (int(self._ends[entry - 1]) if entry else 0)
-        parts = _parts(self.file.sizes, self._order, entry, offset, count)
+        parts = parts_from(self.file.sizes, self._order, entry, offset, count)
         stream = np.full(length + 1, self.first_token, np.int64)
         lead = int(number == 0)
-        stream[lead : lead + count] = _read(self.file, parts, count)
+        stream[lead : lead + count] = read_parts(self.file, parts, count)
         sample = _causal_sample(stream)
         sample["loss_weight"][lead + count - 1 :] = 0.0
         if self.reset_at_documents:
@@ -171,7 +172,7 @@ class SequentialDataset:
         return int(np.diff(entries).max()) + 3  # itself, and first_token before and after
 
 
-def cu_seqlens(parts: list[tuple[int, int, int]], length: int, segments: int) -> torch.Tensor:
+def cu_seqlens(parts: list[Part], length: int, segments: int) -> torch.Tensor:
     """Bounds of the parts (sequence id, first token, tokens) within the first ``length`` tokens, int32 [segments + 1].
 
     Begins with 0 and ends with ``length``, which fills up what is left; empty segments are legal for every operator.
@@ -203,7 +204,7 @@ def _causal_sample(stream: NDArray[np.int64]) -> Sample:
     }
 
 
-def _parts(sizes: NDArray, order: NDArray, entry: int, offset: int, count: int) -> list[tuple[int, int, int]]:
+def parts_from(sizes: NDArray, order: NDArray, entry: int, offset: int, count: int) -> list[Part]:
     """(sequence id, first token, tokens) of the next ``count`` tokens from an entry of the order on; none is empty."""
     parts = []
     while count:
@@ -216,12 +217,12 @@ def _parts(sizes: NDArray, order: NDArray, entry: int, offset: int, count: int) 
     return parts
 
 
-def _places(parts: list[tuple[int, int, int]]) -> list[int]:
+def _places(parts: list[Part]) -> list[int]:
     """Where each part begins in the stream."""
     return [0, *itertools.accumulate(part[2] for part in parts[:-1])]
 
 
-def _read(file: IndexedTokens, parts: list[tuple[int, int, int]], count: int) -> NDArray[np.int64]:
+def read_parts(file: IndexedTokens, parts: list[Part], count: int) -> NDArray[np.int64]:
     out = np.empty(count, np.int64)
     for place, (sequence, first, taken) in zip(_places(parts), parts, strict=True):
         out[place : place + taken] = file.read(sequence, first, taken)

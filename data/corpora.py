@@ -121,7 +121,9 @@ def _expand(entry: str) -> list[SourceFile]:
     path = Path(entry).expanduser()
     if (path / "dataset_dict.json").is_file():
         splits = sorted(p.parent.name for p in path.glob("*/state.json"))
-        raise ValueError(f"{path} is a saved data set with the splits {', '.join(splits)}: name one, as {path}/{splits[0]}")
+        raise ValueError(
+            f"{path} is a saved data set with the splits {', '.join(splits)}: name one, as {path}/{splits[0]}"
+        )
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return [SourceFile(path, "saved dataset")]
     if path.is_dir():

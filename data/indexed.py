@@ -58,6 +58,12 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def file_identity(prefix: str | Path) -> list[list[str | int]]:
+    """Names, sizes and times of a pair of files: what an index that is cached for them was made from."""
+    states = [(path, path.stat()) for path in (bin_path(prefix), idx_path(prefix))]
+    return [[str(path.resolve()), state.st_size, state.st_mtime_ns] for path, state in states]
+
+
 class IndexedWriter:
     """Writes a pair of token files, one document at a time, in constant memory a token.
 

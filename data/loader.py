@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from .sampler import check_batch_sizes, step_samples
+from .sampler import step_samples
 
 MicroBatch = dict[str, torch.Tensor]
 Item = TypeVar("Item")
@@ -26,7 +26,7 @@ def batches(
     dataset: Dataset,
     *,
     consumed_samples: int = 0,
-    global_batch_size: int,
+    global_batch_size: int | Callable[[int], int],
     micro_batch_size: int,
     data_rank: int = 0,
     data_size: int = 1,
@@ -34,24 +34,26 @@ def batches(
 ) -> Iterator[list[MicroBatch]]:
     """The steps from ``consumed_samples`` on; each is this rank's micro batches, tensors stacked to [micro, ...].
 
+    Samples with ``cu_seqlens`` become one row: [1, micro * T], and bounds [micro * segments + 1] of the whole row.
+    ``global_batch_size`` may be a function of the consumed samples, for a batch that grows.
     Ends with the last whole global batch. With ``fill_last`` (validation) the rest is a step too, in which missing
     samples are repeats of the last one under loss_weight 0, so that every rank takes as many steps. Raises ValueError
     for batch sizes that do not divide.
     """
-    check_batch_sizes(global_batch_size, micro_batch_size, data_rank, data_size)
     total = len(dataset)
     while consumed_samples < total:
-        if consumed_samples + global_batch_size > total and not fill_last:
+        size = global_batch_size if isinstance(global_batch_size, int) else global_batch_size(consumed_samples)
+        if consumed_samples + size > total and not fill_last:
             return
         numbers = step_samples(
             consumed_samples,
-            global_batch_size=global_batch_size,
+            global_batch_size=size,
             micro_batch_size=micro_batch_size,
             data_rank=data_rank,
             data_size=data_size,
         )
         yield [_stack([_sample(dataset, int(n), total) for n in row]) for row in numbers]
-        consumed_samples += global_batch_size
+        consumed_samples += size
 
 
 class ReadAhead(Generic[Item]):
@@ -121,4 +123,10 @@ def _sample(dataset: Dataset, number: int, total: int) -> dict[str, torch.Tensor
 
 
 def _stack(samples: list[dict[str, torch.Tensor]]) -> MicroBatch:
-    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    if "cu_seqlens" not in samples[0]:
+        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    row = {key: torch.cat([sample[key] for sample in samples])[None] for key in samples[0] if key != "cu_seqlens"}
+    length = len(samples[0]["tokens"])
+    bounds = [sample["cu_seqlens"][:-1] + number * length for number, sample in enumerate(samples)]
+    row["cu_seqlens"] = torch.cat([*bounds, torch.tensor([len(samples) * length], dtype=torch.int32)])
+    return row

@@ -29,7 +29,7 @@ class Part:
         self.folder, self.name, self.recipe = folder, _part_name(file, number), recipe
         self.writers = [IndexedWriter(folder / f"{self.name}_{name}", dtype) for name in recipe.names()]
         self.sources = [SourceTable() for _ in self.writers]
-        self.bytes = [0] * len(self.writers)
+        self.bytes: list[int] = [0] * len(self.writers)
         self.skipped: Counter[str] = Counter()
         self.broken = self.blocks = 0
         self.digests: list[bytes] = []
@@ -55,8 +55,9 @@ class Part:
             name = key * sides + side
             self.writers[name].add_documents(tokens, lengths[chosen])
             self.bytes[name] += int(sizes[chosen].sum())
-            for document in np.flatnonzero(chosen):
-                self.sources[name].add(outcome.sources[document])
+            for document, source in enumerate(outcome.sources):
+                if chosen[document]:
+                    self.sources[name].add(source)
 
     def finish(self, last: bool) -> None:
         """Put the outputs in place; ``last``: the file ends here."""

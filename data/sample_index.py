@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import cached_arrays
-from .indexed import IndexedTokens, bin_path, idx_path
+from .indexed import IndexedTokens, file_identity
 
 INDEX_VERSION = 2
 ORDERS = ("neox", "reshuffle")
@@ -116,10 +116,7 @@ def cached_sample_index(
     made_from = {
         "samples": INDEX_VERSION,
         "order": order,
-        "files": [
-            [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
-            for path in (bin_path(file.prefix), idx_path(file.prefix))
-        ],
+        "files": file_identity(file.prefix),
         "sequences": [first, end],
         "sequence_length": sequence_length,
         "epochs": epochs,

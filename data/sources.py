@@ -64,7 +64,9 @@ def read_sources(prefix: str | Path, num_sequences: int) -> tuple[list[str], NDA
         return [Path(prefix).name.removesuffix("_document").removesuffix("_text")], np.zeros(num_sequences, np.int16)
     path = sources_path(prefix)
     if not path.is_file():
-        raise ValueError(f"{path} does not exist, and the manifest beside it names sources: copy it with the token files")
+        raise ValueError(
+            f"{path} does not exist, and the manifest beside it names sources: copy it with the token files"
+        )
     ids = np.load(path)
     if len(ids) != num_sequences or ids.min(initial=0) < 0 or ids.max(initial=0) >= len(names):
         raise ValueError(

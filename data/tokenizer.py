@@ -24,6 +24,9 @@ SPACE_MARK_BYTES = SPACE_MARK.encode()
 class Tokenizer(Protocol):
     """``vocab_size`` counts every id, ``end_of_document_id`` ends a document, ``hash`` identifies what text becomes.
 
+    For masked language models: ``mask_id``, the first row beyond the entries where the vocabulary has no mask token;
+    ``begin_id`` (``[CLS]``) or None; ``pad_id``; ``special_ids``, which are never masked; ``piece(id)``, the text of one id.
+
     ``decode(encode(text)) == text`` holds for every text for "bytes" and for SentencePiece models made here.
     """
 
@@ -31,11 +34,17 @@ class Tokenizer(Protocol):
     path: str | None
     vocab_size: int
     end_of_document_id: int
+    mask_id: int
+    begin_id: int | None
+    pad_id: int
+    special_ids: tuple[int, ...]
     hash: str
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+    def piece(self, id: int) -> str: ...
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
         """The ids of each text as an integer array [n]; the same for any number of threads."""
@@ -76,7 +85,10 @@ class ByteTokenizer:
     type = "bytes"
     path: str | None = None
     vocab_size = 257
-    end_of_document_id = 256
+    end_of_document_id = pad_id = 256
+    mask_id = 257
+    begin_id: int | None = None
+    special_ids: tuple[int, ...] = (256,)
     hash = "bytes-257"
 
     def encode(self, text: str) -> list[int]:
@@ -84,6 +96,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def piece(self, id: int) -> str:
+        return self.decode([id])
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -111,6 +126,10 @@ class SentencePieceTokenizer:
         self.end_of_document_id = self._model.eos_id()
         if self.end_of_document_id < 0:
             raise ValueError(f"{path} has no end-of-sentence id, which ends a document: train it with one")
+        self.mask_id, self.pad_id = self.vocab_size, self.end_of_document_id
+        self.begin_id: int | None = None
+        controls = (self._model.is_control, self._model.is_unknown, self._model.is_unused)
+        self.special_ids = tuple(i for i in range(self.vocab_size) if any(test(i) for test in controls))
         byte_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK_BYTES]
         has_bytes = all(self._model.is_byte(i) for i in byte_ids)
         # A model that puts a space in front of every text would put one in front of every part.
@@ -130,6 +149,9 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
+
+    def piece(self, id: int) -> str:
+        return self._model.id_to_piece(int(id)).replace(SPACE_MARK, " ")
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
         if not texts:
@@ -167,7 +189,7 @@ class HuggingFaceTokenizer:
                 f"{path} has no token that ends a document (looked for {', '.join(c for c in candidates if c)}): name"
                 " one as eos_token in a tokenizer_config.json beside it"
             )
-        self.end_of_document_id = known[0]
+        self._set_special(known[0])
 
     def _set(self, model: Any, path: Path) -> None:
         self._model = model
@@ -175,6 +197,22 @@ class HuggingFaceTokenizer:
         self.hash = _hash(self.type, path.read_bytes())
         # Ids may have holes, and a table of embeddings must reach the largest one.
         self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
+
+    def _set_special(self, end_of_document_id: int) -> None:
+        def first(*names: str) -> int | None:
+            return next((i for i in map(self._model.token_to_id, names) if i is not None), None)
+
+        self.end_of_document_id = end_of_document_id
+        mask, pad = first("[MASK]", "<mask>"), first("[PAD]", "<pad>", "<|padding|>")
+        self.mask_id = self.vocab_size if mask is None else mask
+        self.pad_id = end_of_document_id if pad is None else pad
+        self.begin_id = first("[CLS]")
+        added = [i for i, token in self._model.get_added_tokens_decoder().items() if token.special]
+        named = [i for i in (mask, pad, self.begin_id, first("[UNK]", "<unk>"), first("[SEP]")) if i is not None]
+        self.special_ids = tuple(sorted({end_of_document_id, *added, *named}))
+
+    def piece(self, id: int) -> str:
+        return self._model.id_to_token(int(id)) if self.type == "wordpiece" else self.decode([id])
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
@@ -203,7 +241,7 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
             raise ValueError(f"{path} is not a BERT vocabulary: {', '.join(missing)} is not among its lines")
         uncased = not any("A" <= entry[:1] <= "Z" for entry in entries)
         self._set(tokenizers.BertWordPieceTokenizer(str(path), lowercase=uncased)._tokenizer, path)
-        self.end_of_document_id = self._model.token_to_id("[SEP]")
+        self._set_special(self._model.token_to_id("[SEP]"))
 
 
 def train_sentencepiece(
