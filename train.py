@@ -78,7 +78,9 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
     from megatron_lite.resilience import TooManySkippedSteps
 
     try:
-        grid = init_grid(config.run.device)
+        parallel = config.parallel
+        sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
+        grid = init_grid(config.run.device, **sizes)
         return _train(config, reload, grid)
     except (CheckpointError, TooManySkippedSteps) as error:
         print(f"\nerror: {error}", file=sys.stderr)
@@ -134,6 +136,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         optimizer=config.optimizer,
         parallel=config.parallel,
         precision=config.precision,
+        sequence_length=config.batch.sequence_length,
     )
 
     def dataset(steps: int) -> Any:
@@ -182,9 +185,9 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
             wandb=config.logging.wandb.model_dump(),
             config=config.model_dump(mode="json"),
         )
-    model = LanguageModel(config.model, layers=engine.layers)
 
     def sample() -> str:
+        model = LanguageModel(config.model, layers=engine.layers)
         limit = config.evaluation.sample_tokens
         return complete(model, tokenizer, config.evaluation.prompt, max_tokens=limit, temperature=0.7, top_p=0.9)
 
@@ -196,9 +199,10 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         validation=validation,
         state=state,
         config_yaml=dump_config(config),
-        flops_per_token=training_flops_per_token(engine.layers, config.batch.sequence_length),
+        flops_per_token=training_flops_per_token(engine.model, config.batch.sequence_length),
         peak_flops=peak_flops(grid.device, dtype) if grid.is_main else None,
-        sample=sample if config.evaluation.sample_tokens else None,
+        # A model whose layers are on several processes does not write text while it trains: tools.generate does.
+        sample=sample if config.evaluation.sample_tokens and grid.pipe_size * grid.context_size == 1 else None,
     )
     try:
         result = trainer.fit()

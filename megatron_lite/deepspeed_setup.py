@@ -29,6 +29,8 @@ def deepspeed_config(
     precision: PrecisionConfig,
 ) -> dict[str, Any]:
     parameters = sum(p.numel() for layer in layers for p in layer.parameters())
+    # The default bucket is a buffer of 5e8 elements, gigabytes that a small model does not need; odd sizes are refused.
+    bucket = min(500_000_000, -(-max(parameters, 1) // 1024) * 1024)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
@@ -40,11 +42,13 @@ def deepspeed_config(
             # Stage 0 clips wrongly in pipelines and starts bf16 with a dummy step; stage 1 costs nothing more.
             "stage": max(1, parallel.zero_stage),
             "overlap_comm": grid.device.type == "cuda",
-            # The default bucket is a buffer of 5e8 elements, gigabytes that a small model does not need.
-            "reduce_bucket_size": min(500_000_000, max(parameters, 1)),
-            "allgather_bucket_size": min(500_000_000, max(parameters, 1)),
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
         },
     }
+    if grid.pipe_size > 1:
+        # The defaults cut activations over the tensor group between stages: with sequence parallelism, a wrong loss.
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False, "activation_checkpoint_interval": 0}
     if dtype == "bf16":
         # check_grad_overflow: a NaN gradient must skip the step here as it does in fp16 and float32.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}

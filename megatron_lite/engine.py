@@ -21,8 +21,9 @@ from megatron_lite.activation_checkpointing import checkpointed
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear
 from megatron_lite.grid import Grid, reduce_sum
-from megatron_lite.optimizer import build_optimizer
-from megatron_lite.tensor_parallel import partition_words
+from megatron_lite.optimizer import build_optimizer, parameter_kind
+from megatron_lite.partition import Shard, partition_words, shard_of
+from megatron_lite.tensor_parallel import TensorGroup, cut_layer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -44,19 +45,20 @@ class Sequential(nn.Module):
     The first layer takes tokens, the last one hidden states, labels and loss weights.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], parallel: ParallelConfig) -> None:
+    def __init__(self, layers: Sequence[nn.Module], calls: Sequence[Callable[..., Tensor]]) -> None:
+        """calls: the layers as they are called, under activation checkpointing."""
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self._run = [checkpointed(layer, index, len(layers), parallel) for index, layer in enumerate(layers)]
+        self._calls = list(calls)
 
     def forward(self, batch: Batch) -> Tensor:
         """sum(loss_weight * nll), a float32 scalar. `batch`: tokens, labels [batch, length] int64, loss_weight float32
         of the same shape, and optionally `mask` [batch, length] and `cu_seqlens` [segments + 1]."""
         context = {key: batch[key] for key in ("mask", "cu_seqlens") if key in batch}
         hidden = batch["tokens"]
-        for run in self._run[:-1]:
-            hidden = run(hidden, **context)
-        return self._run[-1](hidden, labels=batch["labels"], loss_weight=batch["loss_weight"])
+        for call in self._calls[:-1]:
+            hidden = call(hidden, **context)
+        return self._calls[-1](hidden, labels=batch["labels"], loss_weight=batch["loss_weight"])
 
 
 @dataclass(frozen=True)
@@ -82,22 +84,32 @@ class Fragment:
 
     Attributes:
         name: canonical parameter name.
-        start: offset of the fragment in the flattened parameter.
+        shard: which part of the full tensor tensor parallelism gave to this process.
+        start: offset of the fragment in the flattened shard.
+        primary: this process is the one to write it; others hold the same values.
         tensors: "weight", "exp_avg", "exp_avg_sq": float32 views [numel] of the live state; writing to them changes it.
     """
 
     name: str
+    shard: Shard
     start: int
+    primary: bool
     tensors: dict[str, Tensor]
 
 
 class Engine:
-    """A model under DeepSpeed: ZeRO 1 to 3 over the data-parallel group.
+    """A model under DeepSpeed: tensor and sequence parallelism by our own cut, pipelines by its 1F1B engine with ZeRO
+    1, anything else by its plain engine with ZeRO 1 to 3.
 
     Args:
         specs: the layers, in order.
         build_layer: (spec, index, seed) -> the layer at full width, with the same weights in every layout.
         dtype: "bf16", "fp16" or "fp32".
+        sequence_length: of the samples, to share the layers out over the stages by what they cost.
+
+    Attributes:
+        model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
+        layers: the layers of this process's stage, cut.
     """
 
     def __init__(
@@ -113,35 +125,53 @@ class Engine:
         optimizer: OptimizerConfig,
         parallel: ParallelConfig,
         precision: PrecisionConfig,
+        sequence_length: int = 2048,
     ) -> None:
         if dtype == "fp16" and grid.device.type == "cpu":
             raise ValueError("precision.dtype: fp16 does not train on a CPU; use bf16 or fp32")
         self.grid, self.dtype, self.accumulation = grid, dtype, accumulation
-        with grid.device:
-            layers = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
-        by_name = {spec.name: layer for spec, layer in zip(specs, layers, strict=True)}
-        for spec, layer in zip(specs, layers, strict=True):
-            if spec.tied_to is not None:
-                layer.weight = by_name[spec.tied_to].weight
-        self.layers = layers
-        self.words = {
-            f"{name}.{key}": word for name, layer in by_name.items() for key, word in partition_words(layer).items()
-        }
-        self._prefixes = [spec.name for spec in specs]
+        deepspeed = import_deepspeed()
+        with torch.device("meta"):
+            self.model: list[Any] = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
+        self._describe(specs)
+        bounds = [0, len(specs)]
+        if grid.pipe_size > 1:
+            from megatron_lite.pipeline import stage_bounds
+
+            bounds = stage_bounds([layer.flops_per_token(sequence_length) for layer in self.model], grid.pipe_size)
+        own = range(bounds[grid.pipe_rank], bounds[grid.pipe_rank + 1])
+        self._tensor: TensorGroup | None = None
+        if grid.tensor_group is not None:
+            sequence = parallel.sequence_parallel
+            self._tensor = TensorGroup(grid.tensor_group, grid.tensor_rank, grid.tensor_size, sequence)
+        layers: dict[int, nn.Module] = {}
+        for index in own:
+            with grid.device:
+                layers[index] = build_layer(specs[index], index, seed)
+            if self._tensor is not None:
+                cut_layer(layers[index], self._tensor)
+        self.layers: list[Any] = list(layers.values())
+        self._names = [specs[index].name for index in own]
+        self._tied = {spec.name: spec.tied_to for spec in specs if spec.tied_to is not None}
+        by_name = dict(zip(self._names, self.layers, strict=True))
+        for name, tied_to in self._tied.items():
+            if name in by_name and tied_to in by_name:
+                by_name[name].weight = by_name[tied_to].weight
         client = build_optimizer(
-            layers,
+            [(parameter, self._kinds[name]) for name, parameter, _ in self._named_parameters()],
             lr=optimizer.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
             no_weight_decay=optimizer.no_weight_decay,
+            both_groups=grid.pipe_size > 1,
         )
         if parallel.compile:
-            for layer in layers[1:-1]:
-                layer.compile()
-        deepspeed = import_deepspeed()
+            for name, layer in by_name.items():
+                if name not in (specs[0].name, specs[-1].name):
+                    layer.compile()
         settings = deepspeed_config(
-            layers,
+            self.layers,
             grid=grid,
             dtype=dtype,
             micro_batch_size=micro_batch_size,
@@ -150,9 +180,11 @@ class Engine:
             parallel=parallel,
             precision=precision,
         )
+        calls = {index: checkpointed(layer, index, len(specs), parallel) for index, layer in layers.items()}
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory statistics while it builds
+            model, unit = self._module(layers, calls, bounds)
             self._engine, self._zero, _, _ = deepspeed.initialize(
-                model=Sequential(layers, parallel), optimizer=client, config=settings
+                model=model, optimizer=client, config=settings, mpu=unit
             )
         self._adamw = client
         self._zero_stage = max(1, parallel.zero_stage)
@@ -170,23 +202,32 @@ class Engine:
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        (weight,) = reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in micro_batches)], self.grid)
-        # DeepSpeed averages over micro batches and data ranks. Undoing that here makes the loss sum(weight * nll) over
+        batches = [self._own_part(batch) for batch in micro_batches]
+        (weight,) = reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in batches)], self.grid)
+        # DeepSpeed averages over micro batches and replicas. Undoing that here makes the loss sum(weight * nll) over
         # the global sum(weight), whatever the layout; a micro batch without any weight then adds zero instead of NaN.
-        scale = self.accumulation * self.grid.data_size / max(weight, 1e-30)
+        scale = self.accumulation * self.grid.replicas / max(weight, 1e-30)
         self._engine.train()
-        total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         loss, vetoed, scaler = math.nan, False, self.loss_scale_state
-        for index, batch in enumerate(micro_batches):
-            nll = self._engine(self._to_device(batch))
-            self._engine.backward(nll * scale)
-            total += nll.detach()
-            if index == len(micro_batches) - 1:
-                loss = reduce_sum([total.item()], self.grid)[0] / max(weight, 1e-30)
-                vetoed = veto is not None and veto(loss)
-                if vetoed:
-                    self._poison_gradients()
-            self._engine.step()
+
+        def decide(nll: Tensor) -> None:
+            nonlocal loss, vetoed
+            loss = reduce_sum([nll.item()], self.grid)[0] / max(weight, 1e-30)
+            vetoed = veto is not None and veto(loss)
+            if vetoed:
+                self._poison_gradients()
+
+        if self._stage is not None:
+            self._stage.train_step(self._engine, [self._to_device(batch) for batch in batches], scale, decide)
+        else:
+            total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+            for index, batch in enumerate(batches):
+                nll = self._engine(self._to_device(batch))
+                self._engine.backward(nll * scale)
+                total += nll.detach()
+                if index == len(batches) - 1:
+                    decide(total)
+                self._engine.step()
         if vetoed:  # no overflow: the loss scale stays
             self.loss_scale_state = scaler
         skipped = not self._engine.was_step_applied()
@@ -195,21 +236,31 @@ class Engine:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients, for forward passes through `layers`."""
+        """Evaluation mode without gradients, for forward passes of any length through `layers` (one stage only)."""
         self._engine.eval()
+        sequence = self._tensor is not None and self._tensor.sequence
+        if self._tensor is not None:
+            self._tensor.sequence = False
         try:
             with torch.no_grad():
                 yield
         finally:
+            if self._tensor is not None:
+                self._tensor.sequence = sequence
             self._engine.train()
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, float]:
         """(sum of weight * nll, sum of weight) over the micro batches of all data ranks."""
+        self._engine.eval()
         nll = weight = 0.0
-        with self.evaluating():
-            for batch in micro_batches:
-                nll += self._engine(self._to_device(batch)).double().item()
+        with torch.no_grad():
+            for batch in map(self._own_part, micro_batches):
                 weight += batch["loss_weight"].double().sum().item()
+                batch = self._to_device(batch)
+                nll += (
+                    self._engine(batch) if self._stage is None else self._stage.evaluate(self._engine, batch)
+                ).item()
+        self._engine.train()
         nll, weight = reduce_sum([nll, weight], self.grid)
         return nll, weight
 
@@ -223,23 +274,24 @@ class Engine:
         return statistics.median(times[2:])  # the first ones allocate
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Canonical name to full shape of every parameter, a tied one once."""
-        return {
-            name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in self._named_parameters()
-        }
+        """Canonical name to full shape of every parameter of the model, a tied one once."""
+        return dict(self._shapes)
 
     def fragments(self) -> Iterator[Fragment]:
         """The training state that this process owns, parameter by parameter."""
-        for name, parameter in self._named_parameters():
+        grid = self.grid
+        for name, parameter, first in self._named_parameters():
+            shard = shard_of(self.words[name], self._shapes[name], grid.tensor_rank, grid.tensor_size)
+            primary = first and (shard.count > 1 or grid.tensor_rank == 0)
             if self._zero_stage == 3:
-                yield self._fragment_stage3(name, parameter)
-            elif parameter._hp_mapping is not None:  # None: another data rank owns all of it
+                start, tensors = self._state_stage3(parameter)
+                yield Fragment(name, shard, start, primary, tensors)
+            elif parameter._hp_mapping is not None:  # None: another replica owns all of it
                 mapping = parameter._hp_mapping
                 flat = self._flats[mapping.param_group_index]
                 start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
-                yield Fragment(
-                    name, mapping.lp_fragment_address.start, self._state_views(flat, start, numel, mapping.hp_fragment)
-                )
+                tensors = self._state_views(flat, start, numel, mapping.hp_fragment)
+                yield Fragment(name, shard, mapping.lp_fragment_address.start, primary, tensors)
 
     def finish_load(self, step: int) -> None:
         """After the fragments were written to: set the optimizer's step count, refresh the 16-bit or gathered copies.
@@ -250,8 +302,8 @@ class Engine:
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
         if self._zero_stage == 3:
-            for name, parameter in self._named_parameters():
-                weight = self._fragment_stage3(name, parameter).tensors["weight"]
+            for _, parameter, _ in self._named_parameters():
+                weight = self._state_stage3(parameter)[1]["weight"]
                 parameter.ds_tensor.data.view(-1)[: weight.numel()].copy_(weight)
             persistent = self._zero.persistent_parameters  # small ones, kept gathered
             if persistent:
@@ -288,24 +340,55 @@ class Engine:
         deepspeed.utils.groups.mpu = None
         restore_linear()
 
-    def _named_parameters(self) -> Iterator[tuple[str, Any]]:
+    def _describe(self, specs: Sequence[LayerSpec]) -> None:
+        """Shapes, partition words and kinds of every parameter of the model, by canonical name."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.words: dict[str, str] = {}
+        self._kinds: dict[str, str] = {}
+        for spec, layer in zip(specs, self.model, strict=True):
+            words = partition_words(layer)
+            for key, parameter in layer.named_parameters():
+                if spec.tied_to is not None and key == "weight":
+                    continue
+                name = f"{spec.name}.{key}"
+                self._shapes[name], self.words[name] = tuple(parameter.shape), words[key]
+                self._kinds[name] = parameter_kind(layer, key)
+
+    def _module(
+        self, layers: Mapping[int, nn.Module], calls: Mapping[int, Callable[..., Tensor]], bounds: Sequence[int]
+    ) -> tuple[nn.Module, Any]:
+        """What DeepSpeed wraps, and its "model parallel unit" where that is not the module's own."""
+        self._stage: Any = None
+        if self.grid.pipe_size > 1:
+            from megatron_lite.pipeline import Stage
+
+            self._stage = Stage(layers, calls, bounds=bounds, grid=self.grid, tied=bool(self._tied))
+            return self._stage, None
+        unit = None
+        if self.grid.tensor_size > 1:
+            from megatron_lite.pipeline import model_parallel_unit
+
+            unit = model_parallel_unit(self.grid)
+        return Sequential(self.layers, list(calls.values())), unit
+
+    def _named_parameters(self) -> Iterator[tuple[str, Any, bool]]:
+        """(canonical name, parameter, whether it is the first copy) of this stage's parameters, a shared one once."""
         seen: set[int] = set()
-        for prefix, layer in zip(self._prefixes, self.layers, strict=True):
-            for name, parameter in layer.named_parameters():
+        for prefix, layer in zip(self._names, self.layers, strict=True):
+            for key, parameter in layer.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield f"{prefix}.{name}", parameter
+                    copy = prefix in self._tied and key == "weight"
+                    yield f"{self._tied[prefix] if copy else prefix}.{key}", parameter, not copy
 
-    def _fragment_stage3(self, name: str, parameter: Any) -> Fragment:
+    def _state_stage3(self, parameter: Any) -> tuple[int, dict[str, Tensor]]:
         per_rank = parameter.ds_tensor.ds_numel
-        start = self.grid.data_rank * per_rank
+        start = self.grid.replica_rank * per_rank
         numel = max(0, min(per_rank, parameter.ds_numel - start))  # the last ranks hold padding
         tensors = {"weight": self._zero.get_local_fp32_param(parameter)}
         for key in ("exp_avg", "exp_avg_sq"):
             tensors[key] = self._zero.get_local_fp32_param(parameter, key)
-        return Fragment(
-            name, min(start, parameter.ds_numel), {key: tensor.data.view(-1)[:numel] for key, tensor in tensors.items()}
-        )
+        return min(start, parameter.ds_numel), {key: tensor.data.view(-1)[:numel] for key, tensor in tensors.items()}
 
     def _state_views(self, flat: Tensor, start: int, numel: int, weight: Tensor) -> dict[str, Tensor]:
         state = self._adamw.state[flat]
@@ -335,6 +418,10 @@ class Engine:
         else:
             first = self._zero.fp32_groups_gradient_flat_partition[0]
         first.fill_(math.nan)
+
+    def _own_part(self, batch: Batch) -> Batch:
+        """The part of a micro batch that this process computes: all of it, or its stretch of the sequence."""
+        return batch
 
     def _to_device(self, batch: Batch) -> dict[str, Tensor]:
         return {key: value.to(self.grid.device, non_blocking=True) for key, value in batch.items()}

@@ -20,11 +20,18 @@ import torch.distributed as dist
 class Grid:
     """Coordinates of this process.
 
+    rank = ((pipe_rank * data_size + data_rank) * context_size + context_rank) * tensor_size + tensor_rank: processes
+    that talk most are neighbours, on one machine where there is room.
+
     Attributes:
         rank, world_size: over all processes of the run.
         local_rank: on this machine; the index of its GPU.
-        data_rank, data_size: place in and size of the data-parallel group.
+        data_rank, data_size: which samples it reads.
+        context_rank, context_size: which part of each sequence it holds.
+        tensor_rank, tensor_size: which part of each layer it holds.
+        pipe_rank, pipe_size: which layers it holds.
         device: where this process computes.
+        tensor_group, context_group: the processes that differ in that coordinate alone; None where there is one.
     """
 
     rank: int
@@ -33,26 +40,62 @@ class Grid:
     data_rank: int
     data_size: int
     device: torch.device
+    context_rank: int = 0
+    context_size: int = 1
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipe_rank: int = 0
+    pipe_size: int = 1
+    tensor_group: dist.ProcessGroup | None = None
+    context_group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes logs, progress and shared files."""
         return self.rank == 0
 
+    @property
+    def replicas(self) -> int:
+        """Processes that hold the same weights and each a share of the gradient: data ranks x context ranks."""
+        return self.data_size * self.context_size
 
-def init_grid(device: str = "auto", timeout_minutes: float = 30.0) -> Grid:
+    @property
+    def replica_rank(self) -> int:
+        """Place among the replicas."""
+        return self.data_rank * self.context_size + self.context_rank
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this process takes the tokens in."""
+        return self.pipe_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process computes the loss."""
+        return self.pipe_rank == self.pipe_size - 1
+
+
+def init_grid(
+    device: str = "auto", timeout_minutes: float = 30.0, *, tensor: int = 1, pipeline: int = 1, context: int = 1
+) -> Grid:
     """Join the run that the environment describes and return this process's place in it.
 
     Args:
         device: "cpu", "cuda", or "auto" for CUDA where there is one.
         timeout_minutes: a collective that waits longer than this fails, which ends a run whose peer has died.
+        tensor, pipeline, context: sizes of the parallel dimensions; data ranks are what is left.
 
     Raises:
-        ValueError: CUDA is asked for and absent, or there are more processes on a machine than GPUs.
+        ValueError: CUDA is asked for and absent, there are more processes on a machine than GPUs, or the sizes do not
+            divide the processes.
     """
     rank, world_size, local_rank = (
         int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
+    if world_size % (tensor * pipeline * context):
+        raise ValueError(
+            f"WORLD_SIZE {world_size} is no multiple of tensor {tensor} x pipeline {pipeline} x context {context}"
+        )
     place = _device(device, local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
@@ -67,17 +110,50 @@ def init_grid(device: str = "auto", timeout_minutes: float = 30.0) -> Grid:
         else:
             dist.init_process_group(backend, timeout=limit)
         atexit.register(dist.destroy_process_group)
-    return Grid(rank, world_size, local_rank, data_rank=rank, data_size=world_size, device=place)
+    sizes = {"pipe": pipeline, "data": world_size // (tensor * pipeline * context), "context": context}
+    sizes["tensor"] = tensor
+    ranks = torch.arange(world_size).reshape(*sizes.values())
+    pipe_rank, data_rank, context_rank, tensor_rank = (ranks == rank).nonzero()[0].tolist()
+    return Grid(
+        rank,
+        world_size,
+        local_rank,
+        data_rank=data_rank,
+        data_size=sizes["data"],
+        device=place,
+        context_rank=context_rank,
+        context_size=context,
+        tensor_rank=tensor_rank,
+        tensor_size=tensor,
+        pipe_rank=pipe_rank,
+        pipe_size=pipeline,
+        tensor_group=_group(ranks, 3, rank),
+        context_group=_group(ranks, 2, rank),
+    )
 
 
 def reduce_sum(values: list[float], grid: Grid) -> list[float]:
-    """Sums of the values over the data-parallel group, in float64 (the same on every process)."""
-    if grid.data_size == 1:
+    """Sums of the values over the replicas (data and context ranks), in float64; the same on every process.
+
+    Processes of one tensor group and pipeline hold copies, of which the last stage's first is counted: it is the last
+    stage that has a loss.
+    """
+    if grid.world_size == 1:
         return values
+    counted = grid.is_last_stage and grid.tensor_rank == 0
     # NCCL reduces float64 as well as gloo does; one small tensor a step costs microseconds.
-    tensor = torch.tensor(values, dtype=torch.float64, device=grid.device)
+    tensor = torch.tensor(values if counted else [0.0] * len(values), dtype=torch.float64, device=grid.device)
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def any_process(flag: bool, grid: Grid) -> bool:
+    """Whether the flag is set on any process; the same answer on every one."""
+    if grid.world_size == 1:
+        return flag
+    tensor = torch.tensor([float(flag)], device=grid.device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item() > 0
 
 
 def broadcast(value: Any, grid: Grid) -> Any:
@@ -93,6 +169,18 @@ def barrier(grid: Grid) -> None:
     """Wait for every process of the run."""
     if grid.world_size > 1:
         dist.barrier()
+
+
+def _group(ranks: torch.Tensor, dimension: int, rank: int) -> dist.ProcessGroup | None:
+    """The group of the processes that differ from `rank` in one dimension alone; every process builds all of them."""
+    if ranks.shape[dimension] == 1:
+        return None
+    own = None
+    for members in ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist():
+        group = dist.new_group(members)
+        if rank in members:
+            own = group
+    return own
 
 
 def _device(name: str, local_rank: int) -> torch.device:

@@ -9,28 +9,32 @@ from torch import nn
 
 
 def build_optimizer(
-    modules: Iterable[nn.Module],
+    parameters: Iterable[tuple[nn.Parameter, str]],
     *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
     no_weight_decay: Collection[str],
+    both_groups: bool = False,
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019), fused, in two groups: with and without weight decay.
 
     Args:
-        no_weight_decay: kinds (`parameter_kind`) that do not decay, of "norm", "bias", "decay", "embedding".
+        parameters: each once, with its kind (`parameter_kind`).
+        no_weight_decay: kinds that do not decay, of "norm", "bias", "decay", "embedding".
+        both_groups: make both groups, the missing one of a single zero. ZeRO has a collective a group, so pipeline
+            stages must agree on their number.
     """
     decay: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
-    seen: set[int] = set()
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if id(parameter) in seen or not parameter.requires_grad:  # a tied weight belongs to its first owner
-                continue
-            seen.add(id(parameter))
-            (exempt if parameter_kind(module, name) in no_weight_decay else decay).append(parameter)
+    for parameter, kind in parameters:
+        if parameter.requires_grad:
+            (exempt if kind in no_weight_decay else decay).append(parameter)
+    for group in (decay, exempt):
+        if both_groups and not group:
+            like = (decay or exempt)[0]
+            group.append(nn.Parameter(torch.zeros(1, device=like.device, dtype=like.dtype)))
     groups = [
         {"params": params, "weight_decay": value}
         for params, value in ((decay, weight_decay), (exempt, 0.0))

@@ -1,48 +1,240 @@
-"""Partition words: each parameter says once how it is partitioned, and everything that must agree reads that word.
+"""Tensor and sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198),
+applied from outside to plain modules.
 
-A module declares `tensor_parallel_plan`, from the name of one of its parameters or submodules to a word:
+A module whose plan has a "row" entry is a parallel region: its input is entered once, each process computes its heads
+or columns on the whole sequence, and the row linear's outputs are summed. Between regions every process holds the whole
+activations, or with sequence parallelism its part of the sequence:
 
-| word                        | meaning                                                                           |
-|-----------------------------|-----------------------------------------------------------------------------------|
-| column                      | a linear's output features (rows of its weight) are cut                           |
-| row                         | a linear's input features (columns of its weight) are cut, the outputs are summed |
-| vocab                       | the vocabulary (first dimension) is cut                                           |
-| shard                       | the first dimension is cut along with the heads                                   |
-| replicated                  | whole everywhere, and every process sees the whole gradient                       |
-| replicated, gradient summed | whole everywhere, and every process sees a part of the gradient, which is summed  |
+|                   | enter (forward; backward)                           | leave (forward; backward)              |
+|-------------------|-----------------------------------------------------|----------------------------------------|
+| tensor            | as it is; sum of the gradients                      | sum; as it is                          |
+| with sequence     | all-gather along the sequence; reduce-scatter       | reduce-scatter; all-gather             |
 """
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-WORDS = ("column", "row", "vocab", "shard", "replicated", "replicated, gradient summed")
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.partition import partition_words, shard_of, word_of
 
 
-def partition_words(module: nn.Module) -> dict[str, str]:
-    """The partition word of every parameter of a module, by parameter name.
+@dataclass
+class TensorGroup:
+    """The processes that share every layer.
 
-    The innermost plan that names the parameter, or a submodule on the way to it, decides.
+    Attributes:
+        group, index, count: the processes, and this one's place among them.
+        sequence: activations between regions are cut along the sequence; switched off while text is generated, whose
+            lengths do not divide.
+    """
+
+    group: dist.ProcessGroup
+    index: int
+    count: int
+    sequence: bool = False
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Into a parallel region. x: [batch, length, ...], with sequence parallelism this process's part of it."""
+        return _GatherSequence.apply(x, self) if self.sequence else _SumGradient.apply(x, self)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Out of a parallel region: the sum of every process's x [batch, length, ...], or this process's part of it."""
+        return _ScatterSequence.apply(x, self) if self.sequence else _Sum.apply(x, self)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[count, ...]: the tensor of every process, without a gradient."""
+        return _all_gather(x, self)
+
+
+def cut_layer(layer: nn.Module, tensor: TensorGroup) -> None:
+    """Cut a whole layer in place to this process's part, by its partition words; it then computes what it did whole.
 
     Raises:
-        ValueError: a parameter without a word, or a word that does not exist.
+        ValueError: a dimension that does not divide (the parameter is named), or a module that cannot be cut.
     """
-    words: dict[str, str] = {}
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        word = _word(module, name.split("."))
-        if word not in WORDS:
-            owner = "no plan names it" if word is None else f"its word is {word!r}"
+    words = partition_words(layer)
+    modules = dict(layer.named_modules())
+    for name, module in modules.items():
+        if "row" in getattr(module, "tensor_parallel_plan", {}).values():
+            module.register_forward_pre_hook(partial(_enter, tensor))
+        if isinstance(module, nn.Linear) and words[f"{name}.weight"] == "row":
+            *path, local = name.split(".")
+            setattr(layer.get_submodule(".".join(path)), local, _RowLinear(module, tensor))
+        _cut_buffers(layer, name, module, tensor)
+    for name, parameter in list(layer.named_parameters()):
+        *path, local = name.split(".")
+        shard = shard_of(words[name], tuple(parameter.shape), tensor.index, tensor.count)
+        try:
+            piece = nn.Parameter(shard.cut(parameter.detach()).clone())
+        except ValueError as error:
             raise ValueError(
-                f"{type(module).__name__} parameter {name}: {owner}; the tensor_parallel_plan of its module must say "
-                f"one of {', '.join(WORDS)}"
-            )
-        words[name] = word
-    return words
+                f"parallel.tensor = {tensor.count}: {type(layer).__name__} parameter {name}: {error}"
+            ) from error
+        if shard.count > 1:
+            # DeepSpeed counts a parameter without these once a tensor group in the gradient norm.
+            piece.tensor_model_parallel = piece.model_parallel = True  # type: ignore[attr-defined]
+        elif words[name] == "replicated, gradient summed" or tensor.sequence:
+            # Every process saw a part: of the heads, or of the sequence.
+            piece.register_hook(partial(_summed, tensor))
+        setattr(layer.get_submodule(".".join(path)), local, piece)
+    if "vocab" in getattr(layer, "tensor_parallel_plan", {}).values():
+        _cut_vocabulary(layer, tensor)
 
 
-def _word(module: nn.Module, path: list[str]) -> str | None:
-    word = getattr(module, "tensor_parallel_plan", {}).get(path[0])
-    if len(path) > 1:
-        inner = _word(getattr(module, path[0]), path[1:])
-        word = inner if inner is not None else word
-    return word
+def _enter(tensor: TensorGroup, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (tensor.enter(arguments[0]), *arguments[1:])
+
+
+def _summed(tensor: TensorGroup, gradient: Tensor) -> Tensor:
+    total = gradient.contiguous().clone()
+    dist.all_reduce(total, group=tensor.group)
+    return total
+
+
+def _cut_buffers(layer: nn.Module, name: str, module: nn.Module, tensor: TensorGroup) -> None:
+    for local, buffer in list(module.named_buffers(recurse=False)):
+        shard = shard_of(word_of(layer, f"{name}.{local}" if name else local), buffer.shape, tensor.index, tensor.count)
+        setattr(module, local, shard.cut(buffer).clone())
+
+
+class _RowLinear(nn.Module):
+    """A linear whose input features are cut: the partial products are summed, the bias is added once."""
+
+    def __init__(self, linear: nn.Linear, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.weight, self.bias, self._tensor = linear.weight, linear.bias, tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._tensor.leave(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class _VocabularyPart:
+    """What the cross entropy of a part of the vocabulary needs of the others."""
+
+    tensor: TensorGroup
+
+    @property
+    def index(self) -> int:
+        return self.tensor.index
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self.tensor.gather(x)
+
+
+def _cut_vocabulary(layer: Any, tensor: TensorGroup) -> None:
+    """The vocabulary-parallel embedding (`lookup`) or head (`project`, `cross_entropy`) of Megatron-LM."""
+    if hasattr(layer, "lookup"):
+        layer.lookup = partial(_vocabulary_lookup, tensor, layer.lookup)
+        return
+    project: Callable[..., Tensor] = layer.project
+    cross_entropy: Callable[..., Tensor] = layer.cross_entropy
+
+    def project_all(hidden: Tensor, weight: Tensor) -> Tensor:
+        return _GatherLast.apply(project(tensor.enter(hidden), weight), tensor)
+
+    def cross_entropy_all(hidden: Tensor, weight: Tensor, labels: Tensor, loss_weight: Tensor | None) -> Tensor:
+        return cross_entropy(tensor.enter(hidden), weight, labels, loss_weight, vocabulary=_VocabularyPart(tensor))
+
+    layer.project, layer.cross_entropy = project_all, cross_entropy_all
+
+
+def _vocabulary_lookup(
+    tensor: TensorGroup, lookup: Callable[..., Tensor], tokens: Tensor, weight: Tensor, vectors: Tensor | None
+) -> Tensor:
+    local = tokens - tensor.index * weight.shape[0]
+    elsewhere = (local < 0) | (local >= weight.shape[0])
+    rows = lookup(local.masked_fill(elsewhere, 0), weight, None).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    if vectors is not None:  # added once; elsewhere the gradient is zero, not absent
+        rows = rows + vectors * float(tensor.index == 0)
+    return tensor.leave(rows)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor = tensor
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad, ctx.tensor), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
+        return _all_reduce(x, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor = tensor
+        return _gather_sequence(x, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scatter_sequence(grad, ctx.tensor), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor = tensor
+        return _scatter_sequence(x, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather_sequence(grad, ctx.tensor), None
+
+
+class _GatherLast(torch.autograd.Function):
+    """All-gather along the last dimension; each process's gradient is its own part, since all compute the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.tensor = tensor
+        return _all_gather(x, tensor).movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.tensor.count, -1)[ctx.tensor.index], None
+
+
+def _all_reduce(x: Tensor, tensor: TensorGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=tensor.group)
+    return total
+
+
+def _all_gather(x: Tensor, tensor: TensorGroup) -> Tensor:
+    out = x.new_empty(tensor.count, *x.shape)
+    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=tensor.group)
+    return out
+
+
+def _gather_sequence(x: Tensor, tensor: TensorGroup) -> Tensor:
+    """[batch, length / count, ...] -> [batch, length, ...]."""
+    return _all_gather(x, tensor).movedim(0, 1).flatten(1, 2)
+
+
+def _scatter_sequence(x: Tensor, tensor: TensorGroup) -> Tensor:
+    """The sum of every process's x [batch, length, ...], of which each keeps its part [batch, length / count, ...]."""
+    parts = x.unflatten(1, (tensor.count, -1)).movedim(1, 0).contiguous()
+    out = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(out.view(-1), parts.view(-1), group=tensor.group)
+    return out

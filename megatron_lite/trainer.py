@@ -15,7 +15,7 @@ import torch
 from megatron_lite import checkpoint
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Batch, Engine
-from megatron_lite.grid import reduce_sum
+from megatron_lite.grid import any_process
 from megatron_lite.metrics import MetricsLogger
 from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, Watchdog
 from megatron_lite.schedule import learning_rate
@@ -138,7 +138,7 @@ class Trainer(Generic[ModelT]):
             while state.step < config.schedule.train_steps and not stopped:
                 self._step(steps)
                 watchdog.kick()
-                stopped = self._any(signal.received is not None)
+                stopped = any_process(signal.received is not None, self.engine.grid)
                 last = state.step == config.schedule.train_steps
                 if not last and _due(state.step, config.evaluation.interval):
                     self._validate(config.evaluation.batches)
@@ -243,10 +243,6 @@ class Trainer(Generic[ModelT]):
     def _kept_always(self, step: int) -> bool:
         settings = self.config.checkpoint
         return step in settings.extra_steps or (settings.log_spaced and step & (step - 1) == 0)
-
-    def _any(self, flag: bool) -> bool:
-        """Whether the flag is set on any process: all stop after the same step."""
-        return reduce_sum([float(flag)], self.engine.grid)[0] > 0
 
 
 def _due(step: int, interval: int) -> bool:

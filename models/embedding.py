@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -27,6 +28,8 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         nn.init.normal_(self.weight, std=init_std(config))
         self.positions = None if config.max_positions is None else LearnedPositions(config, config.max_positions)
+        # An attribute, so that a trainer which cuts the vocabulary can put its own in place.
+        self.lookup: Callable[[Tensor, Tensor, Tensor | None], Tensor] = look_up
 
     def forward(
         self,
@@ -41,13 +44,19 @@ class Embedding(nn.Module):
         The state is empty, or with learned positions "position" [batch] int, the tokens seen; with cu_seqlens a row for
         every segment.
         """
-        hidden = F.embedding(tokens, self.weight)
+        vectors = None
         new_state: dict[str, Tensor] = {}
         if self.positions is not None:
             vectors, new_state["position"] = self.positions(tokens, mask, cu_seqlens, (state or {}).get("position"))
-            hidden = hidden + vectors
+        hidden = self.lookup(tokens, self.weight, vectors)
         return (hidden, new_state) if return_state else hidden
 
     def flops_per_token(self, length: int) -> int:
         """A look-up multiplies nothing."""
         return 0
+
+
+def look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
+    """The rows of weight [vocab_size, hidden_size] for tokens [batch, length], plus vectors of the result's shape."""
+    rows = F.embedding(tokens, weight)
+    return rows if vectors is None else rows + vectors

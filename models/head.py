@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,9 @@ class Head(nn.Module):
         self.norm = Norm(config)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         nn.init.normal_(self.weight, std=init_std(config))
+        # Attributes, so that a trainer which cuts the vocabulary can put its own in place.
+        self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.cross_entropy: Callable[..., Tensor] = cross_entropy_sum
         self._flops = 2 * config.vocab_size * config.hidden_size
 
     def forward(
@@ -47,9 +51,9 @@ class Head(nn.Module):
         """
         hidden = self.norm(hidden)
         if labels is None:
-            out = F.linear(hidden, self.weight)
+            out = self.project(hidden, self.weight)
         else:
-            out = cross_entropy_sum(hidden, self.weight, labels, loss_weight)
+            out = self.cross_entropy(hidden, self.weight, labels, loss_weight)
         return (out, {}) if return_state else out
 
     def flops_per_token(self, length: int) -> int:
@@ -57,15 +61,35 @@ class Head(nn.Module):
         return self._flops
 
 
+class VocabularyPart(Protocol):
+    """The other parts of a vocabulary whose rows are cut over several processes, in equal parts."""
+
+    @property
+    def index(self) -> int:
+        """Which part this process holds."""
+        ...
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[parts, ...]: every process's x, the same on each; no gradient is needed."""
+        ...
+
+
 def cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, loss_weight: Tensor | None = None, *, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_weight: Tensor | None = None,
+    *,
+    chunk: int | None = None,
+    vocabulary: VocabularyPart | None = None,
 ) -> Tensor:
     """sum_t loss_weight_t * (logsumexp(z_t) - z_t[labels_t]) with z = hidden weight^T, without ever holding all of z.
 
     hidden: [..., d], weight: [vocab, d], labels: [...] int (-100 counts nothing), loss_weight: [...] float or None.
     Logits are formed for `chunk` tokens at a time; the gradients of hidden and weight are computed in the same pass,
     so nothing is computed twice. Returns a float32 scalar (float64 for float64 inputs). No gradient flows to
-    loss_weight.
+    loss_weight. With `vocabulary`, weight is one of several parts of the rows; the sum is that over all of them, and
+    the gradient of hidden is this part's share of it, to be summed over the parts.
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     labels = labels.reshape(-1)
@@ -76,7 +100,7 @@ def cross_entropy_sum(
     hidden = hidden.reshape(-1, hidden.shape[-1]).masked_fill((weights == 0)[:, None], 0.0)
     if chunk is None:
         chunk = max(1, _CHUNK_ELEMENTS // weight.shape[0])
-    return _CrossEntropySum.apply(hidden, weight, labels, weights, chunk)
+    return _CrossEntropySum.apply(hidden, weight, labels, weights, chunk, vocabulary)
 
 
 # Logits held at a time: 2^22 float32 are 16 MiB.
@@ -85,7 +109,15 @@ _CHUNK_ELEMENTS = 1 << 22
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        chunk: int,
+        vocabulary: VocabularyPart | None,
+    ) -> Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=weights.dtype, device=weight.device) if need_weight else None
@@ -103,14 +135,28 @@ class _CrossEntropySum(torch.autograd.Function):
             logits, p = narrow[: len(x)], wide[: len(x)]
             torch.mm(x, weight.t(), out=logits)
             p.copy_(logits)
+            here: Tensor | None = None
+            share: Tensor | float = 1.0
+            if vocabulary is not None:
+                label = label - vocabulary.index * len(weight)
+                here = (label >= 0) & (label < len(weight))
+                label = label.masked_fill(~here, 0)
             largest = p.amax(-1, keepdim=True)
             chosen = p.gather(-1, label)
             mass = p.sub_(largest).exp_().sum(-1, keepdim=True)
+            if vocabulary is not None and here is not None:
+                # p and mass are relative to the largest logit of this part: bring them to that of all parts.
+                parts = vocabulary.gather(torch.cat([largest, mass, chosen.masked_fill(~here, 0.0)], -1))
+                own, largest = largest, parts[..., :1].amax(0)
+                mass = (parts[..., 1:2] * (parts[..., :1] - largest).exp()).sum(0)
+                chosen = parts[..., 2:].sum(0)
+                share = (own - largest).exp()
             total += ((mass.log() + largest - chosen) * token_weight).sum()
             if d_hidden is None and d_weight is None:
                 continue
             token_weight = token_weight / unit
-            p.mul_(token_weight / mass).scatter_add_(-1, label, -token_weight)
+            p.mul_(token_weight * share / mass)
+            p.scatter_add_(-1, label, -token_weight if here is None else -token_weight * here)
             gradient = logits.copy_(p)
             if d_hidden is not None:
                 torch.mm(gradient, weight, out=d_hidden[rows])
@@ -129,4 +175,4 @@ class _CrossEntropySum(torch.autograd.Function):
             d_hidden = (d_hidden.to(unit.dtype) * factor).to(d_hidden.dtype)
         if d_weight is not None:
             d_weight = (d_weight * factor).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None, None, None

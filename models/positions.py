@@ -18,8 +18,8 @@ class LearnedPositions(nn.Module):
     Devlin et al. 2019 (BERT), section 3; also what LION without a decay needs (arXiv 2502.16249, appendix D).
     """
 
-    # Used outside the parallel regions of the mixers: every process sees the whole gradient.
-    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated"}
+    # Added by one part of a cut vocabulary before the parts are summed: the others' gradient is zero.
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated, gradient summed"}
     parameter_kinds: ClassVar[dict[str, str]] = {"weight": "embedding"}
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.optimizer import parameter_kind
-from megatron_lite.tensor_parallel import partition_words
+from megatron_lite.partition import partition_words
 from models.mixers import MIXERS
 from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
 

@@ -201,7 +201,7 @@ def test_another_architecture_is_refused_with_the_first_differing_shapes(build, 
 def test_a_parameter_without_a_partition_word_is_refused(build):
     import torch.nn as nn
 
-    from megatron_lite.tensor_parallel import partition_words
+    from megatron_lite.partition import partition_words
 
     class Wordless(nn.Module):
         def __init__(self) -> None:

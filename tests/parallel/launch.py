@@ -1,0 +1,50 @@
+"""Starts the processes of one machine, as torchrun does, without its agent."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0) -> str:
+    """Run `python -m module *arguments` in so many processes; what they wrote to standard error.
+
+    Raises:
+        RuntimeError: one of them failed; with the end of what each wrote.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    try:
+        errors = [process.communicate(timeout=timeout)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    if any(process.returncode for process in running):
+        ends = "\n".join(f"process {rank}: {text[-3000:]}" for rank, text in enumerate(errors))
+        raise RuntimeError(ends)
+    return "".join(errors)

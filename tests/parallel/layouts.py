@@ -1,0 +1,120 @@
+"""The cases of the parity matrix: tiny models, layouts, and the steps that all of them take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+
+VOCAB, LENGTH, STEPS, MICRO_BATCHES, LR, WARMUP = 96, 24, 4, 4, 1e-4, 2
+
+LION = {"lion": {"variant": "s"}}
+MODELS: dict[str, dict[str, Any]] = {
+    "metala": {"mixers": ("metala",)},
+    "lion_causal": {"mixers": ("lion",), "mixer_options": LION},
+    "lion_bidirectional": {"mixers": ("lion",), "mixer_options": {"lion": {"variant": "s", "causal": False}}},
+    "attention": {"mixers": ("attention",)},
+    "hybrid": {"mixers": ("metala", "lion", "attention"), "mixer_options": LION, "mlp": "gelu", "mlp_bias": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a model, a layout and what differs from the plain run."""
+
+    model: str
+    layout: str
+    parallel: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout}-{self.model}" + "".join(f"-{key}={value}" for key, value in self.changes.items())
+
+    @property
+    def config(self) -> ModelConfig:
+        return model_config(self.model, **self.changes)
+
+
+def model_config(model: str, **changes: Any) -> ModelConfig:
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "num_layers": 4,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "intermediate_size": 128,
+        **MODELS.get(model, {"mixers": (model,)}),
+    }
+    return ModelConfig(**{**values, **changes})
+
+
+def steps() -> list[list[dict[str, Tensor]]]:
+    """`STEPS` steps of `MICRO_BATCHES` micro batches of 2 samples; labels without loss, unevenly over micro batches."""
+    generator = torch.Generator().manual_seed(7)
+    out = []
+    for _ in range(STEPS):
+        step = []
+        for index in range(MICRO_BATCHES):
+            tokens = torch.randint(0, VOCAB, (2, LENGTH + 1), generator=generator)
+            weight = (torch.rand(2, LENGTH, generator=generator) < 0.9 - 0.2 * index).float()
+            step.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "loss_weight": weight})
+        out.append(step)
+    return out
+
+
+SEQUENCE = {"sequence_parallel": True}
+CHECKPOINTED = {"activation_checkpointing": {"mode": "full"}}
+# Layouts that every model runs in, and layouts that the hybrid runs in (attention too); by number of processes.
+EVERY: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "data2": {},
+        "tensor2": {"tensor": 2},
+        "tensor2_sequence": {"tensor": 2, **SEQUENCE},
+        "pipeline2": {"pipeline": 2},
+    },
+    4: {
+        "pipeline2_tensor2_sequence": {"pipeline": 2, "tensor": 2, **SEQUENCE},
+        "data2_tensor2_zero3": {"tensor": 2, "zero_stage": 3},
+    },
+}
+HYBRID: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "data2_zero2": {"zero_stage": 2},
+        "data2_zero3": {"zero_stage": 3},
+        "tensor2_zero0": {"tensor": 2, "zero_stage": 0},
+        "tensor2_checkpointed": {"tensor": 2, **SEQUENCE, **CHECKPOINTED},
+        "pipeline2_zero0": {"pipeline": 2, "zero_stage": 0},
+        "pipeline2_checkpointed": {"pipeline": 2, **CHECKPOINTED},
+    },
+    4: {
+        "tensor4": {"tensor": 4},
+        "tensor4_sequence": {"tensor": 4, **SEQUENCE},
+        "pipeline4": {"pipeline": 4},
+        "pipeline2_data2": {"pipeline": 2},
+        "pipeline2_tensor2": {"pipeline": 2, "tensor": 2},
+        "data4": {},
+        "data2_tensor2": {"tensor": 2},
+        "data2_tensor2_sequence_zero2": {"tensor": 2, "zero_stage": 2, **SEQUENCE},
+        "data2_tensor2_zero3_checkpointed": {"tensor": 2, "zero_stage": 3, **CHECKPOINTED},
+    },
+}
+UNTIED = {"tie_embeddings": False}
+POSITIONS = {"positions": "learned", "max_positions": LENGTH}
+BARE = {"norm_affine": False, "mlp_bias": False}
+
+
+def cases(processes: int) -> list[Case]:
+    """All cases that run in so many processes."""
+    found = [Case(model, name, layout) for name, layout in EVERY[processes].items() for model in MODELS]
+    found += [Case("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
+    if processes == 2:
+        found += [Case("hybrid", name, EVERY[2][name], UNTIED) for name in ("tensor2_sequence", "pipeline2")]
+        found += [Case("attention", name, EVERY[2][name], POSITIONS) for name in ("tensor2", "tensor2_sequence")]
+        found.append(Case("attention", "pipeline2", {"pipeline": 2}, BARE))  # a stage without exempt parameters
+    else:
+        found += [Case("metala", "pipeline2_tensor2_sequence", EVERY[4]["pipeline2_tensor2_sequence"], UNTIED)]
+    return found

@@ -1,0 +1,50 @@
+"""The parity matrix: every layout trains as one process does, to 1e-5 in loss and gradient norm over four steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests import oracle
+from tests.parallel import layouts
+from tests.parallel.launch import launch
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """Results of every case of a number of processes, which run them all in one start."""
+
+    @cache
+    def run(processes: int) -> dict[str, Any]:
+        out = tmp_path_factory.mktemp("matrix") / "results.json"
+        launch("tests.parallel.worker", processes, str(processes), str(out))
+        return json.loads(out.read_text())
+
+    return run
+
+
+@cache
+def expected(case_model: str, changes: tuple[tuple[str, Any], ...]) -> list[tuple[float, float]]:
+    config = layouts.model_config(case_model, **dict(changes))
+    return oracle.train(config, layouts.steps(), seed=11, lr=layouts.LR, warmup=layouts.WARMUP, total=layouts.STEPS)
+
+
+CASES = [(processes, case) for processes in (2, 4) for case in layouts.cases(processes)]
+
+
+@pytest.mark.parametrize(("processes", "case"), CASES, ids=[case.name for _, case in CASES])
+def test_a_layout_trains_as_one_process(results, processes, case):
+    result = results(processes)[case.name]
+    assert "error" not in result, result["error"]
+    wanted = expected(case.model, tuple(case.changes.items()))
+    for index, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(result["history"], wanted, strict=True)):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5), f"loss of step {index}"
+        assert norm == pytest.approx(wanted_norm, rel=1e-5), f"gradient norm of step {index}"
+    nll, weight = result["evaluated"]
+    assert weight == sum(batch["loss_weight"].sum().item() for batch in layouts.steps()[1])
+    same = results(2)["data2-hybrid"]["evaluated"][0] if case.model == "hybrid" and not case.changes else nll
+    assert nll == pytest.approx(same, rel=1e-6)

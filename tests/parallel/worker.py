@@ -1,0 +1,79 @@
+"""One process of the parity matrix: runs every case of its number of processes, rank 0 writes what came out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.engine import Engine
+from megatron_lite.grid import Grid, init_grid
+from megatron_lite.schedule import learning_rate
+from models.config import ModelConfig
+from models.lm import build_layer, layer_specs
+from tests.parallel import layouts
+from tests.parallel.layouts import LR, STEPS, WARMUP
+
+
+def grid_of(parallel: dict[str, Any]) -> Grid:
+    sizes = {key: parallel[key] for key in ("tensor", "pipeline", "context") if key in parallel}
+    return init_grid("cpu", 2.0, **sizes)
+
+
+def engine_of(
+    config: ModelConfig, parallel: dict[str, Any], grid: Grid, *, seed: int = 11, dtype: str = "fp32"
+) -> Engine:
+    return Engine(
+        layer_specs(config),
+        build_layer,
+        seed=seed,
+        grid=grid,
+        dtype=dtype,
+        micro_batch_size=2,
+        accumulation=layouts.MICRO_BATCHES // grid.data_size,
+        optimizer=OptimizerConfig(lr=LR),
+        parallel=ParallelConfig(**parallel),
+        precision=PrecisionConfig(),
+        sequence_length=layouts.LENGTH,
+    )
+
+
+def rate(step: int) -> float:
+    return learning_rate(step, kind="cosine", peak=LR, warmup_steps=WARMUP, decay_steps=STEPS, min_ratio=0.1)
+
+
+def own(step: list[Any], grid: Grid) -> list[Any]:
+    return step[grid.data_rank :: grid.data_size]
+
+
+def run(case: layouts.Case) -> dict[str, Any]:
+    grid = grid_of(case.parallel)
+    engine = engine_of(case.config, case.parallel, grid)
+    history, evaluated = [], []
+    for index, step in enumerate(layouts.steps()):
+        result = engine.train_step(own(step, grid), lr=rate(index))
+        history.append((result.loss, result.gradient_norm))
+        if index == 1:  # between training steps, of another number of micro batches
+            evaluated = list(engine.evaluate(own(step, grid)))
+    engine.close()
+    return {"history": history, "evaluated": evaluated}
+
+
+def main(processes: int, out: Path) -> None:
+    results: dict[str, Any] = {}
+    for case in layouts.cases(processes):
+        try:
+            results[case.name] = run(case)
+        except Exception:
+            results[case.name] = {"error": traceback.format_exc()}
+            print(f"{case.name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            break  # the other processes may be in another place
+    if grid_of({}).is_main:
+        out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
