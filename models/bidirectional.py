@@ -16,6 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,13 +46,30 @@ class EndStates:
     log_decay: Tensor
 
 
+class ProjectedGate(NamedTuple):
+    """A gate that is a projection of the layer's input: x weight^T + bias, as LION-s has it.
+
+    x: [batch, length, size], weight: [heads, size], bias: [heads] or None. The kernels take the projection and its
+    gradients into their own autograd node.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def logits(self) -> Tensor:
+        """[batch, length, heads], from the bias on in float32 (float64 for float64)."""
+        logits = wide(F.linear(self.x, self.weight))
+        return logits if self.bias is None else logits + wide(self.bias)
+
+
 def bidirectional(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None = None,
     *,
-    gate: Tensor | None = None,
+    gate: Tensor | ProjectedGate | None = None,
     scaled: bool = True,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -61,7 +81,8 @@ def bidirectional(
 
     q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v].
     log_decay: [batch, length, heads] (or a last dimension of 1) for one decay a head, [..., head_dim_k] for a vector;
-    None for no decay. -inf at a token cuts both directions there. `gate` instead: log_decay = logsigmoid(gate).
+    None for no decay. -inf at a token cuts both directions there. `gate`
+    instead, [batch, length, heads] or a `ProjectedGate`: log_decay = logsigmoid(gate).
     scaled: y = num / (row sum + 1e-6); q and k must be positive for that to be sensible (Lion's phi).
     mask: [batch, length] bool, True for real tokens; padding never changes real tokens, and its own output is 0.
     cu_seqlens: [segments + 1], batch 1: no segment sees another; empty segments are legal.
@@ -75,12 +96,9 @@ def bidirectional(
     """
     _check(q, k, v, log_decay, gate, mask, cu_seqlens, mask_convention, incoming, form)
     if form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention, incoming)):
-        from .kernels.lion import lion
-
-        decay, kernel = log_decay if gate is None else gate, form.removeprefix("triton_")
-        return lion(
-            q, k, v, decay, logits=gate is not None, scaled=scaled, mask=mask, cu_seqlens=cu_seqlens, kernel=kernel
-        )
+        return _on_kernels(q, k, v, log_decay, gate, scaled, mask, cu_seqlens, form.removeprefix("triton_"))
+    if isinstance(gate, ProjectedGate):
+        gate = gate.logits()
     forward, backward, segments = _decays(q, log_decay, gate, mask, cu_seqlens, mask_convention)
     q_, k_, v_ = _wide(q), _wide(k), _values(v, scaled)
     if mask is not None:
@@ -139,6 +157,31 @@ def incoming_states(parts: Sequence[EndStates]) -> list[tuple[Tensor, Tensor]]:
             strict=True,
         )
     )
+
+
+def _on_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gate: Tensor | ProjectedGate | None,
+    scaled: bool,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kernel: str,
+) -> Tensor:
+    from .kernels.lion import lion
+
+    if isinstance(gate, ProjectedGate):
+        # One product of one dtype is what the kernels' node takes over; autocast and mixtures stay with PyTorch.
+        if gate.x.dtype == gate.weight.dtype and not torch.is_autocast_enabled():
+            return lion(
+                q, k, v, projection=(gate.x, gate.weight), bias=gate.bias, scaled=scaled, mask=mask,
+                cu_seqlens=cu_seqlens, kernel=kernel,
+            )  # fmt: skip
+        gate = gate.logits()
+    decay = log_decay if gate is None else gate
+    return lion(q, k, v, decay, logits=gate is not None, scaled=scaled, mask=mask, cu_seqlens=cu_seqlens, kernel=kernel)
 
 
 @dataclass(frozen=True)
@@ -292,37 +335,74 @@ def _check(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
-    gate: Tensor | None,
+    gate: Tensor | ProjectedGate | None,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     mask_convention: str,
     incoming: tuple[Tensor, Tensor] | None,
     form: str,
 ) -> None:
-    shape = tuple(q.shape[:3])
-    if q.ndim != 4 or k.shape != q.shape or v.ndim != 4 or tuple(v.shape[:3]) != shape:
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected [batch, length, heads, head_dim_k] "
-            "twice and [batch, length, heads, head_dim_v]"
-        )
+    if isinstance(gate, ProjectedGate):
+        shapes = tuple(None if x is None else x.shape for x in gate)
+        _check_projection(q.shape, *shapes)
+        gate_shape = None
+    else:
+        gate_shape = None if gate is None else gate.shape
     if log_decay is not None and gate is not None:
         raise ValueError("log_decay and gate are both given: gate means log_decay = logsigmoid(gate); give one")
-    for name, x, last in (("log_decay", log_decay, (1, q.shape[3])), ("gate", gate, (1,))):
-        if x is not None and tuple(x.shape) != shape and tuple(x.shape) not in [(*shape, n) for n in last]:
-            raise ValueError(f"{name} {tuple(x.shape)}: expected {shape}, or that and a last dimension of {last}")
-    if mask is not None and tuple(mask.shape) != shape[:2]:
-        raise ValueError(f"mask {tuple(mask.shape)}: expected [batch, length] = {shape[:2]}")
-    if cu_seqlens is not None and shape[0] != 1:
+    _check_shapes(
+        q.shape, k.shape, v.shape, None if log_decay is None else log_decay.shape, gate_shape,
+        None if mask is None else mask.shape, cu_seqlens is not None, mask_convention, incoming is not None, form,
+        v.dtype,
+    )  # fmt: skip
+
+
+@lru_cache(4096)
+def _check_projection(q: torch.Size, x: torch.Size, weight: torch.Size, bias: torch.Size | None) -> None:
+    if x[:-1] != q[:2] or weight != (q[2], x[-1]) or (bias is not None and bias != q[2:3]):
+        raise ValueError(
+            f"gate x {tuple(x)}, weight {tuple(weight)}, bias {bias and tuple(bias)}: expected [batch, length, size] with "
+            f"[batch, length] = {tuple(q[:2])}, [{q[2]}, size] and [{q[2]}] or None"
+        )
+
+
+# Looked at once for every combination: a short sequence's kernels take no longer than these checks.
+@lru_cache(4096)
+def _check_shapes(
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    log_decay: torch.Size | None,
+    gate: torch.Size | None,
+    mask: torch.Size | None,
+    packed: bool,
+    mask_convention: str,
+    continued: bool,
+    form: str,
+    dtype: torch.dtype,
+) -> None:
+    shape = tuple(q[:3])
+    if len(q) != 4 or k != q or len(v) != 4 or tuple(v[:3]) != shape:
+        raise ValueError(
+            f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}: expected [batch, length, heads, head_dim_k] "
+            "twice and [batch, length, heads, head_dim_v]"
+        )
+    for name, x, last in (("log_decay", log_decay, (1, q[3])), ("gate", gate, (1,))):
+        if x is not None and tuple(x) != shape and tuple(x) not in [(*shape, n) for n in last]:
+            raise ValueError(f"{name} {tuple(x)}: expected {shape}, or that and a last dimension of {last}")
+    if mask is not None and tuple(mask) != shape[:2]:
+        raise ValueError(f"mask {tuple(mask)}: expected [batch, length] = {shape[:2]}")
+    if packed and shape[0] != 1:
         raise ValueError(f"cu_seqlens with batch {shape[0]}: packed segments need batch 1; reshape to [1, tokens, ...]")
     if mask_convention not in CONVENTIONS:
         raise ValueError(f"mask_convention {mask_convention!r}: allowed are {', '.join(CONVENTIONS)}")
     if form not in FORMS:
         raise ValueError(f"form {form!r}: allowed are {', '.join(FORMS)}")
-    if incoming is not None and mask_convention == "shifted":
+    if continued and mask_convention == "shifted":
         raise ValueError("mask_convention 'shifted' with incoming states: its decay crosses the boundary; use 'eq17'")
     if form.startswith("triton"):
-        vector = log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
-        if vector or mask_convention == "shifted" or incoming is not None or v.dtype == torch.float64:
+        vector = log_decay is not None and len(log_decay) == 4 and log_decay[-1] > 1
+        if vector or mask_convention == "shifted" or continued or dtype == torch.float64:
             raise ValueError(
                 f"form {form!r} takes one decay a head, mask_convention 'eq17', no incoming states and no float64; "
                 "use form='chunked'"
@@ -332,9 +412,12 @@ def _check(
 def _kernels_apply(
     q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str, incoming: tuple[Tensor, Tensor] | None
 ) -> bool:
-    vector = log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
-    if not q.is_cuda or vector or mask_convention != "eq17" or incoming is not None or v.dtype == torch.float64:
+    if not q.is_cuda or mask_convention != "eq17" or incoming is not None or v.dtype == torch.float64:
         return False
-    from importlib.util import find_spec
+    vector = log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
+    return not vector and max(q.shape[-1], v.shape[-1]) <= 256 and _has_triton()
 
-    return max(q.shape[-1], v.shape[-1]) <= 256 and find_spec("triton") is not None
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

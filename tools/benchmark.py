@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.bidirectional import bidirectional
+from models.bidirectional import ProjectedGate, bidirectional
 from models.kernels.metala_epilogue import metala_epilogue
 from models.precision import ROW_SUM_EPS
 
@@ -92,7 +92,7 @@ def lion(length: int, batch: int) -> Work:
     x, weight, q, k, v, dy = _lion_inputs(length, batch)
 
     def step() -> None:
-        bidirectional(q, k, v, gate=F.linear(x, weight)).backward(dy)
+        bidirectional(q, k, v, gate=ProjectedGate(x, weight)).backward(dy)
 
     return step, _leaves(x, weight, q, k, v)
 

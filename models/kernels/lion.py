@@ -1,27 +1,26 @@
-"""LION's operator on Triton kernels, with its gradients: the choice of a kernel, padding and packed segments."""
+"""LION's operator on Triton kernels, with its gradients: the choice of a kernel, padding and packed segments.
+
+A gate that is a projection of the layer's input is formed, and its gradients are, inside the same autograd node: for
+short sequences the host's way through every node takes as long as the kernels.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..precision import ROW_SUM_EPS
-from .lion_chunk import backward as chunk_backward
-from .lion_chunk import forward as chunk_forward
-from .lion_common import LOG_DECAY, LOGITS, NO_GATE
-from .lion_tile import backward as tile_backward
-from .lion_tile import forward as tile_forward
+from . import lion_chunk, lion_tile
+from .lion_common import BIASED_LOGITS, LOG_DECAY, LOGITS, NO_GATE, Case
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 # The tile kernel was the faster one up to this many tokens and channels, with 16-bit numbers (H200; docs/results.md).
 # Beyond, its time depends on the decays: at 512 tokens 0.7 of the chunk kernel's where 30 tokens are remembered, 1.8
 # of it where all are.
-# Up to 64 tokens Triton 3.6 compiled one of its launches to wrong numbers; the present one is not measured there yet, so
-# the choice starts above.
-TILE_LENGTHS, TILE_HEAD = range(65, 129), 64
+TILE_LENGTH, TILE_HEAD = 128, 64
 
 
 def lion(
@@ -30,6 +29,8 @@ def lion(
     v: Tensor,
     decay: Tensor | None = None,
     *,
+    projection: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
     logits: bool = False,
     scaled: bool = True,
     mask: Tensor | None = None,
@@ -39,34 +40,66 @@ def lion(
     """(Q K^T * M) V as `models.bidirectional.bidirectional` defines it, in v's dtype (products of that dtype, float32 sums).
 
     q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], both dims at most 256.
-    decay: [batch, length, heads] log decay, or with `logits` the gate whose logsigmoid it is.
+    decay: [batch, length, heads] log decay, or with `logits` the gate whose logsigmoid it is; or instead of that gate
+    `projection` (x, weight) with gate = x weight^T + bias, x: [batch, length, size], weight: [heads, size] of x's
+    dtype, bias: [heads] or None.
     kernel: "tile", "chunk" or "auto". Raises ValueError for head sizes, dtypes and sizes that the kernels do not take.
     """
-    if kernel not in _KERNELS and kernel != "auto":
-        raise ValueError(f"kernel {kernel!r}: allowed are auto, {', '.join(_KERNELS)}")
-    if max(q.shape[-1], v.shape[-1]) > LARGEST_HEAD:
-        raise ValueError(f"head sizes {q.shape[-1]}, {v.shape[-1]}: at most {LARGEST_HEAD}; use form='chunked'")
-    if v.dtype not in _DTYPES:
-        raise ValueError(f"dtype {v.dtype}: allowed are float32, float16, bfloat16; use form='chunked'")
-    length, heads = q.shape[1:3]
-    if length * heads * max(q.shape[-1], v.shape[-1]) >= 2**31:
-        raise ValueError(f"{length} tokens of {heads} heads overflow 32-bit addresses; use form='chunked' or fewer")
-    if kernel == "auto":
-        short = length in TILE_LENGTHS and max(q.shape[-1], v.shape[-1]) <= TILE_HEAD and v.dtype != torch.float32
-        kernel = "tile" if short else "chunk"
-    if decay is not None:
+    source = weight = None
+    if projection is not None:
+        source, weight = projection
+        logits = True
+    elif decay is not None:
         decay = decay.reshape(q.shape[:3])
     if mask is not None:
         padding = ~mask[:, :, None]
         q, k = q.masked_fill(padding[..., None], 0.0), k.masked_fill(padding[..., None], 0.0)
+        if source is not None and weight is not None:
+            decay, source, weight = torch.nn.functional.linear(source, weight), None, None
         if decay is not None:
             decay = decay.masked_fill(padding, torch.inf if logits else 0.0)
     segments = None
     if cu_seqlens is not None:
-        positions = torch.arange(length, dtype=torch.int32, device=q.device)
+        positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
         segments = torch.searchsorted(cu_seqlens[1:].to(positions), positions, right=True, out_int32=True)
-    mode = NO_GATE if decay is None else LOGITS if logits else LOG_DECAY
-    return _Lion.apply(q.to(v.dtype), k.to(v.dtype), v, decay, segments, mode, scaled, kernel)
+    gate_dtype = source.dtype if source is not None else None if decay is None else decay.dtype
+    module, case = _case(
+        kernel, q.get_device(), q.shape, v.shape[-1], v.dtype, gate_dtype, logits, bias is not None, scaled,
+        segments is not None,
+    )  # fmt: skip
+    return _Lion.apply(q, k, v, decay, source, weight, bias, segments, module, case)
+
+
+@lru_cache(4096)
+def _case(
+    kernel: str,
+    device: int,
+    shape: torch.Size,
+    dim_v: int,
+    dtype: torch.dtype,
+    gate_dtype: torch.dtype | None,
+    logits: bool,
+    biased: bool,
+    scaled: bool,
+    packed: bool,
+) -> tuple[Any, Case]:
+    batch, length, heads, dim_k = shape
+    largest = max(dim_k, dim_v)
+    if kernel not in _KERNELS and kernel != "auto":
+        raise ValueError(f"kernel {kernel!r}: allowed are auto, {', '.join(_KERNELS)}")
+    if largest > LARGEST_HEAD:
+        raise ValueError(f"head sizes {dim_k}, {dim_v}: at most {LARGEST_HEAD}; use form='chunked'")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype {dtype}: allowed are float32, float16, bfloat16; use form='chunked'")
+    if length * heads * largest >= 2**31:
+        raise ValueError(f"{length} tokens of {heads} heads overflow 32-bit addresses; use form='chunked' or fewer")
+    if kernel == "auto":
+        short = length <= TILE_LENGTH and largest <= TILE_HEAD and dtype != torch.float32
+        kernel = "tile" if short else "chunk"
+    mode = LOG_DECAY if gate_dtype is not None else NO_GATE
+    if gate_dtype is not None and logits:
+        mode = BIASED_LOGITS if biased else LOGITS
+    return _KERNELS[kernel], Case(device, batch, length, heads, dim_k, dim_v, dtype, gate_dtype, mode, scaled, packed)
 
 
 class _Lion(torch.autograd.Function):
@@ -77,26 +110,49 @@ class _Lion(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         decay: Tensor | None,
+        source: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
         segments: Tensor | None,
-        mode: int,
-        scaled: bool,
-        kernel: str,
+        module: Any,
+        case: Case,
     ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        decay = None if decay is None else decay.contiguous()
-        y, saved = _KERNELS[kernel][0](q, k, v, decay, segments, mode, scaled, ROW_SUM_EPS)
-        ctx.save_for_backward(q, k, v, decay, segments, y, *saved)
-        ctx.arguments = mode, scaled, kernel
+        dtype = case.dtype
+        q, k, v = _aligned(q, dtype), _aligned(k, dtype), _aligned(v, dtype)
+        if weight is not None and source is not None:
+            decay = torch.mm(source.flatten(0, 1), weight.t())
+        elif decay is not None:
+            decay = _aligned(decay, decay.dtype)
+        y, saved = module.forward(case, q, k, v, decay, bias, segments)
+        ctx.save_for_backward(q, k, v, decay, source, weight, bias, segments, y, *saved)
+        ctx.module, ctx.case = module, case
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, decay, segments, y, *saved = ctx.saved_tensors
-        mode, scaled, kernel = ctx.arguments
-        dq, dk, dv, d_decay = _KERNELS[kernel][1](
-            dy.contiguous(), q, k, v, decay, segments, y, tuple(saved), mode, scaled, ROW_SUM_EPS
-        )
-        return dq, dk, dv, None if decay is None else d_decay.to(decay.dtype), None, None, None, None
+        q, k, v, decay, source, weight, bias, segments, y, *saved = ctx.saved_tensors
+        case = ctx.case
+        dy = _aligned(dy, case.dtype)
+        dq, dk, dv, d_decay = ctx.module.backward(case, dy, q, k, v, decay, bias, segments, y, saved)
+        d_source = d_weight = d_bias = None
+        if bias is not None:
+            d_bias = d_decay.view(-1, case.heads).sum(0, dtype=torch.float32).to(bias.dtype)
+        if source is not None:
+            if ctx.needs_input_grad[4]:
+                d_source = torch.mm(d_decay, weight).view(source.shape)
+            if ctx.needs_input_grad[5]:
+                d_weight = torch.mm(d_decay.t(), source.flatten(0, 1))
+            d_decay = None
+        return dq, dk, dv, d_decay, d_source, d_weight, d_bias, None, None, None
 
 
-_KERNELS: dict[str, tuple[Any, Any]] = {"tile": (tile_forward, tile_backward), "chunk": (chunk_forward, chunk_backward)}
+def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x contiguous, of `dtype`, at an address that vectors of 16 bytes may be read from."""
+    if x.dtype != dtype:
+        return x.to(dtype).contiguous()
+    if not x.is_contiguous():
+        return x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+_KERNELS = {"tile": lion_tile, "chunk": lion_chunk}

@@ -17,10 +17,15 @@ States are stored as bfloat16 for bfloat16 inputs (what the tensor cores would r
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+from .launch import Launch
 from .lion_common import (
+    NO_GATE,
+    Case,
     base,
     block,
     decay_factor,
@@ -28,7 +33,7 @@ from .lion_common import (
     load_rows,
     load_scale,
     load_sums,
-    precision,
+    per_token,
     row_inner,
     running_sum,
     signed,
@@ -44,60 +49,111 @@ except ImportError as error:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, segments: Tensor | None, mode: int, scaled: bool, eps: float
+    case: Case, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, bias: Tensor | None, segments: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """As `lion_tile.forward`.
 
     The states are kept for the backward pass where they are no larger than k and v, and else formed again.
     """
-    batch, length, heads, dim_k = q.shape
-    dim_v = v.shape[-1]
-    size, largest, warps, registers = _config(dim_k, dim_v, q.dtype)
     y = torch.empty_like(v)
-    den = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    b = None if gate is None else running_sum(gate, mode, size)
-    states, sums = _states(k, v, b, segments, None, None, scaled, eps, size)
-    block_k, block_v = block(dim_k, largest), block(dim_v, largest)
-    _forward[(-(-length // size), -(-dim_v // block_v), batch * heads)](
-        q, k, v, b, segments, states, sums, y, den, length, heads, eps,
-        dim_k, dim_v, block_k, block_v, size, mode, scaled, segments is not None, precision(q.dtype),
-        num_warps=warps, num_stages=1, maxnreg=registers,
-    )  # fmt: skip
+    den = per_token(case, q) if case.scaled else None
+    running, outputs = _forward_launches(case)
+    b = None
+    if gate is not None:
+        b = per_token(case, q)
+        running(gate, bias, b)
+    states, sums = _states(case, False, k, v, b, segments, None, None)
+    outputs(q, k, v, b, segments, states, sums, y, den)
     small = states.nbytes <= k.nbytes + v.nbytes
     return y, (den, b, states if small else None, sums if small else None)
 
 
 def backward(
+    case: Case,
     dy: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     gate: Tensor | None,
+    bias: Tensor | None,
     segments: Tensor | None,
     y: Tensor,
     saved: tuple[Tensor | None, ...],
-    mode: int,
-    scaled: bool,
-    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `lion_tile.backward`."""
     den, b, states, sums = saved
-    batch, length, heads, dim_k = q.shape
-    dim_v = v.shape[-1]
-    size, largest, warps, registers = _backward_config(dim_k, dim_v, q.dtype)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dgate = None if gate is None else torch.empty(gate.shape, dtype=torch.float32, device=q.device)
-    delta = row_inner(dy, y) if scaled else None
+    delta = None
+    if case.scaled:
+        delta = per_token(case, q)
+        row_inner(case)(dy, y, delta)
     if states is None:
-        states, sums = _states(k, v, b, segments, None, None, scaled, eps, size)
-    d_states, d_sums = _states(q, dy, b, segments, den, delta, scaled, eps, size)
-    _backward[(-(-length // size), batch * heads)](
-        dy, q, k, v, gate, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate,
-        length, heads, eps, dim_k, dim_v, block(dim_k, largest), block(dim_v, largest), size,
-        mode, scaled, segments is not None, precision(q.dtype),
+        states, sums = _states(case, False, k, v, b, segments, None, None)
+    d_states, d_sums = _states(case, True, q, dy, b, segments, den, delta)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dgate = None if gate is None else torch.empty_like(gate)
+    _backward_launch(case)(
+        dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate
+    )
+    return dq, dk, dv, dgate
+
+
+def _states(
+    case: Case,
+    backward: bool,
+    x: Tensor,
+    y: Tensor,
+    b: Tensor | None,
+    segments: Tensor | None,
+    den: Tensor | None,
+    delta: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """States before each chunk from the left [0] and from the right [1]: of k and [v, 1], or (backward) of q and u.
+
+    Returns [2, batch * heads, chunks, head_dim_k, head_dim_v] and, when scaled, the last column of v~ or u, float32
+    [2, batch * heads, chunks, head_dim_k].
+    """
+    size = _config(case.dim_k, case.dim_v, case.dtype)[0]
+    shape = 2, case.batch * case.heads, -(-case.length // size), case.dim_k
+    dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
+    states = torch.empty((*shape, case.dim_v), dtype=dtype, device=x.device)
+    sums = torch.empty(shape, dtype=torch.float32, device=x.device) if case.scaled else None
+    _state_launch(case, backward)(x, y, b, segments, den, delta, states, sums)
+    return states, sums
+
+
+@lru_cache(4096)
+def _forward_launches(case: Case) -> tuple[Launch, Launch]:
+    size, largest, warps, registers = _config(case.dim_k, case.dim_v, case.dtype)
+    block_k, block_v = block(case.dim_k, largest), block(case.dim_v, largest)
+    outputs = Launch(
+        _forward, (-(-case.length // size), -(-case.dim_v // block_v), case.batch * case.heads),
+        *case.sizes(), case.dim_k, case.dim_v, block_k, block_v, size, *case.flags(),
         num_warps=warps, num_stages=1, maxnreg=registers,
     )  # fmt: skip
-    return dq, dk, dv, dgate
+    return running_sum(case, size), outputs
+
+
+@lru_cache(4096)
+def _state_launch(case: Case, backward: bool) -> Launch:
+    size = _config(case.dim_k, case.dim_v, case.dtype)[0]
+    block_k, block_v, warps, stages = _state_config(case.dim_k, case.dim_v, case.dtype)
+    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
+    mode, *flags = case.flags()
+    return Launch(
+        _state_kernel, (blocks, 2, case.batch * case.heads),
+        *case.sizes(), -(-case.length // size), case.dim_k, case.dim_v, block_k, block_v, size, backward,
+        mode != NO_GATE, *flags, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+@lru_cache(4096)
+def _backward_launch(case: Case) -> Launch:
+    size, largest, warps, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
+    return Launch(
+        _backward, (-(-case.length // size), case.batch * case.heads),
+        *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k, largest), block(case.dim_v, largest), size,
+        *case.flags(), num_warps=warps, num_stages=1, maxnreg=registers,
+    )  # fmt: skip
 
 
 def _config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
@@ -114,38 +170,6 @@ def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, i
     return (32, 64, 4, None) if dtype == torch.float32 else (64, 64, 4, None)
 
 
-def _states(
-    x: Tensor,
-    y: Tensor,
-    b: Tensor | None,
-    segments: Tensor | None,
-    den: Tensor | None,
-    delta: Tensor | None,
-    scaled: bool,
-    eps: float,
-    size: int,
-) -> tuple[Tensor, Tensor]:
-    """States before each chunk from the left [0] and from the right [1]: of k and [v, 1], or (den given) of q and u.
-
-    Returns [2, batch * heads, chunks, head_dim_k, head_dim_v] and, for the last column of v~ or u,
-    float32 [2, batch * heads, chunks, head_dim_k].
-    """
-    batch, length, heads, dim_k = x.shape
-    dim_v = y.shape[-1]
-    chunks = -(-length // size)
-    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    states = torch.empty(2, batch * heads, chunks, dim_k, dim_v, dtype=dtype, device=x.device)
-    sums = torch.empty(2, batch * heads, chunks, dim_k, dtype=torch.float32, device=x.device)
-    block_k, block_v, warps, stages = _state_config(dim_k, dim_v, x.dtype)
-    blocks = -(-dim_k // block_k) * -(-dim_v // block_v)
-    _state_kernel[(blocks, 2, batch * heads)](
-        x, y, b, segments, den, delta, states, sums, length, heads, chunks, eps,
-        dim_k, dim_v, block_k, block_v, size, b is not None, scaled, den is not None,
-        segments is not None, precision(x.dtype), num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    return states, sums
-
-
 def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Block of keys, block of values, warps, pipeline stages."""
     if dtype == torch.bfloat16:
@@ -155,9 +179,9 @@ def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int,
 
 @triton.jit
 def _state_kernel(
-    x, y, b, segments, den, delta, states, sums, T, H, N, eps,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    GATE: tl.constexpr, SCALED: tl.constexpr, BACKWARD: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    x, y, b, segments, den, delta, states, sums, T, H, eps, N,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BACKWARD: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
@@ -311,7 +335,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy, q, k, v, gate, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, T, H, eps,
+    dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -439,4 +463,4 @@ def _backward(
         store_rows(base(dq, bh, T, H, K), d_query, t, d_k, T, H, K, BK)
     if GATE != 0:
         d_decay = passing * through + tl.cumsum(d_inside + d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
-        store_gate_gradient(base(dgate, bh, T, H, 1), base(gate, bh, T, H, 1), d_decay, t, T, H, GATE)
+        store_gate_gradient(dgate, gate, bias, bh, d_decay, t, T, H, GATE)

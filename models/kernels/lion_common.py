@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..precision import ROW_SUM_EPS
+from .launch import Launch
 
 try:
     import triton
@@ -16,8 +20,31 @@ try:
 except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
-# Where the decay comes from: there is none, its logarithm is given, or log decay = logsigmoid(gate).
-NO_GATE, LOG_DECAY, LOGITS = 0, 1, 2
+# Where the decay comes from: there is none, its logarithm is given, or log decay = logsigmoid(gate [+ bias of the head]).
+NO_GATE, LOG_DECAY, LOGITS, BIASED_LOGITS = 0, 1, 2, 3
+
+
+class Case(NamedTuple):
+    """All that decides how the kernels are compiled and launched."""
+
+    device: int
+    batch: int
+    length: int
+    heads: int
+    dim_k: int
+    dim_v: int
+    dtype: torch.dtype
+    gate_dtype: torch.dtype | None
+    mode: int
+    scaled: bool
+    packed: bool
+
+    def sizes(self) -> tuple[int, int, float]:
+        return self.length, self.heads, ROW_SUM_EPS
+
+    def flags(self) -> tuple[int, bool, bool, str]:
+        """mode, scaled, packed, and how products of float32 are formed: three TF32 ones, as exact and fast."""
+        return self.mode, self.scaled, self.packed, "tf32x3" if self.dtype == torch.float32 else "tf32"
 
 
 @triton.jit
@@ -62,20 +89,27 @@ def store_columns(x, value, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def load_log_decay(gate, t, T, H, GATE: tl.constexpr):
-    """Log decay of tokens t to base 2, float32; gate is a `base` with D = 1; 0 outside."""
-    x = tl.load(gate + t * H, mask=t < T, other=0.0).to(tl.float32)
-    if GATE == 2:
+def _load_gate(gate, bias, bh, t, T, H, GATE: tl.constexpr):
+    x = tl.load(base(gate, bh, T, H, 1) + t * H, mask=t < T, other=0.0).to(tl.float32)
+    if GATE == 3:
+        x += tl.load(bias + bh % H).to(tl.float32)
+    return x
+
+
+@triton.jit
+def load_log_decay(gate, bias, bh, t, T, H, GATE: tl.constexpr):
+    """Log decay of tokens t to base 2, float32; 0 outside."""
+    x = _load_gate(gate, bias, bh, t, T, H, GATE)
+    if GATE >= 2:
         x = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
     return tl.where(t < T, tl.maximum(x, -100.0) * 1.4426950408889634, 0.0)
 
 
 @triton.jit
-def store_gate_gradient(dgate, gate, d_log_decay, t, T, H, GATE: tl.constexpr):
-    if GATE == 2:
-        x = tl.load(gate + t * H, mask=t < T, other=0.0).to(tl.float32)
-        d_log_decay = d_log_decay * tl.sigmoid(-x)
-    tl.store(dgate + t * H, d_log_decay, mask=t < T)
+def store_gate_gradient(dgate, gate, bias, bh, d_log_decay, t, T, H, GATE: tl.constexpr):
+    if GATE >= 2:
+        d_log_decay = d_log_decay * tl.sigmoid(-_load_gate(gate, bias, bh, t, T, H, GATE))
+    tl.store(base(dgate, bh, T, H, 1) + t * H, d_log_decay.to(dgate.dtype.element_ty), mask=t < T)
 
 
 @triton.jit
@@ -130,42 +164,38 @@ def _row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.con
 
 
 @triton.jit
-def _running_sum(gate, c, T, H, GATE: tl.constexpr, RESTART: tl.constexpr, BT: tl.constexpr):
+def _running_sum(gate, bias, c, T, H, GATE: tl.constexpr, RESTART: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(1)
-    gate = base(gate, bh, T, H, 1)
     total = 0.0
     first = tl.program_id(0) * BT
     for start in range(first, first + BT if RESTART else T, BT):
         t = start + tl.arange(0, BT)
-        g = load_log_decay(gate, t, T, H, GATE)
+        g = load_log_decay(gate, bias, bh, t, T, H, GATE)
         tl.store(c + bh.to(tl.int64) * T + t, total + tl.cumsum(g, 0), mask=t < T)
         total += tl.sum(g, 0)
 
 
-def row_inner(dy: Tensor, y: Tensor) -> Tensor:
-    """dy . y a row: two [batch, length, heads, dim] -> float32 [batch, heads, length]."""
-    batch, length, heads, dim = y.shape
-    delta = torch.empty(batch, heads, length, dtype=torch.float32, device=y.device)
-    _row_inner[(-(-length // 64), batch * heads)](dy, y, delta, length, heads, dim, block(dim), 64, num_warps=4)
-    return delta
+@lru_cache(4096)
+def row_inner(case: Case) -> Launch:
+    """(dy, y, delta): dy . y a row; two [batch, length, heads, dim_v] -> float32 [batch, heads, length]."""
+    grid = -(-case.length // 64), case.batch * case.heads
+    return Launch(_row_inner, grid, case.length, case.heads, case.dim_v, block(case.dim_v), 64, num_warps=4)
 
 
-def running_sum(gate: Tensor, mode: int, chunk: int | None = None) -> Tensor:
-    """gate [batch, length, heads] -> sums of the base 2 log decay up to each token, float32 [batch, heads, length].
+@lru_cache(4096)
+def running_sum(case: Case, chunk: int | None = None) -> Launch:
+    """(gate, bias, c): sums of the base 2 log decay up to each token, float32 [batch, heads, length].
 
     With `chunk`, a power of two, they start again after every that many tokens.
     """
-    batch, length, heads = gate.shape
-    c = torch.empty(batch, heads, length, dtype=torch.float32, device=gate.device)
     size = chunk or 256
-    grid = (-(-length // size) if chunk else 1, batch * heads)
-    _running_sum[grid](gate, c, length, heads, mode, chunk is not None, size, num_warps=1)
-    return c
+    grid = -(-case.length // size) if chunk else 1, case.batch * case.heads
+    return Launch(_running_sum, grid, case.length, case.heads, case.mode, chunk is not None, size, num_warps=1)
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How products of float32 operands are formed: three TF32 products, as exact as float32 ones, and fast."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+def per_token(case: Case, like: Tensor) -> Tensor:
+    """An empty float32 [batch, heads, length] on the device of `like`."""
+    return torch.empty((case.batch, case.heads, case.length), dtype=torch.float32, device=like.device)
 
 
 @lru_cache

@@ -16,10 +16,15 @@ the product of a transposed accumulator, which dK = dS^T Q would need, is miscom
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+from .launch import Launch
 from .lion_common import (
+    NO_GATE,
+    Case,
     base,
     block,
     decay_factor,
@@ -27,7 +32,7 @@ from .lion_common import (
     load_rows,
     load_scale,
     load_sums,
-    precision,
+    per_token,
     row_inner,
     running_sum,
     signed,
@@ -47,66 +52,77 @@ _WHOLE = 128
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, segments: Tensor | None, mode: int, scaled: bool, eps: float
+    case: Case, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, bias: Tensor | None, segments: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """y, and what `backward` needs to know: row sums without eps, running sums of the log decay, and so on.
 
-    Contiguous q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], gate: [batch, length, heads].
-    segments: int32 [length], rising segment numbers (batch 1); mode: how gate is read (`lion_common`).
+    Contiguous q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], gate: [batch, length, heads], bias:
+    [heads]. segments: int32 [length], rising segment numbers (batch 1). How gate is read: `lion_common`.
     """
-    batch, length, heads, dim_k = q.shape
-    dim_v = v.shape[-1]
     y = torch.empty_like(v)
-    den = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    c, whole = None, block(length) if length <= _WHOLE else 0
-    if gate is not None:
-        c = torch.empty_like(den) if whole else running_sum(gate, mode)
-    rows, columns, warps, stages = _forward_config(length, dim_k, dim_v, q.dtype)
-    _forward[(-(-length // rows), batch * heads)](
-        q, k, v, gate, c, segments, y, den, length, heads, eps,
-        dim_k, dim_v, block(dim_k), block(dim_v), rows, columns, whole,
-        mode, scaled, segments is not None, precision(q.dtype), num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    den = per_token(case, q) if case.scaled else None
+    c = None if gate is None else per_token(case, q)
+    sums, outputs = _forward_launches(case)
+    if sums is not None:
+        sums(gate, bias, c)
+    outputs(q, k, v, gate, bias, c, segments, y, den)
     return y, (den, c)
 
 
 def backward(
+    case: Case,
     dy: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     gate: Tensor | None,
+    bias: Tensor | None,
     segments: Tensor | None,
     y: Tensor,
     saved: tuple[Tensor | None, ...],
-    mode: int,
-    scaled: bool,
-    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and, float32, of gate."""
+    """Gradients of q, k, v and gate."""
     den, c = saved
-    batch, length, heads, dim_k = q.shape
-    dim_v = v.shape[-1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dgate = None if gate is None else torch.empty(gate.shape, dtype=torch.float32, device=q.device)
-    whole, rows, columns, warps, stages, registers = _backward_config(length, dim_k, dim_v, q.dtype)
-    shape = (length, heads, eps, dim_k, dim_v, block(dim_k), block(dim_v), rows, columns)
-    flags = (mode, scaled, segments is not None, precision(q.dtype))
+    dgate = None if gate is None else torch.empty_like(gate)
+    whole, gradients, gate_gradient = _backward_launches(case)
     if whole:
-        _backward_whole[(batch * heads,)](
-            dy, q, k, v, gate, c, segments, y, den, dq, dk, dv, dgate, *shape, *flags,
-            num_warps=warps, num_stages=stages, maxnreg=registers,
-        )  # fmt: skip
+        gradients(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate)
         return dq, dk, dv, dgate
-    delta = row_inner(dy, y) if scaled else None
-    dc = None if gate is None else torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
-    _backward[(-(-length // rows), batch * heads)](
-        dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc, *shape, *flags,
-        num_warps=warps, num_stages=stages, maxnreg=registers,
-    )  # fmt: skip
+    delta = per_token(case, q) if case.scaled else None
+    dc = None if gate is None else per_token(case, q)
+    if case.scaled:
+        row_inner(case)(dy, y, delta)
+    gradients(dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc)
     if gate is not None:
-        _gate_gradient[(batch * heads,)](dc, gate, dgate, length, heads, mode, 256, num_warps=1)
+        gate_gradient(dc, gate, bias, dgate)
     return dq, dk, dv, dgate
+
+
+@lru_cache(4096)
+def _forward_launches(case: Case) -> tuple[Launch | None, Launch]:
+    rows, columns, warps, stages = _forward_config(case.length, case.dim_k, case.dim_v, case.dtype)
+    whole = block(case.length) if case.length <= _WHOLE else 0
+    sums = None if whole or case.mode == NO_GATE else running_sum(case)
+    outputs = Launch(
+        _forward, (-(-case.length // rows), case.batch * case.heads),
+        *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns, whole,
+        *case.flags(), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return sums, outputs
+
+
+@lru_cache(4096)
+def _backward_launches(case: Case) -> tuple[bool, Launch, Launch]:
+    """Whether one program takes a whole sequence; the gradients; and, where it does not, the gate's."""
+    whole, rows, columns, warps, stages, registers = _backward_config(case.length, case.dim_k, case.dim_v, case.dtype)
+    programs = case.batch * case.heads
+    gradients = Launch(
+        _backward_whole if whole else _backward, (programs,) if whole else (-(-case.length // rows), programs),
+        *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns,
+        *case.flags(), num_warps=warps, num_stages=stages, maxnreg=registers,
+    )  # fmt: skip
+    return whole, gradients, Launch(_gate_gradient, (programs,), case.length, case.heads, case.mode, 256, num_warps=1)
 
 
 def _forward_config(length: int, dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
@@ -165,7 +181,7 @@ def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.c
 
 @triton.jit
 def _forward(
-    q, k, v, gate, c, segments, y, den, T, H, eps,
+    q, k, v, gate, bias, c, segments, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     WHOLE: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +196,7 @@ def _forward(
         c += bh.to(tl.int64) * T
         if WHOLE != 0:
             every = tl.arange(0, WHOLE)
-            g = load_log_decay(base(gate, bh, T, H, 1), every, T, H, GATE)
+            g = load_log_decay(gate, bias, bh, every, T, H, GATE)
             tl.store(c + every, tl.cumsum(g, 0), mask=every < T)
             tl.debug_barrier()
     c_t = load_sums(c, t, T, GATE)
@@ -210,7 +226,7 @@ def _forward(
 
 @triton.jit
 def _backward_whole(
-    dy, q, k, v, gate, c, segments, y, den, dq, dk, dv, dgate, T, H, eps,
+    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +238,6 @@ def _backward_whole(
     grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV)
     key, value = load_rows(k, tl.arange(0, BN), ck, T, H, K, BK), load_rows(v, tl.arange(0, BN), cv, T, H, V, BV)
     if GATE != 0:
-        gate, dgate = base(gate, bh, T, H, 1), base(dgate, bh, T, H, 1)
         c += bh.to(tl.int64) * T
     c_t = load_sums(c, t, T, GATE)
     if SCALED:
@@ -247,9 +262,9 @@ def _backward_whole(
         d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
         store_columns(dv, d_value, u, cv, T, H, V, BV)
         if GATE != 0:
+            # The sum over queries of key u belongs to row u: kept in registers, it needs no way through memory.
             w = signed(a * da, t, u)
-            dc += tl.sum(w, 1)
-            tl.store(dgate + u * H, -tl.sum(w, 0), mask=u < T)
+            dc += tl.sum(w - tl.where(t[:, None] == u[None, :], tl.sum(w, 0)[None, :], 0.0), 1)
         ds = (da * factor).to(query.dtype)
         d_query = tl.dot(ds, key, d_query, input_precision=PRECISION)
         d_key = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
@@ -257,10 +272,7 @@ def _backward_whole(
         key, value = next_key, next_value
     store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK)
     if GATE != 0:
-        tl.debug_barrier()
-        dc += tl.load(dgate + t * H, mask=t < T, other=0.0)
-        tl.debug_barrier()
-        store_gate_gradient(dgate, gate, tl.cumsum(dc, 0, reverse=True), t, T, H, GATE)
+        store_gate_gradient(dgate, gate, bias, bh, tl.cumsum(dc, 0, reverse=True), t, T, H, GATE)
 
 
 @triton.jit
@@ -323,12 +335,11 @@ def _backward(
 
 
 @triton.jit
-def _gate_gradient(dc, gate, dgate, T, H, GATE: tl.constexpr, BT: tl.constexpr):
+def _gate_gradient(dc, gate, bias, dgate, T, H, GATE: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(0)
-    gate, dgate = base(gate, bh, T, H, 1), base(dgate, bh, T, H, 1)
     total = 0.0
     for step in range(0, tl.cdiv(T, BT)):
         t = (tl.cdiv(T, BT) - 1 - step) * BT + tl.arange(0, BT)
         x = tl.load(dc + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
-        store_gate_gradient(dgate, gate, total + tl.cumsum(x, 0, reverse=True), t, T, H, GATE)
+        store_gate_gradient(dgate, gate, bias, bh, total + tl.cumsum(x, 0, reverse=True), t, T, H, GATE)
         total += tl.sum(x, 0)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bidirectional import CONVENTIONS, bidirectional
+from ..bidirectional import CONVENTIONS, ProjectedGate, bidirectional
 from ..config import ModelConfig
 from ..init import init_std, linear
 from ..precision import ROW_SUM_EPS, wide
@@ -163,10 +163,11 @@ class Lion(nn.Module):
             k = k * self.head_dim**-0.5
         if self.input_gate is not None:
             k = k * torch.sigmoid(wide(self.input_gate(x))).unsqueeze(-1)
-        if self.options.variant == "grfa" and logits is not None:
+        if self.options.variant == "grfa" and isinstance(logits, Tensor):
             k = k * torch.sigmoid(-logits).unsqueeze(-1)
         q, k = q.to(v.dtype), k.to(v.dtype)
         if self.options.causal:
+            logits = logits.logits() if isinstance(logits, ProjectedGate) else logits
             o, recurrent = self._causal(q, k, v, logits, mask, cu_seqlens, (state or {}).get("recurrent"))
         else:
             o = self._both_ways(q, k, v, logits, mask, cu_seqlens)
@@ -175,13 +176,14 @@ class Lion(nn.Module):
             y = self.output_norm(y)
         return (y, {"recurrent": recurrent}) if return_state else y
 
-    def _decay_logits(self, x: Tensor) -> Tensor | None:
+    def _decay_logits(self, x: Tensor) -> Tensor | ProjectedGate | None:
         """lambda = sigmoid of this: [batch, length, heads] in float32 (float64 for float64)."""
         if self.decay is None:
             return None
         if self.decay_weight is None:
             return wide(self.decay).expand(*x.shape[:2], -1)
-        return wide(F.linear(x, self.decay_weight)) + wide(self.decay)
+        gate = ProjectedGate(x, self.decay_weight, self.decay)
+        return gate.logits() if self.options.variant == "grfa" else gate
 
     def _causal(
         self,
@@ -206,7 +208,13 @@ class Lion(nn.Module):
         return num / (den + ROW_SUM_EPS if self.input_gate is None else den.abs().clamp_min(1.0)), state
 
     def _both_ways(
-        self, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        logits: Tensor | ProjectedGate | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> Tensor:
         lstm = self.input_gate is not None
         o = bidirectional(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.bidirectional import bidirectional
+from models.bidirectional import ProjectedGate, bidirectional
 from models.kernels.metala_epilogue import metala_epilogue
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -57,6 +57,34 @@ def test_every_dtype_and_head_size(form: str, dim: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lengths(form: str, length: int, dtype: torch.dtype) -> None:
     check(random_inputs((3, length, 2, 64), dtype, 3.0), form=form, scaled=length > 1)
+
+
+@pytest.mark.parametrize("length", [100, 300])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_projected_gate_and_its_gradients(length: int, dtype: torch.dtype, biased: bool) -> None:
+    q, k, v, _, dy = random_inputs((2, length, 4, 64), dtype, 0.0)
+    x = torch.randn(2, length, 256, device="cuda", dtype=dtype)
+    weight, bias = (torch.randn(*size, device="cuda").to(dtype) for size in ((4, 256), (4,)))
+    weight = weight / 16
+    results = []
+    for form, wide in (("auto", None), ("chunked", torch.float64)):
+        leaves = [t.detach().clone().to(wide or t.dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
+        gate = ProjectedGate(*leaves[3:5], leaves[5] if biased else None)
+        y = bidirectional(*leaves[:3], gate=gate, form=form)
+        y.backward(dy.to(y.dtype))
+        results.append([y.detach(), *(t.grad for t in leaves[: 6 if biased else 5])])
+    # The gate itself is rounded to the dtype, which every gradient of it sees.
+    limit = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}[dtype]
+    for i, (found, expected) in enumerate(zip(*results, strict=True)):
+        assert ((found.double() - expected).norm() / expected.norm()).item() < limit, i
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 31, 48, 63, 64, 65, 127, 128])
+@pytest.mark.parametrize("dim", [32, 40, 64])
+def test_short_sequences_by_the_automatic_choice(length: int, dim: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        check(random_inputs((5, length, 3, dim), dtype, 1.0), form="auto", scaled=length > 1)
 
 
 @pytest.mark.parametrize("form", ["triton_tile", "triton_chunk"])

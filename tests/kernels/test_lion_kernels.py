@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.bidirectional import bidirectional
+from models.bidirectional import ProjectedGate, bidirectional
 
 KERNELS = ("triton_tile", "triton_chunk")
 
@@ -54,7 +54,7 @@ def test_shapes_that_do_not_fill_their_tiles(device: str, form: str, shape: tupl
 @pytest.mark.parametrize("decay", [None, "log_decay", "gate"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_whole_sequence_in_one_program(
-    device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """The backward kernel of short 16-bit sequences, which the interpreter can only run in float32."""
     if device == "cuda":
@@ -62,6 +62,8 @@ def test_a_whole_sequence_in_one_program(
     from models.kernels import lion_tile
 
     monkeypatch.setattr(lion_tile, "_backward_config", lambda *_: (True, 64, 32, 4, 1, None))
+    lion_tile._backward_launches.cache_clear()
+    request.addfinalizer(lion_tile._backward_launches.cache_clear)
     for length in (20, 50, 64):
         check(device, "triton_tile", (2, length, 2, 16, 24), decay=decay, scaled=scaled)
     check(device, "triton_tile", (1, 60, 2, 16, 16), decay=decay, cu_seqlens=torch.tensor([0, 7, 40, 40, 60]))
@@ -91,6 +93,25 @@ def test_gates_in_low_precision_get_gradients_of_their_dtype(device: str, form: 
     assert gate.grad is not None
     assert gate.grad.dtype == torch.bfloat16
     assert ((gate.grad - wide.grad).norm() / wide.grad.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_projected_gate_and_its_gradients(device: str, form: str, biased: bool, masked: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, x = (torch.rand(2, 40, *size, generator=generator) + 0.1 for size in [(3, 16)] * 3 + [(24,)])
+    weight, bias = 0.3 * torch.randn(3, 24, generator=generator), torch.randn(3, generator=generator)
+    mask = (torch.rand(2, 40, generator=generator) > 0.3).to(device) if masked else None
+    results = []
+    for kind, dtype in ((form, torch.float32), ("parallel", torch.float64)):
+        leaves = [t.to(device, dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
+        gate = ProjectedGate(*leaves[3:5], leaves[5] if biased else None)
+        y = bidirectional(*leaves[:3], gate=gate, mask=mask, form=kind)
+        (y * torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()
+        results.append([y.detach(), *(t.grad for t in leaves[: 6 if biased else 5])])
+    for i, (found, expected) in enumerate(zip(*results, strict=True)):
+        assert ((found.double() - expected).norm() / expected.norm()).item() < 2e-5, i
 
 
 def test_far_tiles_are_skipped_without_a_trace(device: str) -> None:
