@@ -101,6 +101,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
     from megatron_lite.metrics import MetricsLogger
     from megatron_lite.trainer import Trainer, TrainState
     from models.lm import LanguageModel, build_layer, layer_specs
+    from models.sequence_shards import sequence_shards
     from tools.decoding import complete
     from tools.load_model import keep_tokenizer, prepared_data
     from tools.summary import complete_message, start_message, summary
@@ -137,6 +138,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         parallel=config.parallel,
         precision=config.precision,
         sequence_length=config.batch.sequence_length,
+        split_sequence=sequence_shards,
     )
 
     def dataset(steps: int) -> Any:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron_lite.config_schema import ParallelConfig
 
 
-def checkpointed(layer: nn.Module, index: int, count: int, parallel: ParallelConfig) -> Callable[..., Tensor]:
+def checkpointed(
+    layer: Callable[..., Tensor], index: int, count: int, parallel: ParallelConfig
+) -> Callable[..., Tensor]:
     """The layer, or the layer under activation checkpointing (Chen et al. 2016). Only blocks recompute."""
     settings = parallel.activation_checkpointing
     block = index - 1

@@ -5,12 +5,14 @@ A checkpoint is a folder `step_00000100/` with
 - `manifest.json`: format version, step, trainer state, layout, software versions, command line; every tensor's shape,
   partition word and the pieces it is stored in; every file's size and SHA-256;
 - `config.yml`: the resolved configuration;
-- `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: what rank R owned, as flat float32 pieces of the full
-  tensors. Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names.
+- `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: what rank R owned, as flat float32 pieces of the tensors.
+  Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names.
 
-Each process writes what it owns; reading assembles any range of any tensor, so any number of processes can read it. The
-folder is written under another name, flushed and renamed; the text file `latest` beside it is then replaced in one
-step. A process killed at any moment leaves the previous checkpoint loadable and `latest` on a complete one.
+A piece is `numel` elements from `start` on of the flattened tensor, or of its part `shard` = [dimension, index, count]
+where tensor parallelism cut it. Each process writes what it owns; reading assembles any part of any tensor, so any
+number of processes in any layout can read it. The folder is written under another name, flushed and renamed; the text
+file `latest` beside it is then replaced in one step. A process killed at any moment leaves the previous checkpoint
+loadable and `latest` on a complete one.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ from torch import Tensor
 
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, barrier
+from megatron_lite.partition import Shard
 from megatron_lite.tensor_stream import write_tensors
 
 FORMAT = "metalion-checkpoint"
-VERSION = 1
+VERSION = 2  # 1 had no shards, and is read
 _OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
 
 
@@ -111,10 +114,11 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     manifest = read_manifest(path)
     _check_shapes(engine.parameter_shapes(), {name: tuple(t["shape"]) for name, t in manifest["tensors"].items()}, path)
     reader = _Reader(path, manifest)
-    for fragment in engine.fragments():
-        for kind, target in fragment.tensors.items():
+    for kind in ("weight", *_OPTIMIZER_KEYS):  # kind by kind, so that a tensor is assembled once where it has to be
+        for fragment in engine.fragments():
+            target = fragment.tensors[kind]
             if target.numel():
-                target.copy_(reader.range(kind, fragment.name, fragment.start, target.numel()))
+                target.copy_(reader.read(kind, fragment.name, fragment.shard, fragment.start, target.numel()))
     engine.loss_scale_state = manifest["loss_scale"]
     engine.finish_load(manifest["optimizer_steps"])
     barrier(engine.grid)
@@ -163,10 +167,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / "manifest.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / 'manifest.json'}: {error}") from error
-    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+    if manifest.get("format") != FORMAT or manifest.get("version") not in range(1, VERSION + 1):
         raise CheckpointError(
             f"{path}: format {manifest.get('format')!r} version {manifest.get('version')!r}; this program reads "
-            f"{FORMAT!r} version {VERSION}"
+            f"{FORMAT!r} up to version {VERSION}"
         )
     for name, entry in manifest["files"].items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
@@ -202,7 +206,7 @@ class Weights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shapes[name]
-        return self._reader.range("weight", name, 0, math.prod(shape)).reshape(shape)
+        return self._reader.read("weight", name, Shard(), 0, math.prod(shape)).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -302,26 +306,49 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
 
 
 class _Reader:
-    """Ranges of tensors out of the pieces of one checkpoint; checks the checksum of a file when it is first opened."""
+    """Parts of tensors out of the pieces of one checkpoint; checks the checksum of a file when it is first opened."""
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self._path, self._manifest = path, manifest
         self._open: dict[str, Any] = {}
+        self._assembled: tuple[tuple[str, str], Tensor] | None = None
 
-    def range(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the flattened tensor, float32 on the CPU."""
-        if kind != "weight" and self._manifest.get("optimizer") == "none":  # weights from elsewhere
-            return torch.zeros(numel, dtype=torch.float32)
+    def read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of the flattened shard of a tensor, float32 on the CPU."""
+        entry = self._manifest["tensors"][name]
+        size = math.prod(entry["shape"])
+        pieces = [(piece, Shard(*piece.get("shard", (0, 0, 1)))) for piece in entry["pieces"]]
+        if all(stored.dim == 0 for _, stored in pieces) and shard.dim == 0:
+            # Parts along the first dimension are ranges of the flattened tensor.
+            placed = [(piece, stored.index * (size // stored.count) + piece["start"]) for piece, stored in pieces]
+            return self._range(kind, name, placed, shard.index * (size // shard.count) + start, numel)
+        if all((stored.dim, stored.count) == (shard.dim, shard.count) for _, stored in pieces):
+            own = [(piece, piece["start"]) for piece, stored in pieces if stored == shard]
+            return self._range(kind, name, own, start, numel)
+        return shard.cut(self._whole(kind, name, pieces)).flatten()[start : start + numel]
+
+    def _whole(self, kind: str, name: str, pieces: list[tuple[dict[str, Any], Shard]]) -> Tensor:
+        if self._assembled is None or self._assembled[0] != (kind, name):
+            shape = tuple(self._manifest["tensors"][name]["shape"])
+            whole = torch.empty(shape, dtype=torch.float32)
+            for shard in dict.fromkeys(stored for _, stored in pieces):
+                own = [(piece, piece["start"]) for piece, stored in pieces if stored == shard]
+                view = shard.cut(whole)
+                view.copy_(self._range(kind, name, own, 0, view.numel()).reshape(view.shape))
+            self._assembled = (kind, name), whole
+        return self._assembled[1]
+
+    def _range(self, kind: str, name: str, placed: list[tuple[dict[str, Any], int]], start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) out of pieces, each with the place of its first element."""
         out = torch.empty(numel, dtype=torch.float32)
         covered = 0
-        for piece in self._manifest["tensors"][name]["pieces"]:
-            low, high = max(start, piece["start"]), min(start + numel, piece["start"] + piece["numel"])
+        for piece, place in placed:
+            low, high = max(start, place), min(start + numel, place + piece["numel"])
             if low < high:
-                file = self._file(
-                    ("weights" if kind == "weight" else "optimizer") + f"-{piece['rank']:05d}.safetensors"
-                )
+                stem = "weights" if kind == "weight" else "optimizer"
+                file = self._file(f"{stem}-{piece['rank']:05d}.safetensors")
                 view = file.get_slice(f"{kind}/{name}")
-                out[low - start : high - start] = view[low - piece["start"] : high - piece["start"]]
+                out[low - start : high - start] = view[low - place : high - place]
                 covered += high - low
         if covered != numel:
             raise CheckpointError(
@@ -346,9 +373,12 @@ def _write_own(engine: Engine, aside: Path) -> tuple[dict[str, list[dict[str, An
     pieces: dict[str, list[dict[str, Any]]] = {}
     for fragment in engine.fragments():
         numel = fragment.tensors["weight"].numel()
-        if not numel:
+        if not numel or not fragment.primary:
             continue
-        pieces.setdefault(fragment.name, []).append({"rank": rank, "start": fragment.start, "numel": numel})
+        piece: dict[str, Any] = {"rank": rank, "start": fragment.start, "numel": numel}
+        if fragment.shard.count > 1:
+            piece["shard"] = [fragment.shard.dim, fragment.shard.index, fragment.shard.count]
+        pieces.setdefault(fragment.name, []).append(piece)
         tensors["weights"][f"weight/{fragment.name}"] = _host_copy(fragment.tensors["weight"])
         for key in _OPTIMIZER_KEYS:
             tensors["optimizer"][f"{key}/{fragment.name}"] = _host_copy(fragment.tensors[key])
@@ -378,7 +408,15 @@ def _write_manifest(
         "optimizer_steps": step - int(state.get("skipped_steps", 0)),
         "state": dict(state),
         "loss_scale": engine.loss_scale_state,
-        "layout": {"world_size": engine.grid.world_size, "data": engine.grid.data_size, "dtype": engine.dtype},
+        "layout": {
+            "world_size": engine.grid.world_size,
+            "data": engine.grid.data_size,
+            "tensor": engine.grid.tensor_size,
+            "pipeline": engine.grid.pipe_size,
+            "context": engine.grid.context_size,
+            "zero_stage": engine.zero_stage,
+            "dtype": engine.dtype,
+        },
         "versions": versions(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "tensors": tensors,

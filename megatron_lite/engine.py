@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_lite.activation_checkpointing import checkpointed
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.context_parallel import ContextShards, context_shards, own_stretch
 from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear
 from megatron_lite.grid import Grid, reduce_sum
 from megatron_lite.optimizer import build_optimizer, parameter_kind
@@ -106,6 +107,8 @@ class Engine:
         build_layer: (spec, index, seed) -> the layer at full width, with the same weights in every layout.
         dtype: "bf16", "fp16" or "fp32".
         sequence_length: of the samples, to share the layers out over the stages by what they cost.
+        split_sequence: a context in which the layers take their sequences for one process's stretch; needed with
+            context parallelism.
 
     Attributes:
         model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
@@ -126,6 +129,7 @@ class Engine:
         parallel: ParallelConfig,
         precision: PrecisionConfig,
         sequence_length: int = 2048,
+        split_sequence: Callable[[ContextShards], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         if dtype == "fp16" and grid.device.type == "cpu":
             raise ValueError("precision.dtype: fp16 does not train on a CPU; use bf16 or fp32")
@@ -140,6 +144,23 @@ class Engine:
 
             bounds = stage_bounds([layer.flops_per_token(sequence_length) for layer in self.model], grid.pipe_size)
         own = range(bounds[grid.pipe_rank], bounds[grid.pipe_rank + 1])
+        self._shards = context_shards(grid)
+        if self._shards is not None and split_sequence is None:
+            raise ValueError(
+                "context parallelism needs `split_sequence`: the layers' own way to take part of a sequence"
+            )
+
+        def around(layer: nn.Module) -> Callable[..., Tensor]:
+            if self._shards is None or split_sequence is None:
+                return layer
+            shards = self._shards
+
+            def call(hidden: Tensor, **context: Any) -> Tensor:
+                with split_sequence(shards):
+                    return layer(hidden, **context)
+
+            return call
+
         self._tensor: TensorGroup | None = None
         if grid.tensor_group is not None:
             sequence = parallel.sequence_parallel
@@ -180,14 +201,15 @@ class Engine:
             parallel=parallel,
             precision=precision,
         )
-        calls = {index: checkpointed(layer, index, len(specs), parallel) for index, layer in layers.items()}
+        # Inside the checkpointed call, because a layer that is computed again is so in a thread of the backward pass.
+        calls = {index: checkpointed(around(layer), index, len(specs), parallel) for index, layer in layers.items()}
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory statistics while it builds
             model, unit = self._module(layers, calls, bounds)
             self._engine, self._zero, _, _ = deepspeed.initialize(
                 model=model, optimizer=client, config=settings, mpu=unit
             )
         self._adamw = client
-        self._zero_stage = max(1, parallel.zero_stage)
+        self.zero_stage = max(1, parallel.zero_stage)
         self._create_optimizer_state()
 
     def train_step(
@@ -283,7 +305,7 @@ class Engine:
         for name, parameter, first in self._named_parameters():
             shard = shard_of(self.words[name], self._shapes[name], grid.tensor_rank, grid.tensor_size)
             primary = first and (shard.count > 1 or grid.tensor_rank == 0)
-            if self._zero_stage == 3:
+            if self.zero_stage == 3:
                 start, tensors = self._state_stage3(parameter)
                 yield Fragment(name, shard, start, primary, tensors)
             elif parameter._hp_mapping is not None:  # None: another replica owns all of it
@@ -301,7 +323,7 @@ class Engine:
         """
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
-        if self._zero_stage == 3:
+        if self.zero_stage == 3:
             for _, parameter, _ in self._named_parameters():
                 weight = self._state_stage3(parameter)[1]["weight"]
                 parameter.ds_tensor.data.view(-1)[: weight.numel()].copy_(weight)
@@ -421,7 +443,7 @@ class Engine:
 
     def _own_part(self, batch: Batch) -> Batch:
         """The part of a micro batch that this process computes: all of it, or its stretch of the sequence."""
-        return batch
+        return batch if self._shards is None else own_stretch(batch, self._shards)
 
     def _to_device(self, batch: Batch) -> dict[str, Tensor]:
         return {key: value.to(self.grid.device, non_blocking=True) for key, value in batch.items()}

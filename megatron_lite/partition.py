@@ -82,6 +82,8 @@ def shard_of(word: str | None, shape: tuple[int, ...], index: int, count: int) -
 
     A row-cut linear's bias (one dimension) is whole: it is added once, after the sum.
     """
+    if count == 1:
+        return Shard()
     if word in ("column", "vocab", "shard"):
         return Shard(0, index, count)
     if word == "row" and len(shape) == 2:

@@ -145,6 +145,16 @@ class ModelConfig:
                 sizes |= more(self, self.options_of(name))
         return sizes
 
+    def context_refused(self) -> str:
+        """Why no sequence of this model can lie over several processes; empty where it can."""
+        from .sequence_shards import check_sequence_shards
+
+        try:
+            check_sequence_shards(self, 2, 1 << 30)
+        except ValueError as error:
+            return str(error)
+        return ""
+
     @property
     def mlp_width(self) -> int:
         """Width of the MLP, `intermediate_size` or its default."""

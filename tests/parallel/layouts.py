@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.mixers import MIXERS
 
 VOCAB, LENGTH, STEPS, MICRO_BATCHES, LR, WARMUP = 96, 24, 4, 4, 1e-4, 2
 
@@ -49,6 +50,8 @@ def model_config(model: str, **changes: Any) -> ModelConfig:
         "intermediate_size": 128,
         **MODELS.get(model, {"mixers": (model,)}),
     }
+    if model == "mamba":  # its selection reads all channels of a group, so that one group cannot be cut
+        values["mixer_options"] = {"mamba": {"groups": 2}}
     return ModelConfig(**{**values, **changes})
 
 
@@ -112,6 +115,8 @@ def cases(processes: int) -> list[Case]:
     found = [Case(model, name, layout) for name, layout in EVERY[processes].items() for model in MODELS]
     found += [Case("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
     if processes == 2:
+        rest = [mixer for mixer in MIXERS if mixer not in MODELS and mixer != "lion"]
+        found += [Case(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], {"num_layers": 2}) for mixer in rest]
         found += [Case("hybrid", name, EVERY[2][name], UNTIED) for name in ("tensor2_sequence", "pipeline2")]
         found += [Case("attention", name, EVERY[2][name], POSITIONS) for name in ("tensor2", "tensor2_sequence")]
         found.append(Case("attention", "pipeline2", {"pipeline": 2}, BARE))  # a stage without exempt parameters

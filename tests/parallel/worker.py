@@ -14,6 +14,7 @@ from megatron_lite.grid import Grid, init_grid
 from megatron_lite.schedule import learning_rate
 from models.config import ModelConfig
 from models.lm import build_layer, layer_specs
+from models.sequence_shards import sequence_shards
 from tests.parallel import layouts
 from tests.parallel.layouts import LR, STEPS, WARMUP
 
@@ -38,6 +39,7 @@ def engine_of(
         parallel=ParallelConfig(**parallel),
         precision=PrecisionConfig(),
         sequence_length=layouts.LENGTH,
+        split_sequence=sequence_shards,
     )
 
 

@@ -1,0 +1,69 @@
+"""Context parallelism: a sequence that lies over several processes, each with a stretch of it.
+
+The layers decide what they exchange (states and total decays, and the few tokens that a short convolution reads); here
+is how: an all-gather whose gradient is a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.grid import Grid
+
+
+@dataclass(frozen=True)
+class ContextShards:
+    """This process's stretch among those of its sequence.
+
+    Attributes:
+        group, index, count: the processes of the sequence, and this one's place among them.
+    """
+
+    group: dist.ProcessGroup
+    index: int
+    count: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[count, *x.shape]: x of every stretch, in order. The gradient of x is the sum over all processes of that of
+        its row."""
+        if x.is_complex():
+            return torch.view_as_complex(self.gather(torch.view_as_real(x)))
+        return _Gather.apply(x, self) if x.is_floating_point() else _all_gather(x, self)
+
+
+def context_shards(grid: Grid) -> ContextShards | None:
+    """The stretches of this process's sequences; None where they are whole."""
+    if grid.context_group is None:
+        return None
+    return ContextShards(grid.context_group, grid.context_rank, grid.context_size)
+
+
+def own_stretch(batch: Mapping[str, Tensor], shards: ContextShards) -> dict[str, Tensor]:
+    """This process's stretch of a batch: everything that is [batch, length] is cut along the length."""
+    length = batch["tokens"].shape[1] // shards.count
+    return {key: value.narrow(1, shards.index * length, length) for key, value in batch.items()}
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: ContextShards) -> Tensor:
+        ctx.shards = shards
+        return _all_gather(x, shards)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        out = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter_tensor(out.view(-1), grad.contiguous().view(-1), group=ctx.shards.group)
+        return out, None
+
+
+def _all_gather(x: Tensor, shards: ContextShards) -> Tensor:
+    out = x.new_empty(shards.count, *x.shape)
+    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=shards.group)
+    return out
