@@ -33,6 +33,9 @@ def expected(case_model: str, changes: tuple[tuple[str, Any], ...]) -> list[tupl
     return oracle.train(config, layouts.steps(), seed=11, lr=layouts.LR, warmup=layouts.WARMUP, total=layouts.STEPS)
 
 
+# A change of the weights by 1e-7, float32's rounding, changes the norm of these at their initialisation by up to 3e-5
+# (of MetaLA: 2e-7).
+ILL_CONDITIONED = ("gla", "retnet", "transnormer")
 CASES = [(processes, case) for processes in (2, 4) for case in layouts.cases(processes)]
 
 
@@ -43,7 +46,8 @@ def test_a_layout_trains_as_one_process(results, processes, case):
     wanted = expected(case.model, tuple(case.changes.items()))
     for index, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(result["history"], wanted, strict=True)):
         assert loss == pytest.approx(wanted_loss, rel=1e-5), f"loss of step {index}"
-        assert norm == pytest.approx(wanted_norm, rel=1e-5), f"gradient norm of step {index}"
+        tolerance = 1e-4 if case.model in ILL_CONDITIONED else 1e-5
+        assert norm == pytest.approx(wanted_norm, rel=tolerance), f"gradient norm of step {index}"
     nll, weight = result["evaluated"]
     assert weight == sum(batch["loss_weight"].sum().item() for batch in layouts.steps()[1])
     same = results(2)["data2-hybrid"]["evaluated"][0] if case.model == "hybrid" and not case.changes else nll
