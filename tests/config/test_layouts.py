@@ -28,7 +28,7 @@ def load(world_size: int, *overrides: str) -> object:
 
 
 def test_data_ranks_are_what_the_model_leaves() -> None:
-    config = load(16, "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2")
+    config = load(8, "parallel.tensor=2", "parallel.pipeline=2")
     assert config.batch.data_ranks == 2
     assert config.batch.global_batch_size == 4
 
