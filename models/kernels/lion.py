@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import lion_chunk, lion_tile
 from .lion_common import BIASED_LOGITS, LOG_DECAY, LOGITS, NO_GATE, Case
+from .lion_gate import project, project_backward
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -119,11 +120,13 @@ class _Lion(torch.autograd.Function):
     ) -> Tensor:
         dtype = case.dtype
         q, k, v = _aligned(q, dtype), _aligned(k, dtype), _aligned(v, dtype)
+        sums = None
         if weight is not None and source is not None:
-            decay = torch.mm(source.flatten(0, 1), weight.t())
+            source, weight = _aligned(source, source.dtype), _aligned(weight, weight.dtype)
+            decay, sums = project(case, module.chunk(case), source, weight, bias)
         elif decay is not None:
             decay = _aligned(decay, decay.dtype)
-        y, saved = module.forward(case, q, k, v, decay, bias, segments)
+        y, saved = module.forward(case, q, k, v, decay, bias, sums, segments)
         ctx.save_for_backward(q, k, v, decay, source, weight, bias, segments, y, *saved)
         ctx.module, ctx.case = module, case
         return y
@@ -138,10 +141,7 @@ class _Lion(torch.autograd.Function):
         if bias is not None:
             d_bias = d_decay.view(-1, case.heads).sum(0, dtype=torch.float32).to(bias.dtype)
         if source is not None:
-            if ctx.needs_input_grad[4]:
-                d_source = torch.mm(d_decay, weight).view(source.shape)
-            if ctx.needs_input_grad[5]:
-                d_weight = torch.mm(d_decay.t(), source.flatten(0, 1))
+            d_source, d_weight = project_backward(case, d_decay, source, weight)
             d_decay = None
         return dq, dk, dv, d_decay, d_source, d_weight, d_bias, None, None, None
 

@@ -35,6 +35,7 @@ from .lion_common import (
     load_sums,
     per_token,
     row_inner,
+    row_scale,
     running_sum,
     signed,
     store_gate_gradient,
@@ -48,8 +49,20 @@ except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
 
+def chunk(case: Case) -> int | None:
+    """As `lion_tile.chunk`."""
+    return _config(case.dim_k, case.dim_v, case.dtype)[0]
+
+
 def forward(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, bias: Tensor | None, segments: Tensor | None
+    case: Case,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    b: Tensor | None,
+    segments: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """As `lion_tile.forward`.
 
@@ -58,11 +71,10 @@ def forward(
     y = torch.empty_like(v)
     den = per_token(case, q) if case.scaled else None
     running, outputs = _forward_launches(case)
-    b = None
-    if gate is not None:
+    if gate is not None and b is None:
         b = per_token(case, q)
         running(gate, bias, b)
-    states, sums = _states(case, False, k, v, b, segments, None, None)
+    states, sums = _states(case, False, k, v, b, segments)
     outputs(q, k, v, b, segments, states, sums, y, den)
     small = states.nbytes <= k.nbytes + v.nbytes
     return y, (den, b, states if small else None, sums if small else None)
@@ -82,13 +94,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `lion_tile.backward`."""
     den, b, states, sums = saved
-    delta = None
-    if case.scaled:
-        delta = per_token(case, q)
-        row_inner(case)(dy, y, delta)
+    delta = per_token(case, q) if case.scaled else None
     if states is None:
-        states, sums = _states(case, False, k, v, b, segments, None, None)
-    d_states, d_sums = _states(case, True, q, dy, b, segments, den, delta)
+        states, sums = _states(case, False, k, v, b, segments)
+    d_states, d_sums = _states(case, True, q, dy, b, segments, y, den, delta)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dgate = None if gate is None else torch.empty_like(gate)
     _backward_launch(case)(
@@ -104,11 +113,13 @@ def _states(
     y: Tensor,
     b: Tensor | None,
     segments: Tensor | None,
-    den: Tensor | None,
-    delta: Tensor | None,
+    out: Tensor | None = None,
+    den: Tensor | None = None,
+    delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """States before each chunk from the left [0] and from the right [1]: of k and [v, 1], or (backward) of q and u.
 
+    Backward also fills delta, dy . y a row.
     Returns [2, batch * heads, chunks, head_dim_k, head_dim_v] and, when scaled, the last column of v~ or u, float32
     [2, batch * heads, chunks, head_dim_k].
     """
@@ -117,8 +128,15 @@ def _states(
     dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
     states = torch.empty((*shape, case.dim_v), dtype=dtype, device=x.device)
     sums = torch.empty(shape, dtype=torch.float32, device=x.device) if case.scaled else None
-    _state_launch(case, backward)(x, y, b, segments, den, delta, states, sums)
+    if backward and case.scaled and not _inner_inside(case):
+        row_inner(case)(y, out, delta)
+    _state_launch(case, backward)(x, y, b, segments, out, den, delta, states, sums)
     return states, sums
+
+
+def _inner_inside(case: Case) -> bool:
+    """Whether a program of the state kernel sees all channels of dy, and so can form delta."""
+    return case.dim_v <= _state_config(case.dim_k, case.dim_v, case.dtype)[1]
 
 
 @lru_cache(4096)
@@ -142,7 +160,7 @@ def _state_launch(case: Case, backward: bool) -> Launch:
     return Launch(
         _state_kernel, (blocks, 2, case.batch * case.heads),
         *case.sizes(), -(-case.length // size), case.dim_k, case.dim_v, block_k, block_v, size, backward,
-        mode != NO_GATE, *flags, num_warps=warps, num_stages=stages,
+        backward and _inner_inside(case), mode != NO_GATE, *flags, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -179,8 +197,9 @@ def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int,
 
 @triton.jit
 def _state_kernel(
-    x, y, b, segments, den, delta, states, sums, T, H, eps, N,
+    x, y, b, segments, out, den, delta, states, sums, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BACKWARD: tl.constexpr,
+    INNER: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     blocks_v: tl.constexpr = (V + BV - 1) // BV
@@ -188,6 +207,8 @@ def _state_kernel(
     from_right, bh = tl.program_id(1), tl.program_id(2)
     ck, cv = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV)
     x, y = base(x, bh, T, H, K), base(y, bh, T, H, V)
+    if INNER and SCALED:
+        out = base(out, bh, T, H, V)
     if GATE:
         b += bh.to(tl.int64) * T
     here = (from_right * tl.num_programs(2) + bh).to(tl.int64) * N
@@ -206,7 +227,12 @@ def _state_kernel(
         first, last = n * C, tl.minimum(n * C + C, T) - 1
         t = first + tl.arange(0, C)
         tile = load_columns(x, t, ck, T, H, K, BK)
-        value = load_rows(y, t, cv, T, H, V, BV).to(states.dtype.element_ty)
+        value = load_rows(y, t, cv, T, H, V, BV)
+        if INNER and SCALED:
+            inner = tl.sum(value.to(tl.float32) * load_rows(out, t, cv, T, H, V, BV).to(tl.float32), 1)
+            if from_right == 0 and bk == 0:
+                tl.store(delta + bh.to(tl.int64) * T + t, inner, mask=t < T)
+        value = value.to(states.dtype.element_ty)
         weight = tl.where(t < T, 1.0, 0.0)
         keep = 1.0
         if GATE:
@@ -221,7 +247,10 @@ def _state_kernel(
             weight = tl.where(tl.load(segments + t, mask=t < T, other=-1) == edge, weight, 0.0)
             keep = tl.where(neighbour == edge, keep, 0.0)
         if BACKWARD:
-            scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
+            if INNER and SCALED:
+                scale = row_scale(den, bh, t, T, eps)
+            else:
+                scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
             weight *= scale
         weighted = tile * weight[None, :]
         state = tl.dot(weighted.to(states.dtype.element_ty), value, state * keep, input_precision=PRECISION)

@@ -97,12 +97,17 @@ def _load_gate(gate, bias, bh, t, T, H, GATE: tl.constexpr):
 
 
 @triton.jit
-def load_log_decay(gate, bias, bh, t, T, H, GATE: tl.constexpr):
-    """Log decay of tokens t to base 2, float32; 0 outside."""
-    x = _load_gate(gate, bias, bh, t, T, H, GATE)
+def log_decay(x, GATE: tl.constexpr):
+    """Log decay to base 2 of what the gate says, float32."""
     if GATE >= 2:
         x = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
-    return tl.where(t < T, tl.maximum(x, -100.0) * 1.4426950408889634, 0.0)
+    return tl.maximum(x, -100.0) * 1.4426950408889634
+
+
+@triton.jit
+def load_log_decay(gate, bias, bh, t, T, H, GATE: tl.constexpr):
+    """`log_decay` of tokens t; 0 outside."""
+    return tl.where(t < T, log_decay(_load_gate(gate, bias, bh, t, T, H, GATE), GATE), 0.0)
 
 
 @triton.jit
@@ -113,11 +118,17 @@ def store_gate_gradient(dgate, gate, bias, bh, d_log_decay, t, T, H, GATE: tl.co
 
 
 @triton.jit
+def row_scale(den, bh, t, T, eps):
+    """1 / (row sum + eps) of each row, 0 for a row of padding."""
+    total = tl.load(den + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
+    return tl.where(total != 0.0, 1.0 / (total + eps), 0.0)
+
+
+@triton.jit
 def load_scale(den, delta, bh, t, T, eps, SCALED: tl.constexpr):
-    """Of each row: 1 / (row sum + eps), 0 for a row of padding; and dy . y."""
+    """Of each row: `row_scale` and dy . y."""
     if SCALED:
-        total = tl.load(den + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
-        scale = tl.where(total != 0.0, 1.0 / (total + eps), 0.0)
+        scale = row_scale(den, bh, t, T, eps)
         inner = tl.load(delta + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
     else:
         scale = tl.where(t < T, 1.0, 0.0)

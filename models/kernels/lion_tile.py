@@ -51,20 +51,33 @@ except ImportError as error:
 _WHOLE = 128
 
 
+def chunk(case: Case) -> int | None:
+    """Tokens after which the running sums that `forward` takes start again; None where it takes none."""
+    return None
+
+
 def forward(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, bias: Tensor | None, segments: Tensor | None
+    case: Case,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    sums: Tensor | None,
+    segments: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """y, and what `backward` needs to know: row sums without eps, running sums of the log decay, and so on.
 
     Contiguous q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], gate: [batch, length, heads], bias:
-    [heads]. segments: int32 [length], rising segment numbers (batch 1). How gate is read: `lion_common`.
+    [heads]. How gate is read: `lion_common`; sums: its running sums over `chunk` tokens where they are already formed.
+    segments: int32 [length], rising segment numbers (batch 1).
     """
     y = torch.empty_like(v)
     den = per_token(case, q) if case.scaled else None
     c = None if gate is None else per_token(case, q)
-    sums, outputs = _forward_launches(case)
-    if sums is not None:
-        sums(gate, bias, c)
+    running, outputs = _forward_launches(case)
+    if running is not None:
+        running(gate, bias, c)
     outputs(q, k, v, gate, bias, c, segments, y, den)
     return y, (den, c)
 
@@ -85,12 +98,12 @@ def backward(
     den, c = saved
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dgate = None if gate is None else torch.empty_like(gate)
+    dc = None if gate is None else per_token(case, q)
     whole, gradients, gate_gradient = _backward_launches(case)
     if whole:
-        gradients(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate)
+        gradients(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, dc)
         return dq, dk, dv, dgate
     delta = per_token(case, q) if case.scaled else None
-    dc = None if gate is None else per_token(case, q)
     if case.scaled:
         row_inner(case)(dy, y, delta)
     gradients(dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc)
@@ -103,13 +116,13 @@ def backward(
 def _forward_launches(case: Case) -> tuple[Launch | None, Launch]:
     rows, columns, warps, stages = _forward_config(case.length, case.dim_k, case.dim_v, case.dtype)
     whole = block(case.length) if case.length <= _WHOLE else 0
-    sums = None if whole or case.mode == NO_GATE else running_sum(case)
+    running = None if whole or case.mode == NO_GATE else running_sum(case)
     outputs = Launch(
         _forward, (-(-case.length // rows), case.batch * case.heads),
         *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns, whole,
         *case.flags(), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return sums, outputs
+    return running, outputs
 
 
 @lru_cache(4096)
@@ -226,11 +239,11 @@ def _forward(
 
 @triton.jit
 def _backward_whole(
-    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, T, H, eps,
+    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A whole sequence: all its queries at once, its keys BN at a time."""
+    """A whole sequence: all its queries at once, its keys BN at a time. of_keys: their part of dc on its way to rows."""
     bh = tl.program_id(0)
     t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     k, dk, v, dv = base(k, bh, T, H, K), base(dk, bh, T, H, K), base(v, bh, T, H, V), base(dv, bh, T, H, V)
@@ -239,6 +252,7 @@ def _backward_whole(
     key, value = load_rows(k, tl.arange(0, BN), ck, T, H, K, BK), load_rows(v, tl.arange(0, BN), cv, T, H, V, BV)
     if GATE != 0:
         c += bh.to(tl.int64) * T
+        of_keys += bh.to(tl.int64) * T
     c_t = load_sums(c, t, T, GATE)
     if SCALED:
         out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV)
@@ -262,9 +276,9 @@ def _backward_whole(
         d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
         store_columns(dv, d_value, u, cv, T, H, V, BV)
         if GATE != 0:
-            # The sum over queries of key u belongs to row u: kept in registers, it needs no way through memory.
             w = signed(a * da, t, u)
-            dc += tl.sum(w - tl.where(t[:, None] == u[None, :], tl.sum(w, 0)[None, :], 0.0), 1)
+            dc += tl.sum(w, 1)
+            tl.store(of_keys + u, tl.sum(w, 0), mask=u < T)
         ds = (da * factor).to(query.dtype)
         d_query = tl.dot(ds, key, d_query, input_precision=PRECISION)
         d_key = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
@@ -272,6 +286,8 @@ def _backward_whole(
         key, value = next_key, next_value
     store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK)
     if GATE != 0:
+        tl.debug_barrier()
+        dc -= tl.load(of_keys + t, mask=t < T, other=0.0)
         store_gate_gradient(dgate, gate, bias, bh, tl.cumsum(dc, 0, reverse=True), t, T, H, GATE)
 
 

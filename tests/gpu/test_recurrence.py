@@ -13,14 +13,6 @@ from models.recurrence import recurrence
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.fixture(autouse=True)
-def _no_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first configuration of every kernel: timing all of them takes minutes and changes no value."""
-    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
-    prune = autotuner.prune_configs
-    monkeypatch.setattr(autotuner, "prune_configs", lambda self, *args, **kwargs: prune(self, *args, **kwargs)[:1])
-
-
 def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 

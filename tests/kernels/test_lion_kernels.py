@@ -105,7 +105,7 @@ def test_a_projected_gate_and_its_gradients(device: str, form: str, biased: bool
     mask = (torch.rand(2, 40, generator=generator) > 0.3).to(device) if masked else None
     results = []
     for kind, dtype in ((form, torch.float32), ("parallel", torch.float64)):
-        leaves = [t.to(device, dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
+        leaves = [t.detach().clone().to(device, dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
         gate = ProjectedGate(*leaves[3:5], leaves[5] if biased else None)
         y = bidirectional(*leaves[:3], gate=gate, mask=mask, form=kind)
         (y * torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()

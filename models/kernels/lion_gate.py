@@ -1,0 +1,130 @@
+"""LION-s' gate from the layer's input: its projection and the running sum of its log decay in one kernel, and backward.
+
+    gate = x W^T      dx = dgate W      dW = dgate^T x
+The projection to a few heads moves x once and computes next to nothing; so does each direction here. dW is summed by
+every program over its own tokens and over programs afterwards: the order of the sum does not depend on their timing.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .launch import Launch
+from .lion_common import Case, block, log_decay
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
+
+# Channels of a tile; programs over which the tokens of the backward pass are spread.
+_CHANNELS, _PROGRAMS = 128, 64
+
+
+def project(
+    case: Case, chunk: int | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """gate [batch, length, heads] in x's dtype; with `chunk`, a power of two, also `lion_common.running_sum` of it."""
+    gate = torch.empty((case.batch, case.length, case.heads), dtype=x.dtype, device=x.device)
+    sums = None
+    if chunk is not None:
+        sums = torch.empty((case.batch, case.heads, case.length), dtype=torch.float32, device=x.device)
+    _project_launch(case, chunk, x.shape[-1])(x, weight, bias, gate, sums)
+    return gate, sums
+
+
+def project_backward(case: Case, dgate: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight."""
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    gradients, reduce, programs = _backward_launches(case, x.shape[-1])
+    partial = torch.empty((programs, *weight.shape), dtype=torch.float32, device=x.device)
+    gradients(dgate, x, weight, dx, partial)
+    reduce(partial, dweight)
+    return dx, dweight
+
+
+@lru_cache(4096)
+def _project_launch(case: Case, chunk: int | None, size: int) -> Launch:
+    rows = chunk or 64
+    return Launch(
+        _project, (-(-case.length // rows), case.batch), case.length, case.heads, size, block(case.heads),
+        min(_CHANNELS, block(size)), rows, case.mode, chunk is not None, case.flags()[-1],
+        num_warps=4, num_stages=3 if _sixteen_bits(case) else 2,
+    )  # fmt: skip
+
+
+@lru_cache(4096)
+def _backward_launches(case: Case, size: int) -> tuple[Launch, Launch, int]:
+    tokens, rows, channels = case.batch * case.length, 64, min(_CHANNELS, block(size))
+    programs = min(-(-tokens // rows), _PROGRAMS)
+    gradients = Launch(
+        _project_backward, (programs, -(-size // channels)), tokens, case.heads, size, block(case.heads), channels,
+        rows, case.flags()[-1], num_warps=4, num_stages=3 if _sixteen_bits(case) else 2,
+    )  # fmt: skip
+    reduce = Launch(_reduce, (-(-case.heads * size // 256),), case.heads * size, programs, 256, num_warps=4)
+    return gradients, reduce, programs
+
+
+def _sixteen_bits(case: Case) -> bool:
+    return case.gate_dtype is not None and case.gate_dtype.itemsize == 2
+
+
+@triton.jit
+def _project(
+    x, weight, bias, gate, sums, T, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
+    GATE: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    t, h, d = tl.program_id(0) * C + tl.arange(0, C), tl.arange(0, BH), tl.arange(0, BS)
+    row = tl.program_id(1).to(tl.int64) * T + t
+    logits = tl.zeros([C, BH], tl.float32)
+    for start in range(0, S, BS):
+        s = start + d
+        tile = tl.load(x + row[:, None] * S + s[None, :], mask=(t < T)[:, None] & (s < S)[None, :], other=0.0)
+        w = tl.load(weight + h[None, :] * S + s[:, None], mask=(h < H)[None, :] & (s < S)[:, None], other=0.0)
+        logits = tl.dot(tile, w, logits, input_precision=PRECISION)
+    logits = logits.to(gate.dtype.element_ty)
+    inside = (t < T)[:, None] & (h < H)[None, :]
+    tl.store(gate + row[:, None] * H + h[None, :], logits, mask=inside)
+    if SUM:
+        value = logits.to(tl.float32)
+        if GATE == 3:
+            value += tl.load(bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+        total = tl.cumsum(tl.where((t < T)[:, None], log_decay(value, GATE), 0.0), 0)
+        address = sums + (tl.program_id(1).to(tl.int64) * H + h[None, :]) * T + t[:, None]
+        tl.store(address, total, mask=inside)
+
+
+@triton.jit
+def _project_backward(
+    dgate, x, weight, dx, partial, N, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    h, s = tl.arange(0, BH), tl.program_id(1) * BS + tl.arange(0, BS)
+    of_weight = (h < H)[:, None] & (s < S)[None, :]
+    w = tl.load(weight + h[:, None] * S + s[None, :], mask=of_weight, other=0.0)
+    total = tl.zeros([BH, BS], tl.float32)
+    for start in range(tl.program_id(0) * BT, N, tl.num_programs(0) * BT):
+        t = start + tl.arange(0, BT)
+        row = t.to(tl.int64)[:, None]
+        of_x = (t < N)[:, None] & (s < S)[None, :]
+        tile = tl.load(x + row * S + s[None, :], mask=of_x, other=0.0)
+        d = tl.load(dgate + row * H + h[None, :], mask=(t < N)[:, None] & (h < H)[None, :], other=0.0)
+        tl.store(dx + row * S + s[None, :], tl.dot(d, w, input_precision=PRECISION).to(dx.dtype.element_ty), mask=of_x)
+        total = tl.dot(tl.trans(d), tile, total, input_precision=PRECISION)
+    tl.store(partial + (tl.program_id(0) * H + h[:, None]) * S + s[None, :], total, mask=of_weight)
+
+
+@triton.jit
+def _reduce(partial, out, N, P, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    total = tl.zeros([B], tl.float32)
+    for p in range(0, P):
+        total += tl.load(partial + p * N + i, mask=i < N, other=0.0)
+    tl.store(out + i, total.to(out.dtype.element_ty), mask=i < N)
