@@ -5,10 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d' ' -f1)
 
-.PHONY: help setup train test lint clean
+.PHONY: help setup train test test-huggingface lint clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(STAMP)  ## create .venv and install requirements.txt (nothing to do when it is already there)
 
@@ -26,6 +26,10 @@ train: setup  ## train the default model on this machine (about 5 minutes on 2 c
 
 test: setup lint  ## style, types and the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-huggingface: setup  ## exports in environments with only torch and transformers (built once, 3 GB in ~/.cache/metalion)
+	$(BIN)/python tests/hf/environments.py
+	OMP_NUM_THREADS=1 METALION_COMPILE=1 $(BIN)/python -m pytest tests/hf/test_environments.py
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

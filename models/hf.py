@@ -102,7 +102,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         if use_cache and cache is None:
             cache = RecurrentCache()
         before = cache.states if cache is not None and cache.states else [None] * (len(self.blocks) + 1)
-        hidden, new_state = self._embed(input_ids, inputs_embeds, mask, before[0])
+        hidden, new_state = self._embed(input_ids, inputs_embeds, mask, before[0], use_cache)
         new_states, collected = [new_state], []
         recompute = self.gradient_checkpointing and self.training
         for block, state in zip(self.blocks, before[1:], strict=True):
@@ -126,9 +126,13 @@ class MetalionPreTrainedModel(PreTrainedModel):
         inputs_embeds: Tensor | None,
         mask: Tensor | None,
         state: dict[str, Tensor] | None,
+        use_cache: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if inputs_embeds is None:
-            return self.embedding(input_ids, mask=mask, state=state, return_state=True)
+            if use_cache:
+                return self.embedding(input_ids, mask=mask, state=state, return_state=True)
+            # A tensor alone: Transformers and PEFT put hooks on the embedding that expect one.
+            return self.embedding(input_ids, mask=mask, state=state), {}
         if self.embedding.positions is None:
             return inputs_embeds, {}
         vectors, end = self.embedding.positions(inputs_embeds, mask, None, (state or {}).get("position"))

@@ -10,8 +10,15 @@ from transformers import PreTrainedConfig
 from .config import ModelConfig
 from .mixers import MIXERS
 
-# What a configuration without arguments is: MetaLA 360M. Transformers writes only what differs from it.
-_DEFAULTS: dict[str, Any] = {"vocab_size": 50304, "num_layers": 24, "hidden_size": 1024, "num_heads": 8}
+# What a configuration without arguments is, which Transformers asks for: the shape of MetaLA 360M, with a mixer that is
+# there (an export holds only its own).
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50304,
+    "num_layers": 24,
+    "hidden_size": 1024,
+    "num_heads": 8,
+    "mixers": ("metala",) if "metala" in MIXERS else (next(iter(MIXERS)),),
+}
 
 
 class MetalionConfig(PreTrainedConfig):
@@ -46,6 +53,10 @@ class MetalionConfig(PreTrainedConfig):
             raise ValueError(f"classifier_pooling = {classifier_pooling!r}: allowed are null, last, first, mean")
         self.use_cache = use_cache
         self.classifier_pooling = classifier_pooling
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What is written to config.json: every field of the model, also where it is a default here."""
+        return super().to_diff_dict() | dataclasses.asdict(self.model_config()) | {"mixers": list(self.mixers)}
 
     def model_config(self) -> ModelConfig:
         """The same as the model's own dataclass."""

@@ -39,15 +39,15 @@ def _export(options: argparse.Namespace) -> int:
 
 def _check(done: object, options: argparse.Namespace) -> int:
     from megatron_lite.checkpoint import Weights
-    from tools.conversion.compare import compare_logits, real_text
+    from tools.conversion.compare import compare_logits, real_text, rows_of
     from tools.conversion.export import Export
     from tools.conversion.tokenizer import check_same_ids
     from tools.load_model import DTYPES, model_config
 
     assert isinstance(done, Export)
-    tokens, name = real_text([options.text, _validation_text(done.config)], done.tokenizer)
-    with open(name, encoding="utf-8", errors="replace") as file:
-        compared = check_same_ids(done.tokenizer, done.folder, [file.read(1 << 20)])
+    text, name = real_text(done.config, done.tokenizer, options.text)
+    tokens = rows_of(text, done.tokenizer)
+    compared = check_same_ids(done.tokenizer, done.folder, [text])
     print(f"tokenizer: AutoTokenizer gives the same ids on {compared:,} tokens")
     config = model_config(done.config)
     result = compare_logits(Weights(done.checkpoint), config, done.folder, tokens, DTYPES[options.dtype])
@@ -64,17 +64,6 @@ def _check(done: object, options: argparse.Namespace) -> int:
         )
         return 1
     return 0
-
-
-def _validation_text(config: dict[str, object]) -> Path | None:
-    """The raw validation text of the run, where it is still there."""
-    from tools.load_model import data_config, prepare
-
-    try:
-        data = data_config(config)
-        return prepare(data).validation_text_path if data.corpus is not None else None
-    except (OSError, ValueError):
-        return None
 
 
 def _bytes(text: str) -> int:

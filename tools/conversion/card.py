@@ -28,14 +28,14 @@ _CITATIONS = {
 
 _CAUSAL = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 inputs = tokenizer("def ", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))"""
 
 _MASKED = """from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 model = AutoModelForMaskedLM.from_pretrained("{name}", trust_remote_code=True)
 logits = model(**tokenizer("a sentence", return_tensors="pt")).logits"""
 

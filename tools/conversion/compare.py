@@ -7,7 +7,7 @@ that memory holds the export and one layer more.
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.corpora import source_files
+from data.indexed import IndexedTokens
+from data.readers import read_documents
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint import Weights
 from models.config import ModelConfig
 from models.lm import layer_specs
+from tools.load_model import data_config
 
-TOLERANCE = 1e-4
 LENGTH = 256
+_CHARACTERS = 100_000
+_FEWEST = 32
 
 
 @dataclass(frozen=True)
@@ -110,19 +115,54 @@ def _widen_while_running(layer: nn.Module) -> None:
     layer.register_forward_hook(lambda module, *_: module.to(narrow) and None)
 
 
-def real_text(run_texts: Iterable[Path | None], tokenizer: Tokenizer, length: int = LENGTH) -> tuple[Tensor, str]:
-    """Tokens [2, length] of the first text that is there, and its name.
+def real_text(config: Mapping[str, Any], tokenizer: Tokenizer, given: Path | None = None) -> tuple[str, str]:
+    """About 100 kB of text, and where it is from: a given file, what the run was trained on, or a module of Python's.
 
-    Args:
-        run_texts: files to look at first, the run's validation text say. Without any it is a module of Python's own.
+    Raises FileNotFoundError for a given file that is not there, ValueError for one that is too short to compare on.
     """
-    candidates = [path for path in run_texts if path is not None and path.is_file()]
-    candidates.append(Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py")
-    for path in candidates:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read(64 * length)
-        ids = [int(i) for i in tokenizer.encode(text)][: 2 * length]
-        if len(ids) >= 32:
-            half = len(ids) // 2
-            return torch.tensor([ids[:half], ids[half : 2 * half]]), str(path)
-    raise FileNotFoundError(f"no text to compare logits on: {', '.join(map(str, candidates))}")
+    if given is not None:
+        text = given.read_text(encoding="utf-8", errors="replace")[:_CHARACTERS]
+        if len(tokenizer.encode(text)) < _FEWEST:
+            raise ValueError(f"{given}: {len(text)} characters are too short to compare logits on; name a longer text")
+        return text, str(given)
+    for find in (_corpus_text, _token_file_text):
+        try:
+            text, name = find(config, tokenizer)
+        except (OSError, ValueError, KeyError):  # what a run was trained on need not be on this machine
+            continue
+        if len(tokenizer.encode(text)) >= _FEWEST:
+            return text, name
+    own = Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py"
+    return own.read_text(encoding="utf-8"), str(own)
+
+
+def rows_of(text: str, tokenizer: Tokenizer) -> Tensor:
+    """The beginning of a text as tokens [2, up to 256]."""
+    ids = [int(i) for i in tokenizer.encode(text[: 64 * LENGTH])][: 2 * LENGTH]
+    half = len(ids) // 2
+    return torch.tensor([ids[:half], ids[half : 2 * half]])
+
+
+def _corpus_text(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str, str]:
+    data = data_config(dict(config))
+    files = source_files(data.corpus or "")
+    parts: list[str] = []
+    size = 0
+    for document in read_documents(files, data.text_key):
+        parts.append(document.text)
+        size += len(document.text)
+        if size >= _CHARACTERS:
+            break
+    return "\n".join(parts)[:_CHARACTERS], str(data.corpus)
+
+
+def _token_file_text(config: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str, str]:
+    data = data_config(dict(config))
+    prefix = data.validation or data.train or ""
+    file = IndexedTokens(prefix)
+    ids: list[int] = []
+    for sequence in range(len(file)):
+        ids += file[sequence].tolist()
+        if len(ids) >= 4 * LENGTH:
+            break
+    return tokenizer.decode(ids[: 4 * LENGTH]), prefix

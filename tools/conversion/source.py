@@ -4,7 +4,9 @@ Transformers follows relative imports within one folder only, so `mixers/metala.
 relative import is rewritten to match; nothing else changes but
 
 - the table of mixers keeps the ones that the model uses, so that a folder holds no file without a purpose;
-- imports of optional packages stand in try blocks, where Transformers' check of requirements does not look.
+- imports of optional packages stand in try blocks, where Transformers' check of requirements does not look;
+- the two files that Transformers opens by name also name what they reach indirectly: it reads the imports of a file and
+  copies those files, and in its older versions not what these import in turn.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 ENTRY = "hf"
+CONFIG_ENTRY = "hf_config"
 
 _AT_HAND = {"torch", "transformers", *sys.stdlib_module_names}
 
@@ -24,6 +27,7 @@ _AT_HAND = {"torch", "transformers", *sys.stdlib_module_names}
 def flat_source(mixers: Collection[str]) -> dict[str, str]:
     """File name to text: `hf.py` and every file of `models/` that it reaches, for a model of these mixers."""
     files: dict[str, str] = {}
+    imports: dict[str, list[str]] = {}
     waiting = [ENTRY]
     while waiting:
         module = waiting.pop()
@@ -36,8 +40,28 @@ def flat_source(mixers: Collection[str]) -> dict[str, str]:
             text = _only_mixers(text, mixers)
         text, imported = _rewrite(text, module, package=path.name == "__init__.py")
         files[name] = text
+        imports[module] = imported
         waiting += imported
+    for entry in (ENTRY, CONFIG_ENTRY):
+        files[f"{entry}.py"] += _also_needed(_reached(entry, imports) - {entry, *imports[entry]})
     return files
+
+
+def _reached(module: str, imports: Mapping[str, Collection[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            waiting += imports[name]
+    return found
+
+
+def _also_needed(modules: Collection[str]) -> str:
+    lines = [f"    from .{_flat(module)} import *\n" for module in sorted(modules)]
+    return "\n\nif False:  # never run: it names the files that Transformers must copy along with this one\n" + "".join(
+        lines
+    )
 
 
 def _path(module: str) -> Path:

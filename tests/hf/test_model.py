@@ -1,0 +1,344 @@
+"""The Hugging Face model: the trainer's logits, padding, losses, generation with a state of constant size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.hf import (
+    MetalionForCausalLM,
+    MetalionForMaskedLM,
+    MetalionForSequenceClassification,
+    MetalionModel,
+    from_language_model,
+)
+from models.hf_config import MetalionConfig, is_causal
+from models.lm import LanguageModel
+from models.mixers import MIXERS
+
+CAUSAL = sorted(name for name in MIXERS if name != "metala_bidirectional")
+# A state of every kind: recurrent, a convolution's, positions, keys and values.
+MIXED = ["metala", "retnet", "attention"]
+
+
+def config(mixers: list[str], **more: Any) -> MetalionConfig:
+    shape = {"vocab_size": 61, "num_layers": len(mixers) + 1, "hidden_size": 32, "num_heads": 4}
+    return MetalionConfig(**shape, mixers=mixers, bos_token_id=0, eos_token_id=0, pad_token_id=0, **more)
+
+
+def away_from_zero(model: torch.nn.Module) -> None:
+    """Parameters that start at 0 or 1 would hide that they are used."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def causal_model(mixers: list[str] = MIXED, **more: Any) -> MetalionForCausalLM:
+    torch.manual_seed(1)
+    model = MetalionForCausalLM(config(mixers, **more)).eval()
+    away_from_zero(model)
+    return model
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(prompts: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
+    """Ids and mask of prompts of unequal lengths."""
+    longest = max(map(len, prompts))
+    ids, mask = (
+        torch.zeros(len(prompts), longest, dtype=torch.long),
+        torch.zeros(len(prompts), longest, dtype=torch.long),
+    )
+    for row, prompt in enumerate(prompts):
+        place = slice(longest - len(prompt), None) if side == "left" else slice(len(prompt))
+        ids[row, place], mask[row, place] = prompt, 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("mixer", sorted(MIXERS))
+def test_logits_are_the_language_models(mixer: str) -> None:
+    cfg = config([mixer])
+    language_model = LanguageModel(cfg.model_config(), seed=0).eval()
+    away_from_zero(language_model)
+    kind = MetalionForCausalLM if is_causal(cfg.model_config()) else MetalionForMaskedLM
+    model = kind(cfg).eval()
+    missing, unexpected = model.load_state_dict(language_model.state_dict(), strict=False)
+    assert not missing
+    assert not unexpected
+    ids = tokens(2, 19)
+    assert torch.equal(model(ids).logits, language_model(ids))
+    assert torch.equal(from_language_model(language_model)(ids).logits, language_model(ids))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mixers", [*([name] for name in CAUSAL), MIXED], ids="-".join)
+def test_padding_changes_nothing(mixers: list[str], side: str) -> None:
+    model = causal_model(mixers)
+    prompts = [tokens(1, n, seed=n)[0] for n in (9, 4, 7)]
+    ids, mask = padded(prompts, side)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask).logits
+        for row, prompt in enumerate(prompts):
+            alone = model(prompt[None]).logits[0]
+            torch.testing.assert_close(logits[row][mask[row].bool()], alone, rtol=1e-5, atol=2e-5)
+
+
+def test_padding_with_learned_positions() -> None:
+    model = causal_model(["metala"], positions="learned", max_positions=16)
+    prompts = [tokens(1, n, seed=n)[0] for n in (9, 4)]
+    for side in ("left", "right"):
+        ids, mask = padded(prompts, side)
+        logits = model(ids, attention_mask=mask).logits
+        torch.testing.assert_close(logits[1][mask[1].bool()], model(prompts[1][None]).logits[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_that_is_too_short() -> None:
+    with pytest.raises(ValueError, match=r"attention_mask \[1, 3\]: expected \[batch, 5\]"):
+        causal_model()(tokens(1, 5), attention_mask=torch.ones(1, 3))
+
+
+def test_the_loss_is_the_trainers() -> None:
+    model = causal_model()
+    language_model = LanguageModel(model.config.model_config(), layers=[model.embedding, *model.blocks, model.head])
+    ids = tokens(3, 11)
+    labels = ids.clone()
+    labels[0, :6] = -100
+    total = language_model(ids[:, :-1], labels[:, 1:])
+    counted = (labels[:, 1:] != -100).sum()
+    torch.testing.assert_close(model(ids, labels=labels).loss, total / counted)
+    torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=100).loss, total / 100)
+
+
+@pytest.mark.parametrize("more", [{}, {"positions": "learned", "max_positions": 16}], ids=["plain", "positions"])
+def test_inputs_embeds(more: dict[str, Any]) -> None:
+    model = causal_model(**more)
+    ids = tokens(2, 7)
+    embeds = F.embedding(ids, model.get_input_embeddings().weight)
+    assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="one of the two"):
+        model(ids, inputs_embeds=embeds)
+    continued = model.generate(inputs_embeds=embeds, max_new_tokens=4, do_sample=False)
+    assert torch.equal(continued, model.generate(ids, max_new_tokens=4, do_sample=False)[:, 7:])
+
+
+def test_hidden_states() -> None:
+    model = causal_model()
+    ids = tokens(2, 7)
+    output = model(ids, output_hidden_states=True)
+    assert len(output.hidden_states) == len(model.blocks) + 1
+    assert torch.equal(output.hidden_states[0], F.embedding(ids, model.embedding.weight))
+    assert torch.equal(output.hidden_states[1], model.blocks[0](output.hidden_states[0]))
+    assert torch.equal(F.linear(output.hidden_states[-1], model.head.weight), output.logits)
+    base = MetalionModel(model.config).eval()
+    base.load_state_dict({k: v for k, v in model.state_dict().items() if k != "head.weight"})
+    assert torch.equal(base(ids).last_hidden_state, output.hidden_states[-1])
+    loss, logits, *_ = model(ids, labels=ids, return_dict=False)
+    assert logits.shape == (2, 7, 61)
+    assert loss.shape == ()
+
+
+def test_logits_to_keep() -> None:
+    model = causal_model()
+    ids = tokens(2, 7)
+    torch.testing.assert_close(model(ids, logits_to_keep=2).logits, model(ids).logits[:, -2:])
+    assert model(ids, logits_to_keep=torch.tensor([1, 4])).logits.shape == (2, 2, 61)
+
+
+def test_gradient_checkpointing() -> None:
+    model = causal_model().train()
+    ids, mask = padded([tokens(1, 9)[0], tokens(1, 5)[0]], "right")
+    model(ids, attention_mask=mask, labels=ids).loss.backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    calls = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    model(ids, attention_mask=mask, labels=ids).loss.backward()
+    assert len(calls) == 2, "forward, and once more in the backward pass"
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain[name])
+
+
+@torch.no_grad()
+def greedy(model: MetalionForCausalLM, ids: Tensor, count: int) -> Tensor:
+    """The definition: the whole text again for every token, without a cache."""
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("mixers", [*([name] for name in CAUSAL), MIXED], ids="-".join)
+def test_greedy_generation(mixers: list[str]) -> None:
+    model = causal_model(mixers)
+    ids = tokens(2, 5)
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    assert torch.equal(made, greedy(model, ids, 6))
+
+
+def test_prompts_of_unequal_lengths() -> None:
+    model = causal_model()
+    prompts = [tokens(1, n, seed=n)[0] for n in (9, 2, 6)]
+    ids, mask = padded(prompts, "left")
+    made = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(made[row, 9:], greedy(model, prompt[None], 8)[0, len(prompt) :])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"do_sample": True, "top_p": 0.9}, {"num_beams": 4}, {"num_beams": 3, "do_sample": True}]
+)
+def test_sampling_and_beams_with_and_without_a_cache(settings: dict[str, Any]) -> None:
+    model = causal_model()
+    ids, mask = padded([tokens(1, 6)[0], tokens(1, 3)[0]], "left")
+    results = []
+    for use_cache in (True, False):
+        torch.manual_seed(7)
+        results.append(
+            model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=9,
+                use_cache=use_cache,
+                eos_token_id=None,
+                num_return_sequences=2,
+                **settings,
+            )
+        )
+    assert torch.equal(*results)
+    assert not torch.equal(results[0][0], results[0][1])
+
+
+@pytest.mark.parametrize("whole_text", [True, False])
+def test_generation_goes_on_from_a_cache(whole_text: bool) -> None:
+    """A returned cache and more text: the whole text, or only what is new with the mask of the whole."""
+    model = causal_model()
+    ids, mask = padded([tokens(1, 6)[0], tokens(1, 3)[0]], "left")
+    settings = {"do_sample": False, "eos_token_id": None}
+    first = model.generate(ids, attention_mask=mask, max_new_tokens=4, return_dict_in_generate=True, **settings)
+    cache = first.past_key_values
+    assert cache.get_seq_length() == 9, "the last token was drawn and not read yet"
+    more = tokens(2, 3, seed=9)
+    text = torch.cat([first.sequences, more], 1)
+    text_mask = torch.cat([mask, torch.ones(2, 7, dtype=torch.long)], 1)
+    expected = model.generate(text, attention_mask=text_mask, max_new_tokens=5, **settings)
+    given = text if whole_text else text[:, 9:]
+    second = model.generate(given, attention_mask=text_mask, past_key_values=cache, max_new_tokens=5, **settings)
+    assert torch.equal(second[:, -5:], expected[:, -5:])
+
+
+def test_the_state_does_not_grow() -> None:
+    model = causal_model(["metala", "retnet"])
+    sizes = set()
+    cache = None
+    for length in (3, 1, 40, 1):
+        output = model(tokens(2, length), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        sizes.add(cache.nbytes())
+    assert len(sizes) == 1
+    assert cache.get_seq_length() == 45
+    assert cache.batch_size == 2
+    with pytest.raises(ValueError, match="cannot take 1 tokens"):
+        cache.crop(1)
+
+
+def test_cache_rows() -> None:
+    model = causal_model()
+    ids = tokens(3, 6)
+    cache = model(ids, use_cache=True).past_key_values
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    after = model(tokens(1, 1).expand(3, 1), past_key_values=cache).logits
+    expected = model(torch.cat([ids[[2, 0, 0]], tokens(1, 1).expand(3, 1)], 1)).logits[:, -1:]
+    torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5)
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 6
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_assisted_generation_is_refused() -> None:
+    model = causal_model()
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(tokens(1, 4), assistant_model=causal_model(), max_new_tokens=3)
+
+
+def test_compiled() -> None:
+    model = causal_model(["metala"])
+    ids, mask = padded([tokens(1, 9)[0], tokens(1, 5)[0]], "left")
+    expected = model(ids, attention_mask=mask).logits
+    compiled = torch.compile(model, backend="aot_eager")  # traced and run; inductor's C++ takes half a minute
+    with torch.no_grad():
+        got = compiled(ids, attention_mask=mask).logits
+    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+BOTH_WAYS = {"mixers": ["lion"], "mixer_options": {"lion": {"causal": False}}}
+
+
+def masked_model(**more: Any) -> MetalionForMaskedLM:
+    torch.manual_seed(1)
+    model = MetalionForMaskedLM(config(**{**BOTH_WAYS, **more})).eval()
+    away_from_zero(model)
+    return model
+
+
+def test_masked_model() -> None:
+    model = masked_model()
+    prompts = [tokens(1, 9)[0], tokens(1, 5)[0]]
+    ids, mask = padded(prompts, "right")
+    labels = torch.where(mask.bool(), ids, -100)
+    labels[:, ::2] = -100
+    output = model(ids, attention_mask=mask, labels=labels)
+    torch.testing.assert_close(output.logits[1, :5], model(prompts[1][None]).logits[0], rtol=1e-5, atol=1e-5)
+    expected = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(output.loss, expected)
+    with pytest.raises(ValueError, match="AutoModelForMaskedLM"):
+        MetalionForCausalLM(model.config)
+
+
+@pytest.mark.parametrize("how", ["last", "first", "mean", None])
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_sequence_classification(kind: str, how: str | None) -> None:
+    shape = {"mixers": ["metala"]} if kind == "causal" else BOTH_WAYS
+    model = MetalionForSequenceClassification(config(**shape, num_labels=3, classifier_pooling=how)).eval()
+    away_from_zero(model)
+    prompts = [tokens(1, 9)[0], tokens(1, 5)[0]]
+    for side in ("left", "right"):
+        ids, mask = padded(prompts, side)
+        output = model(ids, attention_mask=mask, labels=torch.tensor([2, 0]))
+        for row, prompt in enumerate(prompts):
+            torch.testing.assert_close(output.logits[row], model(prompt[None]).logits[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output.loss, F.cross_entropy(output.logits, torch.tensor([2, 0])))
+    hidden = model(prompts[0][None], output_hidden_states=True).hidden_states[-1][0]
+    pooled = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0)}
+    place = how or ("last" if kind == "causal" else "first")
+    torch.testing.assert_close(model(prompts[0][None]).logits[0], F.linear(pooled[place], model.score.weight))
+
+
+def test_regression_and_several_labels() -> None:
+    ids = tokens(2, 5)
+    one = MetalionForSequenceClassification(config(["metala"], num_labels=1))
+    torch.testing.assert_close(
+        one(ids, labels=torch.tensor([0.5, -1.0])).loss, F.mse_loss(one(ids).logits[:, 0], torch.tensor([0.5, -1.0]))
+    )
+    several = MetalionForSequenceClassification(config(["metala"], num_labels=3))
+    wanted = torch.tensor([[1.0, 0, 1], [0, 1, 0]])
+    expected = F.binary_cross_entropy_with_logits(several(ids).logits, wanted)
+    torch.testing.assert_close(several(ids, labels=wanted).loss, expected)
+
+
+def test_configuration_errors() -> None:
+    with pytest.raises(ValueError, match="classifier_pooling = 'max': allowed are null, last, first, mean"):
+        config(["metala"], classifier_pooling="max")
+    with pytest.raises(ValueError, match="unknown mixer 'metalla'; did you mean metala"):
+        config(["metalla"])
+    assert config(["metala"]).num_hidden_layers == 2
+    assert MetalionConfig(num_hidden_layers=3).num_layers == 3
