@@ -24,7 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .bidirectional_stretch import from_both_sides
 from .precision import ROW_SUM_EPS, wide
+from .sequence_shards import SequenceShards, current_shards
+from .stretches import left_neighbour, packing
 
 FORMS = ("auto", "parallel", "recurrent", "chunked", "triton_tile", "triton_chunk")
 CONVENTIONS = ("eq17", "shifted")
@@ -81,8 +84,8 @@ def bidirectional(
 
     q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v].
     log_decay: [batch, length, heads] (or a last dimension of 1) for one decay a head, [..., head_dim_k] for a vector;
-    None for no decay. -inf at a token cuts both directions there. `gate`
-    instead, [batch, length, heads] or a `ProjectedGate`: log_decay = logsigmoid(gate).
+    None for no decay. -inf at a token cuts both directions there.
+    gate: instead of it, [batch, length, heads] or a `ProjectedGate`: log_decay = logsigmoid(gate).
     scaled: y = num / (row sum + 1e-6); q and k must be positive for that to be sensible (Lion's phi).
     mask: [batch, length] bool, True for real tokens; padding never changes real tokens, and its own output is 0.
     cu_seqlens: [segments + 1], batch 1: no segment sees another; empty segments are legal.
@@ -93,7 +96,45 @@ def bidirectional(
     "triton_tile", "triton_chunk": the kernels for short and long sequences, one decay a head; "auto" takes the faster
     of the two on CUDA where they apply and "chunked" elsewhere.
     Returns [batch, length, heads, head_dim_v] in v's dtype. Raises ValueError for arguments that do not fit together.
+
+    Inside `models.sequence_shards.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
+    the whole, and there are no incoming states: they are exchanged here.
     """
+    shards = current_shards()
+    if shards is not None:
+        if incoming is not None:
+            raise ValueError("incoming states inside sequence_shards, which exchange their own: leave one of them out")
+        return _over_shards(shards, q, k, v, log_decay, gate, scaled, mask, cu_seqlens, mask_convention, form)
+    return local_bidirectional(
+        q,
+        k,
+        v,
+        log_decay,
+        gate=gate,
+        scaled=scaled,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        mask_convention=mask_convention,
+        incoming=incoming,
+        form=form,
+    )
+
+
+def local_bidirectional(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    gate: Tensor | ProjectedGate | None = None,
+    scaled: bool = True,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask_convention: str = "eq17",
+    incoming: tuple[Tensor, Tensor] | None = None,
+    form: str = "auto",
+) -> Tensor:
+    """As `bidirectional`, of these tokens alone, also where they are a stretch of a longer sequence."""
     _check(q, k, v, log_decay, gate, mask, cu_seqlens, mask_convention, incoming, form)
     if form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention, incoming)):
         return _on_kernels(q, k, v, log_decay, gate, scaled, mask, cu_seqlens, form.removeprefix("triton_"))
@@ -182,6 +223,58 @@ def _on_kernels(
         gate = gate.logits()
     decay = log_decay if gate is None else gate
     return lion(q, k, v, decay, logits=gate is not None, scaled=scaled, mask=mask, cu_seqlens=cu_seqlens, kernel=kernel)
+
+
+def _over_shards(
+    shards: SequenceShards,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gate: Tensor | ProjectedGate | None,
+    scaled: bool,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mask_convention: str,
+    form: str,
+) -> Tensor:
+    """Numerators and row sums of the stretch, by any form, and of the rest of the sequence; only then the quotient."""
+    if isinstance(gate, ProjectedGate):
+        gate = gate.logits()
+    packed = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], shards)
+    inside = None if packed is None else packed.cu_seqlens
+
+    def stretch(values: Tensor) -> Tensor:
+        o = local_bidirectional(
+            q,
+            k,
+            values,
+            log_decay,
+            gate=gate,
+            scaled=False,
+            mask=mask,
+            cu_seqlens=inside,
+            mask_convention=mask_convention,
+            form=form,
+        )
+        return _wide(o)
+
+    # A kernel wants head sizes that are powers of two: row sums go by themselves.
+    parts = [v, torch.ones_like(v[..., :1])] if scaled else [v]
+    if scaled and not q.is_cuda:
+        parts = [torch.cat(parts, -1)]
+    o = torch.cat([stretch(part) for part in parts], -1)
+    forward, backward, _ = _decays(q, log_decay, gate, mask, None, mask_convention)
+    if mask_convention == "shifted":
+        before = left_neighbour(shards, backward[:, :, -1:])
+        forward = torch.cat([before, backward[:, :, :-1]], 2)
+    q_, k_, v_ = _wide(q), _wide(k), _values(v, scaled)
+    if mask is not None:
+        q_, k_ = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (q_, k_))
+    o = o + from_both_sides(shards, q_, k_, v_, forward, backward, packed)
+    if scaled:
+        o = o[..., :-1] / (o[..., -1:] + ROW_SUM_EPS)
+    return o.transpose(1, 2).to(v.dtype)
 
 
 @dataclass(frozen=True)

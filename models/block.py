@@ -11,6 +11,7 @@ from .mixers import MIXERS
 from .mlp import MLPS
 from .norm import Norm
 from .recurrence import leave_out_of_graphs
+from .sequence_shards import current_shards, refuse_state
 
 
 class Block(nn.Module):
@@ -37,6 +38,8 @@ class Block(nn.Module):
 
         mask: [batch, length] bool, True for real tokens. cu_seqlens: [segments + 1], with batch 1.
         """
+        if current_shards() is not None:
+            self._check_shards(state is not None or return_state)
         mixed = self.mixer(self.norm1(x), mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
         new_state: dict[str, Tensor] = {}
         if return_state:
@@ -44,6 +47,12 @@ class Block(nn.Module):
         hidden = x + mixed
         y = hidden + self.mlp(self.norm2(x if self.parallel_residual else hidden))
         return (y, new_state) if return_state else y
+
+    def _check_shards(self, with_state: bool) -> None:
+        if not getattr(self.mixer, "splits_sequence", False):
+            raise ValueError(f"{type(self.mixer).__name__} cannot work on a stretch of a sequence: see splits_sequence")
+        if with_state:
+            refuse_state()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """torch.compile this block in place, around the recurrence of its mixer; arguments as torch.compile."""

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .precision import wide
+from .sequence_shards import SequenceShards, current_shards, refuse_state
+from .stretches import left_neighbour, packing
 
 # Elements of a tile on a CPU: 2^17 float32 are 512 KiB, and about four such tensors live at a time.
 _TILE_ELEMENTS = 1 << 17
@@ -43,8 +45,14 @@ class CausalConvolution(nn.Module):
 
         mask: [batch, length] bool, True for real tokens; padding counts as the outside of the sequence.
         cu_seqlens: [segments + 1], batch 1, every segment starts anew. history: [batch or segments, kernel - 1,
-        channels], what an earlier call returned.
+        channels], what an earlier call returned. Inside `models.sequence_shards.sequence_shards` x is a stretch of the
+        sequence, at least kernel - 1 tokens, but cu_seqlens that of the whole, and there is no history.
         """
+        shards = current_shards()
+        if shards is not None:
+            if history is not None or return_history:
+                refuse_state()
+            return self._over_shards(shards, x, mask, cu_seqlens), None
         if cu_seqlens is not None:
             return self._packed(x, cu_seqlens, history, return_history)
         past = self.weight.shape[1] - 1
@@ -63,6 +71,26 @@ class CausalConvolution(nn.Module):
             return y, padded[:, x.shape[1] :]
         end = (mask * torch.arange(1, x.shape[1] + 1, device=x.device)).amax(1)
         return y, padded.gather(1, _window(end, before))
+
+    def _over_shards(self, shards: SequenceShards, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """The stretch on the left sends its last kernel - 1 inputs."""
+        past = self.weight.shape[1] - 1
+        if x.shape[1] < past:
+            raise ValueError(
+                f"a stretch of {x.shape[1]} tokens is shorter than the {past} before it that the convolution reads: use "
+                f"fewer sequence shards"
+            )
+        if mask is not None:
+            x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+        before = left_neighbour(shards, x[:, x.shape[1] - past :]) if past else x[:, :0]
+        if cu_seqlens is None:
+            return _convolve(before, x, self.weight, self.silu)
+        packed = packing(cu_seqlens, x.shape[1], shards)
+        # Of the tokens before, those of the sequence that the stretch begins in.
+        own = torch.arange(past, 0, -1, device=x.device) <= packed.age
+        history = x.new_zeros(len(cu_seqlens) - 1, past, x.shape[2])
+        history = history.index_copy(0, packed.first, before * own[None, :, None])
+        return self._packed(x, packed.cu_seqlens, history, False)[0]
 
     def _packed(
         self, x: Tensor, cu_seqlens: Tensor, history: Tensor | None, return_history: bool

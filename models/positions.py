@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .init import init_std
+from .sequence_shards import SequenceShards, current_shards, refuse_state
+from .stretches import packing
 
 
 class LearnedPositions(nn.Module):
@@ -58,7 +60,15 @@ def token_positions(
     goes on; None for 0.
     Returns the positions [batch, length], -1 before the first real token of a sequence that starts at 0, and the
     position of the next token [batch or segments].
+
+    Inside `models.sequence_shards.sequence_shards` x and mask are a stretch of the sequence, cu_seqlens that of the
+    whole, and start is None.
     """
+    shards = current_shards()
+    if shards is not None:
+        if start is not None:
+            refuse_state()
+        start, cu_seqlens = _start_of_stretch(shards, x, mask, cu_seqlens)
     batch, length = x.shape[:2]
     real = torch.ones(batch, length, dtype=torch.long, device=x.device) if mask is None else mask.long()
     seen = real.cumsum(1)
@@ -70,3 +80,21 @@ def token_positions(
     token = torch.arange(length, device=x.device)
     segment = torch.searchsorted(cu_seqlens[1:].to(token), token, right=True)
     return seen - 1 + offset[segment], edges[1:] + offset
+
+
+def _start_of_stretch(
+    shards: SequenceShards, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`start` and `cu_seqlens` of `token_positions` for the tokens of this stretch."""
+    batch, length = x.shape[:2]
+    if cu_seqlens is None:
+        if mask is None:
+            return torch.full((batch,), shards.index * length, device=x.device), None
+        return shards.gather(mask.sum(1))[: shards.index].sum(0), None
+    if mask is not None:
+        raise ValueError(
+            "mask and cu_seqlens over sequence shards: positions are for one of them; leave the padding out"
+        )
+    packed = packing(cu_seqlens, length, shards)
+    start = torch.zeros(len(cu_seqlens) - 1, dtype=torch.long, device=x.device)
+    return start.index_copy(0, packed.first, packed.age), packed.cu_seqlens

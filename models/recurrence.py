@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .chunked import chunked_recurrence
 from .decay import pairwise_decay, sum_after
+from .precision import wide as widened
+from .sequence_shards import SequenceShards, current_shards, refuse_state
+from .stretches import carried, decay_from_start, exchange, packing, recomputed
 
 Form = Literal["auto", "recurrent", "parallel", "chunked"]
 
@@ -39,7 +42,32 @@ def recurrence(
     Returns o in v's shape and dtype and the final state in float32 (float64 for float64 inputs).
     `auto` is flash-linear-attention on CUDA in 16 bits, one step of the recurrence for one token, else chunked.
     Raises ValueError for shapes that do not fit and for a form that does not exist.
+
+    Inside `models.sequence_shards.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
+    the whole. There is no initial state then, and the final states are those of this stretch's segments at its end.
     """
+    shards = current_shards()
+    if shards is None:
+        return local_recurrence(
+            q, k, v, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, form=form
+        )
+    if initial_state is not None:
+        refuse_state()
+    return _over_shards(shards, q, k, v, log_decay, scale, cu_seqlens, form)
+
+
+def local_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: Form = "auto",
+) -> tuple[Tensor, Tensor]:
+    """As `recurrence`, of these tokens alone, also where they are a stretch of a longer sequence."""
     _check(q, k, v, log_decay, initial_state, cu_seqlens)
     if form == "auto":
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
@@ -77,6 +105,44 @@ def leave_out_of_graphs() -> None:
     global chunked_recurrence
     if not getattr(chunked_recurrence, "_torchdynamo_disable", False):
         chunked_recurrence = torch.compiler.disable(chunked_recurrence)
+
+
+def _over_shards(
+    shards: SequenceShards,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    form: Form,
+) -> tuple[Tensor, Tensor]:
+    """The stretch from a zero state, by any kernel, and what the state from the stretches before adds to it."""
+    packed = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], shards)
+    inside = None if packed is None else packed.cu_seqlens
+    o, final = local_recurrence(q, k, v, log_decay, scale=scale, cu_seqlens=inside, form=form)
+    end, decay = final, log_decay.sum(1, dtype=torch.float64).exp().to(final.dtype).unsqueeze(-1)
+    if packed is not None:
+        end, decay = final.index_select(0, packed.last), decay * packed.from_left[-1]
+    ends, decays = zip(*exchange(shards, end, decay), strict=True)
+    state = carried(shards.index, ends, decays)
+    from_left = None if packed is None else packed.from_left
+    o = o + recomputed(_reached, q, log_decay, state, scale, from_left).to(o.dtype)
+    if packed is None:
+        return o, final + decay * state
+    aged = log_decay.masked_fill(~packed.from_left[None, :, None, None], 0.0).sum(1, dtype=torch.float64)
+    decay = aged.exp().to(final.dtype).unsqueeze(-1) * packed.from_left[0]
+    return o, final.index_add(0, packed.first, decay * state)
+
+
+def _reached(q: Tensor, log_decay: Tensor, state: Tensor, scale: float, from_left: Tensor | None) -> Tensor:
+    """scale q_t exp(b_t) S for S [batch, heads, head_dim_k, head_dim_v] from the left, for the tokens that see it."""
+    factor = decay_from_start(widened(log_decay), 1)
+    if from_left is not None:
+        factor = factor.masked_fill(~from_left[None, :, None, None], 0.0)
+    # A sum over a long sequence may lie outside of float16.
+    dtype = q.dtype if q.dtype == torch.bfloat16 else state.dtype
+    return torch.einsum("blhk,bhkv->blhv", (widened(q) * factor * scale).to(dtype), state.to(dtype))
 
 
 def _recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .segments import last, segment_starts
+from .sequence_shards import SequenceShards, current_shards, refuse_state
+from .stretches import carried, decay_from_start, exchange, packing
 
 Form = Literal["auto", "recurrent", "chunked", "kernel"]
 
@@ -39,7 +41,30 @@ def scan(
     for such inputs). `auto` is one step of the recurrence for one token, flash-linear-attention's kernel (`kernel`) on
     CUDA where compute_dtype (x.dtype if None), the dtype of the model's activations, has 16 bits, else chunked.
     Raises ValueError for shapes that do not fit and for a form that does not exist.
+
+    Inside `models.sequence_shards.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
+    the whole. There is no initial state then, and the final states are those of this stretch's segments at its end.
     """
+    shards = current_shards()
+    if shards is None:
+        return local_scan(
+            x, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens, form=form, compute_dtype=compute_dtype
+        )
+    if initial_state is not None:
+        refuse_state()
+    return _over_shards(shards, x, log_decay, cu_seqlens, form, compute_dtype)
+
+
+def local_scan(
+    x: Tensor,
+    log_decay: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: Form = "auto",
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `scan`, of these tokens alone, also where they are a stretch of a longer sequence."""
     _check(x, log_decay, initial_state, cu_seqlens)
     if form == "auto":
         half = (compute_dtype or x.dtype) in (torch.bfloat16, torch.float16)
@@ -56,6 +81,26 @@ def scan(
     else:
         h = x
     return h, last(h, initial_state, cu_seqlens)
+
+
+def _over_shards(
+    shards: SequenceShards,
+    x: Tensor,
+    log_decay: Tensor,
+    cu_seqlens: Tensor | None,
+    form: Form,
+    compute_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """The stretch from a zero state, and what the state from the stretches before adds to it."""
+    packed = None if cu_seqlens is None else packing(cu_seqlens, x.shape[1], shards)
+    inside = None if packed is None else packed.cu_seqlens
+    h, _ = local_scan(x, log_decay, cu_seqlens=inside, form=form, compute_dtype=compute_dtype)
+    decay = decay_from_start(log_decay, 1).to(h.dtype)
+    if packed is not None:
+        decay = decay.masked_fill(~packed.from_left[None, :, None], 0.0)
+    ends, decays = zip(*exchange(shards, h[:, -1], decay[:, -1]), strict=True)
+    h = h + decay * carried(shards.index, ends, decays).unsqueeze(1)
+    return h, last(h, None, inside)
 
 
 def _fold(

@@ -12,9 +12,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from .scan import scan
+from .scan import local_scan
+from .sequence_shards import SequenceShards, current_shards, refuse_state
+from .stretches import carried, exchange, packing, recomputed
 
 _STRETCH = 128
 
@@ -36,22 +37,75 @@ def selective_scan(
     initial_state: [batch, groups, channels, states], zero if None. cu_seqlens: [segments + 1] int with batch 1, every
     segment starts anew; states are then [segments, ...]. compute_dtype: as in `models.scan.scan`.
     Returns y in x's shape and the state after the last token.
+
+    Inside `models.sequence_shards.sequence_shards` as `models.scan.scan`.
     """
+    shards = current_shards()
+    if shards is None:
+        return _local(x, dt, a, b, c, initial_state, cu_seqlens, compute_dtype)
+    if initial_state is not None:
+        refuse_state()
+    return _over_shards(shards, x, dt, a, b, c, cu_seqlens, compute_dtype)
+
+
+def _local(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    compute_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
     sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     state = x.new_zeros(sequences, *a.shape) if initial_state is None else initial_state.to(x.dtype)
-    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (x, dt, a, b, c, state))
     outputs = []
     for start in range(0, x.shape[1], _STRETCH):
         end = min(start + _STRETCH, x.shape[1])
         bounds = None if cu_seqlens is None else cu_seqlens.clamp(start, end) - start
         stretch = partial(_stretch, bounds=bounds, compute_dtype=compute_dtype)
         tensors = (*(t[:, start:end] for t in (x, dt, b, c)), a, state)
-        if differentiable and x.shape[1] > _STRETCH:
-            y, state = checkpoint(stretch, *tensors, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y, state = stretch(*tensors)
+        y, state = recomputed(stretch, *tensors) if x.shape[1] > _STRETCH else stretch(*tensors)
         outputs.append(y)
     return torch.cat(outputs, 1) if outputs else x, state
+
+
+def _over_shards(
+    shards: SequenceShards,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    cu_seqlens: Tensor | None,
+    compute_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """The tokens of this process from a zero state, and what the state from the processes before adds to them."""
+    packed = None if cu_seqlens is None else packing(cu_seqlens, x.shape[1], shards)
+    inside = None if packed is None else packed.cu_seqlens
+    y, final = _local(x, dt, a, b, c, None, inside, compute_dtype)
+    elapsed = dt.cumsum(1, dtype=torch.float64).to(dt.dtype)
+    end, decay = final, (elapsed[:, -1].unsqueeze(-1) * a).exp()
+    if packed is not None:
+        end, decay = final.index_select(0, packed.last), decay * packed.from_left[-1]
+        c = c * packed.from_left[None, :, None, None]
+    ends, decays = zip(*exchange(shards, end, decay), strict=True)
+    state = carried(shards.index, ends, decays)
+    outputs = []
+    for start in range(0, x.shape[1], _STRETCH):
+        stretch = slice(start, start + _STRETCH)
+        outputs.append(recomputed(_reached, elapsed[:, stretch], a, c[:, stretch], state))
+    y = y + torch.cat(outputs, 1)
+    if packed is None:
+        return y, final + decay * state
+    aged = (dt * packed.from_left[None, :, None, None]).sum(1)
+    return y, final.index_add(0, packed.first, (aged.unsqueeze(-1) * a).exp() * packed.from_left[0] * state)
+
+
+def _reached(elapsed: Tensor, a: Tensor, c: Tensor, state: Tensor) -> Tensor:
+    """sum_n C_t[n] exp(elapsed_t A[n]) h[n] for the state h from before, [batch, groups, channels, states]."""
+    return ((elapsed.unsqueeze(-1) * a).exp() * state.unsqueeze(1) * c.unsqueeze(3)).sum(-1)
 
 
 def _stretch(
@@ -67,7 +121,7 @@ def _stretch(
     """Segments that lie elsewhere are empty here, and an empty segment keeps its state."""
     log_decay = dt.unsqueeze(-1) * a
     update = (dt * x).unsqueeze(-1) * b.unsqueeze(3)
-    h, final = scan(
+    h, final = local_scan(
         update.flatten(2),
         log_decay.flatten(2),
         initial_state=state.flatten(1),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -57,6 +57,14 @@ def sequence_shards(shards: SequenceShards | None) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+def refuse_state() -> NoReturn:
+    """A decode state, in or out, belongs to a whole sequence. Raises ValueError."""
+    raise ValueError(
+        "a decode state was given or asked for inside sequence_shards: a state belongs to a whole sequence; prefill and "
+        "decode outside of it"
+    )
 
 
 def check_sequence_shards(config: ModelConfig, count: int, length: int) -> None:

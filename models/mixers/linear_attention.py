@@ -29,6 +29,7 @@ class LinearAttention(nn.Module):
 
     Options = LinearAttentionOptions
     state_size: ClassVar[str] = "d^2 / heads + d float32"
+    splits_sequence: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",

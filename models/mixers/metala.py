@@ -55,6 +55,7 @@ class MetaLA(nn.Module):
 
     Options = MetaLAOptions
     state_size: ClassVar[str] = "d^2 / (2 heads) float32 and (kernel - 1) d"
+    splits_sequence: ClassVar[bool] = True
     # The parallel region begins at the input of the convolution, which every channel of the cut maps reads.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "conv": "replicated, gradient summed",

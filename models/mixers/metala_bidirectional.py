@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..bidirectional_stretch import from_both_sides
 from ..config import ModelConfig
 from ..convolution import CausalConvolution
 from ..init import linear
 from ..kernels.metala_epilogue import metala_epilogue
 from ..precision import wide
-from ..recurrence import recurrence
+from ..recurrence import local_recurrence
+from ..sequence_shards import current_shards
+from ..stretches import packing
 from .metala import MetaLA
 
 
@@ -60,6 +63,7 @@ class MetaLABidirectional(nn.Module):
     Options = MetaLABidirectionalOptions
     causal: ClassVar[bool] = False
     state_size: ClassVar[str] = "none"
+    splits_sequence: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         name: word for name, word in MetaLA.tensor_parallel_plan.items() if name != "k_proj"
     }
@@ -111,7 +115,14 @@ class MetaLABidirectional(nn.Module):
             padding = ~mask[:, :, None, None]
             log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
         scale = self.head_dim_k**-0.5 if self.options.preset == "released" else 1.0
-        o = _both_directions(q, k, v, log_decay, scale, cu_seqlens)
+        shards = current_shards()
+        if shards is None:
+            o = _both_directions(q, k, v, log_decay, scale, cu_seqlens)
+        else:
+            packed = None if cu_seqlens is None else packing(cu_seqlens, x.shape[1], shards)
+            o = _both_directions(q, k, v, log_decay, scale, None if packed is None else packed.cu_seqlens)
+            q_, k_, v_, decay = (wide(t).transpose(1, 2) for t in (q * scale, k, v, log_decay))
+            o = o + from_both_sides(shards, q_, k_, v_, decay, decay, packed).transpose(1, 2).to(o.dtype)
         return self.out_proj(metala_epilogue(o, q, k.to(v.dtype), v, self.aug_weight, self.gate_proj(x)))
 
     def flops_per_token(self, length: int) -> int:
@@ -128,7 +139,7 @@ def _both_directions(
     """q, k, log_decay: [batch, length, heads, head_dim_k], k and log_decay wide; v and the result [..., head_dim_v]."""
     if not q.shape[1]:
         return v
-    forward, _ = recurrence(q, k.to(v.dtype), v, log_decay, scale=scale, cu_seqlens=cu_seqlens)
+    forward, _ = local_recurrence(q, k.to(v.dtype), v, log_decay, scale=scale, cu_seqlens=cu_seqlens)
     following = (k * log_decay.exp()).to(v.dtype), v, log_decay
     key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
     flipped = None
@@ -137,5 +148,7 @@ def _both_directions(
         last = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
         key, decay = (t.masked_fill(last[None, :, None, None], 0.0) for t in (key, decay))
         flipped = q.shape[1] - cu_seqlens.flip(0)
-    backward, _ = recurrence(q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale=scale, cu_seqlens=flipped)
+    backward, _ = local_recurrence(
+        q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale=scale, cu_seqlens=flipped
+    )
     return forward + backward.flip(1)

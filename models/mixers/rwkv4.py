@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..init import linear
 from ..precision import wide
-from ..scan import scan
+from ..scan import local_scan
 from ..segments import last, previous, segment_starts
+from ..sequence_shards import SequenceShards, current_shards, refuse_state
+from ..stretches import Packing, exchange, left_neighbour, nothing_of, packing
 
 # The logarithm of a weight of zero, finite so that differences of two stay numbers.
 _NOTHING = -1e30
@@ -35,6 +37,7 @@ class RWKV4(nn.Module):
 
     Options = RWKV4Options
     state_size: ClassVar[str] = "3 d float32 and d"
+    splits_sequence: ClassVar[bool] = True
     # The token shift begins the parallel region, and every channel of the cut maps reads it.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "mix_r": "replicated, gradient summed",
@@ -120,6 +123,17 @@ def _token_shift(
     x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """x_{t-1} of every token, and the last real token of every sequence."""
+    shards = current_shards()
+    if shards is not None:
+        if before is not None:
+            refuse_state()
+        if mask is not None:
+            x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+        mask, before = None, left_neighbour(shards, x[:, -1])
+        if cu_seqlens is not None:
+            packed = packing(cu_seqlens, x.shape[1], shards)
+            none = before.new_zeros(len(cu_seqlens) - 1, x.shape[2])
+            cu_seqlens, before = packed.cu_seqlens, none.index_copy(0, packed.first, before * packed.from_left[0])
     if mask is None:
         return previous(x, before, cu_seqlens), last(x, before, cu_seqlens)
     x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
@@ -150,6 +164,13 @@ def _wkv(
     The largest log weight m_t = max(k_t, m_{t-1} - w) is a scale that the quotient does not depend on: no gradient
     passes through it.
     """
+    shards, packed = current_shards(), None
+    if shards is not None:
+        if state is not None:
+            refuse_state()
+        if cu_seqlens is not None:
+            packed = packing(cu_seqlens, k.shape[1], shards)
+            cu_seqlens = packed.cu_seqlens
     step = w.expand_as(k)
     if mask is not None:
         padding = ~mask.unsqueeze(-1)
@@ -164,18 +185,49 @@ def _wkv(
     weight = (k - m).exp()
     if mask is not None:
         weight = weight.masked_fill(padding, 0.0)
-    sums, finals = [], []
+    sums, ends, finals = [], [], []
     for update, initial in ((weight * v, numerator), (weight, denominator)):
-        h, final = scan(
+        h, final = local_scan(
             update, m_before - step - m, initial_state=initial, cu_seqlens=cu_seqlens, compute_dtype=compute_dtype
         )
         sums.append(previous(h, initial, cu_seqlens))
+        ends.append(h[:, -1:])
         finals.append(final)
     with torch.no_grad():
         scale = torch.maximum(m_before, u + k)
+    if shards is not None:
+        reached, *from_left = _from_left(shards, packed, ends[0], ends[1], m[:, -1:], step)
+        scale = torch.maximum(scale, reached.detach())
     past, now = (m_before - scale).exp(), (u + k - scale).exp()
-    wkv = (past * sums[0] + now * v) / (past * sums[1] + now)
-    return wkv, torch.stack([*finals, last(m, largest, cu_seqlens)], 1)
+    above, below = past * sums[0] + now * v, past * sums[1] + now
+    if shards is not None:
+        weight = (reached - scale).exp()
+        above, below = above + weight * from_left[0], below + weight * from_left[1]
+    return above / below, torch.stack([*finals, last(m, largest, cu_seqlens)], 1)
+
+
+def _from_left(
+    shards: SequenceShards, packed: Packing | None, numerator: Tensor, denominator: Tensor, m: Tensor, step: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the stretches before this one add: a log weight [batch, length, channels] on a numerator and denominator.
+
+    numerator, denominator, m: [batch, 1, channels], of this stretch alone; step: [batch, length, channels].
+    """
+    fallen = step.cumsum(1, dtype=torch.float64).to(step.dtype)
+    total, none = fallen[:, -1:], m.new_full((), -_NOTHING)
+    if packed is not None:
+        total = torch.where(packed.from_left[-1], total, none)
+    stretches = exchange(shards, numerator, denominator, m, total)
+    above, below, largest = nothing_of(stretches[0][0]), nothing_of(stretches[0][1]), torch.full_like(m, _NOTHING)
+    for numerator_, denominator_, m_, total_ in stretches[: shards.index]:
+        with torch.no_grad():
+            larger = torch.maximum(largest - total_, m_)
+        kept, added = (largest - total_ - larger).exp(), (m_ - larger).exp()
+        above, below, largest = kept * above + added * numerator_, kept * below + added * denominator_, larger
+    before = torch.cat([torch.zeros_like(total), fallen[:, :-1]], 1)
+    if packed is not None:
+        before = torch.where(packed.from_left[None, :, None], before, none)
+    return largest - before, above, below
 
 
 def _running_maximum(k: Tensor, step: Tensor, largest: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -1,0 +1,77 @@
+"""What the rest of a sequence adds to a stretch of it under the bidirectional operator, before rows are divided.
+
+With b the running sum of log decays inside the stretch and B its total, F and G the states that come from the left and
+from the right (`models.bidirectional`),
+
+    o_i += e^(b_i) q_i F + e^(B - b_i) q_i G
+    F <- e^B F + sum_j e^(B - b_j) k_j v_j        G <- e^B G + sum_j e^(b_j) k_j v_j
+
+over the stretches on the left and on the right. All sums are linear in length; the stretch itself is any form's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .sequence_shards import SequenceShards
+from .stretches import Packing, carried, exchange, recomputed
+
+
+def from_both_sides(
+    shards: SequenceShards,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forward: Tensor,
+    backward: Tensor,
+    packed: Packing | None,
+) -> Tensor:
+    """q, k: [batch, heads, length, head_dim_k], padding 0 in k; v: [batch, heads, length, head_dim_v].
+
+    forward, backward: finite log decays of both directions, [batch, heads, length, 1 or head_dim_k], in float32 or
+    float64, the dtype of the states. Returns [batch, heads, length, head_dim_v].
+    """
+    totals = [x.sum(2, dtype=torch.float64).exp().to(x.dtype).unsqueeze(-1) for x in (forward, backward)]
+    if packed is not None:
+        totals = [totals[0] * packed.from_left[-1], totals[1] * packed.from_right[0]]
+    to_right, to_left = recomputed(_end_states, k, v, forward, backward, packed)
+    rights, lefts, decays, decays_back = zip(*exchange(shards, to_right, to_left, *totals), strict=True)
+    left = carried(shards.index, rights, decays)
+    right = carried(shards.count - 1 - shards.index, lefts[::-1], decays_back[::-1])
+    return recomputed(_reached, q, forward, backward, left, right, packed)
+
+
+def _end_states(
+    k: Tensor, v: Tensor, forward: Tensor, backward: Tensor, packed: Packing | None
+) -> tuple[Tensor, Tensor]:
+    """To the right sum_j e^(B - b_j) k_j v_j, to the left sum_j e^(b_j) k_j v_j: [batch, heads, dim_k, dim_v]."""
+    to_right, to_left = _to_end(forward), _to_start(backward)
+    if packed is not None:
+        token = torch.arange(k.shape[2], device=k.device)
+        segment = torch.searchsorted(packed.cu_seqlens[1:], token, right=True)
+        to_right = to_right * (segment == packed.last)[:, None]
+        to_left = to_left * (segment == packed.first)[:, None]
+    v = v.to(forward.dtype)
+    return (k * to_right).transpose(-1, -2) @ v, (k * to_left).transpose(-1, -2) @ v
+
+
+def _reached(
+    q: Tensor, forward: Tensor, backward: Tensor, left: Tensor, right: Tensor, packed: Packing | None
+) -> Tensor:
+    from_left, from_right = _to_start(forward), _to_end(backward)
+    if packed is not None:
+        from_left = from_left * packed.from_left[:, None]
+        from_right = from_right * packed.from_right[:, None]
+    return (q * from_left) @ left + (q * from_right) @ right
+
+
+def _to_start(log_decay: Tensor) -> Tensor:
+    """e^(b_i), summed in double: over a long stretch a running sum in single precision loses digits."""
+    return log_decay.cumsum(2, dtype=torch.float64).to(log_decay.dtype).exp()
+
+
+def _to_end(log_decay: Tensor) -> Tensor:
+    """e^(B - b_i)."""
+    b = log_decay.cumsum(2, dtype=torch.float64)
+    return (b[:, :, -1:] - b).to(log_decay.dtype).exp()

@@ -1,0 +1,343 @@
+"""Every mixer on stretches of a sequence, one thread a shard, equals itself on the whole: outputs and all gradients."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models.bidirectional import bidirectional
+from models.config import ModelConfig
+from models.convolution import CausalConvolution
+from models.lm import LanguageModel
+from models.mixers import MIXERS
+from models.recurrence import recurrence
+from models.scan import scan
+from models.sequence_shards import check_sequence_shards, current_shards, sequence_shards
+from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
+
+SPLIT = [case for case in CASES if MIXERS[case[0]].splits_sequence]
+every_case = pytest.mark.parametrize("case", SPLIT, ids=name_of)
+
+
+@dataclass
+class Meeting:
+    """Where the threads of a test meet; `gathers` counts the numbers that one of them sends forward."""
+
+    count: int
+    gathers: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.count, timeout=30)
+        self.parts: list[Tensor] = [torch.empty(0)] * self.count
+
+    def all_parts(self, index: int, part: Tensor) -> Tensor:
+        self.parts[index] = part
+        self.barrier.wait()
+        together = torch.stack(self.parts)
+        self.barrier.wait()
+        return together
+
+
+@dataclass(frozen=True)
+class Threads:
+    """`SequenceShards` with a thread a shard."""
+
+    index: int
+    count: int
+    meeting: Meeting
+
+    def gather(self, x: Tensor) -> Tensor:
+        if self.index == 0:
+            self.meeting.gathers.append(x.numel())
+        return _Gather.apply(x, self)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Threads) -> Tensor:
+        ctx.shards = shards
+        return shards.meeting.all_parts(shards.index, x.detach().clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        shards = ctx.shards
+        return shards.meeting.all_parts(shards.index, gradient)[:, shards.index].sum(0), None
+
+
+def over_shards(count: int, work: Callable[[int], Any], meeting: Meeting | None = None) -> list[Any]:
+    """work(index) in `count` threads, each inside its sequence_shards; the results in order."""
+    meeting = meeting or Meeting(count)
+    results: list[Any] = [None] * count
+
+    def run(index: int) -> None:
+        try:
+            with sequence_shards(Threads(index, count, meeting)):
+                results[index] = work(index)
+        except BaseException as error:
+            meeting.barrier.abort()
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results
+
+
+def compare(
+    module: nn.Module,
+    x: Tensor,
+    count: int,
+    tolerance: float,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    meeting: Meeting | None = None,
+) -> None:
+    """Outputs, the gradient of x and the gradient of every parameter, under a gradient that differs a token."""
+    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64).to(x.dtype)
+    if mask is not None:
+        weight = weight * mask.unsqueeze(-1)
+    whole = x.clone().requires_grad_()
+    expected = module(whole, mask=mask, cu_seqlens=cu_seqlens)
+    module.zero_grad()
+    (expected * weight).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in module.named_parameters()}
+    copies = [copy.deepcopy(module) for _ in range(count)]
+    stretches = [t.clone().requires_grad_() for t in x.chunk(count, 1)]
+    masks = [None] * count if mask is None else mask.chunk(count, 1)
+
+    def work(index: int) -> Tensor:
+        copies[index].zero_grad()
+        y = copies[index](stretches[index], mask=masks[index], cu_seqlens=cu_seqlens)
+        (y * weight.chunk(count, 1)[index]).sum().backward()
+        return y.detach()
+
+    y = torch.cat(over_shards(count, work, meeting), 1)
+    if mask is not None:
+        y, expected = y[mask], expected[mask]
+    assert_close(y, expected.detach(), tolerance)
+    assert_close(torch.cat([t.grad for t in stretches], 1), whole.grad, tolerance)
+    for name, gradient in gradients.items():
+        parts = [dict(piece.named_parameters())[name].grad for piece in copies]
+        assert_close(sum(parts), gradient, tolerance)
+
+
+@every_case
+@pytest.mark.parametrize("count", [2, 4])
+def test_stretches_are_the_whole(case: tuple[str, dict[str, Any]], count: int) -> None:
+    compare(build(case, torch.float64), tokens(36, batch=2, dtype=torch.float64), count, 1e-9)
+
+
+@every_case
+def test_stretches_are_the_whole_in_single_precision(case: tuple[str, dict[str, Any]]) -> None:
+    compare(build(case), tokens(120, batch=2), 3, 1e-4)
+
+
+def test_rwkv4_keys_of_any_size() -> None:
+    compare(build(("rwkv4", {}), torch.float64), 200 * tokens(24, batch=2, dtype=torch.float64), 3, 1e-9)
+
+
+@every_case
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_across_stretches(case: tuple[str, dict[str, Any]], side: str) -> None:
+    """One row is padded beyond the first (last) stretch, the other within it."""
+    place = torch.arange(24)
+    mask = torch.stack([place >= 11, place >= 3])
+    mask = mask if side == "left" else mask.flip(1)
+    compare(build(case, torch.float64), tokens(24, batch=2, dtype=torch.float64), 3, 1e-9, mask=mask)
+
+
+@every_case
+def test_packed_sequences_across_stretches(case: tuple[str, dict[str, Any]]) -> None:
+    """Sequences within a stretch, over two, over three, and boundaries where stretches meet; empty ones among them."""
+    mixer, x = build(case, torch.float64), tokens(16, dtype=torch.float64)
+    for bounds in ([0, 1, 3, 3, 7, 12, 16], [0, 4, 4, 5, 16, 16]):
+        compare(mixer, x, 4, 1e-9, cu_seqlens=torch.tensor(bounds))
+
+
+@every_case
+def test_what_is_exchanged_does_not_grow_with_the_sequence(case: tuple[str, dict[str, Any]]) -> None:
+    sent = []
+    for length in (16, 64):
+        meeting = Meeting(2)
+        compare(build(case), tokens(length), 2, 1e-4, meeting=meeting)
+        sent.append(meeting.gathers)
+    assert sent[0] == sent[1]
+    assert sent[0]
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 1, 3, 3, 14, 24, 32], [0, 8, 8, 9, 32], [0, 32], [0, 7, 26, 32, 32], [0, 0, 15, 17, 32]]
+)
+@pytest.mark.parametrize("scalar", [True, False])
+def test_final_states_of_packed_sequences(bounds: list[int], scalar: bool) -> None:
+    """Where a sequence ends in a stretch, that stretch's final state of it is the sequence's."""
+    q, k, v, decay = operands(32, torch.float64, scalar)
+    cu_seqlens = torch.tensor(bounds)
+    o, final = recurrence(q, k, v, decay, cu_seqlens=cu_seqlens)
+
+    def work(index: int) -> tuple[Tensor, Tensor]:
+        parts = (x.chunk(4, 1)[index] for x in (q, k, v, decay))
+        return recurrence(*parts, cu_seqlens=cu_seqlens)
+
+    results = over_shards(4, work)
+    assert_close(torch.cat([o for o, _ in results], 1), o, 1e-12)
+    for segment, (start, end) in enumerate(pairwise(bounds)):
+        if start < end:
+            assert_close(results[(end - 1) // 8][1][segment], final[segment], 1e-12)
+
+
+def operands(length: int, dtype: torch.dtype, scalar: bool) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, length, 2, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    decay = -torch.rand(1, length, 2, 1 if scalar else 4, generator=generator, dtype=torch.float64)
+    return tuple(x.to(dtype) for x in (q, k, v, decay))
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+def test_decays_that_forget_everything_stay_exact(scalar: bool) -> None:
+    q, k, v, decay = operands(32, torch.float64, scalar)
+    decay = decay * 30
+    decay[:, 11] = decay[:, 16] = -torch.inf
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, decay)]
+    expected, _ = recurrence(*leaves)
+    gradients = torch.autograd.grad(expected.square().sum(), leaves)
+
+    def work(index: int) -> tuple[Tensor, ...]:
+        parts = [x.chunk(4, 1)[index].clone().requires_grad_() for x in (q, k, v, decay)]
+        y, _ = recurrence(*parts)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), parts)
+
+    for got, wanted in zip(zip(*over_shards(4, work), strict=True), (expected, *gradients), strict=True):
+        assert_close(torch.cat(got, 1), wanted.detach(), 1e-12)
+
+
+def test_single_precision_stays_exact_over_long_stretches() -> None:
+    """Slow decays and turning phases over 20000 tokens a stretch: running sums lose no digits."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 40000, 3, 2, generator=generator, dtype=torch.float64)
+    decay = torch.tensor([[-1e-4, 3.0], [-1e-3, 0.7], [-3e-5, 6.1]], dtype=torch.float64).expand_as(x)
+    x, decay = torch.view_as_complex(x), torch.view_as_complex(decay.contiguous())
+    single = x.to(torch.complex64), decay.to(torch.complex64)
+    exact = scan(*(t.to(torch.complex128) for t in single))[0]
+
+    def work(index: int) -> Tensor:
+        return scan(*(t.chunk(2, 1)[index] for t in single))[0]
+
+    error = (torch.cat(over_shards(2, work), 1) - exact).abs().max()
+    assert error < 2 * (scan(*single)[0] - exact).abs().max()
+
+
+@pytest.mark.parametrize("form", ["parallel", "recurrent", "chunked"])
+def test_every_form_of_the_bidirectional_operator(form: str) -> None:
+    q, k, v, decay = operands(24, torch.float64, True)
+    q, k = q.exp(), k.exp()
+    expected = bidirectional(q, k, v, decay)
+
+    def work(index: int) -> Tensor:
+        return bidirectional(*(x.chunk(3, 1)[index] for x in (q, k, v, decay)), form=form)
+
+    assert_close(torch.cat(over_shards(3, work), 1), expected, 1e-12)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_language_model_with_positions(recompute: bool) -> None:
+    """Embedding, hybrid blocks under activation checkpointing, and the loss, from the thread that runs the backward."""
+    config = ModelConfig(
+        vocab_size=31,
+        num_layers=4,
+        hidden_size=32,
+        num_heads=4,
+        mixers=("metala", "lion", "rwkv4", "mamba"),
+        positions="learned",
+        max_positions=24,
+        intermediate_size=48,
+    )
+    lm = LanguageModel(config, seed=5).double()
+    ids = torch.randint(0, 31, (2, 24), generator=torch.Generator().manual_seed(3))
+    labels = ids.roll(-1, 1)
+    expected = lm(ids, labels)
+    expected.backward()
+    gradients = {name: p.grad for name, p in lm.named_parameters()}
+    copies = [copy.deepcopy(lm) for _ in range(3)]
+
+    def work(index: int) -> Tensor:
+        model = copies[index]
+        model.zero_grad()
+        x = model.embedding(ids.chunk(3, 1)[index])
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        loss = model.head(x, labels=labels.chunk(3, 1)[index])
+        loss.backward()
+        return loss.detach()
+
+    assert_close(sum(over_shards(3, work)), expected.detach(), 1e-12)
+    for name, gradient in gradients.items():
+        assert_close(sum(dict(piece.named_parameters())[name].grad for piece in copies), gradient, 1e-9)
+
+
+def test_the_context_is_that_of_the_thread_that_set_it() -> None:
+    assert current_shards() is None
+    shards = Threads(1, 2, Meeting(2))
+    with sequence_shards(shards):
+        assert current_shards() is shards
+        with sequence_shards(None):
+            assert current_shards() is None
+        assert current_shards() is shards
+    assert current_shards() is None
+
+
+def config(*mixers: str, **options: Any) -> ModelConfig:
+    given = {mixers[0]: options} if options else {}
+    return ModelConfig(vocab_size=8, num_layers=2, hidden_size=32, num_heads=4, mixers=mixers, mixer_options=given)
+
+
+def test_what_cannot_be_split_is_refused_before_the_start() -> None:
+    check_sequence_shards(config("metala", "lion"), 4, 64)
+    check_sequence_shards(config("attention"), 1, 63)
+    with pytest.raises(
+        ValueError, match=r"'attention' cannot be split along the sequence: .* shards are for gla, hgrn,"
+    ):
+        check_sequence_shards(config("metala", "attention"), 2, 64)
+    with pytest.raises(ValueError, match=r"length 63 does not divide into 4 stretches; nearest .* 60 or 64"):
+        check_sequence_shards(config("metala"), 4, 63)
+    with pytest.raises(ValueError, match=r"stretches of 16 / 8 = 2 tokens are shorter than the 3 tokens"):
+        check_sequence_shards(config("metala"), 8, 16)
+    check_sequence_shards(config("metala", conv_kernel=3), 8, 16)
+
+
+def test_what_cannot_be_split_is_refused_when_it_runs() -> None:
+    lm, ids = LanguageModel(config("metala", "attention"), seed=1), torch.zeros(1, 8, dtype=torch.long)
+
+    def shards() -> Threads:
+        return Threads(0, 1, Meeting(1))
+
+    x = lm.embedding(ids)
+    with sequence_shards(shards()), pytest.raises(ValueError, match="Attention cannot work on a stretch"):
+        lm.blocks[1](x)
+    with sequence_shards(shards()), pytest.raises(ValueError, match="a state belongs to a whole sequence"):
+        lm.blocks[0](x, return_state=True)
+    _, state = lm.blocks[0](x, return_state=True)
+    with sequence_shards(shards()):
+        with pytest.raises(ValueError, match="a state belongs to a whole sequence"):
+            lm.blocks[0](x, state=state)
+        with pytest.raises(ValueError, match="a state belongs to a whole sequence"):
+            recurrence(*operands(4, torch.float32, True), initial_state=torch.zeros(1, 2, 4, 4))
+        with pytest.raises(ValueError, match="a stretch of 2 tokens is shorter than the 3 before it"):
+            CausalConvolution(32, 4, silu=True)(x[:, :2])
+        with pytest.raises(ValueError, match=r"runs from 0 to 6: .* from 0 to 8"):
+            lm.blocks[0](x, cu_seqlens=torch.tensor([0, 6]))
