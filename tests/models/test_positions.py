@@ -101,5 +101,5 @@ def test_a_sequence_beyond_the_last_position_is_refused() -> None:
 
 def test_partition_word_and_kind() -> None:
     embedding = model().embedding
-    assert partition_words(embedding) == {"weight": "vocab", "positions.weight": "replicated"}
+    assert partition_words(embedding) == {"weight": "vocab", "positions.weight": "replicated, gradient summed"}
     assert parameter_kind(embedding, "positions.weight") == "embedding"
