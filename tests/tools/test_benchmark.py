@@ -1,0 +1,51 @@
+"""The benchmark of mixers on a CPU; that of the kernels says that it needs a CUDA device."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.benchmark import measure
+from tools.benchmark.__main__ import main
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
+def test_mixers_are_timed_beside_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_runs", lambda *_: 5)
+    shape = ["--hidden", "32", "--heads", "4", "--length", "16", "--batch", "1", "--only", "lion", "hgrn"]
+    main(["mixers", "--output", str(tmp_path), *shape])
+    rows = list(csv.DictReader((tmp_path / "mixers.csv").open(encoding="utf-8")))
+    names = [
+        "attention",
+        "hgrn",
+        "lion",
+        "lion, both directions",
+        "lion-d, both directions",
+        "lion-lit, both directions",
+    ]
+    assert [row["method"] for row in rows] == names
+    for row in rows:
+        assert 0 < float(row["forward ms"]) < float(row["both ms"])
+        assert float(row["tokens / s"]) == pytest.approx(16 / float(row["both ms"]) * 1e3)
+    assert float(rows[0]["time / attention"]) == 1
+    assert (tmp_path / "mixers.png").stat().st_size > 5_000
+    assert "| lion, both directions |" in capsys.readouterr().out
+
+
+def test_errors_name_the_value(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--only mambo: known mixers are attention, gla"):
+        main(["mixers", "--output", str(tmp_path), "--only", "mambo"])
+    with pytest.raises(SystemExit, match=r"num_heads = 5 does not divide model.hidden_size = 32"):
+        main(["mixers", "--output", str(tmp_path), "--hidden", "32", "--heads", "5"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+@pytest.mark.parametrize("command", ["kernels", "choice"])
+def test_kernels_need_a_device(tmp_path: Path, command: str) -> None:
+    with pytest.raises(SystemExit, match="no CUDA device is visible here"):
+        main([command, "--output", str(tmp_path)])

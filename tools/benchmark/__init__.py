@@ -1,0 +1,1 @@
+"""Times and peak memory on this machine, each beside its peers in the same run."""

@@ -1,0 +1,60 @@
+"""Times and peak memory on this machine, each beside its peers in the same run: a table, a CSV and a plot.
+
+python -m tools.benchmark kernels     # LION and MetaLA's epilogue against softmax attention, PyTorch and FLA; CUDA
+python -m tools.benchmark choice      # LION's two kernels over length and memory of the decays: what "auto" rests on; CUDA
+python -m tools.benchmark mixers      # every mixer at one model shape, forward and backward; CUDA or CPU
+python -m tools.benchmark mixers --hidden 64 --heads 4 --length 128 --batch 2      # a small shape, on a CPU in a minute
+
+Figures are medians, on CUDA of bfloat16 with random inputs. Of one piece of work are given
+  replayed  its time as a CUDA graph: what the device needs
+  queued    its time when PyTorch starts it again and again, as in training: the larger of host and device
+  launched  its time when PyTorch starts it once with an idle device: a small problem then waits for the host
+The second-level cache is emptied before every launched or replayed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, words in (
+        ("kernels", "LION and MetaLA's epilogue against softmax attention, PyTorch and flash-linear-attention"),
+        ("choice", "LION's tile and chunk kernel over length and memory"),
+        ("mixers", "every mixer at one model shape"),
+    ):
+        command = commands.add_parser(name, help=words, description=words)
+        command.add_argument(
+            "--output", type=Path, default=Path("runs/benchmark"), help="folder of CSV and plot (%(default)s)"
+        )
+        if name == "mixers":
+            command.add_argument("--hidden", type=int, default=1024, help="width of the model (%(default)s)")
+            command.add_argument("--heads", type=int, default=16, help="heads of every mixer (%(default)s)")
+            command.add_argument("--length", type=int, default=2048, help="tokens of a sequence (%(default)s)")
+            command.add_argument("--batch", type=int, default=8, help="sequences (%(default)s)")
+            command.add_argument("--only", nargs="+", metavar="MIXER", help="these mixers and attention alone")
+    options = parser.parse_args(arguments)
+    # After the arguments, so that --help does not wait for torch.
+    from . import kernels, mixers
+
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        if options.command == "mixers":
+            mixers.run(options.output, options.hidden, options.heads, options.length, options.batch, options.only)
+        elif options.command == "choice":
+            kernels.choice(options.output)
+        else:
+            kernels.run(options.output)
+    except ValueError as error:
+        sys.exit(f"tools.benchmark: {error}")
+
+
+if __name__ == "__main__":
+    main()

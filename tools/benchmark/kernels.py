@@ -1,0 +1,215 @@
+"""LION-s and MetaLA's epilogue on their kernels, beside softmax attention, plain PyTorch and flash-linear-attention.
+
+LION-s begins at the layer's input: projection of the gate, logsigmoid and running sum count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from models.bidirectional import ProjectedGate, bidirectional
+from models.kernels.metala_epilogue import metala_epilogue
+from models.precision import ROW_SUM_EPS
+
+from .measure import Measurement, Step, capture, launched_ms, measure
+from .report import machine, plot_lines, table, write_csv
+
+# Sequences of one length and their number, about as many tokens each.
+SHAPES = ((128, 128), (512, 32), (2048, 8), (8192, 2), (32768, 1))
+HEADS, HEAD_DIM = 16, 64
+ATTENTION, LION, PLAIN, FLIPPED = (
+    "softmax attention (SDPA)",
+    "LION-s, kernels",
+    "LION-s, PyTorch",
+    "LION-s, two FLA calls",
+)
+
+Work = tuple[Step, list[Tensor]]
+
+
+def run(output: Path) -> None:
+    """Prints the table of times, that of the epilogue and that of the errors; writes kernels.csv and kernels.png."""
+    _needs_cuda()
+    methods: dict[str, Callable[[int, int], Work]] = {
+        ATTENTION: attention,
+        LION: lion,
+        PLAIN: plain_lion,
+        FLIPPED: flipped_lion,
+    }
+    if (reason := _flipped_refused()) is not None:
+        print(f"{FLIPPED}: left out, {reason}")
+        del methods[FLIPPED]
+    work = [(name, build, *shape) for shape in SHAPES for name, build in methods.items()]
+    rows = []
+    for name, build, length, batch in (bar := tqdm(work, unit="case")):
+        bar.set_postfix_str(f"{name} {length} x {batch}")
+        rows.append(measure(name, length, batch, lambda build=build, shape=(length, batch): build(*shape)))
+    epilogue = [
+        measure(f"MetaLA epilogue, {form}", 2048, 8, lambda form=form: metala(form, 2048, 8))
+        for form in ("reference", "triton")
+    ]
+    print(table(_beside(rows, ATTENTION), f"{HEADS} heads of {HEAD_DIM}, bf16, forward and backward, ms and GiB"))
+    print(table(_beside(epilogue, epilogue[0].method), "8 heads of 64 and 128, bf16, forward and backward"))
+    print(table([errors(*shape) for shape in SHAPES], "LION-s, kernels in bf16: relative error against float32"))
+    everything = [asdict(row) for row in rows + epilogue]
+    write_csv(output / "kernels.csv", everything)
+    plot_lines(
+        output / "kernels.png",
+        everything[: len(rows)],
+        {"replayed": "milliseconds", "memory": "GiB over the inputs"},
+        f"{HEADS} heads of {HEAD_DIM}, forward and backward, {machine()}",
+    )
+    print(f"\n{output / 'kernels.csv'} and kernels.png written")
+
+
+def choice(output: Path) -> None:
+    """The tile over the chunk kernel's device time: lengths, head sizes and how far the decays let a token see."""
+    _needs_cuda()
+    rows: list[dict[str, Any]] = []
+    cases = [(dim, length) for dim in (32, 64, 128) for length in (32, 64, 128, 192, 256, 512, 1024)]
+    for dim, length in tqdm(cases, unit="case"):
+        row: dict[str, Any] = {"head size": dim, "length": length}
+        # log lambda of a token; e^-20 is reached after that many tokens.
+        for words, rate in (("30 tokens", 20 / 30), ("200 tokens", 0.1), ("all", 0.0)):
+            tensors = _random(2**14 // length, length, 1024 // dim, dim, count=4)
+            q, k, v = (x.abs() for x in tensors[:3])
+            log_decay = torch.full(q.shape[:3], -rate, device="cuda")
+            leaves = _leaves(q, k, v, log_decay)
+            times = []
+            for form in ("triton_tile", "triton_chunk"):
+
+                def step(form: str = form, leaves: list[Tensor] = leaves, dy: Tensor = tensors[3]) -> None:
+                    bidirectional(*leaves, form=form).backward(dy)
+
+                times.append(launched_ms(capture(step, leaves).replay, [], seconds=0.05))
+            row |= {f"tile, {words}": times[0], f"chunk, {words}": times[1], f"ratio, {words}": times[0] / times[1]}
+        rows.append(row)
+    print(table(rows, "16,384 tokens of 1024 channels, bf16, forward and backward, replayed, ms"))
+    write_csv(output / "choice.csv", rows)
+
+
+def attention(length: int, batch: int) -> Work:
+    q, k, v, dy = _random(batch, HEADS, length, HEAD_DIM, count=4)
+    return lambda: F.scaled_dot_product_attention(q, k, v).backward(dy), _leaves(q, k, v)
+
+
+def lion(length: int, batch: int) -> Work:
+    x, weight, q, k, v, dy = _lion_inputs(length, batch)
+
+    def step() -> None:
+        bidirectional(q, k, v, gate=ProjectedGate(x, weight)).backward(dy)
+
+    return step, _leaves(x, weight, q, k, v)
+
+
+def plain_lion(length: int, batch: int) -> Work:
+    """The formula as one writes it in PyTorch, attention map and mask in memory."""
+    x, weight, q, k, v, dy = (t.transpose(1, 2) if t.ndim == 4 else t for t in _lion_inputs(length, batch))
+
+    def step() -> None:
+        c = F.logsigmoid(F.linear(x, weight).float()).transpose(1, 2).contiguous().cumsum(-1)
+        mask = (c[..., :, None] - c[..., None, :]).abs().neg().exp().to(q.dtype)
+        weights = q @ k.transpose(-1, -2) * mask
+        (weights @ v / (weights.sum(-1, keepdim=True) + ROW_SUM_EPS)).backward(dy)
+
+    return step, _leaves(x, weight, q, k, v)
+
+
+def flipped_lion(length: int, batch: int) -> Work:
+    """Two calls of a causal kernel, the second one flipped with its gate one token later; the diagonal taken off once."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    x, weight, q, k, v, dy = _lion_inputs(length, batch)
+
+    def step() -> None:
+        g = F.logsigmoid(F.linear(x, weight).float())
+        ones = F.pad(v, (0, 16), value=1.0)
+        later = F.pad(g[:, 1:], (0, 0, 0, 1))
+        ahead, _ = chunk_simple_gla(q, k, ones, g, scale=1.0)
+        back, _ = chunk_simple_gla(q.flip(1), k.flip(1), ones.flip(1), later.flip(1), scale=1.0)
+        both = ahead + back.flip(1) - (q * k).sum(-1, keepdim=True) * ones
+        (both[..., :HEAD_DIM] / (both[..., -1:] + ROW_SUM_EPS)).backward(dy)
+
+    return step, _leaves(x, weight, q, k, v)
+
+
+def metala(form: str, length: int, batch: int) -> Work:
+    """At the shape of metala_360m: 8 heads, 64 channels of keys and 128 of values."""
+    heads, dim_k, dim_v = 8, 64, 128
+    o, v = _random(batch, length, heads, dim_v, count=2)
+    q, k = _random(batch, length, heads, dim_k, count=2)
+    gate, dy = _random(batch, length, heads * dim_v, count=2)
+    weight = torch.randn(heads * dim_k, device="cuda")
+    leaves = _leaves(o, q, k, v, weight, gate)
+    return lambda: metala_epilogue(o, q, k, v, weight, gate, form=form).backward(dy), leaves
+
+
+def errors(length: int, batch: int) -> dict[str, Any]:
+    """Of the output and of every gradient, on inputs that nothing else has seen."""
+    *inputs, dy = _lion_inputs(length, batch)
+    results = []
+    for form, dtype in (("auto", torch.bfloat16), ("chunked", torch.float32)):
+        x, weight, q, k, v = leaves = _leaves(*(t.detach().to(dtype, copy=True) for t in inputs))
+        y = bidirectional(q, k, v, gate=ProjectedGate(x, weight), form=form)
+        y.backward(dy.to(dtype))
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    names = ("output", "dx", "dW of the gate", "dq", "dk", "dv")
+    found = {name: ((a.float() - b).norm() / b.norm()).item() for name, a, b in zip(names, *results, strict=True)}
+    return {"length x batch": f"{length} x {batch}", **found}
+
+
+def _beside(rows: Sequence[Measurement], peer: str) -> list[dict[str, Any]]:
+    """Rows of the table, with the device time and the launched time over those of `peer` at the same shape."""
+    base = {(row.length, row.batch): row for row in rows if row.method == peer}
+    out = []
+    for row in rows:
+        other = base[row.length, row.batch]
+        ratios = {
+            f"{name} / peer": getattr(row, name) / getattr(other, name)
+            if getattr(row, name) and getattr(other, name)
+            else None
+            for name in ("replayed", "launched")
+        }
+        values = {name: getattr(row, name) for name in ("launched", "queued", "replayed", "memory")}
+        out.append({"length x batch": f"{row.length} x {row.batch}", "method": row.method, **values, **ratios})
+    return out
+
+
+def _flipped_refused() -> str | None:
+    """Why the two flipped calls do not run here, None where they do."""
+    try:
+        flipped_lion(256, 1)[0]()
+    except (ImportError, RuntimeError, NotImplementedError) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return None
+
+
+def _needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "kernels and choice time CUDA kernels, and no CUDA device is visible here; mixers runs on a CPU"
+        )
+
+
+def _lion_inputs(length: int, batch: int) -> tuple[Tensor, ...]:
+    """x, gate weights, q, k (Lion's phi of random numbers), v, dy."""
+    (x,), (weight,) = _random(batch, length, HEADS * HEAD_DIM), _random(HEADS, HEADS * HEAD_DIM)
+    q, k, v, dy = _random(batch, length, HEADS, HEAD_DIM, count=4)
+    q, k = (F.normalize(F.silu(t) + 0.5, dim=-1) for t in (q, k))
+    return x, 0.03 * weight, q, k, v, dy
+
+
+def _random(*shape: int, count: int = 1) -> list[Tensor]:
+    return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+
+
+def _leaves(*tensors: Tensor) -> list[Tensor]:
+    return [x.requires_grad_() for x in tensors]

@@ -1,0 +1,121 @@
+"""One piece of work, measured: time started by PyTorch and as a CUDA graph, peak memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Milliseconds, and GiB at the peak over what was held before; None where it did not fit or does not exist."""
+
+    method: str
+    length: int
+    batch: int
+    launched: float | None = None
+    queued: float | None = None
+    replayed: float | None = None
+    memory: float | None = None
+
+
+def measure(method: str, length: int, batch: int, build: Callable[[], tuple[Step, list[Tensor]]]) -> Measurement:
+    """Builds the work on the CUDA device and measures it. `build` returns it and the leaves whose gradients it fills."""
+    launched = queued = replayed = memory = None
+    torch.cuda.empty_cache()
+    try:
+        step, leaves = build()
+        launched = launched_ms(step, leaves)
+        memory = peak_gib(step, leaves)
+        queued = queued_ms(step, leaves)
+        replayed = launched_ms(capture(step, leaves).replay, [])
+    except torch.OutOfMemoryError:
+        pass
+    torch.cuda.synchronize()
+    return Measurement(method, length, batch, launched, queued, replayed, memory)
+
+
+def launched_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> float:
+    """Median over runs that begin with an idle device, an overwritten second-level cache and no gradients."""
+    scratch = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
+
+    def once() -> float:
+        _drop(leaves)
+        scratch.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    first = min(once() for _ in range(5))
+    return statistics.median(once() for _ in range(_runs(first, seconds)))
+
+
+def queued_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> float:
+    """A run's share of ten that are started one after the other; the median of such tens."""
+
+    def ten() -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(10):
+            _drop(leaves)
+            step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 100
+
+    first = min(ten() for _ in range(2))
+    return statistics.median(ten() for _ in range(max(3, _runs(10 * first, seconds) // 2)))
+
+
+def host_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.5) -> float:
+    """Median on a CPU."""
+
+    def once() -> float:
+        _drop(leaves)
+        begin = time.perf_counter()
+        step()
+        return (time.perf_counter() - begin) * 1e3
+
+    return statistics.median(once() for _ in range(_runs(once(), seconds)))
+
+
+def peak_gib(step: Step, leaves: Sequence[Tensor]) -> float:
+    _drop(leaves)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def capture(step: Step, leaves: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
+    _drop(leaves)
+    torch.cuda.empty_cache()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    _drop(leaves)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def _drop(leaves: Sequence[Tensor]) -> None:
+    for leaf in leaves:
+        leaf.grad = None
+
+
+def _runs(milliseconds: float, seconds: float) -> int:
+    return max(5, min(200, int(1e3 * seconds / milliseconds)))

@@ -1,0 +1,96 @@
+"""Measurements as a Markdown table, a CSV and a plot."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine() -> str:
+    if not torch.cuda.is_available():
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    import triton
+
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
+    """Markdown with the machine and the date over it; rows of the same keys, "-" for None."""
+    columns = list(rows[0])
+    lines = [f"\n{title}: {machine()}, {datetime.date.today()}\n", _line(columns), _line("---" for _ in columns)]
+    return "\n".join([*lines, *(_line(_text(row[column]) for column in columns) for row in rows)])
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plot_lines(path: Path, rows: Sequence[Mapping[str, Any]], panels: Mapping[str, str], title: str) -> None:
+    """One panel for each column in `panels` (its words: the axis) against length, one line a method; None is left out."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), constrained_layout=True)
+    for method in dict.fromkeys(row["method"] for row in rows):
+        for axis, column in zip(axes, panels, strict=True):
+            points = [
+                (row["length"], row[column]) for row in rows if row["method"] == method and row[column] is not None
+            ]
+            if points:
+                axis.loglog(*zip(*points, strict=True), marker="o", label=method, base=2)
+    for axis, words in zip(axes, panels.values(), strict=True):
+        axis.set_ylabel(words)
+        axis.set_xlabel("length")
+        axis.set_xticks(lengths := sorted({row["length"] for row in rows}), [str(length) for length in lengths])
+        axis.grid(True, which="major", alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_bars(path: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], title: str) -> None:
+    """One panel of horizontal bars for each column, a bar a method, in the order of the first column."""
+    plt = _pyplot()
+    rows = sorted(
+        (row for row in rows if row[next(iter(columns))] is not None), key=lambda row: row[next(iter(columns))]
+    )
+    figure, axes = plt.subplots(
+        1, len(columns), figsize=(5.5 * len(columns), 1 + 0.28 * len(rows)), constrained_layout=True, squeeze=False
+    )
+    for axis, (column, words) in zip(axes[0], columns.items(), strict=True):
+        colours = ["tab:orange" if row["method"] == "attention" else "tab:blue" for row in rows]
+        axis.barh([row["method"] for row in rows], [row[column] or 0 for row in rows], color=colours)
+        axis.set_xlabel(words)
+        axis.grid(True, axis="x", alpha=0.3)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _line(cells: Any) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) and value >= 1e5 else str(value)
