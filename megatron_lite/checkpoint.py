@@ -23,7 +23,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def write_weights(
             "optimizer": "none",
             "state": {},
             "loss_scale": {},
-            "layout": {"world_size": 1, "data": 1, "dtype": "fp32"},
+            "layout": {"world_size": 1, "data": 1, "tensor": 1, "pipeline": 1, "context": 1, "dtype": "fp32"},
             "versions": versions(),
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "tensors": {
@@ -286,6 +287,86 @@ def read_config_yaml(path: Path | str) -> dict[str, Any]:
         return yaml.safe_load(file)
 
 
+@dataclass(frozen=True)
+class Part:
+    """`numel` elements from `start` on of the flattened `shard` of the tensor `name`."""
+
+    name: str
+    shard: Shard
+    start: int
+    numel: int
+
+    def entry(self, rank: int) -> dict[str, Any]:
+        """The piece as the manifest lists it, in the file of `rank`."""
+        piece: dict[str, Any] = {"rank": rank, "start": self.start, "numel": self.numel}
+        if self.shard.count > 1:
+            piece["shard"] = [self.shard.dim, self.shard.index, self.shard.count]
+        return piece
+
+
+def rewrite(
+    source: Path,
+    directory: Path,
+    ranks: Sequence[Sequence[Part]],
+    layout: Mapping[str, Any],
+    *,
+    progress: Callable[[], object] = lambda: None,
+) -> Path:
+    """Write a step folder again with its tensors shared out over other files; one file's tensors are held at a time.
+
+    Args:
+        ranks: what each process of the new layout owns.
+        layout: recorded in the manifest.
+        progress: called after each process's files.
+
+    Raises:
+        CheckpointError: the source cannot be read, the target exists, or it cannot be written: nothing is left behind.
+    """
+    manifest = read_manifest(source)
+    reader = _Reader(source, manifest)
+    final, aside = directory / source.name, directory / f".{source.name}.writing"
+    if final.exists():
+        raise CheckpointError(f"{final} exists: name another output folder")
+    tensors = {name: {**entry, "pieces": []} for name, entry in manifest["tensors"].items()}
+    files: dict[str, dict[str, Any]] = {}
+    kinds = {"weights": ("weight",), "optimizer": () if manifest.get("optimizer") == "none" else _OPTIMIZER_KEYS}
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for rank, parts in enumerate(ranks):
+            for part in parts:
+                tensors[part.name]["pieces"].append(part.entry(rank))
+            for stem, names in kinds.items():
+                group = {
+                    f"{kind}/{part.name}": reader.read(kind, part.name, part.shard, part.start, part.numel).clone()
+                    for kind in names
+                    for part in parts
+                }
+                if names:
+                    files |= _write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
+            progress()
+        shutil.copyfile(source / "config.yml", aside / "config.yml")
+        changed = {**manifest, "version": VERSION, "layout": dict(layout), "tensors": tensors, "files": files}
+        _write_text(aside / "manifest.json", json.dumps(changed, indent=1) + "\n")
+        _sync(aside)
+        os.replace(aside, final)
+        _sync(directory)
+        _write_text(directory / "latest", final.name + "\n")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"could not write {final}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def layout_words(layout: Mapping[str, Any]) -> str:
+    """A manifest's layout for a person: "4 processes: data 2 x tensor 2, ZeRO 1, bf16"."""
+    sizes = [f"{key} {layout[key]}" for key in ("data", "tensor", "pipeline", "context") if layout.get(key, 1) > 1]
+    count = layout["world_size"]
+    words = f"{count} process{'es' if count > 1 else ''}" + (f": {' x '.join(sizes)}" if sizes else "")
+    return words + (f", ZeRO {layout['zero_stage']}" if "zero_stage" in layout else "") + f", {layout['dtype']}"
+
+
 def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     """Delete old checkpoints, never the newest. Call it on one process.
 
@@ -315,6 +396,8 @@ class _Reader:
 
     def read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of the flattened shard of a tensor, float32 on the CPU."""
+        if kind != "weight" and self._manifest.get("optimizer") == "none":  # weights from elsewhere
+            return torch.zeros(numel, dtype=torch.float32)
         entry = self._manifest["tensors"][name]
         size = math.prod(entry["shape"])
         pieces = [(piece, Shard(*piece.get("shard", (0, 0, 1)))) for piece in entry["pieces"]]
@@ -375,20 +458,22 @@ def _write_own(engine: Engine, aside: Path) -> tuple[dict[str, list[dict[str, An
         numel = fragment.tensors["weight"].numel()
         if not numel or not fragment.primary:
             continue
-        piece: dict[str, Any] = {"rank": rank, "start": fragment.start, "numel": numel}
-        if fragment.shard.count > 1:
-            piece["shard"] = [fragment.shard.dim, fragment.shard.index, fragment.shard.count]
-        pieces.setdefault(fragment.name, []).append(piece)
+        part = Part(fragment.name, fragment.shard, fragment.start, numel)
+        pieces.setdefault(fragment.name, []).append(part.entry(rank))
         tensors["weights"][f"weight/{fragment.name}"] = _host_copy(fragment.tensors["weight"])
         for key in _OPTIMIZER_KEYS:
             tensors["optimizer"][f"{key}/{fragment.name}"] = _host_copy(fragment.tensors[key])
-    files = {}
+    files: dict[str, dict[str, Any]] = {}
     for stem, group in tensors.items():
-        path = aside / f"{stem}-{rank:05d}.safetensors"
-        save_file(group, path)
-        _sync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        files |= _write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
     return pieces, files
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """The manifest's entry of the file."""
+    save_file(tensors, path)
+    _sync(path)
+    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}}
 
 
 def _write_manifest(
@@ -408,15 +493,7 @@ def _write_manifest(
         "optimizer_steps": step - int(state.get("skipped_steps", 0)),
         "state": dict(state),
         "loss_scale": engine.loss_scale_state,
-        "layout": {
-            "world_size": engine.grid.world_size,
-            "data": engine.grid.data_size,
-            "tensor": engine.grid.tensor_size,
-            "pipeline": engine.grid.pipe_size,
-            "context": engine.grid.context_size,
-            "zero_stage": engine.zero_stage,
-            "dtype": engine.dtype,
-        },
+        "layout": engine.layout,
         "versions": versions(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "tensors": tensors,

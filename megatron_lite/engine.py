@@ -295,6 +295,20 @@ class Engine:
             times.append(time.perf_counter() - start)
         return statistics.median(times[2:])  # the first ones allocate
 
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Sizes of the parallel dimensions, ZeRO stage and number format, as a checkpoint records them."""
+        grid = self.grid
+        return {
+            "world_size": grid.world_size,
+            "data": grid.data_size,
+            "tensor": grid.tensor_size,
+            "pipeline": grid.pipe_size,
+            "context": grid.context_size,
+            "zero_stage": self.zero_stage,
+            "dtype": self.dtype,
+        }
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name to full shape of every parameter of the model, a tied one once."""
         return dict(self._shapes)

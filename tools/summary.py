@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.checkpoint import layout_words, read_manifest
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
 from megatron_lite.metrics import read_metrics
@@ -86,15 +87,21 @@ def start_message(
 ) -> str:
     """Two lines at the start of a run: what is trained, on what, for how long, from where."""
     parameters = sum(math.prod(shape) for shape in engine.parameter_shapes().values())
-    processes = engine.grid.world_size
     tokens = config.schedule.train_steps * config.batch.tokens_per_step
     return (
         f"{config.run.name}: {'+'.join(dict.fromkeys(config.model.mixers))}, {parameters / 1e6:.1f} M parameters, "
-        f"{engine.dtype}, {processes} process{'es' if processes > 1 else ''} on {engine.grid.device.type}\n"
+        f"{layout_words(engine.layout)} on {engine.grid.device.type}\n"
         f"{config.schedule.train_steps:,} steps of {config.batch.tokens_per_step:,} tokens = {tokens / 1e6:,.1f} M, "
         f"from {data.train_tokens / 1e6:,.1f} M tokens of text; "
-        + (f"from {source} at step {state.step}" if source else "from the start")
+        + (f"from {source} at step {state.step}{_resharded(engine, source)}" if source else "from the start")
     )
+
+
+def _resharded(engine: Engine, source: Path) -> str:
+    stored = read_manifest(source)["layout"]
+    if {**engine.layout, **stored} == engine.layout:
+        return ""
+    return f", written by {layout_words(stored)} and read into this layout"
 
 
 def complete_message(config: Config[Any], source: Path, step: int) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron_lite import checkpoint
 from tests.parallel import layouts
@@ -15,6 +18,9 @@ from tests.parallel.worker import engine_of, grid_of, own, rate
 def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], first: int) -> None:
     """Steps `first`, `first` + 1, ... of each relay, a step a layout; histories go to `folder/NAME.FIRST.json`."""
     config = layouts.model_config(model)
+    settings = yaml.safe_dump(
+        {"model": asdict(config) | {"mixers": list(config.mixers)}, "batch": {"sequence_length": 24}}
+    )
     for name, legs in relays.items():
         history = []
         for step, parallel in enumerate(legs, first):
@@ -24,7 +30,7 @@ def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], firs
                 assert checkpoint.load(engine, folder / name) == {"step": step}
             result = engine.train_step(own(layouts.steps()[step], grid), lr=rate(step))
             history.append((result.loss, result.gradient_norm))
-            checkpoint.save(engine, folder / name, step=step + 1, state={"step": step + 1}, config_yaml="")
+            checkpoint.save(engine, folder / name, step=step + 1, state={"step": step + 1}, config_yaml=settings)
             engine.close()
         if grid_of({}).is_main:
             (folder / f"{name}.{first}.json").write_text(json.dumps(history))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 
 from megatron_lite import checkpoint
+from megatron_lite.partition import Shard
 from models.lm import LanguageModel
 from tests import oracle
 from tests.parallel import layouts
 from tests.parallel.launch import launch
+from tools import reshard
 
 # The layout of each step: two in four processes, then two in two.
 RELAYS: dict[str, list[dict[str, Any]]] = {
@@ -67,3 +71,45 @@ def test_a_run_goes_on_in_other_layouts(folder, name):
     first = RELAYS[name][0]
     assert manifest["layout"]["tensor"] == first.get("tensor", 1)
     assert manifest["layout"]["pipeline"] == first.get("pipeline", 1)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (3, 4, 2)], ids=str)
+def test_a_checkpoint_is_rewritten_for_another_layout_bit_for_bit(folder, tmp_path, capsys, sizes):
+    source = folder / "tensor-pipeline-data" / "step_00000001"
+    data, tensor, pipeline = sizes
+    words = [str(source), str(tmp_path), f"--data={data}", f"--tensor={tensor}", f"--pipeline={pipeline}"]
+    assert reshard.main(words) == 0
+    assert "was for 4 processes: tensor 2 x pipeline 2" in capsys.readouterr().out
+    target = checkpoint.resolve(tmp_path)
+    assert len(list(target.glob("weights-*"))) == data * tensor * pipeline
+    before, after = checkpoint.read_manifest(source), checkpoint.read_manifest(target)
+    assert after["layout"]["tensor"] == tensor
+    same = ("step", "state", "optimizer_steps", "loss_scale")
+    assert {key: after[key] for key in same} == {key: before[key] for key in same}
+    readers = [checkpoint._Reader(path, read) for path, read in ((source, before), (target, after))]
+    for name, entry in before["tensors"].items():
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            a, b = (reader.read(kind, name, Shard(), 0, math.prod(entry["shape"])) for reader in readers)
+            assert torch.equal(a, b), (kind, name)
+    assert reshard.main(words) == 2  # never over what is there
+    assert "exists: name another output folder" in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_divide_is_refused(folder, tmp_path, capsys):
+    assert reshard.main([str(folder / "zero3-tensor"), str(tmp_path), "--tensor=3"]) == 2
+    assert "--tensor = 3 does not divide model.num_heads = 4" in capsys.readouterr().err
+
+
+def test_a_missing_and_a_corrupted_shard_are_named(folder, tmp_path):
+    source = folder / "tensor-pipeline-data" / "step_00000001"
+    broken = tmp_path / "step_00000001"
+    shutil.copytree(source, broken)
+    (broken / "weights-00003.safetensors").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="the file weights-00003.safetensors is missing"):
+        checkpoint.read_weights(broken)
+    shutil.copyfile(source / "weights-00003.safetensors", broken / "weights-00003.safetensors")
+    data = bytearray((broken / "weights-00002.safetensors").read_bytes())
+    data[-5] ^= 1
+    (broken / "weights-00002.safetensors").write_bytes(data)
+    with pytest.raises(checkpoint.CheckpointError, match="the file weights-00002.safetensors is corrupted"):
+        checkpoint.read_weights(broken)

@@ -1,0 +1,101 @@
+"""Write a checkpoint again as another layout would have written it.
+
+python -m tools.reshard runs/x out/ --data 8 --tensor 4 --pipeline 2
+python -m tools.reshard runs/x/checkpoints/step_00001000 out/           # one file, for one process
+
+Training does not need this: a run resumes in any layout by itself. It saves reading: after it, a process of that layout
+finds most of what it owns in one file, where it would otherwise read from many. Nothing changes but the files: tensors,
+optimizer state and the trainer's state are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0, or 2 with a message."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.reshard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="run folder, checkpoints folder or step folder")
+    parser.add_argument("output", type=Path, help="new folder; the checkpoint becomes OUTPUT/step_XXXXXXXX")
+    for key in ("data", "tensor", "pipeline"):
+        parser.add_argument(f"--{key}", type=int, default=1, metavar="N", help=f"{key} size of the layout to write for")
+    options = parser.parse_args(arguments)
+    from megatron_lite.checkpoint import CheckpointError
+
+    try:
+        print(reshard(options.checkpoint, options.output, options.data, options.tensor, options.pipeline))
+    except (CheckpointError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -> str:
+    """Write `source` into the folder `output` as data x tensor x pipeline processes would; a line about what was done.
+
+    Raises:
+        CheckpointError: the source cannot be read, or the output exists or cannot be written.
+        ValueError: the model does not divide into that layout.
+    """
+    from tqdm import tqdm
+
+    from megatron_lite import checkpoint
+    from megatron_lite.layout import Layout, layout_problems, limits_of
+    from megatron_lite.partition import shard_of
+    from megatron_lite.pipeline import stage_bounds
+    from models.config import ModelConfig
+    from models.lm import build_layer, layer_specs
+
+    source = checkpoint.resolve(source)
+    if data < 1 or tensor < 1 or pipeline < 1:
+        raise ValueError(f"--data {data} --tensor {tensor} --pipeline {pipeline}: each is at least 1")
+    settings = checkpoint.read_config_yaml(source)
+    model = ModelConfig(**settings["model"])
+    length = settings["batch"]["sequence_length"]
+    for key, problem in layout_problems(Layout(tensor, pipeline), limits_of(model, length)):
+        raise ValueError(f"--{key} {problem}")
+    import torch
+
+    specs = layer_specs(model)
+    with torch.device("meta"):
+        costs = [build_layer(spec, index, 0).flops_per_token(length) for index, spec in enumerate(specs)]
+    bounds = stage_bounds(costs, pipeline)
+    stage_of = {
+        spec.name: next(stage for stage in range(pipeline) if index < bounds[stage + 1])
+        for index, spec in enumerate(specs)
+    }
+    manifest = checkpoint.read_manifest(source)
+    ranks: list[list[checkpoint.Part]] = [[] for _ in range(data * tensor * pipeline)]
+    for name, entry in manifest["tensors"].items():
+        layer = max((spec.name for spec in specs if name.startswith(spec.name + ".")), key=len)
+        for index in range(tensor):
+            shard = shard_of(entry["partition"], tuple(entry["shape"]), index, tensor)
+            if shard.count == 1 and index:
+                break
+            numel = 1
+            for size in shard.shape(tuple(entry["shape"])):
+                numel *= size
+            for rank, start, stop in _shares(numel, data):
+                owner = (stage_of[layer] * data + rank) * tensor + index
+                ranks[owner].append(checkpoint.Part(name, shard, start, stop - start))
+    layout = {"world_size": len(ranks), "data": data, "tensor": tensor, "pipeline": pipeline, "context": 1}
+    layout |= {key: manifest["layout"][key] for key in ("zero_stage", "dtype") if key in manifest["layout"]}
+    with tqdm(total=len(ranks), unit="rank", file=sys.stderr) as bar:
+        final = checkpoint.rewrite(source, output, ranks, layout, progress=bar.update)
+    return f"{final}: for {checkpoint.layout_words(layout)}; was for {checkpoint.layout_words(manifest['layout'])}"
+
+
+def _shares(numel: int, parts: int) -> list[tuple[int, int, int]]:
+    """(part, start, stop) of the non-empty shares of a flattened tensor."""
+    cuts = [numel * part // parts for part in range(parts + 1)]
+    return [(part, cuts[part], cuts[part + 1]) for part in range(parts) if cuts[part] < cuts[part + 1]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
