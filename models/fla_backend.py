@@ -32,16 +32,31 @@ def fla_recurrence(
         "output_final_state": True,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.long(),
     }
+    short = q.shape[1] <= 16 and not needs_grad
+    if log_decay.shape[-1] == 1 and _fixed(log_decay):
+        scalar = fused_recurrent_simple_gla if short else chunk_simple_gla
+        return scalar(q, k, v, g_gamma=log_decay[0, 0, :, 0].float().clamp_min(-80.0).contiguous(), **common)
     # exp(-80) is zero beside 1 in float32; the kernels subtract cumulated decays, which -inf would turn into nan.
     log_decay = log_decay.float().clamp_min(-80.0)
-    short = q.shape[1] <= 16 and not needs_grad
     if log_decay.shape[-1] == 1:
         if short:
             return fused_recurrent_simple_gla(q, k, v, log_decay.squeeze(-1), **common)
-        if not needs_grad:
+        if not needs_grad or not _scalar_gradient_is_refused():
             return chunk_simple_gla(q, k, v, log_decay.squeeze(-1), **common)
-        # The gated backward of chunk_simple_gla is refused on Hopper with Triton 3.4 to 3.7.0.
         log_decay = log_decay.expand(q.shape)
     if short:
         return fused_recurrent_gla(q, k, v, gk=log_decay, **common)
     return chunk_gla(q, k, v, log_decay, **common)
+
+
+def _fixed(log_decay: Tensor) -> bool:
+    """Whether one number a head, without a gradient, was expanded over batch and length: known without reading it."""
+    steps = zip(log_decay.shape[:2], log_decay.stride()[:2], strict=True)
+    return not log_decay.requires_grad and all(size == 1 or (size and stride == 0) for size, stride in steps)
+
+
+def _scalar_gradient_is_refused() -> bool:
+    """Triton 3.4 to 3.7.0 compiles the gradient of chunk_simple_gla's decay wrongly on Hopper; the kernel says no."""
+    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+
+    return bool(IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1)

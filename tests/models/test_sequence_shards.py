@@ -36,7 +36,7 @@ class Meeting:
     gathers: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.count, timeout=30)
+        self.barrier = threading.Barrier(self.count, timeout=120)
         self.parts: list[Tensor] = [torch.empty(0)] * self.count
 
     def all_parts(self, index: int, part: Tensor) -> Tensor:

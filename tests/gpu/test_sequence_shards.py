@@ -1,0 +1,57 @@
+"""Mixers on stretches of a sequence over the kernels of a CUDA device, against the whole sequence in float32."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models.mixer_cases import build, name_of, tokens
+from tests.models.test_sequence_shards import over_shards
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("metala", "metala_bidirectional", "gla", "retnet", "mamba2", "mamba", "hgrn", "rwkv4")),
+    *((name, {}) for name in ("linear_attention", "lion", "rg_lru")),
+    *(("lion", {"variant": variant, "causal": False}) for variant in ("s", "d", "lit", "lstm")),
+]
+
+
+def results(module: nn.Module, x: Tensor, weight: Tensor, **context: Any) -> list[Tensor]:
+    """Output, gradient of x, gradients of the parameters."""
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    y = module(x, **context)
+    # In the thread that calls: a device has one thread for backward passes, and the stretches wait for one another.
+    with torch.autograd.set_multithreading_enabled(False):
+        (y * weight).sum().backward()
+    return [t.detach().double() for t in (y, x.grad, *(p.grad for p in module.parameters()))]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_stretches_are_the_whole_on_kernels(case: tuple[str, dict[str, Any]], packed: bool) -> None:
+    pytest.importorskip("fla")
+    batch, length, count = (1 if packed else 2), 600, 2
+    context = {"cu_seqlens": torch.tensor([0, 100, 100, 290, 410, 600], device="cuda")} if packed else {}
+    mixer = build(case, torch.bfloat16, size=128, heads=2).cuda()
+    x = tokens(length, batch, size=128).bfloat16().cuda()
+    weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(8)).bfloat16().cuda()
+    exact = results(copy.deepcopy(mixer).float(), x.float(), weight.float(), **context)
+    whole = results(mixer, x, weight, **context)
+    copies = [copy.deepcopy(mixer) for _ in range(count)]
+
+    def work(index: int) -> list[Tensor]:
+        return results(copies[index], x.chunk(count, 1)[index], weight.chunk(count, 1)[index], **context)
+
+    parts = over_shards(count, work)
+    joined = [torch.cat(pieces, 1) for pieces in list(zip(*parts, strict=True))[:2]]
+    joined += [sum(pieces) for pieces in list(zip(*parts, strict=True))[2:]]
+    for number, (got, reference, wanted) in enumerate(zip(joined, whole, exact, strict=True)):
+        error, usual = ((t - wanted).norm() / wanted.norm() for t in (got, reference))
+        assert got.isfinite().all(), number
+        assert error < max(2e-2, 2 * usual), (number, error.item(), usual.item())
