@@ -105,6 +105,17 @@ HYBRID: dict[int, dict[str, dict[str, Any]]] = {
         "data2_tensor2_zero3_checkpointed": {"tensor": 2, "zero_stage": 3, **CHECKPOINTED},
     },
 }
+# Layouts with sequences over several processes, for the mixers with a recurrent state.
+CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"context2": {"context": 2}, "context2_checkpointed": {"context": 2, **CHECKPOINTED}},
+    4: {
+        "context4": {"context": 4},
+        "context2_data2_zero2": {"context": 2, "zero_stage": 2},
+        "context2_tensor2_sequence": {"context": 2, "tensor": 2, **SEQUENCE},
+        "context2_pipeline2": {"context": 2, "pipeline": 2},
+    },
+}
+SPLIT = ("metala", "lion_causal", "lion_bidirectional")
 UNTIED = {"tie_embeddings": False}
 POSITIONS = {"positions": "learned", "max_positions": LENGTH}
 BARE = {"norm_affine": False, "mlp_bias": False}
@@ -114,9 +125,12 @@ def cases(processes: int) -> list[Case]:
     """All cases that run in so many processes."""
     found = [Case(model, name, layout) for name, layout in EVERY[processes].items() for model in MODELS]
     found += [Case("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
+    found += [Case(model, name, layout) for name, layout in CONTEXT[processes].items() for model in SPLIT]
     if processes == 2:
         rest = [mixer for mixer in MIXERS if mixer not in MODELS and mixer != "lion"]
         found += [Case(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], {"num_layers": 2}) for mixer in rest]
+        split = [mixer for mixer in rest if getattr(MIXERS[mixer], "splits_sequence", False)]
+        found += [Case(mixer, "context2", CONTEXT[2]["context2"], {"num_layers": 2}) for mixer in split]
         found += [Case("hybrid", name, EVERY[2][name], UNTIED) for name in ("tensor2_sequence", "pipeline2")]
         found += [Case("attention", name, EVERY[2][name], POSITIONS) for name in ("tensor2", "tensor2_sequence")]
         found.append(Case("attention", "pipeline2", {"pipeline": 2}, BARE))  # a stage without exempt parameters

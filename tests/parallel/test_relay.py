@@ -105,11 +105,11 @@ def test_a_missing_and_a_corrupted_shard_are_named(folder, tmp_path):
     broken = tmp_path / "step_00000001"
     shutil.copytree(source, broken)
     (broken / "weights-00003.safetensors").unlink()
-    with pytest.raises(checkpoint.CheckpointError, match="the file weights-00003.safetensors is missing"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"the file weights-00003\.safetensors is missing"):
         checkpoint.read_weights(broken)
     shutil.copyfile(source / "weights-00003.safetensors", broken / "weights-00003.safetensors")
     data = bytearray((broken / "weights-00002.safetensors").read_bytes())
     data[-5] ^= 1
     (broken / "weights-00002.safetensors").write_bytes(data)
-    with pytest.raises(checkpoint.CheckpointError, match="the file weights-00002.safetensors is corrupted"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"the file weights-00002\.safetensors is corrupted"):
         checkpoint.read_weights(broken)
