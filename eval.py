@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint: `python eval.py runs/default`. Results go to `results.json` beside the run."""
+"""Evaluation: perplexity on any text, and zero-shot suites through the lm-evaluation-harness. `python eval.py --help`."""
 
 from __future__ import annotations
 
@@ -21,30 +21,60 @@ Metrics = Mapping[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    from tools.load_model import CheckpointError, load_model
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = None if words[:1] in (["compare"], ["table"]) else _parser().parse_args(words)
+    from tools.load_model import CheckpointError
 
     try:
-        loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
-        parameters = sum(p.numel() for p in loaded.model.parameters())
-        print(f"{loaded.checkpoint}: {parameters / 1e6:,.2f} M parameters, {_dtype(loaded)} on {loaded.device}\n")
-        results = evaluate_texts(loaded, options)
+        if options is None:
+            from tools.evaluation.command import compare_command, table_command
+
+            return (compare_command if words[0] == "compare" else table_command)(words[1:])
+        if options.suite or options.tasks:
+            from tools.evaluation.command import run_suites
+
+            run_suites(options)
+        if options.data or options.by_position or not (options.suite or options.tasks):
+            run_texts(options)
     except (CheckpointError, FileNotFoundError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(table(["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"], _rows(results)))
-    out = options.out or loaded.run / RESULTS_FILE
-    write_results(out, loaded, {"perplexity": results})
-    print(f"\n{out}")
     return 0
 
 
-def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Metrics]:
+def run_texts(options: argparse.Namespace) -> None:
+    """Perplexity of texts: prints a table, adds to the results file. Raises as `load_model` and `evaluate_texts`."""
+    from tools.load_model import load_model
+
+    loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
+    parameters = sum(p.numel() for p in loaded.model.parameters())
+    print(f"{loaded.checkpoint}: {parameters / 1e6:,.2f} M parameters, {_dtype(loaded)} on {loaded.device}\n")
+    results = evaluate_texts(loaded, options)
+    out = options.out or loaded.run / RESULTS_FILE
+    if options.by_position:
+        write_results(out, loaded, {}, by_position=results)
+    else:
+        print(table(["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"], _rows(results)))
+        write_results(out, loaded, {"perplexity": results})
+    print(f"\n{out}")
+
+
+def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Any]:
     """Perplexity of every text of `--data`, or of the run's validation set. Raises FileNotFoundError, ValueError."""
+    from tools.evaluation.masked import is_masked
     from tools.perplexity import perplexity, validation_text
 
+    if is_masked(loaded.model.config):
+        raise ValueError(
+            f"{loaded.checkpoint} is a masked model: it sees the token that it would predict, so that it has no perplexity. "
+            "Its pseudo-log-likelihood ranks the choices of --suite"
+        )
     with tempfile.TemporaryDirectory() as folder:
         texts = [_text(loaded, name, Path(folder), options.text_key) for name in options.data]
+        if options.by_position:
+            from tools.evaluation.positions import positions_command
+
+            return positions_command(loaded, texts or [validation_text(loaded)], options)
         return {
             text.name: perplexity(
                 loaded,
@@ -57,22 +87,24 @@ def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str
         }
 
 
-def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[str, Metrics]]) -> None:
-    """Adds to a results file {suite: {task: {metric: value}}}; what it said of another checkpoint is dropped.
+def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[str, Metrics]], **more: Any) -> None:
+    """Adds to a results file {suite: {task: {metric: value}}} and `more`; what it said of another checkpoint is dropped.
 
     Written aside and renamed.
     """
     from megatron_lite.checkpoint import versions
 
     checkpoint = str(loaded.checkpoint.resolve())
-    results: dict[str, dict[str, Any]] = {}
+    earlier: dict[str, Any] = {}
     if out.is_file():
         earlier = json.loads(out.read_text(encoding="utf-8"))
-        if earlier.get("checkpoint") == checkpoint:
-            results = earlier["results"]
+        if earlier.get("checkpoint") != checkpoint:
+            earlier = {}
+    results = earlier.get("results", {})
     for suite, tasks in suites.items():
         results[suite] = {**results.get(suite, {}), **tasks}
     content = {
+        **earlier,
         "checkpoint": checkpoint,
         "step": loaded.step,
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
@@ -81,6 +113,7 @@ def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[s
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "results": results,
+        **more,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{os.getpid()}.aside")
@@ -128,37 +161,88 @@ def _text(loaded: LoadedModel, name: str, folder: Path, text_key: str) -> TokenT
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python eval.py",
-        description="Evaluate a checkpoint: perplexity and bits per byte of its validation set, or of any text.",
-        epilog=(
-            "examples:\n"
-            "  python eval.py runs/default                              the run's validation set\n"
-            "  python eval.py runs/default/checkpoints/step_00000100    an earlier checkpoint\n"
-            "  python eval.py runs/default --data README.md 'docs/*.md' any text files, each argument a row\n"
-            "  python eval.py runs/default --data pile/test.jsonl.zst --text-key text\n"
-            "  python eval.py runs/default --data pile/test_text_document  token files, without extension\n"
-            "\n"
-            "Bits per byte = nats / ln 2 / bytes of UTF-8: it compares models with different tokenizers, and with\n"
-            "compressors (gzip -9 reaches about 2 on source code). Every token counts once, ends of documents too.\n"
-            "The scores are added to results.json in the run's folder; `python -m tools.plot RUN --html` shows them."
-        ),
+        description="Evaluate a model: zero-shot suites through the lm-evaluation-harness, perplexity on any text.",
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", help="folder of a run, or one of its checkpoints/step_*")
     parser.add_argument(
+        "checkpoint", help="folder of a run, or one of its checkpoints/step_*; or a Hugging Face folder or name"
+    )
+    suites = parser.add_argument_group("suites")
+    suites.add_argument(
+        "--suite", type=_words, default=[], metavar="A,B", help="superglue, commonsense, or a YAML file"
+    )
+    suites.add_argument("--tasks", type=_words, default=[], metavar="A,B", help="any tasks of the harness, by name")
+    suites.add_argument("--without", type=_words, default=[], metavar="A,B", help="tasks of the suites to leave out")
+    suites.add_argument(
+        "--data-dir",
+        type=Path,
+        help="folder of the tasks' data (super_glue/boolq/validation.jsonl.gz ...); default: the hub",
+    )
+    suites.add_argument("--hub", action="store_true", help="what the folder lacks comes from the hub")
+    suites.add_argument(
+        "--split",
+        choices=["validation", "test"],
+        help="evaluate this split where the data have it (marked in the table)",
+    )
+    suites.add_argument("--shots", type=int, help="examples in the prompt (default: what the task says, none)")
+    suites.add_argument("--max-length", type=_positive, help="tokens seen at once (default: as in training)")
+    suites.add_argument("--batch-tokens", type=_positive, help="tokens of a batch (default: measured)")
+    suites.add_argument("--samples", action="store_true", help="write every document with its answers too")
+    suites.add_argument("--name", help="what the tables call the model")
+    suites.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that a Hugging Face folder brings"
+    )
+    suites.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    texts = parser.add_argument_group("perplexity")
+    texts.add_argument(
         "--data",
         nargs="+",
         default=[],
         metavar="TEXT",
         help="raw text (.txt, .md, .py ..., .jsonl, .gz, .zst; files, folders, globs) or prefixes of token files;"
-        " default: the run's validation set",
+        " default without a suite: the run's validation set",
     )
-    parser.add_argument("--text-key", default="text", help="key of the text in JSON lines (default text)")
-    parser.add_argument("--sequence-length", type=_positive, help="tokens of a piece (default: as in training)")
-    parser.add_argument("--batch-size", type=_positive, default=8, help="pieces side by side (default 8)")
+    texts.add_argument("--text-key", default="text", help="key of the text in JSON lines (default text)")
+    texts.add_argument("--sequence-length", type=_positive, help="tokens of a piece (default: as in training)")
+    texts.add_argument("--batch-size", type=_positive, default=8, help="pieces side by side (default 8)")
+    texts.add_argument(
+        "--by-position", action="store_true", help="loss by position to 4 x the trained length, and its plot"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
     parser.add_argument("--dtype", default="auto", help="fp32, bf16, fp16, fp64 (default: bf16 on a GPU, else fp32)")
-    parser.add_argument("--out", type=Path, help="file of the results (default: results.json in the run's folder)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="results file, with tables and chart beside it (default: results.json in the run's folder; of suites:"
+        " evaluation/STEP/results.json there)",
+    )
     return parser
+
+
+EPILOG = """examples:
+  python eval.py runs/default                              perplexity of the run's validation set
+  python eval.py runs/default --suite superglue,commonsense --data-dir DATA
+                                                           zero-shot tables, beside the paper's rows
+  python eval.py EleutherAI/pythia-410m --suite commonsense    any Hugging Face model, in the same table
+  python eval.py runs/default --tasks piqa,arc_easy        any tasks of the harness
+  torchrun --nproc-per-node 8 eval.py runs/big --suite superglue   eight GPUs share the requests
+  python eval.py table a/results.json b/results.json       several models in one table
+  python eval.py compare a/results.json b/results.json     differences, paired by document, with their significance
+  python eval.py runs/default --data README.md 'docs/*.md' any text files, each argument a row
+  python eval.py runs/default --data pile/test.jsonl.zst --text-key text
+  python eval.py runs/default --data pile/test_text_document    token files, without extension
+  python eval.py runs/default --by-position                loss by position, beyond the trained length too
+
+An evaluation that was interrupted goes on when the same command is given again.
+Bits per byte = nats / ln 2 / bytes of UTF-8: it compares models with different tokenizers, and with
+compressors (gzip -9 reaches about 2 on source code). Every token counts once, ends of documents too.
+The scores are added to results.json in the run's folder; `python -m tools.plot RUN --html` shows them.
+docs/evaluation.md has the details."""
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
 
 
 def _positive(text: str) -> int:

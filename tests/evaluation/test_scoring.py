@@ -1,0 +1,144 @@
+"""Scores through the tree of shared prefixes equal a plain forward pass of every request on its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from models.config import ModelConfig
+from models.lm import LanguageModel
+from tools.evaluation.prefix_tree import build_forest
+from tools.evaluation.scoring import Scorer
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "model"
+CAUSAL = sorted(p.stem for p in CONFIGS.glob("*_tiny.yml") if "bidirectional" not in p.stem)
+VOCABULARY = 97
+
+
+def model_of(name: str, seed: int = 0) -> LanguageModel:
+    text = (CONFIGS / f"{name}.yml").read_text()
+    values = {key: value for key, value in yaml.safe_load(text)["model"].items() if value is not None}
+    torch.manual_seed(seed)
+    model = LanguageModel(ModelConfig(**{**values, "vocab_size": VOCABULARY}), seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():  # away from the initial values, where many mixers are almost silent
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)
+
+
+def requests_with_shared_parts(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Questions below paragraphs, endings below questions, equal inputs, inputs that another one begins with."""
+    draw = np.random.default_rng(seed)
+
+    def some(low: int, high: int) -> list[int]:
+        return draw.integers(0, VOCABULARY, draw.integers(low, high)).tolist()
+
+    pairs: list[tuple[list[int], list[int]]] = []
+    for _ in range(4):
+        paragraph = some(20, 60)
+        for _ in range(3):
+            question = paragraph + some(1, 25)
+            for _ in range(3):
+                ending = some(1, 22)
+                pairs += [(question, ending), (question, [*ending, *some(1, 4)]), (question + ending[:-1], ending[-1:])]
+            pairs += [(question, [token]) for token in (3, 4)]
+    pairs += [([5], some(1, 3)), (some(1, 2), some(90, 91)), pairs[0]]
+    inputs = [np.array((context + target)[:-1]) for context, target in pairs]
+    return inputs, [np.array(target) for _, target in pairs]
+
+
+def contexts_of(inputs: list[np.ndarray], targets: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    contexts = [ids[: len(ids) - len(wanted) + 1] for ids, wanted in zip(inputs, targets, strict=True)]
+    return contexts, targets
+
+
+def alone(model: LanguageModel, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, bool]:
+    logits = model(torch.from_numpy(inputs)[None])[0, -len(targets) :].double()
+    wanted = torch.from_numpy(targets)
+    chosen = logits.log_softmax(-1).gather(-1, wanted[:, None])
+    return float(chosen.sum()), bool((logits.argmax(-1) == wanted).all())
+
+
+def score(model: LanguageModel, inputs: list, targets: list, **settings: int) -> tuple[list, Scorer]:
+    scorer = Scorer(model, **settings)
+    found: dict[int, tuple[float, bool]] = {}
+
+    def done(answers: list) -> None:
+        assert not found.keys() & dict(answers).keys()
+        found.update(answers)
+
+    scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=done)
+    return [found[i] for i in range(len(inputs))], scorer
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_every_mixer_scores_as_alone(name):
+    model = model_of(name).double()
+    inputs, targets = requests_with_shared_parts()
+    for settings in ({"batch_tokens": 150}, {"batch_tokens": 1 << 20}, {"batch_tokens": 400, "state_bytes": 1}):
+        found, scorer = score(model, inputs, targets, **settings)
+        for number, (got, *request) in enumerate(zip(found, inputs, targets, strict=True)):
+            expected = alone(model, *request)
+            assert got[0] == pytest.approx(expected[0], abs=1e-8), (name, settings, number)
+            assert got[1] == expected[1]
+        assert scorer.read < 0.5 * sum(map(len, inputs))
+
+
+def test_greedy_is_true_for_what_the_model_would_write():
+    model = model_of("metala_tiny")
+    context = np.array([3, 1, 4, 1, 5])
+    written: list[int] = []
+    for _ in range(6):
+        logits = model(torch.tensor([[*context.tolist(), *written]]))
+        written.append(int(logits[0, -1].argmax()))
+    wrong = [*written[:-1], (written[-1] + 1) % VOCABULARY]
+    inputs = [np.array([*context, *ids][:-1]) for ids in (written, wrong)]
+    found, _ = score(model, inputs, [np.array(written), np.array(wrong)])
+    assert [greedy for _, greedy in found] == [True, False]
+
+
+def test_tree_holds_every_token_of_every_request_once():
+    inputs, targets = requests_with_shared_parts(1)
+    for shortest in (1, 16, 1000):
+        forest = build_forest(inputs, targets, shortest=shortest)
+        found: dict[int, list[int]] = {r: [] for r in range(len(inputs))}
+        stack = [(root, ()) for root in forest]
+        while stack:
+            node, before = stack.pop()
+            path = (*before, *node.tokens.tolist())
+            assert len(node.tokens) > 0
+            for offsets, wanted, requests in zip(node.offsets, node.targets, node.requests, strict=True):
+                request = int(requests[0])
+                ends = [*before, *node.tokens[: offsets[-1] + 1]]
+                assert inputs[request][: len(ends)].tolist() == ends
+                found[request] += wanted.tolist()
+            stack.extend((child, path) for child in node.children)
+        assert {r: sorted(t) for r, t in found.items()} == {r: sorted(t.tolist()) for r, t in enumerate(targets)}
+    # Every distinct token of a shared run is there once when everything is shared.
+    words = {tuple(ids[: i + 1].tolist()) for ids in inputs for i in range(len(ids))}
+    assert sum(root.size for root in build_forest(inputs, targets, shortest=1)) == len(words)
+
+
+def test_memory_that_runs_out_halves_the_batch_and_counts_nothing_twice(monkeypatch):
+    model = model_of("metala_tiny").double()
+    inputs, targets = requests_with_shared_parts()
+    scorer = Scorer(model, batch_tokens=1 << 20)
+    forward, tried = Scorer._forward, []
+
+    def limited(self, tokens, *rest):
+        tried.append(tokens.numel())
+        if tokens.numel() > 300 and len(tokens) > 1:
+            raise torch.OutOfMemoryError
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(Scorer, "_forward", limited)
+    found: dict = {}
+    scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=found.update)
+    assert max(tried) > 300
+    assert scorer.batch_tokens < 1 << 20
+    for number, request in enumerate(zip(inputs, targets, strict=True)):
+        assert found[number][0] == pytest.approx(alone(model, *request)[0], abs=1e-8)

@@ -1,0 +1,1 @@
+"""Zero-shot evaluation through the lm-evaluation-harness: suites, data, scoring, tables."""

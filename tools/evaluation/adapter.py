@@ -1,0 +1,320 @@
+"""A model of this project as the lm-evaluation-harness sees it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from data.tokenizer import Tokenizer
+from models.lm import LanguageModel
+from tools.decoding import generate
+from tools.evaluation.answers import AnswerFile
+from tools.evaluation.masked import PseudoScorer, is_masked
+from tools.evaluation.prefix_tree import Ids
+from tools.evaluation.processes import Processes
+from tools.evaluation.scoring import Scorer
+
+
+class ProjectLM(TemplateLM):
+    """Answers the harness's requests with a `LanguageModel`.
+
+    The harness calls it in one process's terms: requests are shared out over `processes` in here, so that the result
+    does not depend on their number.
+
+    Args:
+        model: in evaluation mode. Masked models answer with pseudo-log-likelihoods.
+        tokenizer: the one that the model was trained with.
+        max_length: tokens that the model sees at once; longer requests lose their beginning, which `truncated` counts.
+        name: what the results call it.
+        answers: where answers are kept while the evaluation runs.
+        batch_tokens: tokens of a batch; 0 measures what fits.
+
+    Raises ValueError for a masked model whose tokenizer has no mask.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        max_length: int,
+        name: str = "model",
+        processes: Processes | None = None,
+        answers: AnswerFile | None = None,
+        batch_tokens: int = 0,
+        progress: bool = True,
+    ) -> None:
+        super().__init__()
+        self.model, self.name, self.max_length, self.progress = model, name, max_length, progress
+        self.processes = processes or Processes()
+        self.answers = answers or AnswerFile(None, "", self.processes)
+        self._tokenizer = tokenizer
+        self.masked = is_masked(model.config)
+        self.scorer: Scorer | PseudoScorer
+        if self.masked:
+            self.scorer = PseudoScorer(model, mask_id(tokenizer), batch_tokens)
+        else:
+            self.scorer = Scorer(model, batch_tokens)
+        self._device = next(model.parameters()).device
+        self._terminal = sys.stderr  # the harness's own bars are kept off it
+        # Requests that were longer than the model sees, by task, and the longest.
+        self.truncated: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
+        self.asked_tokens = self.longest = 0
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.end_of_document_id
+
+    @property
+    def max_gen_toks(self) -> int:
+        return 256
+
+    @property
+    def tokenizer_name(self) -> str:
+        return f"{self._tokenizer.type}-{self._tokenizer.hash}"
+
+    @property
+    def score_name(self) -> str:
+        """What the scores are."""
+        return "pseudo-log-likelihood" if self.masked else "log-likelihood"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return [int(i) for i in self._tokenizer.encode(string)]
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        pairs = encode_pairs(self._tokenizer, [request.args for request in requests], self.prefix_token_id)
+        names = [request.task_name or "" for request in requests]
+        return self._score("loglikelihood", *self._windows(pairs, names))
+
+    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        pairs = [(np.asarray(context, np.int64), np.asarray(target, np.int64)) for _, context, target in requests]
+        return self._score("loglikelihood", *self._windows(pairs, [""] * len(pairs)))
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        pairs: list[tuple[Ids, Ids]] = []
+        owners: list[int] = []
+        for number, ids in enumerate(_encode(self._tokenizer, [request.args[0] for request in requests])):
+            windows = get_rolling_token_windows(
+                ids.tolist(), self.prefix_token_id, self.max_length - self.masked, context_len=1
+            )
+            for context, target in map(make_disjoint_window, windows):
+                pairs.append((np.asarray(context, np.int64), np.asarray(target, np.int64)))
+                owners.append(number)
+            self.requests[requests[number].task_name or ""] += 1
+        totals = [0.0] * len(requests)
+        contexts, targets = [list(part) for part in zip(*pairs, strict=True)] if pairs else ([], [])
+        for owner, (value, _) in zip(owners, self._score("rolling", contexts, targets), strict=True):
+            totals[owner] += value
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        if self.masked:
+            raise ValueError(
+                f"{self.name} sees both directions and cannot continue a text: leave out the tasks that generate "
+                f"({', '.join(sorted({r.task_name or '?' for r in requests}))})"
+            )
+        asked = [(request.args[0], _settings(request.args[1], self.max_gen_toks)) for request in requests]
+        keys = [self.answers.key("generate", text, repr(sorted(settings.items()))) for text, settings in asked]
+        found = {i: value for i, key in enumerate(keys) if (value := self.answers.get(key)) is not None}
+        prompts = _encode(self._tokenizer, [text for text, _ in asked])
+        # Equal settings and about equal lengths go side by side.
+        rest = sorted(set(range(len(asked))) - found.keys(), key=lambda i: (repr(asked[i][1]), -len(prompts[i])))
+        mine = rest[self.processes.rank :: self.processes.size]
+        written: dict[int, str] = {}
+        with self._bar(len(mine), "text") as bar:
+            while mine:
+                settings = asked[mine[0]][1]
+                rows = max(1, self.scorer.batch_tokens // (len(prompts[mine[0]]) + settings["max_tokens"]))
+                batch = [i for i in mine[:rows] if asked[i][1] == settings]
+                mine = mine[len(batch) :]
+                room = max(1, self.max_length - settings["max_tokens"])
+                for request in batch:
+                    self.truncated[requests[request].task_name or ""] += len(prompts[request]) > room
+                texts = self._continue([prompts[i][-room:].tolist() for i in batch], **settings)
+                written.update(zip(batch, texts, strict=True))
+                self.answers.add((keys[i], written[i]) for i in batch)
+                bar.update(len(batch))
+        found.update(self.processes.merge(written))
+        self.requests.update(request.task_name or "" for request in requests)
+        return [found[i] for i in range(len(requests))]
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What `results.json` says about the model."""
+        return {
+            "model_num_parameters": sum(p.numel() for p in self.model.parameters()),
+            "model_dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "max_length": self.max_length,
+            "score": self.score_name,
+        }
+
+    def _windows(self, pairs: Sequence[tuple[Ids, Ids]], names: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
+        """The end of every request that the model can see: of all but the last token, or of all when it is masked."""
+        room = self.max_length + (not self.masked)
+        contexts, targets = [], []
+        for (context, target), name in zip(pairs, names, strict=True):
+            length = len(context) + len(target)
+            self.requests[name] += 1
+            self.truncated[name] += length > room
+            self.longest = max(self.longest, length)
+            target = target[-(room - 1) :]
+            contexts.append(context[-(room - len(target)) :])
+            targets.append(target)
+        return contexts, targets
+
+    def _score(self, kind: str, contexts: list[Ids], targets: list[Ids]) -> list[tuple[float, bool]]:
+        keys = [self.answers.key(kind, *pair) for pair in zip(contexts, targets, strict=True)]
+        self.asked_tokens += sum(map(len, contexts)) + sum(map(len, targets)) - len(targets)
+        found: dict[int, tuple[float, bool]] = {}
+        for number, key in enumerate(keys):
+            if (value := self.answers.get(key)) is not None:
+                found[number] = (value[0], value[1])
+        rest = [number for number in range(len(keys)) if number not in found]
+        units: Any = self.scorer.units([contexts[i] for i in rest], [targets[i] for i in rest])
+        mine = units[self.processes.rank :: self.processes.size]
+        computed: dict[int, tuple[float, bool]] = {}
+        share = len(rest) if self.processes.size == 1 else len(rest) // self.processes.size
+        description = f"{self.score_name}s" + (f" ({len(found)} known from before)" if found else "")
+        with self._bar(share, description) as bar:
+
+            def done(answers: list[tuple[int, tuple[float, bool]]]) -> None:
+                numbered = [(rest[i], answer) for i, answer in answers]
+                computed.update(numbered)
+                self.answers.add((keys[i], answer) for i, answer in numbered)
+                bar.update(len(answers))
+
+            self.scorer.score_units(mine, len(rest), done=done)
+        found.update(self.processes.merge(computed))
+        return [found[number] for number in range(len(keys))]
+
+    def _continue(
+        self, prompts: list[list[int]], *, stops: tuple[str, ...], max_tokens: int, **sampling: Any
+    ) -> list[str]:
+        prompts = [prompt or [self.eot_token_id] for prompt in prompts]
+        written: list[list[int]] = [[] for _ in prompts]
+        open_rows = set(range(len(prompts)))
+        steps = generate(
+            self.model,
+            prompts,
+            max_tokens=max_tokens,
+            vocab_size=self._tokenizer.vocab_size,
+            stop_id=self.eot_token_id,
+            **sampling,
+        )
+        for step in steps:
+            for row in list(open_rows):
+                token = step[row]
+                if token is not None:
+                    written[row].append(token)
+                    tail = self._tokenizer.decode(written[row][-_STOP_WINDOW:])
+                if token is None or any(stop in tail for stop in stops):
+                    open_rows.discard(row)
+            if not open_rows:
+                break
+        texts = [self._tokenizer.decode(ids) for ids in written]
+        return [_cut(text, stops) for text in texts]
+
+    def _bar(self, total: int, description: str) -> tqdm:
+        shown = self.progress and self.processes.is_main
+        return tqdm(
+            total=total,
+            desc=description,
+            unit="request",
+            disable=not shown,
+            dynamic_ncols=True,
+            file=self._terminal,
+        )
+
+
+# Tokens at the end of a text in which a stop string is looked for.
+_STOP_WINDOW = 48
+
+
+def mask_id(tokenizer: Tokenizer) -> int:
+    """The token that stands for a hidden one. Raises ValueError where there is none."""
+    known = getattr(tokenizer, "mask_id", None)
+    if known is not None:
+        return int(known)
+    for name in ("[MASK]", "<mask>"):
+        ids = [int(i) for i in tokenizer.encode(name)]
+        if len(ids) == 1:
+            return ids[0]
+    raise ValueError(
+        f"the model sees both directions and is scored by masking, but its tokenizer ({tokenizer.path or tokenizer.type}) "
+        "has no [MASK] or <mask>: it was not trained as a masked language model"
+    )
+
+
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_token_id: int) -> list[tuple[Ids, Ids]]:
+    """(context, continuation) texts as ids, all at once; what `TemplateLM._encode_pair` gives one by one.
+
+    Spaces at the end of a context move to the continuation. The context is encoded alone, the continuation is what the
+    whole text has beyond as many ids. An empty context is the end of a document.
+    """
+    moved = []
+    for context, continuation in pairs:
+        stripped = context.rstrip()
+        moved.append((stripped, context[len(stripped) :] + continuation))
+    texts = dict.fromkeys(text for context, rest in moved for text in (context, context + rest))
+    ids = dict(zip(texts, _encode(tokenizer, list(texts)), strict=True))
+    found = []
+    for context, continuation in moved:
+        whole = ids[context + continuation]
+        if not context:
+            first = len(whole) > 1 and whole[0] == prefix_token_id
+            found.append((whole[:1], whole[1:]) if first else (np.array([prefix_token_id]), whole))
+            continue
+        size = len(ids[context])
+        if size < len(whole):
+            found.append((ids[context], whole[size:]))
+        else:
+            # The continuation closes a token that the context had begun: no more than what differs is scored.
+            size = _common(ids[context], whole)
+            found.append((whole[:size] if size else np.array([prefix_token_id]), whole[size:]))
+    return found
+
+
+def _common(a: Ids, b: Ids) -> int:
+    length = min(len(a), len(b) - 1)
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
+    encoded: Iterable[Any] = tokenizer.encode_batch(texts, os.cpu_count() or 1)
+    return [np.asarray(ids, np.int64) for ids in encoded]
+
+
+def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+    """The harness's generation settings in the words of `tools.decoding.generate`. Raises ValueError for others."""
+    given = dict(given)
+    until = given.pop("until", None) or []
+    sampled = given.pop("do_sample", None)
+    temperature = float(given.pop("temperature", 0.0) or 0.0)
+    settings = {
+        "stops": tuple([until] if isinstance(until, str) else until),
+        "max_tokens": int(given.pop("max_gen_toks", None) or given.pop("max_new_tokens", None) or max_tokens),
+        "temperature": (temperature or 1.0) if sampled else 0.0,
+        "top_k": int(given.pop("top_k", 0) or 0) if sampled else 0,
+        "top_p": float(given.pop("top_p", 1.0) or 1.0) if sampled else 1.0,
+    }
+    ignored = {"top_k", "top_p", "seed"}
+    if given.keys() - ignored:
+        raise ValueError(f"generation settings {sorted(given.keys() - ignored)} are not supported by this model")
+    return settings
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    for stop in stops:
+        if stop:
+            text = text.split(stop)[0]
+    return text

@@ -1,0 +1,248 @@
+"""`python eval.py MODEL --suite ...`: from a name on the command line to tables, results and a chart."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.evaluation.harness import (
+    Prepared,
+    Request,
+    evaluate,
+    prepare_tasks,
+    read_results,
+    write_json,
+    write_samples,
+)
+from tools.evaluation.report import (
+    bar_chart,
+    detail_rows,
+    latex,
+    markdown,
+    metrics_of,
+    plain,
+    suite_table,
+)
+from tools.evaluation.suites import Suite, read_suite, task_suite
+
+Results = dict[str, Any]
+
+
+def run_suites(options: argparse.Namespace) -> Results | None:
+    """Evaluates a model, prints the tables and writes everything beside `options.out`; None on helping processes.
+
+    Raises as `tools.load_model.load_model`, `HuggingFaceLM` and `prepare_tasks`.
+    """
+    from tools.evaluation.answers import AnswerFile
+    from tools.evaluation.huggingface import HuggingFaceLM, folder_hash, is_huggingface
+    from tools.evaluation.processes import join_processes
+
+    request = Request(
+        tuple(options.suite),
+        tuple(options.tasks),
+        tuple(options.without),
+        options.data_dir,
+        options.hub,
+        options.split,
+        options.shots,
+    )
+    prepared = prepare_tasks(request)
+    shown = options.progress and sys.stderr.isatty()
+    if is_huggingface(options.checkpoint):
+        device = _device(options.device)
+        name = options.name or options.checkpoint.rstrip("/").rpartition("/")[2]
+        out = options.out or Path("runs") / "evaluation" / name / "results.json"
+        lm: Any = HuggingFaceLM(
+            options.checkpoint,
+            device=device,
+            dtype=options.dtype,
+            max_length=options.max_length,
+            trust_remote_code=options.trust_remote_code,
+        )
+        model = {"name": options.checkpoint, "sha256": folder_hash(options.checkpoint)}
+        cache = out.parent / "answers" / "requests"
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        results = evaluate(lm, prepared, use_cache=cache)
+        if results is not None:
+            for file in cache.parent.glob("requests_rank*"):
+                file.unlink()
+            _remove_if_empty(cache.parent)
+    else:
+        from tools.evaluation.adapter import ProjectLM
+        from tools.load_model import load_model
+
+        processes, device = join_processes(options.device)
+        loaded = load_model(options.checkpoint, device=device, dtype=options.dtype)
+        name = options.name or f"{loaded.run.name}, step {loaded.step:,}"
+        out = options.out or loaded.run / "evaluation" / loaded.checkpoint.name / "results.json"
+        digest = checkpoint_hash(loaded.checkpoint)
+        length = options.max_length or int(loaded.config["batch"]["sequence_length"])
+        dtype = str(next(loaded.model.parameters()).dtype)
+        answers = AnswerFile(out.parent / "answers", f"{digest}/{dtype}/{length}/{loaded.tokenizer.hash}", processes)
+        if len(answers) and processes.is_main:
+            print(f"going on with {len(answers):,} answers of an interrupted evaluation", file=sys.stderr)
+        lm = ProjectLM(
+            loaded.model,
+            loaded.tokenizer,
+            max_length=length,
+            name=name,
+            processes=processes,
+            answers=answers,
+            batch_tokens=options.batch_tokens or 0,
+            progress=shown,
+        )
+        model = {
+            "name": str(loaded.checkpoint.resolve()),
+            "step": loaded.step,
+            "sha256": digest,
+            "tokenizer": f"{loaded.tokenizer.type} {loaded.tokenizer.hash}",
+            "trained_length": int(loaded.config["batch"]["sequence_length"]),
+        }
+        results = evaluate(lm, prepared)
+        if results is not None:
+            _summarise(loaded.run, loaded.checkpoint, results, prepared)
+    if results is None:
+        return None
+    results["metalion"].update(model=model, title=name)
+    samples = results.pop("samples")
+    write_json(out, results)
+    if options.samples:
+        write_samples(out.parent, samples)
+    if not is_huggingface(options.checkpoint):
+        answers.remove()
+    print(f"\n{plain(*detail_rows(results))}")
+    write_tables(prepared.suites, [(name, results)], out)
+    return results
+
+
+def write_tables(suites: Sequence[Suite], models: Sequence[tuple[str, Results]], out: Path) -> None:
+    """Prints the suites' tables and writes them as `out` with the suffixes .md, .tex and .png."""
+    tables = [suite_table(suite, models) for suite in suites]
+    for table in tables:
+        print(f"\n{table.title}\n\n{plain(*table.text_rows())}\n")
+        for note in table.notes:
+            print(f"  {note}")
+    files = {".md": markdown(tables, models), ".tex": latex(tables)}
+    for suffix, text in files.items():
+        _write_text(out.with_suffix(suffix), text)
+    bar_chart(tables, out.with_suffix(".png"))
+    print("\n" + "\n".join(str(out.with_suffix(suffix)) for suffix in (".json", *files, ".png")))
+
+
+def table_command(arguments: Sequence[str]) -> int:
+    """`python eval.py table a.json b.json ...`: several models in one table."""
+    parser = argparse.ArgumentParser(
+        prog="python eval.py table",
+        description="Several evaluated models in one table, as Markdown, LaTeX and a chart.",
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="results.json of each model, or its folder")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/evaluation/table.md"), help="where (default %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    models = [(str(r["metalion"]["title"]), r) for r in map(read_results, options.results)]
+    write_tables(_suites_of([r for _, r in models]), models, options.out)
+    return 0
+
+
+def compare_command(arguments: Sequence[str]) -> int:
+    """`python eval.py compare a.json b.json`: the differences and whether they are more than chance."""
+    from tools.evaluation.compare import compare, comparison_rows
+
+    parser = argparse.ArgumentParser(
+        prog="python eval.py compare",
+        description="Differences between two models, paired by document, with their significance: the exact sign test "
+        "where a document is right or wrong, a permutation test otherwise; Holm's correction over all rows.",
+    )
+    parser.add_argument("first", type=Path, help="results.json, or its folder")
+    parser.add_argument("second", type=Path, help="results.json, or its folder")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON too")
+    options = parser.parse_args(arguments)
+    first, second = read_results(options.first), read_results(options.second)
+    found = compare(first, second)
+    print(f"first:  {first['metalion']['title']}\nsecond: {second['metalion']['title']}\n")
+    print(plain(*comparison_rows(found)))
+    print(
+        "\np: chance of a difference this large between models that are equal on every document; significant: p (Holm) < 0.05"
+    )
+    if options.out:
+        write_json(options.out, [{**vars(d), "change": d.change} for d in found])
+    return 0
+
+
+def checkpoint_hash(checkpoint: Path) -> str:
+    """SHA-256 over those of a checkpoint's weight files, as its manifest holds them."""
+    import hashlib
+    import json
+
+    files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        if name.startswith("weights"):
+            digest.update(f"{name} {files[name]['sha256']}\n".encode())
+    return digest.hexdigest()
+
+
+def scores(results: Mapping[str, Any], suites: Sequence[Suite]) -> dict[str, float]:
+    """What one follows over time: every column of the suites and their averages, by "suite/label", shares in percent."""
+    found: dict[str, float] = {}
+    for suite in suites:
+        table = suite_table(suite, [("", results)])
+        row = table.rows[0]
+        found.update({f"{suite.name}/{label}": value for label, (value, _) in row.cells.items()})
+        average = table.average_of(row)
+        if average is not None:
+            found[f"{suite.name}/average"] = average
+    return found
+
+
+def _summarise(run: Path, checkpoint: Path, results: Results, prepared: Prepared) -> None:
+    """The scores in the run's own results file, which its report page shows."""
+    import json
+
+    path = run / "results.json"
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    said = str(checkpoint.resolve())
+    if content.get("checkpoint") != said:
+        return
+    suites = {
+        suite.name: {
+            task: {metric: results["results"][task][f"{metric},none"] for metric in metrics_of(results, task)}
+            for task in suite.tasks
+            if task in results["results"]
+        }
+        for suite in prepared.suites
+    }
+    content["results"] = {**content.get("results", {}), **suites}
+    write_json(path, content)
+
+
+def _suites_of(models: Sequence[Mapping[str, Any]]) -> list[Suite]:
+    names = dict.fromkeys(name for results in models for name in results["metalion"]["suites"])
+    suites = [read_suite(name) for name in names if name != "tasks"]
+    shown = {task for suite in suites for task in suite.tasks}
+    rest = [task for results in models for task in results["versions"] if task not in shown]
+    return [*suites, *([task_suite(list(dict.fromkeys(rest)))] if rest else [])]
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.aside")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

@@ -1,0 +1,161 @@
+"""Is the difference between two models more than chance? Paired by document.
+
+The null hypothesis is that a document does not care which model answered it: each document's pair of outcomes may be
+swapped. Where outcomes are right or wrong the test is exact (the sign test on the documents that differ, McNemar 1947);
+otherwise the difference is compared with that of random swaps (a paired permutation test, Fisher 1935), which works for
+metrics that are no mean (F1, perplexity) too. Two-sided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SWAPS = 10_000
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One metric of one task for two models.
+
+    Attributes:
+        documents: that both answered.
+        first, second: the metric over these documents.
+        stderr: of second - first over documents; None for metrics that are no mean.
+        p: chance of a difference at least as large if the models were equal on every document.
+        adjusted: p after Holm's correction over all comparisons (Holm 1979).
+    """
+
+    task: str
+    metric: str
+    documents: int
+    first: float
+    second: float
+    stderr: float | None
+    p: float
+    adjusted: float = math.nan
+
+    @property
+    def change(self) -> float:
+        """second - first."""
+        return self.second - self.first
+
+
+def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
+    """Every metric that both results hold, over the documents that both answered.
+
+    Raises ValueError when they share none.
+    """
+    found = []
+    ours, theirs = (results["metalion"]["documents"] for results in (first, second))
+    for task, metrics in ours.items():
+        for metric, entry in metrics.items():
+            other = theirs.get(task, {}).get(metric)
+            if other is None:
+                continue
+            places = {identity: i for i, identity in enumerate(other["ids"])}
+            pairs = [(i, places[identity]) for i, identity in enumerate(entry["ids"]) if identity in places]
+            if not pairs:
+                continue
+            a, b = (np.array([e["values"][p[k]] for p in pairs], np.float64) for k, e in enumerate((entry, other)))
+            found.append(difference(task, metric, a, b))
+    if not found:
+        raise ValueError("the two results share no task and document: evaluate both models on the same suites and data")
+    return _holm(found)
+
+
+def difference(task: str, metric: str, first: Values, second: Values) -> Difference:
+    """first, second: [documents] numbers, or [documents, 2] pairs (said, true) for F1."""
+    statistic = _statistic(task, metric)
+    values = (float(statistic(first[None])[0]), float(statistic(second[None])[0]))
+    stderr = None
+    if first.ndim == 1 and metric != "perplexity":
+        delta = second - first
+        stderr = float(delta.std(ddof=1) / math.sqrt(len(delta))) if len(delta) > 1 else None
+        if np.isin(delta, (-1.0, 0.0, 1.0)).all():
+            better, worse = int((delta > 0).sum()), int((delta < 0).sum())
+            return Difference(task, metric, len(first), *values, stderr, _sign_test(better, worse))
+    return Difference(task, metric, len(first), *values, stderr, _permutation(statistic, first, second))
+
+
+def comparison_rows(found: Sequence[Difference]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows as text; shares in percent."""
+    header = ["task", "metric", "documents", "first", "second", "difference", "±", "p", "p (Holm)", ""]
+    rows = []
+    for d in found:
+        scale = 1.0 if d.metric == "perplexity" else 100.0
+        rows.append(
+            [
+                d.task,
+                d.metric,
+                f"{d.documents:,}",
+                f"{scale * d.first:.2f}",
+                f"{scale * d.second:.2f}",
+                f"{scale * d.change:+.2f}",
+                "-" if d.stderr is None else f"{scale * d.stderr:.2f}",
+                f"{d.p:.4f}",
+                f"{d.adjusted:.4f}",
+                "significant" if d.adjusted < 0.05 else "",
+            ]
+        )
+    return header, rows
+
+
+def _statistic(task: str, metric: str) -> Callable[[Values], Values]:
+    """Maps [samples, documents (, 2)] to [samples]."""
+    if metric == "perplexity":
+        return lambda x: np.exp(-x.mean(1))
+    if metric == "f1" and task == "cb":
+        return lambda x: np.mean([_f1(x, label) for label in (0, 1, 2)], axis=0)
+    if metric == "f1a":
+        return lambda x: _f1(x, 1)
+
+    def mean(x: Values) -> Values:
+        if x.ndim == 3:
+            raise ValueError(f"{task}: {metric} is no mean over documents, and how it is formed is not known here")
+        return x.mean(1)
+
+    return mean
+
+
+def _f1(x: Values, label: int) -> Values:
+    said, true = x[..., 0] == label, x[..., 1] == label
+    hits, named = (said & true).sum(1), said.sum(1) + true.sum(1)
+    return np.divide(2 * hits, named, out=np.zeros(len(x)), where=named > 0)
+
+
+def _sign_test(better: int, worse: int) -> float:
+    """Two-sided, exact: better and worse are heads and tails of a fair coin."""
+    n, k = better + worse, min(better, worse)
+    log_terms = np.array([math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in range(k + 1)])
+    return min(1.0, 2.0 * float(np.exp(log_terms - n * math.log(2.0)).sum()))
+
+
+def _permutation(statistic: Callable[[Values], Values], first: Values, second: Values) -> float:
+    draw = np.random.default_rng(0)
+    observed = abs(float(statistic(second[None])[0] - statistic(first[None])[0]))
+    reached, done = 0, 0
+    step = max(1, 2_000_000 // max(1, first.size))
+    while done < SWAPS:
+        count = min(step, SWAPS - done)
+        swap = draw.random((count, len(first))) < 0.5
+        swap = swap.reshape(*swap.shape, *([1] * (first.ndim - 1)))
+        a, b = np.where(swap, second, first), np.where(swap, first, second)
+        reached += int((np.abs(statistic(b) - statistic(a)) >= observed * (1 - 1e-12)).sum())
+        done += count
+    return (reached + 1) / (SWAPS + 1)
+
+
+def _holm(found: Sequence[Difference]) -> list[Difference]:
+    order = sorted(range(len(found)), key=lambda i: found[i].p)
+    adjusted, largest = [0.0] * len(found), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(found) - rank) * found[i].p))
+        adjusted[i] = largest
+    return [Difference(**{**vars(d), "adjusted": value}) for d, value in zip(found, adjusted, strict=True)]

@@ -1,0 +1,271 @@
+"""Runs suites through the harness and puts together `results.json`: the harness's own format, and one key of ours.
+
+Under the key `metalion` stands what the harness does not know: hashes of weights and data, the split of every task,
+requests that were too long, chance level, the suites, and each document's value of each metric, by which two models are
+compared in pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.evaluation import multirc
+from tools.evaluation.suites import Suite, read_suite, task_suite
+from tools.evaluation.tasks import LoadedTask, load_tasks
+
+# Resamples for the standard error of a metric that has no formula (perplexity); the harness's 100,000 take minutes.
+BOOTSTRAP = 1000
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate.
+
+    Attributes:
+        suites: names of suites, or YAML files.
+        tasks: of the harness, beside them.
+        without: tasks of the suites to leave out; their columns stay empty.
+        data_dir, hub, split: as `tools.evaluation.tasks.load_tasks`.
+        shots: examples in the prompt; None for what each task says, which is none for the suites.
+    """
+
+    suites: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    data_dir: Path | None = None
+    hub: bool = False
+    split: str | None = None
+    shots: int | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Suites and their tasks with data, ready to be asked any number of times."""
+
+    request: Request
+    suites: tuple[Suite, ...]
+    tasks: dict[str, LoadedTask]
+    manager: Any
+
+
+def prepare_tasks(request: Request) -> Prepared:
+    """Reads suites and data. Raises as `read_suite` and `load_tasks`, and ValueError when nothing is asked."""
+    suites = [read_suite(name) for name in request.suites]
+    if request.tasks:
+        suites.append(task_suite(request.tasks))
+    names = [t for t in dict.fromkeys(task for suite in suites for task in suite.tasks) if t not in request.without]
+    if not names:
+        raise ValueError("nothing to evaluate: name a suite (--suite superglue,commonsense) or a task (--tasks piqa)")
+    fields = {task: names for suite in suites for task, names in (suite.fields or {}).items()}
+    folders = [folder for suite in suites for folder in suite.folders]
+    if request.tasks and not set(request.tasks) <= {t for suite in suites[:-1] for t in suite.tasks}:
+        folders = []
+    with _quiet():
+        tasks, manager = load_tasks(
+            names,
+            data_dir=request.data_dir,
+            hub=request.hub,
+            split=request.split,
+            fields=fields,
+            local=[task for suite in suites for task in suite.local],
+            folders=folders,
+        )
+    return Prepared(request, tuple(suites), tasks, manager)
+
+
+def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> dict[str, Any] | None:
+    """Asks a model everything. Returns the results with their samples, None on processes that only help.
+
+    lm: an `lm_eval.api.model.LM`. use_cache: of `lm_eval.simple_evaluate`; for models that keep no answers themselves. The
+    random state of the process is left as it was.
+    """
+    import lm_eval
+
+    started = time.perf_counter()
+    main = getattr(getattr(lm, "processes", None), "is_main", True)
+    for loaded in prepared.tasks.values():
+        _fresh(loaded.task)
+    quiet = contextlib.nullcontext() if use_cache else contextlib.redirect_stderr(io.StringIO())
+    with _random_state_kept(), _quiet(), contextlib.redirect_stdout(io.StringIO()), quiet:
+        results = lm_eval.simple_evaluate(
+            model=lm,
+            tasks=[loaded.task for loaded in prepared.tasks.values()],
+            num_fewshot=prepared.request.shots,
+            bootstrap_iters=BOOTSTRAP if main else 0,
+            task_manager=prepared.manager,
+            use_cache=None if use_cache is None else str(use_cache),
+        )
+    if results is None or not main:
+        return None
+    samples = results["samples"]
+    if "multirc" in samples:
+        for key, value in multirc.multirc_metrics(samples["multirc"]).items():
+            results["results"]["multirc"][f"{key},none"] = value
+            if not key.endswith("_stderr"):
+                results["higher_is_better"]["multirc"][key] = True
+    results["task_hashes"] = {task: _task_hash(rows) for task, rows in samples.items()}
+    counts: Mapping[str, Counter[str]] = {
+        name: getattr(lm, name, None) or Counter() for name in ("requests", "truncated")
+    }
+    results["metalion"] = {
+        "suites": [suite.name for suite in prepared.suites],
+        "split": {name: loaded.split for name, loaded in prepared.tasks.items()},
+        "other_split": sorted(name for name, loaded in prepared.tasks.items() if loaded.moved),
+        "data": {name: loaded.files or _fingerprint(loaded) for name, loaded in prepared.tasks.items()},
+        "chance": {task: chance for task, rows in samples.items() if (chance := _chance(rows)) is not None},
+        "requests": dict(counts["requests"]),
+        "truncated": {task: n for task, n in counts["truncated"].items() if n},
+        "max_length": getattr(lm, "max_length", None),
+        "longest_request": getattr(lm, "longest", None),
+        "tokens_asked": getattr(lm, "asked_tokens", None),
+        "tokens_read": getattr(getattr(lm, "scorer", None), "read", None),
+        "score": getattr(lm, "score_name", "log-likelihood"),
+        "seconds": round(time.perf_counter() - started, 3),
+        "documents": {task: documents(task, rows) for task, rows in samples.items()},
+    }
+    return results
+
+
+def documents(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    """metric -> {"ids", "values"}: what every document gave, so that another model's can be set beside it.
+
+    A value is a number, or a pair (said, true) for metrics that are no mean (F1).
+    """
+    found: dict[str, dict[str, list[Any]]] = {}
+    for sample in samples:
+        identity = f"{sample['doc_id']}:{sample['doc_hash'][:12]}"
+        for metric in sample["metrics"]:
+            value = sample[metric]
+            entry = found.setdefault(metric, {"ids": [], "values": []})
+            entry["ids"].append(identity)
+            entry["values"].append([int(v) for v in value] if isinstance(value, tuple | list) else float(value))
+    if task == "multirc":
+        matches, judged = multirc.exact_matches(samples), multirc.judgements(samples)
+        answers = found["acc"]["ids"]
+        found["exact_match"] = {"ids": list(matches), "values": [float(m) for m in matches.values()]}
+        found["answer_acc"] = {"ids": answers, "values": [float(said == label) for said, label in judged]}
+        found["f1a"] = {"ids": answers, "values": [[int(said), int(label)] for said, label in judged]}
+    return found
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Written aside and renamed."""
+    from lm_eval.utils import handle_non_serializable
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
+    text = json.dumps(content, indent=1, ensure_ascii=False, default=handle_non_serializable)
+    aside.write_text(text + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def write_samples(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """`samples_TASK.jsonl`: every document with its prompts and answers, as the harness logs them."""
+    from lm_eval.utils import handle_non_serializable
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, rows in samples.items():
+        lines = [json.dumps(row, ensure_ascii=False, default=handle_non_serializable) + "\n" for row in rows]
+        aside = folder / f".samples_{task}.aside"
+        aside.write_text("".join(lines), encoding="utf-8")
+        os.replace(aside, folder / f"samples_{task}.jsonl")
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """A `results.json`, or the one of a folder. Raises FileNotFoundError, or ValueError for another kind of file."""
+    file = path / "results.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no results there; python eval.py MODEL --suite ... writes them")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(content, dict) or "metalion" not in content or "results" not in content:
+        raise ValueError(f"{file} is no results.json of python eval.py --suite (it has no key 'metalion')")
+    return content
+
+
+def _fresh(task: Any) -> None:
+    """Forgets the requests and answers of an earlier evaluation of the same task object."""
+    task._instances = None
+
+
+def _chance(samples: Sequence[Mapping[str, Any]]) -> float | None:
+    """Accuracy of guessing, for tasks of choices."""
+    counts = [len(sample["filtered_resps"]) for sample in samples if "acc" in sample["metrics"]]
+    return sum(1 / n for n in counts) / len(counts) if counts and min(counts) > 1 else None
+
+
+def _task_hash(samples: Sequence[Mapping[str, Any]]) -> str:
+    from lm_eval.utils import hash_string
+
+    return hash_string("".join(s["doc_hash"] + s["prompt_hash"] + s["target_hash"] for s in samples))
+
+
+def _fingerprint(loaded: LoadedTask) -> dict[str, str]:
+    dataset = loaded.task.dataset[loaded.split]
+    return {str(loaded.task.config.dataset_path): str(getattr(dataset, "_fingerprint", ""))}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The harness's notes on its own defaults and the bars of its loaders and builders stay off the terminal."""
+    import datasets
+
+    logger = logging.getLogger("lm_eval")
+    level, bars = logger.level, datasets.are_progress_bars_disabled()
+    before = os.environ.get("DISABLE_MULTIPROC")
+    # Forking a process that may hold a GPU, for a bootstrap of seconds, is not worth it.
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if not bars:
+            datasets.enable_progress_bars()
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """The harness seeds every generator there is."""
+    import torch
+
+    python, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy_state)
+
+
+def metric_value(results: Mapping[str, Any], task: str, metric: str) -> tuple[float, float | None] | None:
+    """(value, standard error or None) of a task's metric under any filter; None where there is no such value."""
+    entry = results["results"].get(task, {})
+    for key, value in entry.items():
+        name, _, tag = key.partition(",")
+        if name == metric and isinstance(value, int | float):
+            error = entry.get(f"{metric}_stderr,{tag}")
+            known = isinstance(error, int | float) and math.isfinite(error)
+            return float(value), float(error) if known else None
+    return None

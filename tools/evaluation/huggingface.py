@@ -1,0 +1,106 @@
+"""Any Hugging Face causal language model, through the harness's own `hf` model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+
+
+def is_huggingface(name: str) -> bool:
+    """Whether a command-line word names a Hugging Face model: a folder with its config.json, or owner/name on the hub."""
+    path = Path(name)
+    if path.is_dir():
+        return (path / "config.json").is_file()
+    return not path.exists() and name.count("/") == 1 and not name.startswith(("/", ".", "runs/"))
+
+
+class HuggingFaceLM(HFLM):
+    """The harness's model, which also counts what was too long.
+
+    Args:
+        name: folder or hub name. max_length: None for what the model's configuration says.
+
+    Raises:
+        ValueError: a tokenizer with more entries than the model has embeddings, or code that must be trusted first.
+        OSError: no such model.
+    """
+
+    score_name = "log-likelihood"
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        device: str,
+        dtype: str = "auto",
+        batch_size: int | str = "auto",
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        _register_linear_attention(name)
+        if device == "cpu" and batch_size == "auto":
+            batch_size = 8  # measuring what fits takes longer than it saves
+        super().__init__(
+            pretrained=name,
+            device=device,
+            dtype=_DTYPES.get(dtype, dtype),
+            batch_size=batch_size,
+            max_length=max_length,
+            trust_remote_code=trust_remote_code,
+        )
+        rows, entries = self.model.get_input_embeddings().weight.shape[0], len(self.tokenizer)
+        if entries > rows:
+            raise ValueError(
+                f"{name}: its tokenizer has {entries:,} entries and the model {rows:,} rows: it is not the tokenizer that "
+                "the model was trained with"
+            )
+        self.name = name
+        self.truncated: Counter[str] = Counter()
+        self.requests: Counter[str] = Counter()
+        self.asked_tokens = self.longest = 0
+
+    def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
+        for _, context, continuation in requests:
+            length = len(context) + len(continuation)
+            self.longest = max(self.longest, length)
+            self.asked_tokens += length - 1
+            self.requests[""] += 1
+            self.truncated[""] += length > self.max_length + 1
+        return super()._loglikelihood_tokens(requests, *args, **kwargs)
+
+
+def folder_hash(name: str) -> str | None:
+    """SHA-256 over the weight files of a local folder; None for the hub."""
+    files = sorted(p for p in Path(name).glob("*") if p.suffix in (".safetensors", ".bin"))
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+def _register_linear_attention(name: str) -> None:
+    """RetNet, GLA, HGRN and their like are known to transformers once flash-linear-attention is imported."""
+    import json
+
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    config = Path(name) / "config.json"
+    kind = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
+    if kind is not None and kind in CONFIG_MAPPING_NAMES:
+        return
+    if kind is None and not any(word in name.lower() for word in ("fla-hub", "retnet", "gla", "hgrn", "rwkv")):
+        return
+    try:
+        import fla.models  # noqa: F401
+    except ImportError:
+        return

@@ -1,0 +1,108 @@
+"""Pseudo-log-likelihood: scores of continuations under a masked model.
+
+PLL(y | x) = sum_t log p(y_t | x, y without y_t): each token of the continuation is masked in turn while everything else
+is in view (Salazar et al. 2020, arXiv 1910.14659; Wang and Cho 2019). It is no probability of the text, and it is not
+comparable with the log-likelihood of a causal model; as a ranking of choices it serves the same tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from models.config import ModelConfig
+from models.lm import LanguageModel
+from models.precision import wide
+from tools.evaluation.prefix_tree import Ids
+
+Answer = tuple[float, bool]
+Unit = tuple[int, Ids, Ids]
+
+
+def is_masked(config: ModelConfig) -> bool:
+    """Whether a layer of the model sees what comes after a token, so that it cannot predict the next one."""
+    names = {config.mixer_of(layer) for layer in range(config.num_layers)}
+    return any(
+        name == "metala_bidirectional" or getattr(config.options_of(name), "causal", True) is False for name in names
+    )
+
+
+@dataclass
+class PseudoScorer:
+    """Scores requests on one process with a masked model.
+
+    Attributes:
+        mask_id: the token that stands for a hidden one.
+        batch_tokens: tokens of a batch, padding included; halved for good when memory runs out.
+        read: tokens that went through the model so far, padding excluded.
+    """
+
+    model: LanguageModel
+    mask_id: int
+    batch_tokens: int = 0
+    read: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.device = next(self.model.parameters()).device
+        self.batch_tokens = self.batch_tokens or (1 << 15 if self.device.type == "cuda" else 4096)
+
+    def units(self, contexts: Sequence[Ids], targets: Sequence[Ids]) -> list[Unit]:
+        """What can be shared out: (number, whole sequence, continuation) of every request, longest first."""
+        pairs = zip(contexts, targets, strict=True)
+        units = [(number, np.concatenate([context, target]), target) for number, (context, target) in enumerate(pairs)]
+        return sorted(units, key=lambda unit: -len(unit[1]))
+
+    @torch.inference_mode()
+    def score_units(
+        self, units: Sequence[Unit], requests: int, *, done: Callable[[list[tuple[int, Answer]]], None]
+    ) -> None:
+        """Hands every request's (number, (pseudo-log-likelihood, all masked tokens guessed)) to `done`."""
+        sums, misses = torch.zeros(requests, dtype=torch.float64), torch.zeros(requests, dtype=torch.int64)
+        left = {number: len(target) for number, _, target in units}
+        rows = [
+            (number, sequence, len(sequence) - len(target) + i)
+            for number, sequence, target in units
+            for i in range(len(target))
+        ]
+        while rows:
+            size = max(1, self.batch_tokens // len(rows[0][1]))
+            batch = rows[:size]
+            try:
+                chances, guessed = self._step(batch)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                if len(batch) == 1:
+                    raise
+                self.batch_tokens = max(1, self.batch_tokens // 2)
+                continue
+            rows = rows[size:]
+            finished = []
+            for (number, *_), chance, hit in zip(batch, chances, guessed, strict=True):
+                sums[number] += chance
+                misses[number] += not hit
+                left[number] -= 1
+                if not left[number]:
+                    finished.append((number, (float(sums[number]), int(misses[number]) == 0)))
+            done(finished)
+
+    def _step(self, batch: Sequence[tuple[int, Ids, int]]) -> tuple[list[float], list[bool]]:
+        lengths = torch.tensor([len(sequence) for _, sequence, _ in batch])
+        tokens = torch.zeros(len(batch), int(lengths.max()), dtype=torch.long)
+        for row, (_, sequence, place) in enumerate(batch):
+            tokens[row, : len(sequence)] = torch.from_numpy(sequence)
+            tokens[row, place] = self.mask_id
+        wanted = torch.tensor([int(sequence[place]) for _, sequence, place in batch], device=self.device)
+        places = torch.tensor([place for _, _, place in batch], device=self.device)
+        padded = bool((lengths < lengths.max()).any())
+        mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(self.device) if padded else None
+        x = tokens.to(self.device)
+        for layer in (self.model.embedding, *self.model.blocks):
+            x = layer(x, mask=mask)
+        row = torch.arange(len(batch), device=self.device)
+        logits = wide(self.model.head(x[row, places]))
+        chances = logits[row, wanted] - torch.logsumexp(logits, -1)
+        self.read += int(lengths.sum())
+        return chances.tolist(), (logits.argmax(-1) == wanted).tolist()

@@ -1,0 +1,161 @@
+"""Loss by position: does it go on falling beyond the length that the model was trained at?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data.causal import SequentialDataset
+from data.loader import batches
+from models.lm import LanguageModel
+from models.precision import wide
+from tools.load_model import LoadedModel
+from tools.perplexity import TokenText
+
+# Logits formed at a time, in elements.
+_LOGITS = 1 << 24
+
+
+@dataclass(frozen=True)
+class LossByPosition:
+    """Mean loss of the tokens at each place of a piece.
+
+    Attributes:
+        nll: [length] nats a token, nan where no piece is so long; tokens: [length] how many were measured.
+        bytes_per_token: of the text, to turn nats into bits per byte.
+        trained_length: of the model.
+    """
+
+    name: str
+    nll: NDArray[np.float64]
+    tokens: NDArray[np.int64]
+    bytes_per_token: float
+    trained_length: int
+
+    def bins(self, count: int = 48) -> list[dict[str, float]]:
+        """Means over ranges of positions that grow by a constant factor, the trained length among the borders."""
+        length = len(self.nll)
+        edges = {1, self.trained_length + 1, length + 1}
+        edges |= {round(length ** (i / count)) for i in range(count + 1)}
+        borders = sorted(e for e in edges if 1 <= e <= length + 1)
+        found = []
+        for low, high in itertools.pairwise(borders):
+            weight = self.tokens[low - 1 : high - 1]
+            if not weight.sum():
+                continue
+            nll = float((np.nan_to_num(self.nll[low - 1 : high - 1]) * weight).sum() / weight.sum())
+            bits = nll / math.log(2) / self.bytes_per_token
+            found.append({"from": low, "to": high - 1, "tokens": int(weight.sum()), "loss": nll, "bits_per_byte": bits})
+        return found
+
+    def mean(self, low: int, high: int) -> float:
+        """Bits per byte of positions low to high, counted from 1."""
+        weight = self.tokens[low - 1 : high]
+        nll = float((np.nan_to_num(self.nll[low - 1 : high]) * weight).sum() / max(1, weight.sum()))
+        return nll / math.log(2) / self.bytes_per_token
+
+
+@torch.inference_mode()
+def loss_by_position(
+    loaded: LoadedModel, text: TokenText, *, length: int, batch_size: int = 8, progress: bool = True
+) -> LossByPosition:
+    """Cuts a text into pieces of `length` tokens, each of which starts with an empty state, as training does.
+
+    Positions count from 1, the first token of a piece, which follows one token only.
+    """
+    from tqdm import tqdm
+
+    pieces = SequentialDataset(text.prefix, sequence_length=length, first_token=loaded.tokenizer.end_of_document_id)
+    steps = batches(pieces, global_batch_size=batch_size, micro_batch_size=batch_size, fill_last=True)
+    total, count = np.zeros(length), np.zeros(length, np.int64)
+    bar = tqdm(
+        steps, total=-(-len(pieces) // batch_size), desc=text.name, unit="batch", disable=not progress, leave=False
+    )
+    for (batch,) in bar:
+        tokens, labels, weight = (batch[k].to(loaded.device) for k in ("tokens", "labels", "loss_weight"))
+        nll = token_nll(loaded.model, tokens, labels)
+        real = (weight > 0).double()
+        total += (nll * real).sum(0).cpu().numpy()
+        count += real.sum(0).long().cpu().numpy()
+    with np.errstate(invalid="ignore"):
+        mean = total / count
+    trained = int(loaded.config["batch"]["sequence_length"])
+    return LossByPosition(text.name, mean, count, text.bytes / max(1, int(count.sum())), trained)
+
+
+def token_nll(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """tokens, labels: [batch, length] -> nats of every label in float64, the logits formed a part at a time."""
+    x = tokens
+    for layer in (model.embedding, *model.blocks):
+        x = layer(x)
+    rows, wanted = x.flatten(0, 1), labels.flatten().clamp_min(0)
+    step = max(1, _LOGITS // model.config.vocab_size)
+    found = []
+    for start in range(0, len(rows), step):
+        logits = wide(model.head(rows[start : start + step]))
+        chosen = logits.gather(-1, wanted[start : start + step, None])[:, 0]
+        found.append((torch.logsumexp(logits, -1) - chosen).double())
+    return torch.cat(found).view(labels.shape)
+
+
+def plot_positions(results: list[LossByPosition], out: Path) -> None:
+    """Bits per byte against position, a line a text; the trained length is marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from tools.plot import COLORS, STYLE
+
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(6.4, 3.9), layout="constrained")
+        for number, result in enumerate(results):
+            bins = result.bins()
+            middle = [math.sqrt(b["from"] * b["to"]) for b in bins]
+            label = result.name if len(result.name) <= 40 else f"...{result.name[-37:]}"
+            color = COLORS[number % len(COLORS)]
+            axes.plot(middle, [b["bits_per_byte"] for b in bins], color=color, marker="o", ms=2.5, label=label)
+        trained = results[0].trained_length
+        axes.axvline(trained, color="#555555", lw=1.0, ls="--")
+        axes.annotate(
+            f" trained length {trained:,}", (trained, 0.97), xycoords=("data", "axes fraction"), fontsize=8, va="top"
+        )
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.set(xlabel="position in the piece (tokens)", ylabel="bits per byte", title="Loss by position")
+        axes.legend(loc="lower left", fontsize=8)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out)
+        plt.close(figure)
+
+
+def positions_command(loaded: LoadedModel, texts: list[TokenText], options: Any) -> dict[str, Any]:
+    """Measures, prints one sentence a text and draws; returns what `results.json` keeps."""
+    trained = int(loaded.config["batch"]["sequence_length"])
+    length = options.sequence_length or 4 * trained
+    results = [
+        loss_by_position(loaded, t, length=length, batch_size=options.batch_size, progress=sys.stderr.isatty())
+        for t in texts
+    ]
+    out = (options.out or loaded.run / "results.json").with_name("perplexity_by_position.png")
+    plot_positions(results, out)
+    kept: dict[str, Any] = {}
+    for result in results:
+        within = result.mean(trained // 2 + 1, trained)
+        words = f"{result.name}: {within:.4f} bits per byte at positions {trained // 2 + 1:,} to {trained:,}"
+        kept[result.name] = {"within": within, "bins": result.bins()}
+        if length > trained and result.tokens[trained:].sum():
+            beyond = result.mean(trained + 1, length)
+            words += f", {beyond:.4f} from {trained + 1:,} to {length:,} ({'falls on' if beyond < within else 'does not fall'})"
+            kept[result.name]["beyond"] = beyond
+        print(words)
+    print(out)
+    return kept

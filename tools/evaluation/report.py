@@ -1,0 +1,282 @@
+"""Tables and a chart of results, with the published rows beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.evaluation.harness import metric_value
+from tools.evaluation.suites import Column, Suite
+
+Results = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model's numbers under the labels of a suite's columns: (value, standard error or None)."""
+
+    model: str
+    cells: dict[str, tuple[float, float | None]]
+    published: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A suite's table, ready to be written in any format; values are in percent but for perplexities."""
+
+    title: str
+    columns: tuple[Column, ...]
+    average: tuple[str, ...]
+    rows: list[Row]
+    chance: dict[str, float]
+    notes: list[str] = field(default_factory=list)
+
+    def average_of(self, row: Row) -> float | None:
+        """The mean of the columns that the average takes; None when one is missing."""
+        if not self.average or not set(self.average) <= row.cells.keys():
+            return None
+        return sum(row.cells[label][0] for label in self.average) / len(self.average)
+
+    def text_rows(self) -> tuple[list[str], list[list[str]]]:
+        """Header and rows as text; an empty cell is a dash."""
+        header = ["model", *(column.label for column in self.columns), *(["average"] if self.average else [])]
+        rows = []
+        for row in self.rows:
+            cells = [_number(row.cells.get(column.label, (None,))[0]) for column in self.columns]
+            rows.append([row.model, *cells, *([_number(self.average_of(row))] if self.average else [])])
+        if self.chance:
+            cells = [_number(self.chance.get(column.label)) for column in self.columns]
+            rows.append(["chance", *cells, *(["-"] if self.average else [])])
+        return header, rows
+
+
+def suite_table(suite: Suite, models: Sequence[tuple[str, Results]]) -> Table:
+    """Several models in the columns of a suite, with its published rows below them."""
+    columns = _columns(suite, [results for _, results in models])
+    rows = []
+    for name, results in models:
+        cells = {}
+        for column in columns:
+            found = metric_value(results, column.task, column.metric)
+            if found is not None:
+                scale = 1.0 if is_raw(column.metric) else 100.0
+                cells[column.label] = (scale * found[0], None if found[1] is None else scale * found[1])
+        rows.append(Row(name, cells))
+    labels = {column.label for column in columns}
+    for published in suite.rows:
+        numbers = {label: (float(value), None) for label, value in published.items() if label in labels}
+        tokens = f", {published['tokens']} tokens" if "tokens" in published else ""
+        rows.append(Row(f"{published['model']}{tokens}", numbers, published=True))
+    chance = {}
+    for column in columns:
+        known = [r["metalion"]["chance"][column.task] for _, r in models if column.task in r["metalion"]["chance"]]
+        if known and column.metric in ("acc", "acc_norm"):
+            chance[column.label] = 100 * known[0]
+    table = Table(suite.title, columns, suite.average, rows, chance, list(suite.notes))
+    table.notes.extend(_notes(suite, columns, models))
+    return table
+
+
+def is_raw(metric: str) -> bool:
+    """Whether a metric is no share, and so is not given in percent."""
+    return "perplexity" in metric or "bits_per_byte" in metric
+
+
+def detail_rows(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Every metric of every task with what it was measured on."""
+    header = ["task", "version", "split", "shots", "documents", "metric", "value", "±", "chance"]
+    ours, rows = results["metalion"], []
+    for task in results["versions"]:
+        for metric in metrics_of(results, task):
+            value, error = metric_value(results, task, metric) or (float("nan"), None)
+            scale = 1.0 if is_raw(metric) else 100.0
+            chance = ours["chance"].get(task) if metric in ("acc", "acc_norm") else None
+            rows.append(
+                [
+                    task,
+                    str(results["versions"][task]),
+                    ours["split"].get(task, "") + ("*" if task in ours["other_split"] else ""),
+                    str(results["n-shot"].get(task, "")),
+                    f"{results['n-samples'][task]['effective']:,}",
+                    metric + (" (harness)" if task == "multirc" and metric == "acc" else ""),
+                    _number(scale * value),
+                    _number(None if error is None else scale * error),
+                    _number(None if chance is None else 100 * chance),
+                ]
+            )
+    return header, rows
+
+
+def metrics_of(results: Results, task: str) -> list[str]:
+    """Names of a task's metrics, in the order in which they were computed."""
+    names = [key.partition(",")[0] for key, value in results["results"].get(task, {}).items() if "," in key]
+    return list(dict.fromkeys(name for name in names if not name.endswith("_stderr")))
+
+
+def plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns under a rule; the first is text, the others are numbers."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in [header, *rows]
+    ]
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def markdown(tables: Sequence[Table], results: Sequence[tuple[str, Results]]) -> str:
+    """All suites, then what was measured on which documents."""
+    parts = []
+    for table in tables:
+        parts += [f"## {table.title}", _markdown_table(*table.text_rows()), "\n".join(f"- {n}" for n in table.notes)]
+    for name, result in results:
+        parts += [f"## {name}", _describe(result), _markdown_table(*detail_rows(result))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def latex(tables: Sequence[Table]) -> str:
+    """Each suite as a booktabs table; the published rows stand below a rule."""
+    parts = []
+    for table in tables:
+        header, text = table.text_rows()
+        lines = [" & ".join(map(_escape, row)) + r" \\" for row in text]
+        own = sum(not row.published for row in table.rows)
+        if 0 < own < len(lines):
+            lines.insert(own, r"\midrule")
+        parts.append(
+            "\n".join(
+                [
+                    r"% needs \usepackage{booktabs}",
+                    r"\begin{table}",
+                    r"\centering",
+                    rf"\caption{{{_escape(table.title)}, zero-shot. {_escape(' '.join(table.notes))}}}",
+                    rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
+                    r"\toprule",
+                    " & ".join(map(_escape, header)) + r" \\",
+                    r"\midrule",
+                    *lines,
+                    r"\bottomrule",
+                    r"\end{tabular}",
+                    r"\end{table}",
+                ]
+            )
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def bar_chart(tables: Sequence[Table], out: Path) -> None:
+    """A panel a suite, a group of bars a column, a bar a model; the line across a group is chance."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from tools.plot import COLORS, STYLE
+
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(
+            len(tables), 1, figsize=(10, 3.3 * len(tables)), layout="constrained", squeeze=False
+        )
+        for axes, table in zip(panels[:, 0], tables, strict=True):
+            labels = [column.label for column in table.columns if not is_raw(column.metric)]
+            width = 0.8 / max(1, len(table.rows))
+            for number, row in enumerate(table.rows):
+                places = [i + (number - (len(table.rows) - 1) / 2) * width for i in range(len(labels))]
+                shown = [(p, *row.cells[label]) for p, label in zip(places, labels, strict=True) if label in row.cells]
+                if not shown:
+                    continue
+                x, heights, errors = zip(*shown, strict=True)
+                axes.bar(
+                    x,
+                    heights,
+                    width * 0.92,
+                    yerr=[e or 0.0 for e in errors],
+                    color=COLORS[number % len(COLORS)],
+                    alpha=0.45 if row.published else 1.0,
+                    label=row.model,
+                    error_kw={"lw": 0.9, "ecolor": "#444444"},
+                )
+            for i, label in enumerate(labels):
+                if label in table.chance:
+                    axes.hlines(
+                        table.chance[label], i - 0.45, i + 0.45, color="black", lw=1.1, ls=(0, (3, 2)), zorder=4
+                    )
+            axes.plot([], [], color="black", lw=1.1, ls=(0, (3, 2)), label="chance")
+            axes.set_xticks(range(len(labels)), labels)
+            axes.set(title=table.title, ylabel="percent")
+            axes.set_ylim(bottom=0)
+            axes.grid(axis="x", visible=False)
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out)
+        plt.close(figure)
+
+
+def _columns(suite: Suite, results: Sequence[Results]) -> tuple[Column, ...]:
+    """The suite's, or for tasks that were named one by one a column a metric."""
+    found: list[Column] = []
+    for column in suite.columns:
+        if column.metric:
+            found.append(column)
+            continue
+        members = next((r["group_subtasks"].get(column.task) for r in results if "group_subtasks" in r), None)
+        for task in members or [column.task]:
+            metrics = dict.fromkeys(metric for r in results for metric in metrics_of(r, task))
+            found += [Column(task, metric, f"{task} {metric}") for metric in metrics]
+    return tuple(found)
+
+
+def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, Results]]) -> list[str]:
+    tasks, notes = {column.task for column in columns}, []
+    if suite.rows:
+        notes.append(f"Published rows: {suite.source}.")
+    for name, results in models:
+        ours = results["metalion"]
+        if ours["score"] != "log-likelihood":
+            notes.append(f"{name} is a masked model: choices are ranked by {ours['score']}.")
+        cut = {task: n for task, n in ours["truncated"].items() if task in tasks or not task}
+        if cut:
+            counts = ", ".join(f"{task or 'all tasks'} {n:,}" for task, n in cut.items())
+            notes.append(
+                f"{name}: requests longer than {ours['max_length']:,} tokens lost their beginning, as in the harness: {counts}."
+            )
+        if other := [task for task in ours["other_split"] if task in tasks]:
+            splits = ", ".join(f"{task} ({ours['split'][task]})" for task in other)
+            notes.append(f"{name}: on another split than the harness's own: {splits}.")
+        small = [
+            task for task in results["n-samples"] if task in tasks and results["n-samples"][task]["effective"] < 50
+        ]
+        if small:
+            notes.append(f"{name}: fewer than 50 documents, a check that the task runs: {', '.join(small)}.")
+    return notes
+
+
+def _describe(results: Results) -> str:
+    ours, config = results["metalion"], results["config"]
+    parts = [
+        f"{config['model_num_parameters'] / 1e6:,.1f} M parameters" if config.get("model_num_parameters") else "",
+        str(config.get("model_dtype", "")).removeprefix("torch."),
+        f"{ours['max_length']:,} tokens at once" if ours.get("max_length") else "",
+        f"lm-eval {results.get('lm_eval_version', '')}",
+        f"weights {ours['model']['sha256'][:16]}" if ours.get("model", {}).get("sha256") else "",
+        f"{ours['seconds']:,.0f} s",
+    ]
+    return ", ".join(part for part in parts if part) + ". A star marks a split that is not the harness's own."
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _escape(text: str) -> str:
+    for plain_character, command in (("\\", r"\textbackslash "), ("±", r"$\pm$")):
+        text = text.replace(plain_character, command)
+    return "".join(f"\\{c}" if c in "&%#_{}" else c for c in text) if "$" not in text else text
+
+
+def _number(value: float | None) -> str:
+    if value is None or value != value:
+        return "-"
+    return f"{value:.2f}" if abs(value) < 1e5 else f"{value:.3g}"

@@ -1,0 +1,122 @@
+"""Suites of tasks as YAML: what is measured, in which columns, beside which published rows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parents[2] / "configs" / "eval"
+
+
+class UnknownNameError(ValueError):
+    """A suite or task that nobody knows; the message names the nearest ones."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a table: a task's metric, under a short name that is unique in its suite."""
+
+    task: str
+    metric: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A table's columns and what belongs to it.
+
+    Attributes:
+        name: of the file; title: of the table.
+        columns: in the order of the table.
+        average: labels of the columns whose mean is the last column; empty for none.
+        notes: sentences under the table.
+        rows: published results, {"model", "tokens", label: value}, in percent but for perplexities.
+        source: where these come from.
+        fields: task -> what every row of its data must hold, "a.b" for a key inside.
+        local: tasks that need a file because the hub cannot give their data any more.
+        folders: of the harness's tasks, so that the rest need not be read.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    average: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    rows: tuple[dict[str, Any], ...] = ()
+    source: str = ""
+    fields: dict[str, tuple[str, ...]] | None = None
+    local: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Each once, in the order of the columns."""
+        return tuple(dict.fromkeys(column.task for column in self.columns))
+
+
+def suite_names() -> list[str]:
+    """The suites that come with the project."""
+    return sorted(path.stem for path in FOLDER.glob("*.yml"))
+
+
+def read_suite(name: str) -> Suite:
+    """A suite by name (a file of configs/eval) or by the path of a YAML file of its own.
+
+    Raises UnknownNameError, or ValueError for a file that is no suite, naming the key.
+    """
+    path = Path(name) if name.endswith((".yml", ".yaml")) else FOLDER / f"{name}.yml"
+    if not path.is_file():
+        raise UnknownNameError(f"there is no suite {name!r}; {nearest(name, suite_names())}, or give a .yml file")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no suite: it holds {type(content).__name__}, not keys and values")
+    known = {"title", "columns", "average", "notes", "paper", "fields", "local", "folders"}
+    if unknown := sorted(content.keys() - known):
+        raise ValueError(f"{path}: unknown key {unknown[0]!r}; {nearest(unknown[0], known)}")
+    columns = []
+    for number, entry in enumerate(content.get("columns") or []):
+        if not isinstance(entry, dict) or "task" not in entry or entry.keys() - {"task", "metric", "label"}:
+            raise ValueError(
+                f"{path}: columns[{number}] = {entry!r}: {{task, metric, label}} is expected, task at least"
+            )
+        columns.append(Column(entry["task"], entry.get("metric", "acc"), entry.get("label", entry["task"])))
+    labels = [column.label for column in columns]
+    if not columns or len(set(labels)) < len(labels):
+        raise ValueError(f"{path}: columns must name at least one task, each under a label of its own")
+    paper = content.get("paper") or {}
+    rows = tuple(paper.get("rows") or ())
+    allowed = {*labels, "model", "tokens"}
+    for key in [*(content.get("average") or ()), *(key for row in rows for key in row)]:
+        if key not in allowed:
+            raise ValueError(f"{path}: {key!r} is the label of no column; {nearest(str(key), labels)}")
+    return Suite(
+        name=path.stem,
+        title=content.get("title", path.stem),
+        columns=tuple(columns),
+        average=tuple(content.get("average") or ()),
+        notes=tuple(" ".join(note.split()) for note in content.get("notes") or ()),
+        rows=rows,
+        source=paper.get("source", ""),
+        fields={task: tuple(names) for task, names in (content.get("fields") or {}).items()},
+        local=tuple(content.get("local") or ()),
+        folders=tuple(content.get("folders") or ()),
+    )
+
+
+def task_suite(tasks: Sequence[str]) -> Suite:
+    """Tasks named one by one, as a table of their own: its columns follow from what the harness reports."""
+    return Suite("tasks", "Tasks", tuple(Column(task, "", task) for task in tasks))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words for an error: the nearest known names, or all when they are few."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"there are {', '.join(names)}" if len(names) <= 20 else f"there are {len(names)} others"

@@ -1,0 +1,260 @@
+"""The harness's own tasks, with their data moved: from the hub, or from files of a folder."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.evaluation.suites import UnknownNameError, nearest
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
+
+SPLITS = ("training_split", "validation_split", "test_split")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task that is ready to be asked.
+
+    Attributes:
+        split: the one that is evaluated, as the data call it.
+        moved: that is not the split that the stock task evaluates.
+        files: where its data lie, with their SHA-256; empty for the hub.
+    """
+
+    task: Task
+    split: str
+    moved: bool
+    files: dict[str, str]
+
+
+def load_tasks(
+    names: Sequence[str],
+    *,
+    data_dir: Path | None = None,
+    hub: bool = False,
+    split: str | None = None,
+    fields: Mapping[str, Sequence[str]] | None = None,
+    local: Sequence[str] = (),
+    folders: Sequence[str] = (),
+) -> tuple[dict[str, LoadedTask], TaskManager]:
+    """Builds tasks by name, each with its data.
+
+    Args:
+        data_dir: folder of data files; None for the hub.
+        hub: what the folder lacks comes from the hub.
+        split: evaluate this split ("validation", "test") instead of the stock task's, where the data have it.
+        fields: task -> what every row must hold.
+        local: tasks whose data the hub cannot give.
+        folders: where the harness keeps the tasks, if known.
+
+    Raises:
+        UnknownNameError: a task that the harness does not have.
+        FileNotFoundError: the folder lacks a file, or a task needs one: which.
+        ValueError: a row lacks a field: task, row and field.
+    """
+    manager = task_manager(names, folders)
+    specs: list[dict[str, Any]] = []
+    files: dict[str, dict[str, str]] = {}
+    for name in _leaves(manager, names):
+        config = stock_config(manager, name)
+        spec, found = moved_task(name, config, data_dir, split=split, needs_file=name in local and not hub)
+        if data_dir is not None and not found and not hub:
+            raise FileNotFoundError(_lacking(name, config, data_dir))
+        if name in local and not found:
+            raise FileNotFoundError(
+                f"{name}: its data set on the hub is a script, which datasets 4 and later refuse, so that it needs a file "
+                f"even online: give --data-dir with {' or '.join(_candidates(config, name))}/test.jsonl (or validation), or "
+                f"leave the task out (--without {name})"
+            )
+        for path in found.values():
+            check_rows(name, path, (fields or {}).get(name) or template_fields(config))
+        files[name] = {str(path): _sha256(path) for path in found.values()}
+        specs.append(spec)
+    built = manager.load([{"group": "metalion", "task": specs}])["tasks"]
+    loaded: dict[str, LoadedTask] = {}
+    for name, task in built.items():
+        stock = stock_config(manager, name)
+        used = task.config.test_split if task.has_test_docs() else task.config.validation_split
+        loaded[name] = LoadedTask(
+            task, used, used != (stock.get("test_split") or stock.get("validation_split")), files[name]
+        )
+    return loaded, manager
+
+
+def task_manager(names: Sequence[str], folders: Sequence[str] = ()) -> TaskManager:
+    """An index of the harness's tasks: of the given folders if they hold all names, else of everything (10 s).
+
+    Raises UnknownNameError.
+    """
+    import lm_eval.tasks
+    from lm_eval.tasks import TaskManager
+
+    root = Path(lm_eval.tasks.__file__).parent
+    if folders:
+        manager = TaskManager(include_defaults=False, include_path=[root / folder for folder in folders])
+        if all(name in manager.task_index for name in names):
+            return manager
+    manager = TaskManager()
+    for name in names:
+        if name not in manager.task_index:
+            raise UnknownNameError(f"the harness has no task {name!r}; {nearest(name, manager.all_tasks)}")
+    return manager
+
+
+def stock_config(manager: TaskManager, name: str) -> dict[str, Any]:
+    """The YAML of a task as the installed harness has it, with what it includes; functions as names."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    path = manager.task_index[name].yaml_path
+    return {} if path is None else load_yaml(path, resolve_func=False, recursive=True)
+
+
+def moved_task(
+    name: str, config: Mapping[str, Any], data_dir: Path | None, *, split: str | None = None, needs_file: bool = False
+) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The task as an entry of a group that overrides where its data come from and which splits there are, nothing else.
+
+    Returns the entry and the files it reads, by split; none where the folder has none (then the entry is the stock task).
+    """
+    found: dict[str, Path] = {}
+    spec: dict[str, Any] = {"task": name}
+    if data_dir is not None:
+        for folder in _candidates(config, name):
+            found = {
+                config[key]: path
+                for key in SPLITS
+                if config.get(key) and (path := _file(data_dir / folder, config[key])) is not None
+            }
+            if found:
+                break
+    evaluated = [key for key in ("test_split", "validation_split") if config.get(key)]
+    if split is not None:
+        # The harness evaluates the test split where a task has one.
+        named = {config[key]: key for key in evaluated}
+        if split in named and (not found or split in found):
+            spec.update({key: None for key in evaluated if config[key] != split and key == "test_split"})
+    if not found or not any(config[key] in found for key in evaluated):
+        return spec, {}
+    formats = {"parquet" if path.suffix == ".parquet" else "json" for path in found.values()}
+    if len(formats) > 1:
+        raise ValueError(f"{name}: {', '.join(map(str, found.values()))}: one format is expected for all splits")
+    spec.update(
+        dataset_path=formats.pop(),
+        dataset_name=None,
+        dataset_kwargs={"data_files": {key: str(path) for key, path in found.items()}},
+        **{key: None for key in SPLITS if config.get(key) and config[key] not in found},
+    )
+    if config.get("fewshot_split") and config["fewshot_split"] not in found:
+        spec["fewshot_split"] = None
+    return spec, found
+
+
+def check_rows(name: str, path: Path, fields: Sequence[str]) -> None:
+    """Raises ValueError naming the task, the row and the field for the first row that lacks one or is no JSON object."""
+    if path.suffix == ".parquet":
+        return
+    for number, row in _rows(name, path):
+        for field in fields:
+            value: Any = row
+            for part in field.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is None:
+                held = ", ".join(row) or "nothing"
+                raise ValueError(f"{name}: {path}, row {number} lacks the field {field!r}; it holds {held}")
+
+
+def template_fields(config: Mapping[str, Any]) -> list[str]:
+    """The fields that the templates of a task name; what its functions read is not known."""
+    import jinja2
+    import jinja2.meta
+
+    environment, found = jinja2.Environment(), set()
+    if config.get("process_docs"):
+        return []
+    for key in ("doc_to_text", "doc_to_target", "doc_to_choice"):
+        template = config.get(key)
+        if isinstance(template, str) and "{{" in template:
+            found |= jinja2.meta.find_undeclared_variables(environment.parse(template))
+        elif isinstance(template, str) and template.isidentifier():
+            found.add(template)
+    return sorted(found)
+
+
+def _leaves(manager: TaskManager, names: Sequence[str]) -> list[str]:
+    """Tasks, with tags and groups replaced by what they hold."""
+    found: dict[str, None] = {}
+    for name in names:
+        entry = manager.task_index[name]
+        members = sorted(entry.tags) if entry.kind.name == "TAG" else None
+        if entry.kind.name == "GROUP":
+            listed = (entry.cfg or {}).get("task") or []
+            members = [item if isinstance(item, str) else item.get("task", item.get("group")) for item in listed]
+            if not all(isinstance(member, str) and member in manager.task_index for member in members):
+                raise UnknownNameError(f"the group {name!r} holds more than names of tasks: name its tasks one by one")
+        found.update(dict.fromkeys([name] if members is None else _leaves(manager, members)))
+    return list(found)
+
+
+def _candidates(config: Mapping[str, Any], name: str) -> list[str]:
+    """Folders in which a task's data may lie, by the names of the data set: super_glue/boolq, ai2_arc/ARC-Easy, piqa."""
+    path = str(config.get("dataset_path") or "").rpartition("/")[2]
+    subset = config.get("dataset_name")
+    return list(dict.fromkeys(f for f in (f"{path}/{subset}" if subset else "", path, subset or "", name) if f))
+
+
+def _file(folder: Path, split: str) -> Path | None:
+    return next((p for suffix in SUFFIXES if (p := folder / f"{split}{suffix}").is_file()), None)
+
+
+def _lacking(name: str, config: Mapping[str, Any], data_dir: Path) -> str:
+    splits = [config[key] for key in ("test_split", "validation_split") if config.get(key)] or ["validation"]
+    places = " or ".join(
+        f"{data_dir / folder}/{split}.jsonl" for folder in _candidates(config, name) for split in splits
+    )
+    return (
+        f"{name}: the data folder lacks its file, {places} (also .gz, .zst, .json, .parquet). Put it there, leave the task "
+        f"out (--without {name}), or let the hub give what the folder lacks (--hub)"
+    )
+
+
+def _rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with _open(path) as lines:
+        if path.suffix == ".json":
+            text = lines.read()
+            content = json.loads(text) if text.lstrip().startswith("[") else [json.loads(s) for s in text.splitlines()]
+            yield from enumerate(content, start=1)
+            return
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{name}: {path}, row {number} is no JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{name}: {path}, row {number} is {type(row).__name__}, not a JSON object")
+            yield number, row
+
+
+def _open(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".zst":
+        import zstandard
+
+        return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open("rb")), encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
