@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
@@ -38,7 +39,7 @@ class ProjectLM(TemplateLM):
         answers: where answers are kept while the evaluation runs.
         batch_tokens: tokens of a batch; 0 measures what fits.
 
-    Raises ValueError for a masked model whose tokenizer has no mask.
+    Raises ValueError for a masked model without a row for its tokenizer's mask.
     """
 
     def __init__(
@@ -56,14 +57,18 @@ class ProjectLM(TemplateLM):
         super().__init__()
         self.model, self.name, self.max_length, self.progress = model, name, max_length, progress
         self.processes = processes or Processes()
-        self.answers = answers or AnswerFile(None, "", self.processes)
+        self.answers = AnswerFile(None, "", self.processes) if answers is None else answers
         self._tokenizer = tokenizer
         self.masked = is_masked(model.config)
         self.scorer: Scorer | PseudoScorer
         if self.masked:
-            self.scorer = PseudoScorer(model, mask_id(tokenizer), batch_tokens)
+            before = () if tokenizer.begin_id is None else (tokenizer.begin_id,)
+            after = (tokenizer.end_of_document_id,)
+            self.scorer = PseudoScorer(model, checked_mask_id(model, tokenizer), before, after, batch_tokens)
         else:
             self.scorer = Scorer(model, batch_tokens)
+        # Tokens of context and continuation that fit: a causal model does not read the last one.
+        self._room = max_length - len(before) - len(after) if self.masked else max_length + 1
         self._device = next(model.parameters()).device
         self._terminal = sys.stderr  # the harness's own bars are kept off it
         # Requests that were longer than the model sees, by task, and the longest.
@@ -104,9 +109,7 @@ class ProjectLM(TemplateLM):
         pairs: list[tuple[Ids, Ids]] = []
         owners: list[int] = []
         for number, ids in enumerate(_encode(self._tokenizer, [request.args[0] for request in requests])):
-            windows = get_rolling_token_windows(
-                ids.tolist(), self.prefix_token_id, self.max_length - self.masked, context_len=1
-            )
+            windows = get_rolling_token_windows(ids.tolist(), self.prefix_token_id, self._room - 1, context_len=1)
             for context, target in map(make_disjoint_window, windows):
                 pairs.append((np.asarray(context, np.int64), np.asarray(target, np.int64)))
                 owners.append(number)
@@ -158,8 +161,8 @@ class ProjectLM(TemplateLM):
         }
 
     def _windows(self, pairs: Sequence[tuple[Ids, Ids]], names: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
-        """The end of every request that the model can see: of all but the last token, or of all when it is masked."""
-        room = self.max_length + (not self.masked)
+        """The end of every request, as much of it as the model can see."""
+        room = self._room
         contexts, targets = [], []
         for (context, target), name in zip(pairs, names, strict=True):
             length = len(context) + len(target)
@@ -239,19 +242,15 @@ class ProjectLM(TemplateLM):
 _STOP_WINDOW = 48
 
 
-def mask_id(tokenizer: Tokenizer) -> int:
-    """The token that stands for a hidden one. Raises ValueError where there is none."""
-    known = getattr(tokenizer, "mask_id", None)
-    if known is not None:
-        return int(known)
-    for name in ("[MASK]", "<mask>"):
-        ids = [int(i) for i in tokenizer.encode(name)]
-        if len(ids) == 1:
-            return ids[0]
-    raise ValueError(
-        f"the model sees both directions and is scored by masking, but its tokenizer ({tokenizer.path or tokenizer.type}) "
-        "has no [MASK] or <mask>: it was not trained as a masked language model"
-    )
+def checked_mask_id(model: LanguageModel, tokenizer: Tokenizer) -> int:
+    """The token that stands for a hidden one. Raises ValueError where the model has no row for it."""
+    if tokenizer.mask_id >= model.config.vocab_size:
+        raise ValueError(
+            f"the model is scored by masking, but the mask of its tokenizer ({tokenizer.path or tokenizer.type}), "
+            f"{tokenizer.mask_id}, is not among its {model.config.vocab_size} rows: it was not trained with this tokenizer "
+            "as a masked language model"
+        )
+    return tokenizer.mask_id
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_token_id: int) -> list[tuple[Ids, Ids]]:
@@ -296,21 +295,19 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
 
 def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     """The harness's generation settings in the words of `tools.decoding.generate`. Raises ValueError for others."""
-    given = dict(given)
-    until = given.pop("until", None) or []
-    sampled = given.pop("do_sample", None)
-    temperature = float(given.pop("temperature", 0.0) or 0.0)
-    settings = {
-        "stops": tuple([until] if isinstance(until, str) else until),
-        "max_tokens": int(given.pop("max_gen_toks", None) or given.pop("max_new_tokens", None) or max_tokens),
-        "temperature": (temperature or 1.0) if sampled else 0.0,
-        "top_k": int(given.pop("top_k", 0) or 0) if sampled else 0,
-        "top_p": float(given.pop("top_p", 1.0) or 1.0) if sampled else 1.0,
+    settings = normalize_gen_kwargs(given, max_tokens)
+    sampled = settings["do_sample"]
+    if unknown := sorted(
+        settings.keys() - {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p", "seed"}
+    ):
+        raise ValueError(f"this model does not generate with {unknown[0]}: temperature, top_k and top_p are known")
+    return {
+        "stops": tuple(settings["until"]),
+        "max_tokens": settings["max_gen_toks"],
+        "temperature": float(settings["temperature"] or 1.0) if sampled else 0.0,
+        "top_k": int(settings.get("top_k") or 0) if sampled else 0,
+        "top_p": float(settings.get("top_p") or 1.0) if sampled else 1.0,
     }
-    ignored = {"top_k", "top_p", "seed"}
-    if given.keys() - ignored:
-        raise ValueError(f"generation settings {sorted(given.keys() - ignored)} are not supported by this model")
-    return settings
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tools.evaluation import multirc
-from tools.evaluation.suites import Suite, read_suite, task_suite
+from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 from tools.evaluation.tasks import LoadedTask, load_tasks
 
 # Resamples for the standard error of a metric that has no formula (perplexity); the harness's 100,000 take minutes.
@@ -70,10 +70,9 @@ def prepare_tasks(request: Request) -> Prepared:
     names = [t for t in dict.fromkeys(task for suite in suites for task in suite.tasks) if t not in request.without]
     if not names:
         raise ValueError("nothing to evaluate: name a suite (--suite superglue,commonsense) or a task (--tasks piqa)")
-    fields = {task: names for suite in suites for task, names in (suite.fields or {}).items()}
-    folders = [folder for suite in suites for folder in suite.folders]
-    if request.tasks and not set(request.tasks) <= {t for suite in suites[:-1] for t in suite.tasks}:
-        folders = []
+    # What the project's own suites know of a task holds where it is named alone too.
+    known = [*map(read_suite, suite_names()), *suites]
+    fields = {task: names for suite in known for task, names in (suite.fields or {}).items()}
     with _quiet():
         tasks, manager = load_tasks(
             names,
@@ -81,8 +80,8 @@ def prepare_tasks(request: Request) -> Prepared:
             hub=request.hub,
             split=request.split,
             fields=fields,
-            local=[task for suite in suites for task in suite.local],
-            folders=folders,
+            local=[task for suite in known for task in suite.local],
+            folders=list(dict.fromkeys(folder for suite in known for folder in suite.folders)),
         )
     return Prepared(request, tuple(suites), tasks, manager)
 

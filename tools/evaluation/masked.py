@@ -19,7 +19,7 @@ from models.precision import wide
 from tools.evaluation.prefix_tree import Ids
 
 Answer = tuple[float, bool]
-Unit = tuple[int, Ids, Ids]
+Unit = tuple[int, Ids, int, int]
 
 
 def is_masked(config: ModelConfig) -> bool:
@@ -36,12 +36,15 @@ class PseudoScorer:
 
     Attributes:
         mask_id: the token that stands for a hidden one.
+        before, after: ids around every sequence, as in training ([CLS] and [SEP], say).
         batch_tokens: tokens of a batch, padding included; halved for good when memory runs out.
         read: tokens that went through the model so far, padding excluded.
     """
 
     model: LanguageModel
     mask_id: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
     batch_tokens: int = 0
     read: int = field(default=0, init=False)
 
@@ -50,9 +53,11 @@ class PseudoScorer:
         self.batch_tokens = self.batch_tokens or (1 << 15 if self.device.type == "cuda" else 4096)
 
     def units(self, contexts: Sequence[Ids], targets: Sequence[Ids]) -> list[Unit]:
-        """What can be shared out: (number, whole sequence, continuation) of every request, longest first."""
-        pairs = zip(contexts, targets, strict=True)
-        units = [(number, np.concatenate([context, target]), target) for number, (context, target) in enumerate(pairs)]
+        """What can be shared out: (number, whole sequence, first of the places to be scored, how many), longest first."""
+        units = []
+        for number, (context, target) in enumerate(zip(contexts, targets, strict=True)):
+            whole = np.concatenate([np.array(self.before, np.int64), context, target, np.array(self.after, np.int64)])
+            units.append((number, whole, len(self.before) + len(context), len(target)))
         return sorted(units, key=lambda unit: -len(unit[1]))
 
     @torch.inference_mode()
@@ -61,12 +66,8 @@ class PseudoScorer:
     ) -> None:
         """Hands every request's (number, (pseudo-log-likelihood, all masked tokens guessed)) to `done`."""
         sums, misses = torch.zeros(requests, dtype=torch.float64), torch.zeros(requests, dtype=torch.int64)
-        left = {number: len(target) for number, _, target in units}
-        rows = [
-            (number, sequence, len(sequence) - len(target) + i)
-            for number, sequence, target in units
-            for i in range(len(target))
-        ]
+        left = {number: count for number, _, _, count in units}
+        rows = [(number, sequence, first + i) for number, sequence, first, count in units for i in range(count)]
         while rows:
             size = max(1, self.batch_tokens // len(rows[0][1]))
             batch = rows[:size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,7 +151,7 @@ def latex(tables: Sequence[Table]) -> str:
                     r"% needs \usepackage{booktabs}",
                     r"\begin{table}",
                     r"\centering",
-                    rf"\caption{{{_escape(table.title)}, zero-shot. {_escape(' '.join(table.notes))}}}",
+                    rf"\caption{{{_escape(table.title)}, zero-shot}}",
                     rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
                     r"\toprule",
                     " & ".join(map(_escape, header)) + r" \\",
@@ -158,6 +159,8 @@ def latex(tables: Sequence[Table]) -> str:
                     *lines,
                     r"\bottomrule",
                     r"\end{tabular}",
+                    r"\par\medskip\footnotesize",
+                    *(_escape(note) for note in table.notes),
                     r"\end{table}",
                 ]
             )
@@ -176,7 +179,7 @@ def bar_chart(tables: Sequence[Table], out: Path) -> None:
 
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(
-            len(tables), 1, figsize=(10, 3.3 * len(tables)), layout="constrained", squeeze=False
+            len(tables), 1, figsize=(11.5, 3.3 * len(tables)), layout="constrained", squeeze=False
         )
         for axes, table in zip(panels[:, 0], tables, strict=True):
             labels = [column.label for column in table.columns if not is_raw(column.metric)]
@@ -203,7 +206,7 @@ def bar_chart(tables: Sequence[Table], out: Path) -> None:
                         table.chance[label], i - 0.45, i + 0.45, color="black", lw=1.1, ls=(0, (3, 2)), zorder=4
                     )
             axes.plot([], [], color="black", lw=1.1, ls=(0, (3, 2)), label="chance")
-            axes.set_xticks(range(len(labels)), labels)
+            axes.set_xticks(range(len(labels)), labels, fontsize=8)
             axes.set(title=table.title, ylabel="percent")
             axes.set_ylim(bottom=0)
             axes.grid(axis="x", visible=False)
@@ -230,7 +233,7 @@ def _columns(suite: Suite, results: Sequence[Results]) -> tuple[Column, ...]:
 def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, Results]]) -> list[str]:
     tasks, notes = {column.task for column in columns}, []
     if suite.rows:
-        notes.append(f"Published rows: {suite.source}.")
+        notes.append(f"Published rows: {suite.source}; their averages are formed here, from their columns.")
     for name, results in models:
         ours = results["metalion"]
         if ours["score"] != "log-likelihood":
@@ -271,9 +274,17 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def _escape(text: str) -> str:
-    for plain_character, command in (("\\", r"\textbackslash "), ("±", r"$\pm$")):
-        text = text.replace(plain_character, command)
-    return "".join(f"\\{c}" if c in "&%#_{}" else c for c in text) if "$" not in text else text
+    text = "".join(_LATEX.get(character, character) for character in text)
+    return re.sub("`([^`]*)`", r"\\texttt{\1}", text)
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "±": r"$\pm$",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+}
 
 
 def _number(value: float | None) -> str:

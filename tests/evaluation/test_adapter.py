@@ -1,0 +1,200 @@
+"""The adapter against the harness's own `hf` model on the exported checkpoint, and what it does with its requests."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+
+from tools.convert_hf import main as convert
+from tools.evaluation.adapter import ProjectLM, encode_pairs
+from tools.evaluation.answers import AnswerFile
+from tools.evaluation.harness import Request, evaluate, prepare_tasks
+from tools.evaluation.processes import Processes
+from tools.load_model import LoadedModel, load_model
+
+LENGTH = 96
+SUITES = Request(suites=("superglue", "commonsense"))
+
+
+@pytest.fixture(scope="module")
+def loaded(trained_run: Path) -> LoadedModel:
+    return load_model(trained_run, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def ours(loaded: LoadedModel) -> ProjectLM:
+    return ProjectLM(loaded.model, loaded.tokenizer, max_length=LENGTH, progress=False)
+
+
+@pytest.fixture(scope="module")
+def theirs(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """lm-eval's `hf` model on the exported folder, one request at a time."""
+    from lm_eval.models.huggingface import HFLM
+
+    folder = tmp_path_factory.mktemp("export") / "tiny"
+    assert convert(["export", str(trained_run), str(folder)]) == 0
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    return HFLM(str(folder), device="cpu", dtype="float32", batch_size=1, max_length=LENGTH, trust_remote_code=True)
+
+
+def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
+    return [
+        Instance(request_type=kind, doc={}, arguments=a, idx=i, metadata=("made up", i, 1))
+        for i, a in enumerate(arguments)
+    ]
+
+
+@pytest.fixture(scope="module")
+def prepared(eval_data: Path) -> Any:
+    return prepare_tasks(Request(SUITES.suites, data_dir=eval_data))
+
+
+@pytest.fixture(scope="module")
+def both(ours: ProjectLM, theirs: Any, prepared: Any) -> tuple[dict, dict]:
+    return evaluate(ours, prepared), evaluate(theirs, prepared)  # type: ignore[return-value]
+
+
+def test_every_request_of_every_task_agrees_with_hf(both, ours):
+    samples, expected = both[0]["samples"], both[1]["samples"]
+    assert len(samples) == 16
+    for task, rows in samples.items():
+        assert len(rows) == 8
+        for got, want in zip(rows, expected[task], strict=True):
+            assert got["arguments"] == want["arguments"]
+            for (value, greedy), (other, other_greedy) in zip(
+                got["filtered_resps"], want["filtered_resps"], strict=True
+            ):
+                assert value == pytest.approx(other, abs=1e-4), task
+                assert greedy == other_greedy
+    assert ours.truncated["boolq"] > 0, "some requests were longer than the model sees"
+
+
+def test_every_score_agrees_with_hf(both):
+    for task, metrics in both[1]["results"].items():
+        for key, value in metrics.items():
+            found = both[0]["results"][task][key]
+            assert found == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (task, key)
+
+
+def test_rolling_agrees_with_hf(ours, theirs):
+    texts = [("def alpha(beta, 値):\n    return beta\n" * n,) for n in (1, 3, 24)]
+    requests = instances("loglikelihood_rolling", texts)
+    got, want = ours.loglikelihood_rolling(requests), theirs.loglikelihood_rolling(requests)
+    assert got == pytest.approx(want, abs=1e-3, rel=1e-5)
+    assert len(ours.tok_encode(texts[-1][0])) > 1.5 * LENGTH, "some texts are longer than a window"
+
+
+@pytest.mark.parametrize("until", [["\n"], [], [")", "xyz"]])
+def test_generation_agrees_with_hf(ours, theirs, until):
+    prompts = ["def ", "def alpha(beta", "", "    größe = index + 1\n    return größe\n" * 3, "x"]
+    settings = {"until": until, "max_gen_toks": 12, "do_sample": False}
+    requests = instances("generate_until", [(prompt or "\n", settings) for prompt in prompts])
+    assert ours.generate_until(requests) == theirs.generate_until(requests)
+
+
+def test_pairs_are_encoded_as_the_harness_does(loaded, ours):
+    pairs = [
+        ("def alpha", "(beta)"),
+        ("def ", "alpha"),
+        ("x  ", " y"),
+        ("", "alpha beta"),
+        ("", "\n"),
+        ("größe = 値", " + 3"),
+        ("a", "b"),
+    ]
+    for (context, continuation), got in zip(
+        pairs, encode_pairs(loaded.tokenizer, pairs, ours.eot_token_id), strict=True
+    ):
+        if context:
+            expected = ours._encode_pair(context, continuation)
+        else:
+            expected = ([ours.eot_token_id], ours.tok_encode(continuation))
+        if expected[1]:
+            assert tuple(part.tolist() for part in got) == tuple(map(list, expected)), (context, continuation)
+        else:  # the harness would have nothing to score
+            assert len(got[1])
+            assert loaded.tokenizer.decode([*got[0], *got[1]]).endswith(context + continuation)
+
+
+class Merging:
+    """A tokenizer that makes one token of the whole text "ab" and one of each character otherwise."""
+
+    def encode_batch(self, texts: list[str], threads: int = 1) -> list[list[int]]:
+        return [[99] if text == "ab" else [ord(c) for c in text] for text in texts]
+
+
+def test_a_continuation_that_closes_a_token_is_still_scored():
+    ((context, target),) = encode_pairs(Merging(), [("a", "b")], 0)  # type: ignore[arg-type]
+    assert (context.tolist(), target.tolist()) == ([0], [99])
+
+
+def test_processes_share_the_requests_and_agree(loaded, prepared, ours, monkeypatch):
+    """Three processes one after the other, each seeing its own part: together they answer everything, each once."""
+    request = instances("loglikelihood", [(f"def alpha{n % 5}(beta, gamma", f"{n})") for n in range(40)])
+    expected = ours.loglikelihood(request)
+    parts: list[dict] = []
+    monkeypatch.setattr(
+        Processes, "merge", lambda self, part: parts.append(part) or dict.fromkeys(range(40), (0.0, True))
+    )
+    monkeypatch.setattr(Processes, "wait", lambda self: None)
+    for rank in range(3):
+        lm = ProjectLM(loaded.model, loaded.tokenizer, max_length=LENGTH, processes=Processes(rank, 3), progress=False)
+        lm.loglikelihood(request)
+    assert sum(map(len, parts)) == 40
+    assert all(parts)
+    merged = {number: answer for part in parts for number, answer in part.items()}
+    assert [merged[i][0] for i in range(40)] == pytest.approx([value for value, _ in expected], abs=1e-5)
+
+
+def test_an_interrupted_evaluation_goes_on(loaded, ours, tmp_path, monkeypatch):
+    request = instances("loglikelihood", [(f"def alpha{n}(", f"beta{n})") for n in range(30)])
+    generation = instances("generate_until", [("def ", {"until": ["\n"], "max_gen_toks": 4})])
+    expected = ours.loglikelihood(request), ours.generate_until(generation)
+    folder = tmp_path / "answers"
+
+    def make(model: str = "a") -> ProjectLM:
+        answers = AnswerFile(folder, model, Processes())
+        return ProjectLM(
+            loaded.model, loaded.tokenizer, max_length=LENGTH, answers=answers, batch_tokens=64, progress=False
+        )
+
+    lm = make()
+    add, batches = AnswerFile.add, []
+
+    def interrupted(self, answers):
+        add(self, answers)
+        batches.append(1)
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(AnswerFile, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lm.loglikelihood(request)
+    monkeypatch.setattr(AnswerFile, "add", add)
+    with (folder / "answers-0.jsonl").open("a") as file:
+        file.write('["cut off he')  # a kill in the middle of a line
+
+    again = make()
+    known = len(again.answers)
+    assert 0 < known < 30
+    values, greedy = zip(*again.loglikelihood(request), strict=True)
+    assert values == pytest.approx([value for value, _ in expected[0]], abs=1e-5)
+    assert list(greedy) == [hit for _, hit in expected[0]]
+    assert again.generate_until(generation) == expected[1]
+    read = again.scorer.read
+    assert read > 0
+
+    third = make()
+    assert [v for v, _ in third.loglikelihood(request)] == list(values)
+    assert third.generate_until(generation) == expected[1]
+    assert third.scorer.read == 0, "everything was known"
+    assert len(make(model="b").answers) == len(third.answers)
+    other = make(model="b")
+    other.loglikelihood(request)
+    assert other.scorer.read > 0, "another model's answers are not taken"
+    other.answers.remove()
+    assert not folder.exists()

@@ -1,0 +1,82 @@
+"""Pseudo-log-likelihood equals masking one token at a time by hand, and is named as such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+from data.tokenizer import load_tokenizer
+from models.config import ModelConfig
+from models.lm import LanguageModel
+from tools.evaluation.adapter import ProjectLM
+from tools.evaluation.harness import Request, evaluate, prepare_tasks
+from tools.evaluation.masked import PseudoScorer, is_masked
+from tools.evaluation.report import suite_table
+from tools.evaluation.suites import read_suite
+
+ENCODERS: list[dict[str, Any]] = [
+    {"mixers": ("lion",), "mixer_options": {"lion": {"variant": "s", "causal": False}}},
+    {"mixers": ("metala_bidirectional",)},
+    {"mixers": ("attention",), "mixer_options": {"attention": {"causal": False}}},
+]
+
+
+def encoder(vocab_size: int = 320, **shape: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    config = ModelConfig(vocab_size=vocab_size, num_layers=2, hidden_size=32, num_heads=2, **shape)
+    model = LanguageModel(config, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("shape", ENCODERS)
+def test_one_token_at_a_time(shape):
+    model = encoder(**shape).double()
+    assert is_masked(model.config)
+    draw = np.random.default_rng(0)
+    contexts = [draw.integers(0, 256, n) for n in (5, 1, 30, 12)]
+    targets = [draw.integers(0, 256, n) for n in (3, 7, 1, 2)]
+    expected = []
+    for context, target in zip(contexts, targets, strict=True):
+        whole, total, right = np.array([300, *context, *target, 301]), 0.0, True
+        for place in range(1 + len(context), len(whole) - 1):
+            tokens = torch.from_numpy(whole.copy())
+            tokens[place] = 257
+            scores = model(tokens[None])[0, place].log_softmax(-1)
+            total += float(scores[whole[place]])
+            right &= int(scores.argmax()) == whole[place]
+        expected.append((total, right))
+    for batch_tokens in (40, 10_000):
+        scorer = PseudoScorer(model, 257, (300,), (301,), batch_tokens)
+        found: dict = {}
+        scorer.score_units(scorer.units(contexts, targets), 4, done=found.update)
+        assert [found[i][0] for i in range(4)] == pytest.approx([value for value, _ in expected], abs=1e-9)
+        assert [found[i][1] for i in range(4)] == [right for _, right in expected]
+
+
+def test_a_masked_model_is_named_as_such_and_does_not_generate(eval_data):
+    model = encoder(**ENCODERS[0])
+    lm = ProjectLM(model, load_tokenizer("bytes"), max_length=64, name="lion", progress=False)
+    results = evaluate(lm, prepare_tasks(Request(suites=("superglue",), data_dir=eval_data)))
+    assert results["metalion"]["score"] == results["config"]["score"] == "pseudo-log-likelihood"
+    notes = " ".join(suite_table(read_suite("superglue"), [("lion", results)]).notes)
+    assert "lion is a masked model: choices are ranked by pseudo-log-likelihood" in notes
+    rolled = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("some text " * 12,), 0)])
+    assert rolled[0] < 0
+    with pytest.raises(ValueError, match="sees both directions and cannot continue a text"):
+        lm.generate_until([Instance("generate_until", {}, ("a", {"until": []}), 0)])
+
+
+def test_a_tokenizer_without_a_row_for_its_mask_is_refused():
+    with pytest.raises(ValueError, match="257, is not among its 257 rows"):
+        ProjectLM(encoder(257, **ENCODERS[0]), load_tokenizer("bytes"), max_length=64)
+
+
+def test_causal_models_are_not_masked():
+    assert not is_masked(ModelConfig(vocab_size=10, num_layers=1, hidden_size=32, num_heads=2))
