@@ -14,8 +14,6 @@ o_i = sum_j (sum_c q_ic k_jc e^(-|c_ic - c_jc|)) v_j, the bidirectional form of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -24,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .bidirectional_forms import chunk_size, chunked, decays, heads_first, recurrent, values_of
 from .bidirectional_stretch import from_both_sides
 from .precision import ROW_SUM_EPS, wide
 from .sequence_shards import SequenceShards, current_shards
@@ -31,22 +30,6 @@ from .stretches import left_neighbour, packing
 
 FORMS = ("auto", "parallel", "recurrent", "chunked", "triton_tile", "triton_chunk")
 CONVENTIONS = ("eq17", "shifted")
-# A log decay at or under this forgets everything: e^-100 is below the smallest normal float32.
-_CUT = {torch.float32: -100.0, torch.float64: -700.0}
-
-
-@dataclass(frozen=True)
-class EndStates:
-    """What a stretch of tokens passes to its neighbours.
-
-    forward: to the right, sum_j e^(c_last - c_j) k_j v~_j, [batch, heads, head_dim_k, head_dim_v (+ 1 when scaled)].
-    backward: to the left, sum_j e^(c_j) k_j v~_j, same shape; c_j includes the first token's decay.
-    log_decay: the stretch's total, [batch, heads, 1 or head_dim_k]; -inf when a segment boundary lies inside.
-    """
-
-    forward: Tensor
-    backward: Tensor
-    log_decay: Tensor
 
 
 class ProjectedGate(NamedTuple):
@@ -77,7 +60,6 @@ def bidirectional(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mask_convention: str = "eq17",
-    incoming: tuple[Tensor, Tensor] | None = None,
     form: str = "auto",
 ) -> Tensor:
     """Apply (Q K^T * M) V, each row divided by its sum when `scaled`.
@@ -90,20 +72,16 @@ def bidirectional(
     mask: [batch, length] bool, True for real tokens; padding never changes real tokens, and its own output is 0.
     cu_seqlens: [segments + 1], batch 1: no segment sees another; empty segments are legal.
     mask_convention: "eq17", symmetric; "shifted" delays the decay of the forward direction by one token.
-    incoming: states from the left and from the right neighbour, a pair of `incoming_states`. With cu_seqlens the left
-    one belongs to the first segment and the right one to the last (empty ones say that nothing continues).
     form: "parallel", "recurrent", "chunked" in plain PyTorch, computed in float32 (float64 for float64 inputs);
     "triton_tile", "triton_chunk": the kernels for short and long sequences, one decay a head; "auto" takes the faster
     of the two on CUDA where they apply and "chunked" elsewhere.
     Returns [batch, length, heads, head_dim_v] in v's dtype. Raises ValueError for arguments that do not fit together.
 
     Inside `models.sequence_shards.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
-    the whole, and there are no incoming states: they are exchanged here.
+    the whole.
     """
     shards = current_shards()
     if shards is not None:
-        if incoming is not None:
-            raise ValueError("incoming states inside sequence_shards, which exchange their own: leave one of them out")
         return _over_shards(shards, q, k, v, log_decay, gate, scaled, mask, cu_seqlens, mask_convention, form)
     return local_bidirectional(
         q,
@@ -115,7 +93,6 @@ def bidirectional(
         mask=mask,
         cu_seqlens=cu_seqlens,
         mask_convention=mask_convention,
-        incoming=incoming,
         form=form,
     )
 
@@ -131,73 +108,26 @@ def local_bidirectional(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     mask_convention: str = "eq17",
-    incoming: tuple[Tensor, Tensor] | None = None,
     form: str = "auto",
 ) -> Tensor:
     """As `bidirectional`, of these tokens alone, also where they are a stretch of a longer sequence."""
-    _check(q, k, v, log_decay, gate, mask, cu_seqlens, mask_convention, incoming, form)
-    if form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention, incoming)):
+    _check(q, k, v, log_decay, gate, mask, cu_seqlens, mask_convention, form)
+    if form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention)):
         return _on_kernels(q, k, v, log_decay, gate, scaled, mask, cu_seqlens, form.removeprefix("triton_"))
     if isinstance(gate, ProjectedGate):
         gate = gate.logits()
-    forward, backward, segments = _decays(q, log_decay, gate, mask, cu_seqlens, mask_convention)
-    q_, k_, v_ = _wide(q), _wide(k), _values(v, scaled)
+    forward, backward, segments = decays(q, log_decay, gate, mask, cu_seqlens, mask_convention)
+    q_, k_, v_ = heads_first(q), heads_first(k), values_of(v, scaled)
     if mask is not None:
         q_, k_ = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (q_, k_))
-    if incoming is None:
-        zero = v_.new_zeros(*v_.shape[:2], k_.shape[-1], v_.shape[-1])
-        incoming = (zero, zero)
-    inside = (incoming[0].to(v_.dtype), incoming[1].to(v_.dtype))
     if form == "recurrent":
-        o = _recurrent(q_, k_, v_, forward, backward, segments, inside)
+        o = recurrent(q_, k_, v_, forward, backward, segments)
     else:
-        size = q.shape[1] if form == "parallel" else _chunk_size(q.shape[1], forward)
-        o = _chunked(q_, k_, v_, forward, backward, segments, inside, max(size, 1))
+        size = q.shape[1] if form == "parallel" else chunk_size(q.shape[1], forward)
+        o = chunked(q_, k_, v_, forward, backward, segments, max(size, 1))
     if scaled:
         o = o[..., :-1] / (o[..., -1:] + ROW_SUM_EPS)
     return o.transpose(1, 2).to(v.dtype)
-
-
-def end_states(
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    gate: Tensor | None = None,
-    scaled: bool = True,
-    mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> EndStates:
-    """The states that a stretch of a sequence hands to the stretches on its right and left, in time linear in length.
-
-    Shapes as in `bidirectional`. With cu_seqlens they are those of the last and of the first segment.
-    """
-    _check(k, k, v, log_decay, gate, mask, cu_seqlens, "eq17", None, "chunked")
-    decay, _, segments = _decays(k, log_decay, gate, mask, cu_seqlens, "eq17")
-    k_, v_ = _wide(k), _values(v, scaled)
-    if mask is not None:
-        k_ = k_.masked_fill(~mask[:, None, :, None], 0.0)
-    c = decay.double().cumsum(2)
-    total = c[:, :, -1:]
-    to_right, to_left = ((segments.ids == end)[:, None, :, None] for end in (segments.last, 0))
-    right = (k_ * (total - c).exp().to(k_.dtype) * to_right).transpose(-1, -2) @ v_
-    left = (k_ * c.exp().to(k_.dtype) * to_left).transpose(-1, -2) @ v_
-    total = torch.where((to_right & to_left).all(), total, -torch.inf)
-    return EndStates(right, left, total.squeeze(2).to(k_.dtype))
-
-
-def incoming_states(parts: Sequence[EndStates]) -> list[tuple[Tensor, Tensor]]:
-    """What each of consecutive stretches receives: (from the left, from the right), from all their `end_states`.
-
-    A prefix combine F <- e^(total) F + forward and the mirrored suffix combine.
-    """
-    return list(
-        zip(
-            _prefix([part.forward for part in parts], [part.log_decay for part in parts]),
-            _prefix([part.backward for part in parts[::-1]], [part.log_decay for part in parts[::-1]])[::-1],
-            strict=True,
-        )
-    )
 
 
 def _on_kernels(
@@ -257,170 +187,24 @@ def _over_shards(
             mask_convention=mask_convention,
             form=form,
         )
-        return _wide(o)
+        return heads_first(o)
 
     # A kernel wants head sizes that are powers of two: row sums go by themselves.
     parts = [v, torch.ones_like(v[..., :1])] if scaled else [v]
     if scaled and not q.is_cuda:
         parts = [torch.cat(parts, -1)]
     o = torch.cat([stretch(part) for part in parts], -1)
-    forward, backward, _ = _decays(q, log_decay, gate, mask, None, mask_convention)
+    forward, backward, _ = decays(q, log_decay, gate, mask, None, mask_convention)
     if mask_convention == "shifted":
         before = left_neighbour(shards, backward[:, :, -1:])
         forward = torch.cat([before, backward[:, :, :-1]], 2)
-    q_, k_, v_ = _wide(q), _wide(k), _values(v, scaled)
+    q_, k_, v_ = heads_first(q), heads_first(k), values_of(v, scaled)
     if mask is not None:
         q_, k_ = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (q_, k_))
     o = o + from_both_sides(shards, q_, k_, v_, forward, backward, packed)
     if scaled:
         o = o[..., :-1] / (o[..., -1:] + ROW_SUM_EPS)
     return o.transpose(1, 2).to(v.dtype)
-
-
-@dataclass(frozen=True)
-class _Segments:
-    """ids: [1, length] number of each token's segment; last: the number of the last segment."""
-
-    ids: Tensor
-    last: int
-
-
-def _chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    forward: Tensor,
-    backward: Tensor,
-    segments: _Segments,
-    incoming: tuple[Tensor, Tensor],
-    size: int,
-) -> Tensor:
-    """q, k, v: [batch, heads, length, ...], decays [batch, heads, length, 1 or head_dim_k] -> [batch, heads, length, v]."""
-    length = q.shape[2]
-    padding = -length % size
-    # Running sums of long stretches lose digits that the exponent of a small difference needs.
-    sums = torch.float64 if size > 128 else forward.dtype
-    q, k, v, forward, backward = (
-        F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (q, k, v, forward.to(sums), backward.to(sums))
-    )
-    ids = F.pad(segments.ids, (0, padding), value=segments.last).unflatten(1, (-1, size))
-    bf, bb = forward.cumsum(3), backward.cumsum(3)
-    weights = _weights(q, k, bf, bb, (ids[..., :, None] == ids[..., None, :])[:, None])
-    first, last = ids[..., 0], ids[..., -1]
-    before = F.pad(last[:, :-1], (1, 0), value=0)
-    after = F.pad(first[:, 1:], (0, 1), value=segments.last)
-
-    def where(one: Tensor, other: Tensor) -> Tensor:
-        """Equality of two [1, chunks, size or 1] as a factor for [batch, heads, chunks, size, channels]."""
-        return (one == other)[:, None, :, :, None].to(q.dtype)
-
-    def exp(x: Tensor) -> Tensor:
-        return x.to(q.dtype).exp()
-
-    to_right = (k * exp(bf[..., -1:, :] - bf) * where(ids, last[..., None])).transpose(-1, -2) @ v
-    to_left = (k * exp(bb) * where(ids, first[..., None])).transpose(-1, -2) @ v
-    carry_right = exp(bf[..., -1, :]) * (before == last)[:, None, :, None]
-    carry_left = exp(bb[..., -1, :]) * (after == first)[:, None, :, None]
-    from_left = torch.stack(_scan(incoming[0], to_right.unbind(2), carry_right.unbind(2)), 2)
-    from_right = torch.stack(_scan(incoming[1], to_left.unbind(2)[::-1], carry_left.unbind(2)[::-1])[::-1], 2)
-    o = (
-        weights @ v
-        + (q * exp(bf) * where(ids, before[..., None])) @ from_left
-        + (q * exp(bb[..., -1:, :] - bb) * where(ids, after[..., None])) @ from_right
-    )
-    return o.flatten(2, 3)[:, :, :length]
-
-
-def _weights(q: Tensor, k: Tensor, bf: Tensor, bb: Tensor, same: Tensor) -> Tensor:
-    """q_i . k_j M_ij inside chunks: [..., size, head_dim_k] -> [..., size, size], 0 between segments."""
-    size = q.shape[-2]
-    below = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()[:, :, None]
-    distance = torch.where(below, bf[..., :, None, :] - bf[..., None, :, :], bb[..., None, :, :] - bb[..., :, None, :])
-    decay = distance.to(q.dtype).exp()
-    if decay.shape[-1] == 1:
-        return (q @ k.transpose(-1, -2)) * decay.squeeze(-1) * same
-    return torch.einsum("...ic,...jc,...ijc->...ij", q, k, decay) * same
-
-
-def _recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    forward: Tensor,
-    backward: Tensor,
-    segments: _Segments,
-    incoming: tuple[Tensor, Tensor],
-) -> Tensor:
-    length, ids = q.shape[2], segments.ids[0].tolist()
-    left, right = incoming
-    o: list[Tensor] = []
-    for i in range(length):
-        left = left * (forward[:, :, i, :, None].exp() * (ids[i] == (ids[i - 1] if i else 0)))
-        left = left + k[:, :, i, :, None] * v[:, :, i, None, :]
-        o.append(torch.einsum("bhk,bhkv->bhv", q[:, :, i], left))
-    for i in reversed(range(length)):
-        right = right * float(ids[i] == (ids[i + 1] if i + 1 < length else segments.last))
-        o[i] = o[i] + torch.einsum("bhk,bhkv->bhv", q[:, :, i], right)
-        right = backward[:, :, i, :, None].exp() * (right + k[:, :, i, :, None] * v[:, :, i, None, :])
-    return torch.stack(o, 2)
-
-
-def _scan(start: Tensor, additions: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-    """The state before each addition of state <- factor * state + addition; factor: [..., 1 or head_dim_k]."""
-    state, states = start, []
-    for addition, factor in zip(additions, factors, strict=True):
-        states.append(state)
-        state = factor[..., None] * state + addition
-    return states
-
-
-def _prefix(additions: Sequence[Tensor], log_decays: Sequence[Tensor]) -> list[Tensor]:
-    return _scan(torch.zeros_like(additions[0]), additions, [x.exp() for x in log_decays])
-
-
-def _decays(
-    q: Tensor,
-    log_decay: Tensor | None,
-    gate: Tensor | None,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    mask_convention: str,
-) -> tuple[Tensor, Tensor, _Segments]:
-    """Log decays of both directions, [batch, heads, length, 1 or head_dim_k], and each token's segment."""
-    length, dtype = q.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
-    if gate is not None:
-        log_decay = F.logsigmoid(wide(gate))
-    if log_decay is None:
-        log_decay = torch.zeros(q.shape[:3], dtype=dtype, device=q.device)
-    if log_decay.ndim == 3:
-        log_decay = log_decay[..., None]
-    decay = log_decay.to(dtype)
-    decay = decay.clamp(min=_CUT[decay.dtype])
-    if mask is not None:
-        decay = decay.masked_fill(~mask[:, :, None, None], 0.0)
-    decay = decay.transpose(1, 2)
-    forward = decay if mask_convention == "eq17" else F.pad(decay[:, :, :-1], (0, 0, 1, 0))
-    ids, last = torch.zeros(1, length, dtype=torch.long, device=q.device), 0
-    if cu_seqlens is not None:
-        positions = torch.arange(length, device=q.device)
-        ids = torch.searchsorted(cu_seqlens[1:].to(positions), positions, right=True)[None]
-        last = len(cu_seqlens) - 2
-    return forward, decay, _Segments(ids, last)
-
-
-def _chunk_size(length: int, decay: Tensor) -> int:
-    # A vector decay needs a factor for every pair and channel inside a chunk.
-    return min(64 if decay.shape[-1] == 1 else 16, length)
-
-
-def _values(v: Tensor, scaled: bool) -> Tensor:
-    v = _wide(v)
-    return F.pad(v, (0, 1), value=1.0) if scaled else v
-
-
-def _wide(x: Tensor) -> Tensor:
-    """[batch, length, heads, dim] -> [batch, heads, length, dim] in float32, or float64 when it is."""
-    return wide(x).transpose(1, 2)
 
 
 def _check(
@@ -432,7 +216,6 @@ def _check(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     mask_convention: str,
-    incoming: tuple[Tensor, Tensor] | None,
     form: str,
 ) -> None:
     if isinstance(gate, ProjectedGate):
@@ -445,7 +228,7 @@ def _check(
         raise ValueError("log_decay and gate are both given: gate means log_decay = logsigmoid(gate); give one")
     _check_shapes(
         q.shape, k.shape, v.shape, None if log_decay is None else log_decay.shape, gate_shape,
-        None if mask is None else mask.shape, cu_seqlens is not None, mask_convention, incoming is not None, form,
+        None if mask is None else mask.shape, cu_seqlens is not None, mask_convention, form,
         v.dtype,
     )  # fmt: skip
 
@@ -470,7 +253,6 @@ def _check_shapes(
     mask: torch.Size | None,
     packed: bool,
     mask_convention: str,
-    continued: bool,
     form: str,
     dtype: torch.dtype,
 ) -> None:
@@ -491,21 +273,16 @@ def _check_shapes(
         raise ValueError(f"mask_convention {mask_convention!r}: allowed are {', '.join(CONVENTIONS)}")
     if form not in FORMS:
         raise ValueError(f"form {form!r}: allowed are {', '.join(FORMS)}")
-    if continued and mask_convention == "shifted":
-        raise ValueError("mask_convention 'shifted' with incoming states: its decay crosses the boundary; use 'eq17'")
     if form.startswith("triton"):
         vector = log_decay is not None and len(log_decay) == 4 and log_decay[-1] > 1
-        if vector or mask_convention == "shifted" or continued or dtype == torch.float64:
+        if vector or mask_convention == "shifted" or dtype == torch.float64:
             raise ValueError(
-                f"form {form!r} takes one decay a head, mask_convention 'eq17', no incoming states and no float64; "
-                "use form='chunked'"
+                f"form {form!r} takes one decay a head, mask_convention 'eq17' and no float64; use form='chunked'"
             )
 
 
-def _kernels_apply(
-    q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str, incoming: tuple[Tensor, Tensor] | None
-) -> bool:
-    if not q.is_cuda or mask_convention != "eq17" or incoming is not None or v.dtype == torch.float64:
+def _kernels_apply(q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str) -> bool:
+    if not q.is_cuda or mask_convention != "eq17" or v.dtype == torch.float64:
         return False
     vector = log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
     return not vector and max(q.shape[-1], v.shape[-1]) <= 256 and _has_triton()

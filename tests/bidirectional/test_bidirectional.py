@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.bidirectional import CONVENTIONS, bidirectional, end_states, incoming_states
+from models.bidirectional import CONVENTIONS, bidirectional
+from tests.models.shard_threads import over_shards
 
 PLAIN = ("parallel", "recurrent", "chunked")
 
@@ -124,32 +126,25 @@ def test_infinite_decay_cuts_both_directions(form: str) -> None:
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("vector", [True, False])
 @pytest.mark.parametrize("form", PLAIN)
-def test_stretches_exchange_end_states(scaled: bool, vector: bool, form: str) -> None:
-    q, k, v, decay = inputs(vector=vector)
-    whole = bidirectional(q, k, v, decay, scaled=scaled)
-    cuts = [slice(0, 40), slice(40, 41), slice(41, 110), slice(110, 150)]
-    states = [end_states(k[:, s], v[:, s], decay[:, s], scaled=scaled) for s in cuts]
-    parts = [
-        bidirectional(q[:, s], k[:, s], v[:, s], decay[:, s], scaled=scaled, incoming=incoming, form=form)
-        for s, incoming in zip(cuts, incoming_states(states), strict=True)
-    ]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("bounds", [None, [0, 20, 60, 61, 61, 100, 120]])
+def test_stretches_of_a_sequence(
+    scaled: bool, vector: bool, form: str, convention: str, bounds: list[int] | None
+) -> None:
+    """Outputs and all gradients; sequences that begin and end where stretches do among the packed ones."""
+    whole = inputs(length=120, batch=1, vector=vector)
+    options = {"scaled": scaled, "form": form, "mask_convention": convention}
+    if bounds is not None:
+        options["cu_seqlens"] = torch.tensor(bounds)
 
+    def run(arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in arguments]
+        y = bidirectional(*leaves, **options)
+        return y.detach(), *torch.autograd.grad(y.square().sum(), leaves)
 
-@pytest.mark.parametrize("form", PLAIN)
-def test_stretches_with_segments_across_their_ends(form: str) -> None:
-    q, k, v, decay = inputs(batch=1)
-    whole = bidirectional(q, k, v, decay, cu_seqlens=torch.tensor([0, 20, 90, 100, 150]))
-    # Stretches 0-40, 40-100, 100-150; the second ends where a segment does, so an empty one closes it.
-    cuts = [slice(0, 40), slice(40, 100), slice(100, 150)]
-    bounds = [torch.tensor(x) for x in ([0, 20, 40], [0, 50, 60, 60], [0, 0, 50])]
-    stretches = list(zip(cuts, bounds, strict=True))
-    states = [end_states(k[:, s], v[:, s], decay[:, s], cu_seqlens=cu) for s, cu in stretches]
-    parts = [
-        bidirectional(q[:, s], k[:, s], v[:, s], decay[:, s], cu_seqlens=cu, incoming=incoming, form=form)
-        for (s, cu), incoming in zip(stretches, incoming_states(states), strict=True)
-    ]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
+    parts = over_shards(3, lambda index: run([x.chunk(3, 1)[index] for x in whole]))
+    for pieces, expected in zip(zip(*parts, strict=True), run(whole), strict=True):
+        torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("form", PLAIN)
@@ -161,21 +156,6 @@ def test_gradients(form: str, vector: bool, scaled: bool) -> None:
     assert torch.autograd.gradcheck(
         lambda *x: bidirectional(*x, scaled=scaled, form=form), arguments, fast_mode=True, atol=1e-7
     )
-
-
-def test_gradients_through_end_states() -> None:
-    q, k, v, decay = inputs(length=12, batch=1, heads=1, k=2, v=2)
-
-    def split(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
-        cuts = [slice(0, 5), slice(5, 12)]
-        states = incoming_states([end_states(k[:, s], v[:, s], decay[:, s]) for s in cuts])
-        parts = [
-            bidirectional(q[:, s], k[:, s], v[:, s], decay[:, s], incoming=i) for s, i in zip(cuts, states, strict=True)
-        ]
-        return torch.cat(parts, 1)
-
-    arguments = [x.requires_grad_() for x in (q, k, v, decay)]
-    assert torch.autograd.gradcheck(split, arguments, fast_mode=True, atol=1e-7)
 
 
 @pytest.mark.parametrize("form", PLAIN)
@@ -196,10 +176,6 @@ def test_low_precision_is_computed_in_float32(form: str) -> None:
         ({"mask": torch.ones(1, 5, dtype=torch.bool)}, ["mask (1, 5)", "(1, 4)"]),
         ({"mask_convention": "eq18"}, ["'eq18'", "eq17, shifted"]),
         ({"form": "fast"}, ["'fast'", "parallel, recurrent, chunked"]),
-        (
-            {"incoming": (torch.zeros(1, 2, 3, 4),) * 2, "mask_convention": "shifted"},
-            ["shifted", "incoming", "use 'eq17'"],
-        ),
         ({"log_decay": torch.ones(1, 4, 2, 3), "form": "triton_tile"}, ["one decay a head", "form='chunked'"]),
     ],
 )

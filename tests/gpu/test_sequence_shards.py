@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.mixer_cases import build, name_of, tokens
-from tests.models.test_sequence_shards import over_shards
+from tests.models.shard_threads import over_shards
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

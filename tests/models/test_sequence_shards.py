@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.bidirectional import bidirectional
 from models.config import ModelConfig
 from models.convolution import CausalConvolution
 from models.lm import LanguageModel
@@ -23,78 +19,10 @@ from models.recurrence import recurrence
 from models.scan import scan
 from models.sequence_shards import check_sequence_shards, current_shards, sequence_shards
 from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
+from tests.models.shard_threads import Meeting, Threads, over_shards
 
 SPLIT = [case for case in CASES if MIXERS[case[0]].splits_sequence]
 every_case = pytest.mark.parametrize("case", SPLIT, ids=name_of)
-
-
-@dataclass
-class Meeting:
-    """Where the threads of a test meet; `gathers` counts the numbers that one of them sends forward."""
-
-    count: int
-    gathers: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.count, timeout=120)
-        self.parts: list[Tensor] = [torch.empty(0)] * self.count
-
-    def all_parts(self, index: int, part: Tensor) -> Tensor:
-        self.parts[index] = part
-        self.barrier.wait()
-        together = torch.stack(self.parts)
-        self.barrier.wait()
-        return together
-
-
-@dataclass(frozen=True)
-class Threads:
-    """`SequenceShards` with a thread a shard."""
-
-    index: int
-    count: int
-    meeting: Meeting
-
-    def gather(self, x: Tensor) -> Tensor:
-        if self.index == 0:
-            self.meeting.gathers.append(x.numel())
-        return _Gather.apply(x, self)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Threads) -> Tensor:
-        ctx.shards = shards
-        return shards.meeting.all_parts(shards.index, x.detach().clone())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        shards = ctx.shards
-        return shards.meeting.all_parts(shards.index, gradient)[:, shards.index].sum(0), None
-
-
-def over_shards(count: int, work: Callable[[int], Any], meeting: Meeting | None = None) -> list[Any]:
-    """work(index) in `count` threads, each inside its sequence_shards; the results in order."""
-    meeting = meeting or Meeting(count)
-    results: list[Any] = [None] * count
-
-    def run(index: int) -> None:
-        try:
-            with sequence_shards(Threads(index, count, meeting)):
-                results[index] = work(index)
-        except BaseException as error:
-            meeting.barrier.abort()
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors = [result for result in results if isinstance(result, BaseException)]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-    return results
 
 
 def compare(
@@ -240,18 +168,6 @@ def test_single_precision_stays_exact_over_long_stretches() -> None:
 
     error = (torch.cat(over_shards(2, work), 1) - exact).abs().max()
     assert error < 2 * (scan(*single)[0] - exact).abs().max()
-
-
-@pytest.mark.parametrize("form", ["parallel", "recurrent", "chunked"])
-def test_every_form_of_the_bidirectional_operator(form: str) -> None:
-    q, k, v, decay = operands(24, torch.float64, True)
-    q, k = q.exp(), k.exp()
-    expected = bidirectional(q, k, v, decay)
-
-    def work(index: int) -> Tensor:
-        return bidirectional(*(x.chunk(3, 1)[index] for x in (q, k, v, decay)), form=form)
-
-    assert_close(torch.cat(over_shards(3, work), 1), expected, 1e-12)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

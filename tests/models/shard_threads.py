@@ -1,0 +1,82 @@
+"""`SequenceShards` with a thread a shard, for tests in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.sequence_shards import sequence_shards
+
+
+@dataclass
+class Meeting:
+    """Where the threads of a test meet; `gathers` counts the numbers that one of them sends forward."""
+
+    count: int
+    gathers: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.count, timeout=120)
+        self.parts: list[Tensor] = [torch.empty(0)] * self.count
+
+    def all_parts(self, index: int, part: Tensor) -> Tensor:
+        self.parts[index] = part
+        self.barrier.wait()
+        together = torch.stack(self.parts)
+        self.barrier.wait()
+        return together
+
+
+@dataclass(frozen=True)
+class Threads:
+    """`SequenceShards` with a thread a shard."""
+
+    index: int
+    count: int
+    meeting: Meeting
+
+    def gather(self, x: Tensor) -> Tensor:
+        if self.index == 0:
+            self.meeting.gathers.append(x.numel())
+        return _Gather.apply(x, self)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Threads) -> Tensor:
+        ctx.shards = shards
+        return shards.meeting.all_parts(shards.index, x.detach().clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        shards = ctx.shards
+        return shards.meeting.all_parts(shards.index, gradient)[:, shards.index].sum(0), None
+
+
+def over_shards(count: int, work: Callable[[int], Any], meeting: Meeting | None = None) -> list[Any]:
+    """work(index) in `count` threads, each inside its sequence_shards; the results in order."""
+    meeting = meeting or Meeting(count)
+    results: list[Any] = [None] * count
+
+    def run(index: int) -> None:
+        try:
+            with sequence_shards(Threads(index, count, meeting)):
+                results[index] = work(index)
+        except BaseException as error:
+            meeting.barrier.abort()
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return results
