@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,12 +20,23 @@ class GLAOptions:
 
     low_rank: int = field(default=16, metadata={"doc": "Width between the two matrices that make the decay."})
     temperature: float = field(default=16.0, metadata={"doc": "The decay is sigmoid(a)^(1 / temperature)."})
+    norm: Literal["layernorm", "rmsnorm"] = field(
+        default="layernorm",
+        metadata={
+            "doc": "Norm of every head before the gate, without gain; rmsnorm in flash-linear-attention's models."
+        },
+    )
+    norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the variance (or mean square) in that norm."})
 
     def __post_init__(self) -> None:
         if self.low_rank < 1:
             raise ValueError(f"model.mixer_options.gla.low_rank = {self.low_rank}: must be at least 1")
         if not self.temperature > 0:
             raise ValueError(f"model.mixer_options.gla.temperature = {self.temperature}: must be greater than 0")
+        if self.norm not in ("layernorm", "rmsnorm"):
+            raise ValueError(f"model.mixer_options.gla.norm = {self.norm!r}: allowed are layernorm, rmsnorm")
+        if not self.norm_eps > 0:
+            raise ValueError(f"model.mixer_options.gla.norm_eps = {self.norm_eps}: must be greater than 0")
 
 
 class GLA(nn.Module):
@@ -105,7 +116,8 @@ class GLA(nn.Module):
             initial_state=(state or {}).get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
-        o = F.layer_norm(wide(o), o.shape[-1:], eps=1e-5).flatten(-2)
+        norm = F.layer_norm if self.options.norm == "layernorm" else F.rms_norm
+        o = norm(wide(o), o.shape[-1:], eps=self.options.norm_eps).flatten(-2)
         y = self.out_proj((F.silu(wide(self.gate_proj(x))) * o).to(v.dtype))
         return (y, {"recurrent": recurrent}) if return_state else y
 

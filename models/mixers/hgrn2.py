@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from math import log
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,30 @@ class HGRN2Options:
         default=True,
         metadata={"doc": "The lower bound of the forget gate is learned around layer / layers; false: fixed."},
     )
+    lower_bound_range: Literal["layer", "free"] = field(
+        default="layer",
+        metadata={
+            "doc": "layer: a learned lower bound stays within 1 / layers around layer / layers. free: anywhere between 0 "
+            "and 1, as the paper's softmax over layers can reach; imports need it."
+        },
+    )
+    norm_over: Literal["head", "all"] = field(
+        default="head",
+        metadata={
+            "doc": "Channels that the norm before the output map takes together: a head, or all, as "
+            "flash-linear-attention's models do, which tensor parallelism cannot cut."
+        },
+    )
+    norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the mean square in that norm."})
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("lower_bound_range", ("layer", "free")), ("norm_over", ("head", "all"))):
+            if getattr(self, key) not in allowed:
+                raise ValueError(
+                    f"model.mixer_options.hgrn2.{key} = {getattr(self, key)!r}: allowed are {', '.join(allowed)}"
+                )
+        if not self.norm_eps > 0:
+            raise ValueError(f"model.mixer_options.hgrn2.norm_eps = {self.norm_eps}: must be greater than 0")
 
 
 class HGRN2(nn.Module):
@@ -34,7 +59,8 @@ class HGRN2(nn.Module):
     Lower bounds beta: the paper takes a cumulative softmax over all layers of one matrix, which grows from 0 at layer 0
     and ties every layer to every other. Here each layer l of L owns a slot of width 1 / L around l / L, where that
     softmax begins, and a parameter gamma [d] moves it inside: beta = (l - 1/2 + sigmoid(gamma)) / L, and beta = 0
-    without parameter at l = 0. Bounds still grow with depth, stay under 1, and need nothing of another layer.
+    without parameter at l = 0. Bounds still grow with depth, stay under 1, and need nothing of another layer. With
+    lower_bound_range "free" beta = sigmoid(gamma), which begins at l / L.
     """
 
     Options = HGRN2Options
@@ -57,14 +83,22 @@ class HGRN2(nn.Module):
         self.q_proj = linear(config, size, size)
         self.f_proj = linear(config, size, size)
         self.v_proj = linear(config, size, size)
+        self.options = options
         learned = options.learned_lower_bound and layer_index > 0
-        self.lower_bound = nn.Parameter(torch.zeros(size)) if learned else None
+        share = layer_index / config.num_layers
+        start = log(share / (1 - share)) if learned and options.lower_bound_range == "free" else 0.0
+        self.lower_bound = nn.Parameter(torch.full((size,), start)) if learned else None
         self.out_proj = linear(config, size, size, output=True)
         self._size = size
 
     @staticmethod
     def check(config: ModelConfig, options: HGRN2Options) -> None:
         """Every shape that the model allows is legal."""
+
+    @staticmethod
+    def cut_sizes(config: ModelConfig, options: HGRN2Options) -> dict[str, int]:
+        """Nothing can be cut where the norm takes all channels together."""
+        return {"model.mixer_options.hgrn2.norm_over: all": 1} if options.norm_over == "all" else {}
 
     def forward(
         self,
@@ -89,7 +123,9 @@ class HGRN2(nn.Module):
         o, recurrent = recurrence(
             q, k, v, log_decay, initial_state=(state or {}).get("recurrent"), cu_seqlens=cu_seqlens
         )
-        y = self.out_proj(F.rms_norm(wide(o), o.shape[-1:], eps=1e-5).flatten(-2).to(v.dtype))
+        normed = wide(o) if self.options.norm_over == "head" else wide(o).flatten(-2)
+        normed = F.rms_norm(normed, normed.shape[-1:], eps=self.options.norm_eps)
+        y = self.out_proj(normed.reshape(*o.shape[:2], -1).to(v.dtype))
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def _gates(self, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,6 +134,8 @@ class HGRN2(nn.Module):
             return F.logsigmoid(a), torch.sigmoid(-a)
         if self.lower_bound is None:
             beta = torch.full_like(a[..., :1], self.layer_index / self.num_layers)
+        elif self.options.lower_bound_range == "free":
+            beta = torch.sigmoid(wide(self.lower_bound))
         else:
             beta = (self.layer_index - 0.5 + torch.sigmoid(wide(self.lower_bound))) / self.num_layers
         rest = torch.log1p(-beta)

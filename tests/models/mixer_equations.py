@@ -61,13 +61,17 @@ def _both(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, shifted: bool = False)
     return out, rows
 
 
-def _layer_norm(o: Tensor) -> Tensor:
+def _layer_norm(o: Tensor, eps: float = 1e-5) -> Tensor:
     centred = o - o.mean(-1, keepdim=True)
-    return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-5)
+    return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + eps)
 
 
-def _rms_norm(o: Tensor) -> Tensor:
-    return o / torch.sqrt((o**2).mean(-1, keepdim=True) + 1e-5)
+def _rms_norm(o: Tensor, eps: float = 1e-5) -> Tensor:
+    return o / torch.sqrt((o**2).mean(-1, keepdim=True) + eps)
+
+
+def _head_norm(o: Tensor, norm: str = "layernorm", norm_eps: float = 1e-5) -> Tensor:
+    return (_layer_norm if norm == "layernorm" else _rms_norm)(o, norm_eps)
 
 
 def linear_attention(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
@@ -86,14 +90,14 @@ def normalised_attention(
     return _map(p, "out_proj", (o / eta(_map(p, "eta_proj", x))[:, :, None]).flatten(1))
 
 
-def gla(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
+def gla(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
     q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
     alpha = _heads(_sigmoid(_map(p, "decay_up", _map(p, "decay_down", x))) ** (1 / 16), heads)
-    o = _layer_norm(_causal(q, k, v, alpha) / math.sqrt(q.shape[-1])).flatten(1)
+    o = _head_norm(_causal(q, k, v, alpha) / math.sqrt(q.shape[-1]), **options).flatten(1)
     return _map(p, "out_proj", _swish(_map(p, "gate_proj", x)) * o)
 
 
-def retnet(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
+def retnet(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
     q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
     half = q.shape[-1] // 2
     # A rotation by the angle is a product with a complex number, and the inner product its real part.
@@ -106,7 +110,7 @@ def retnet(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor
         for n in range(len(x)):
             for m in range(n + 1):
                 o[n, h] += decay ** (n - m) * (q[n, h] * k[m, h].conj()).sum().real * v[m, h]
-    o = _layer_norm(o / math.sqrt(2 * half)).flatten(1)
+    o = _head_norm(o / math.sqrt(2 * half), **options).flatten(1)
     return _map(p, "out_proj", _swish(_map(p, "gate_proj", x)) * o)
 
 
@@ -124,13 +128,17 @@ def transnormer(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> T
     return _map(p, "out_proj", o * _map(p, "gate_proj", x))
 
 
-def hgrn2(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
+def hgrn2(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
     beta = torch.as_tensor(layer / layers, dtype=torch.float64)
     if "lower_bound" in p:
-        beta = (layer - 0.5 + _sigmoid(p["lower_bound"])) / layers
+        free = options.get("lower_bound_range") == "free"
+        beta = _sigmoid(p["lower_bound"]) if free else (layer - 0.5 + _sigmoid(p["lower_bound"])) / layers
     f = _heads(beta + (1 - beta) * _sigmoid(_map(p, "f_proj", x)), heads)
     q, v = _heads(_swish(_map(p, "q_proj", x)), heads), _heads(_map(p, "v_proj", x), heads)
-    return _map(p, "out_proj", _rms_norm(_causal(q, 1 - f, v, f)).flatten(1))
+    o = _causal(q, 1 - f, v, f)
+    if options.get("norm_over") == "all":
+        o = o.flatten(1)
+    return _map(p, "out_proj", _rms_norm(o, options.get("norm_eps", 1e-5)).reshape(len(x), -1))
 
 
 def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:

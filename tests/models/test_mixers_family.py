@@ -43,7 +43,7 @@ def test_equations_of_the_paper(case: tuple[str, dict[str, Any]], layer: int) ->
     mixer = build(case, torch.float64, layer=layer)
     x = tokens(70, dtype=torch.float64)
     reference = EQUATIONS[name]
-    if name in ("lion", "metala", "metala_bidirectional"):
+    if name in ("lion", "metala", "metala_bidirectional", "gla", "retnet", "hgrn2"):
         reference = partial(reference, **options)
     elif options.get("normaliser"):
         reference = partial(reference, eta=ETA[options["normaliser"]])
