@@ -69,6 +69,10 @@ def deepspeed_config(
 
 def import_deepspeed() -> Any:
     warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
+    # Its hooks start collectives inside the backward pass, through which no gradient is to flow.
+    warnings.filterwarnings(
+        "ignore", message=r".*c10d::\w+: an autograd kernel was not registered", category=UserWarning
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0) -> str:
+def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0, device: str = "cpu") -> str:
     """Run `python -m module *arguments` in so many processes; what they wrote to standard error.
 
     Raises:
@@ -26,7 +26,7 @@ def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0)
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
+        "MATRIX_DEVICE": device,
     }
     running = [
         subprocess.Popen(

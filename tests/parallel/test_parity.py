@@ -28,9 +28,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
 
 
 @cache
-def expected(case_model: str, changes: tuple[tuple[str, Any], ...]) -> list[tuple[float, float]]:
+def expected(case_model: str, changes: tuple[tuple[str, Any], ...], device: str = "cpu") -> list[tuple[float, float]]:
     config = layouts.model_config(case_model, **dict(changes))
-    return oracle.train(config, layouts.steps(), seed=11, lr=layouts.LR, warmup=layouts.WARMUP, total=layouts.STEPS)
+    return oracle.train(
+        config, layouts.steps(), seed=11, lr=layouts.LR, warmup=layouts.WARMUP, total=layouts.STEPS, device=device
+    )
 
 
 # A change of the weights by 1e-7, float32's rounding, changes the norm of these at their initialisation by up to 3e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.parallel.layouts import LR, STEPS, WARMUP
 
 def grid_of(parallel: dict[str, Any]) -> Grid:
     sizes = {key: parallel[key] for key in ("tensor", "pipeline", "context") if key in parallel}
-    return init_grid("cpu", 2.0, **sizes)
+    return init_grid(os.environ.get("MATRIX_DEVICE", "cpu"), 2.0, **sizes)
 
 
 def engine_of(

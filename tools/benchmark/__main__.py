@@ -3,6 +3,7 @@
 python -m tools.benchmark kernels     # LION and MetaLA's epilogue against softmax attention, PyTorch and FLA; CUDA
 python -m tools.benchmark choice      # LION's two kernels over length and memory of the decays: what "auto" rests on; CUDA
 python -m tools.benchmark mixers      # every mixer at one model shape, forward and backward; CUDA or CPU
+python -m tools.benchmark layouts --gpus 4   # one model by data, tensor, pipeline and context parallelism; CUDA
 python -m tools.benchmark mixers --hidden 64 --heads 4 --length 128 --batch 2      # a small shape, on a CPU in a minute
 
 Figures are medians, on CUDA of bfloat16 with random inputs. Of one piece of work are given
@@ -29,11 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("kernels", "LION and MetaLA's epilogue against softmax attention, PyTorch and flash-linear-attention"),
         ("choice", "LION's tile and chunk kernel over length and memory"),
         ("mixers", "every mixer at one model shape"),
+        ("layouts", "training speed of one model in each kind of parallelism, beside one GPU"),
     ):
         command = commands.add_parser(name, help=words, description=words)
         command.add_argument(
             "--output", type=Path, default=Path("runs/benchmark"), help="folder of CSV and plot (%(default)s)"
         )
+        if name == "layouts":
+            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
+            command.add_argument("--gpus", type=int, default=4, help="at most; 2, 4, ... are tried (%(default)s)")
+            command.add_argument("--length", type=int, default=2048, help="tokens of a sequence (%(default)s)")
+            command.add_argument("--batch", type=int, default=8, help="sequences of a micro batch (%(default)s)")
+            command.add_argument(
+                "--long", type=int, default=131072, help="tokens of a sequence split over GPUs; 0: none (%(default)s)"
+            )
+            command.add_argument("--steps", type=int, default=4, help="timed steps of a layout (%(default)s)")
+            command.add_argument("--only", default="", metavar="TEXT", help="layouts whose name holds this")
         if name == "mixers":
             command.add_argument("--hidden", type=int, default=1024, help="width of the model (%(default)s)")
             command.add_argument("--heads", type=int, default=16, help="heads of every mixer (%(default)s)")
@@ -42,12 +54,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument("--only", nargs="+", metavar="MIXER", help="these mixers and attention alone")
     options = parser.parse_args(arguments)
     # After the arguments, so that --help does not wait for torch.
-    from . import kernels, mixers
+    from . import kernels, layouts, mixers
 
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         if options.command == "mixers":
             mixers.run(options.output, options.hidden, options.heads, options.length, options.batch, options.only)
+        elif options.command == "layouts":
+            layouts.run(
+                options.output,
+                options.config,
+                options.gpus,
+                options.length,
+                options.batch,
+                options.long,
+                options.steps,
+                options.only,
+            )
         elif options.command == "choice":
             kernels.choice(options.output)
         else:

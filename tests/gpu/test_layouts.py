@@ -1,0 +1,35 @@
+"""The parity matrix over NCCL: every layout of the GPUs here against the oracle on the CPU, in float32."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.parallel import layouts
+from tests.parallel.launch import launch
+from tests.parallel.test_parity import expected
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_layouts_over_nccl_train_as_one_process(tmp_path, processes):
+    if processes > GPUS:
+        pytest.skip(f"needs {processes} GPUs, has {GPUS}")
+    out = tmp_path / "results.json"
+    launch("tests.parallel.worker", processes, str(processes), str(out), device="cuda")
+    results = json.loads(out.read_text())
+    wrong = []
+    for case in layouts.cases(processes):
+        # The weights are drawn on the device, whose streams are not the CPU's: the oracle must draw there too.
+        wanted = expected(case.model, tuple(case.changes.items()), "cuda")
+        result = results.get(case.name, {"error": "not reached"})
+        if "error" in result:
+            wrong.append((case.name, result["error"][-500:]))
+            continue
+        for step, (got, (loss, norm)) in enumerate(zip(result["history"], wanted, strict=True)):
+            if abs(got[0] / loss - 1) > 1e-5 or abs(got[1] / norm - 1) > 1e-3:
+                wrong.append((case.name, step, got, (loss, norm)))
+    assert not wrong

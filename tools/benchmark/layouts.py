@@ -1,0 +1,199 @@
+"""Training speed of one model in several layouts, beside one GPU of the same machine in the same run."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lite.config import load_config
+from models.config import ModelConfig
+
+from .report import machine, plot_bars, table, write_csv
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and the batch of one data rank.
+
+    Attributes:
+        peer: the case whose tokens a second this one's are divided by.
+        parallel: changes of the section `parallel`.
+    """
+
+    name: str
+    gpus: int
+    length: int
+    micro_batch_size: int
+    accumulation: int
+    parallel: dict[str, Any] = field(default_factory=dict)
+    peer: str = "1 GPU"
+
+
+def cases(gpus: int, length: int, micro: int, long: int) -> list[Case]:
+    """What is measured on so many GPUs: each kind of parallelism alone, over 2, 4, ... GPUs."""
+    full = {"activation_checkpointing": {"mode": "full"}}
+    found = [Case("1 GPU", 1, length, micro, 4)]
+    if long:
+        found.append(Case(f"1 GPU, {long} tokens", 1, long, 1, 1, full))
+    count = 2
+    while count <= gpus:
+        found.append(Case(f"data {count}", count, length, micro, 4))
+        found.append(Case(f"tensor {count}", count, length, micro, 4, {"tensor": count}))
+        sequence = {"tensor": count, "sequence_parallel": True}
+        found.append(Case(f"tensor {count}, sequence parallel", count, length, micro, 4, sequence))
+        found.append(Case(f"pipeline {count}", count, length, micro, 16, {"pipeline": count}))
+        if long:
+            peer = f"1 GPU, {long} tokens"
+            found.append(Case(f"context {count}, {long} tokens", count, long, 1, 1, {"context": count, **full}, peer))
+        count *= 2
+    return found
+
+
+def run(output: Path, config: Path, gpus: int, length: int, micro: int, long: int, steps: int, only: str) -> None:
+    """Prints the table; writes layouts.csv and layouts.png. ValueError where the machine has fewer GPUs."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < gpus:
+        raise ValueError(f"--gpus {gpus}: this machine has {found}")
+    chosen = [case for case in cases(gpus, length, micro, long) if only in case.name]
+    results: dict[str, dict[str, Any]] = {}
+    for count in sorted({case.gpus for case in chosen}):
+        group = [case for case in chosen if case.gpus == count]
+        results |= _launch(config, group, count, steps)
+    rows = []
+    for case in chosen:
+        result = results.get(case.name)
+        if result is None:
+            continue
+        peer = results.get(case.peer)
+        times = result["tokens/s"] / peer["tokens/s"] if peer else None
+        rows.append({"method": case.name, "GPUs": case.gpus, "x 1 GPU": times, **result})
+    if not rows:
+        raise ValueError("no layout came to an end; what they wrote is above")
+    print(table(rows, f"{config.stem}, bf16, sequence {length}"))
+    write_csv(output / "layouts.csv", rows)
+    columns = {"tokens/s": "tokens a second", "GiB a GPU": "peak memory of a GPU, GiB"}
+    plot_bars(output / "layouts.png", rows, columns, f"{config.stem} by layout, {machine()}")
+
+
+def _launch(config: Path, group: Sequence[Case], processes: int, steps: int) -> dict[str, dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = [sys.executable, "-m", "tools.benchmark.layouts", str(config), str(steps)]
+    words.append(json.dumps([asdict(case) for case in group]))
+    running = [
+        subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=None if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    results: dict[str, dict[str, Any]] = {}
+    assert running[0].stdout is not None
+    for line in running[0].stdout:  # as they come, so that a failure leaves what was measured before it
+        if line.startswith("{"):
+            result = json.loads(line)
+            results[result.pop("name")] = result
+            print(line, end="", file=sys.stderr, flush=True)
+    for process in running:
+        process.wait()
+    return results
+
+
+def worker(config_file: str, steps: int, group: Sequence[Case]) -> None:
+    """One process: measures every case; rank 0 prints a line of JSON for each."""
+    from megatron_lite.grid import init_grid
+
+    for case in group:
+        shape = {key: case.parallel.get(key, 1) for key in ("tensor", "pipeline", "context")}
+        grid = init_grid("cuda", 10.0, **shape)
+        result = _measure(case, config_file, grid, steps)
+        if grid.is_main:
+            print(json.dumps({"name": case.name, **result}), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _measure(case: Case, config_file: str, grid: Any, steps: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from megatron_lite.config_schema import ParallelConfig
+    from megatron_lite.engine import Engine
+    from models.lm import build_layer, layer_specs
+    from models.sequence_shards import sequence_shards
+
+    settings = [
+        f"batch.sequence_length={case.length}",
+        f"batch.micro_batch_size={case.micro_batch_size}",
+        f"batch.gradient_accumulation_steps={case.accumulation}",
+        "batch.global_batch_size=null",
+    ]
+    config = load_config([config_file], settings, model_type=ModelConfig, world_size=grid.world_size)
+    engine = Engine(
+        layer_specs(config.model),
+        build_layer,
+        seed=1,
+        grid=grid,
+        dtype="bf16",
+        micro_batch_size=case.micro_batch_size,
+        accumulation=case.accumulation,
+        optimizer=config.optimizer,
+        parallel=ParallelConfig(**case.parallel),
+        precision=config.precision,
+        sequence_length=case.length,
+        split_sequence=sequence_shards,
+    )
+    generator = torch.Generator().manual_seed(grid.data_rank)
+    times = []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps + 2):
+        batches = []
+        for _ in range(case.accumulation):
+            size = (case.micro_batch_size, case.length + 1)
+            tokens = torch.randint(0, config.model.vocab_size, size, generator=generator)
+            weight = torch.ones(case.micro_batch_size, case.length)
+            batches.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "loss_weight": weight})
+        if grid.world_size > 1:
+            dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        loss = engine.train_step(batches, lr=1e-5).loss
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    memory = torch.tensor([torch.cuda.max_memory_allocated() / 2**30], device=grid.device)
+    if grid.world_size > 1:
+        dist.all_reduce(memory, dist.ReduceOp.MAX)
+    engine.close()
+    seconds = statistics.median(times[2:])
+    tokens_a_step = case.micro_batch_size * case.accumulation * case.length * grid.data_size
+    return {
+        "tokens/s": tokens_a_step / seconds,
+        "step s": seconds,
+        "GiB a GPU": memory.item(),
+        "loss": loss,
+        "first step s": times[0],
+    }
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1], int(sys.argv[2]), [Case(**case) for case in json.loads(sys.argv[3])])
+    os._exit(0)  # a process group with a dead peer would wait for its time-out
