@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,8 @@ from megatron_lite.config import ConfigError, dump_config, explain_config, load_
 from megatron_lite.config_schema import Config
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
-    from data.tokenizer import Tokenizer
     from megatron_lite.grid import Grid
-    from megatron_lite.trainer import Steps, ValidationSet
+    from megatron_lite.trainer import Steps
     from models.config import ModelConfig
     from tools.load_model import PreparedData
 
@@ -93,8 +92,6 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
 def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], grid: Grid) -> int:
     import torch
 
-    from data.blend import training_dataset
-    from data.loader import ReadAhead, batches
     from megatron_lite import checkpoint
     from megatron_lite.engine import Engine, faster_dtype
     from megatron_lite.flops import peak_flops, training_flops_per_token
@@ -104,6 +101,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
     from models.sequence_shards import sequence_shards
     from tools.decoding import complete
     from tools.load_model import keep_tokenizer, prepared_data
+    from tools.run_data import training_samples, training_steps, validation_set
     from tools.summary import complete_message, start_message, summary
 
     torch.manual_seed(config.run.seed)
@@ -142,27 +140,9 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
     )
 
     def dataset(steps: int) -> Any:
-        build = lambda: training_dataset(  # noqa: E731
-            data.train,
-            sequence_length=config.batch.sequence_length,
-            num_samples=steps * config.batch.global_batch_size,
-            seed=config.run.seed,
-            cache_directory=config.data.cache_directory,
-        )
+        build = lambda: training_samples(config, data, tokenizer, steps)  # noqa: E731
         _on_main(grid, lambda: build() and None)  # one process writes the cache of the sample order
         return build()
-
-    def steps_from(samples: Any) -> Callable[[int], Steps]:
-        return lambda consumed: ReadAhead(
-            batches(
-                samples,
-                consumed_samples=consumed,
-                global_batch_size=config.batch.global_batch_size,
-                micro_batch_size=config.batch.micro_batch_size,
-                data_rank=grid.data_rank,
-                data_size=grid.data_size,
-            )
-        )
 
     state = TrainState()
     if source is not None:
@@ -170,9 +150,12 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         if not own:  # weights and optimizer state of another run, from its first sample on
             state = TrainState()
     elif config.schedule.time_budget_minutes:
-        config = reload(f"schedule.train_steps={_steps_in_budget(config, engine, steps_from(dataset(1))(0), grid)}")
+        config = reload(
+            f"schedule.train_steps={_steps_in_budget(config, engine, training_steps(config, dataset(1), grid)(0), grid)}"
+        )
     samples = dataset(config.schedule.train_steps)
-    validation = _validation_set(config, data, tokenizer, grid)
+    validation = validation_set(config, data.validation, data.validation_bytes, tokenizer, grid)
+    test = validation_set(config, data.test, None, tokenizer, grid)
 
     metrics = None
     if grid.is_main:
@@ -197,14 +180,14 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         engine,
         config,
         metrics,
-        batches=steps_from(samples),
+        batches=training_steps(config, samples, grid),
         validation=validation,
+        test=test,
         state=state,
         config_yaml=dump_config(config),
         flops_per_token=training_flops_per_token(engine.model, config.batch.sequence_length),
         peak_flops=peak_flops(grid.device, dtype) if grid.is_main else None,
-        # A model whose layers are on several processes does not write text while it trains: tools.generate does.
-        sample=sample if config.evaluation.sample_tokens and grid.pipe_size * grid.context_size == 1 else None,
+        sample=sample if _writes_samples(config, grid) else None,
     )
     try:
         result = trainer.fit()
@@ -255,6 +238,12 @@ def _on_main(grid: Grid, function: Callable[[], Any]) -> Any:
     return value
 
 
+def _writes_samples(config: Config[Any], grid: Grid) -> bool:
+    # A model whose layers are on several processes does not write text while it trains: tools.generate does.
+    together = grid.pipe_size * grid.context_size == 1
+    return bool(config.evaluation.sample_tokens) and together and config.data.objective == "causal"
+
+
 def _dtype(config: Config[ModelConfig], grid: Grid, faster_dtype: Callable[..., str]) -> str:
     tokens = config.batch.micro_batch_size * config.batch.sequence_length
     return faster_dtype(grid.device, config.model.hidden_size, tokens)
@@ -266,38 +255,6 @@ def _steps_in_budget(config: Config[Any], engine: Any, steps: Steps, grid: Grid)
         seconds = engine.measure_step_seconds(next(steps))
     budget = config.schedule.time_budget_minutes * 60
     return _on_main(grid, lambda: max(1, min(config.schedule.train_steps, int(budget / seconds))))
-
-
-def _validation_set(config: Config[Any], data: PreparedData, tokenizer: Tokenizer, grid: Grid) -> ValidationSet | None:
-    if data.validation is None:
-        return None
-    import torch
-
-    from data.causal import SequentialDataset
-    from data.loader import batches
-    from megatron_lite.trainer import ValidationSet
-
-    whole = SequentialDataset(
-        data.validation, sequence_length=config.batch.sequence_length, first_token=tokenizer.end_of_document_id
-    )
-    at_once = config.batch.micro_batch_size * grid.data_size
-
-    def micro_batches(limit: int | None) -> Iterator[Any]:
-        dataset: Any = whole
-        if limit is not None and limit * at_once < len(whole):  # spread over the set, and the same every time
-            spread = torch.linspace(0, len(whole) - 1, limit * at_once).round().long()
-            dataset = torch.utils.data.Subset(whole, spread.tolist())
-        steps = batches(
-            dataset,
-            global_batch_size=at_once,
-            micro_batch_size=config.batch.micro_batch_size,
-            data_rank=grid.data_rank,
-            data_size=grid.data_size,
-            fill_last=True,
-        )
-        return (batch for step in steps for batch in step)
-
-    return ValidationSet(micro_batches, total_bytes=data.validation_bytes, total_tokens=whole.num_tokens)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ class MaskedDataset:
     with ``reset_at_documents`` nothing crosses from one document into the next.
 
     num_samples: how many samples the run will take; None for validation: the file once, in its own order.
+    sequences: ids to read in validation, in ascending order; all by default.
 
     ``ds[i]`` -> {"tokens": int64 [T], "labels": int64 [T], -100 where nothing is to be found, "loss_weight": float32 [T], 1
     where something is}, padded with "mask": bool [T], True for real tokens, packed with "cu_seqlens" as in CausalDataset,
@@ -52,8 +53,11 @@ class MaskedDataset:
         order: str = "reshuffle",
         reset_at_documents: bool = False,
         sources: bool = False,
+        sequences: NDArray[np.int64] | None = None,
         cache_directory: str | Path | None = None,
     ) -> None:
+        if sequences is not None and num_samples is not None:
+            raise ValueError("some of the sequences are for validation only (num_samples None)")
         if layout not in LAYOUTS:
             raise ValueError(f"layout {layout!r} of masked samples is unknown; allowed: {', '.join(LAYOUTS)}")
         self.file = IndexedTokens(prefix)
@@ -63,17 +67,19 @@ class MaskedDataset:
         self._source_of: NDArray[np.int16] | None = None
         if sources:
             self.sources, self._source_of = read_sources(prefix, len(self.file))
+        self._ids = np.arange(len(self.file)) if sequences is None else sequences
+        self.num_tokens = int(self.file.sizes[self._ids].sum(dtype=np.int64))
         self._pieces: _Pieces | None = None
         self._order: NDArray | None = None
         if layout == "padded":
-            self._pieces = _Pieces(self.file, tokenizer, sequence_length)
+            self._pieces = _Pieces(self.file, self._ids, tokenizer, sequence_length)
             self.per_epoch = len(self._pieces)
             if num_samples is not None:
                 epochs = -(-num_samples // self.per_epoch)
                 self._order = _shuffled_pieces(self.file, self._pieces, sequence_length, epochs, seed, cache_directory)
             self.length = self.per_epoch if self._order is None else len(self._order)
         elif num_samples is None:
-            self._ends = np.cumsum(self.file.sizes, dtype=np.int64)
+            self._ends = np.cumsum(self.file.sizes[self._ids], dtype=np.int64)
             self.length = self.per_epoch = -(-int(self._ends[-1]) // sequence_length)
             starts = np.searchsorted(self._ends, np.arange(self.length + 1) * sequence_length, side="right")
             self.segments = int(np.diff(starts).max(initial=0)) + 2
@@ -123,7 +129,7 @@ class MaskedDataset:
             count = min(length, int(self._ends[-1]) - start)
             entry = int(np.searchsorted(self._ends, start, side="right"))
             offset = start - (int(self._ends[entry - 1]) if entry else 0)
-            parts = parts_from(self.file.sizes, np.arange(len(self.file)), entry, offset, count)
+            parts = parts_from(self.file.sizes, self._ids, entry, offset, count)
         else:
             entry, offset = (int(x) for x in self._index.sample_index[place])
             count = length
@@ -145,16 +151,17 @@ class MaskedDataset:
 class _Pieces:
     """Documents cut into what fits a row. A document's own end token is taken off and put behind every piece."""
 
-    def __init__(self, file: IndexedTokens, tokenizer: Tokenizer, sequence_length: int) -> None:
+    def __init__(self, file: IndexedTokens, ids: NDArray[np.int64], tokenizer: Tokenizer, sequence_length: int) -> None:
+        self.ids = ids
         self.begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
         self.end = [tokenizer.end_of_document_id]
         self.pad_id = tokenizer.pad_id
         self.room = sequence_length - len(self.begin) - 1
         if self.room < 1:
             raise ValueError(f"samples of {sequence_length} tokens have no room for text between their special tokens")
-        looked_at = [i for i in range(min(len(file), 100)) if file.sizes[i]]
+        looked_at = [int(i) for i in ids[:100] if file.sizes[i]]
         self.ended = all(file[i][-1] == tokenizer.end_of_document_id for i in looked_at)
-        self.bodies = np.maximum(file.sizes - int(self.ended), 0).astype(np.int64)
+        self.bodies = np.maximum(file.sizes[ids] - int(self.ended), 0).astype(np.int64)
         self.ends = np.cumsum(-(-self.bodies // self.room))
 
     def __len__(self) -> int:
@@ -162,9 +169,10 @@ class _Pieces:
 
     def read(self, file: IndexedTokens, piece: int) -> tuple[int, NDArray[np.int64]]:
         """The sequence that a piece is from, and its tokens with the special ones [at most T]."""
-        sequence = int(np.searchsorted(self.ends, piece, side="right"))
-        first = (piece - (int(self.ends[sequence - 1]) if sequence else 0)) * self.room
-        count = min(self.room, int(self.bodies[sequence]) - first)
+        entry = int(np.searchsorted(self.ends, piece, side="right"))
+        first = (piece - (int(self.ends[entry - 1]) if entry else 0)) * self.room
+        count = min(self.room, int(self.bodies[entry]) - first)
+        sequence = int(self.ids[entry])
         return sequence, np.concatenate([self.begin, file.read(sequence, first, count), self.end]).astype(np.int64)
 
 

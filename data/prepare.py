@@ -25,7 +25,7 @@ import numpy as np
 from .corpora import Corpus, SourceFile, source_files
 from .indexed import IndexedWriter, token_dtype
 from .manifest import describe_tokenizer, write_manifest
-from .readers import Document, parse_block, read_blocks
+from .readers import SOURCE_KEY, Document, parse_block, read_blocks
 from .sources import SourceTable, write_sources
 from .split import TextSample, split_position, text_digest
 from .tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
@@ -59,6 +59,7 @@ def prepare_corpus(
     tokenizer_path: str | Path | None = None,
     vocab_size: int = 4096,
     text_key: str = "text",
+    source_key: str = SOURCE_KEY,
     validation_fraction: float = 0.02,
     cache_directory: str | Path = "runs/cache",
     progress: bool = True,
@@ -75,7 +76,14 @@ def prepare_corpus(
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"data.validation_fraction {validation_fraction} must be in [0, 1)")
     recipe = _Recipe(
-        source_files(corpus), tokenizer_type, tokenizer_path, vocab_size, text_key, validation_fraction, progress
+        source_files(corpus),
+        tokenizer_type,
+        tokenizer_path,
+        vocab_size,
+        text_key,
+        source_key,
+        validation_fraction,
+        progress,
     )
     description = json.dumps(recipe.description())
     folder = Path(cache_directory) / f"corpus-{hashlib.sha256(description.encode()).hexdigest()[:24]}"
@@ -116,6 +124,7 @@ class _Recipe:
     tokenizer_path: str | Path | None
     vocab_size: int
     text_key: str
+    source_key: str
     validation_fraction: float
     progress: bool
 
@@ -133,6 +142,7 @@ class _Recipe:
             if self.trains_tokenizer
             else load_tokenizer(self.tokenizer_type, self.tokenizer_path).hash,
             "text_key": self.text_key,
+            "source_key": self.source_key,
             "validation_fraction": self.validation_fraction,
         }
 
@@ -287,7 +297,7 @@ def _documents(recipe: _Recipe, what: str, skipped: Counter[str]) -> Iterator[Do
         total=total, desc=what, unit="B", unit_scale=True, disable=not recipe.progress, leave=False, mininterval=0.5
     ) as bar:
         for block in read_blocks(recipe.files):
-            parsed = parse_block(block, recipe.text_key)
+            parsed = parse_block(block, recipe.text_key, recipe.source_key)
             if parsed.broken:
                 raise ValueError(parsed.broken[0])
             skipped.update(parsed.skipped)

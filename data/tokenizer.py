@@ -24,8 +24,9 @@ SPACE_MARK_BYTES = SPACE_MARK.encode()
 class Tokenizer(Protocol):
     """``vocab_size`` counts every id, ``end_of_document_id`` ends a document, ``hash`` identifies what text becomes.
 
-    For masked language models: ``mask_id``, the first row beyond the entries where the vocabulary has no mask token;
-    ``begin_id`` (``[CLS]``) or None; ``pad_id``; ``special_ids``, which are never masked; ``piece(id)``, the text of one id.
+    For masked language models: ``mask_id``, where the vocabulary has no mask token an entry that no text contains or the
+    first row beyond them; ``begin_id`` (``[CLS]``) or None; ``pad_id``; ``special_ids``, which are never masked;
+    ``piece(id)``, the text of one id.
 
     ``decode(encode(text)) == text`` holds for every text for "bytes" and for SentencePiece models made here.
     """
@@ -126,12 +127,14 @@ class SentencePieceTokenizer:
         self.end_of_document_id = self._model.eos_id()
         if self.end_of_document_id < 0:
             raise ValueError(f"{path} has no end-of-sentence id, which ends a document: train it with one")
-        self.mask_id, self.pad_id = self.vocab_size, self.end_of_document_id
+        self.pad_id = self.end_of_document_id
         self.begin_id: int | None = None
         controls = (self._model.is_control, self._model.is_unknown, self._model.is_unused)
         self.special_ids = tuple(i for i in range(self.vocab_size) if any(test(i) for test in controls))
         byte_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK_BYTES]
         has_bytes = all(self._model.is_byte(i) for i in byte_ids)
+        # With bytes for what is not in the vocabulary, "unknown" never stands in a text.
+        self.mask_id = self._model.unk_id() if has_bytes else self.vocab_size
         # A model that puts a space in front of every text would put one in front of every part.
         adds_space = self._model.encode("a", out_type=str)[0].startswith(SPACE_MARK)
         self._space_mark_ids = byte_ids if has_bytes and not adds_space else None

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from .config_files import KeyPath
 from .config_schema import CheckpointConfig, Config, RunConfig
+from .data_checks import data_problems
 from .layout import Layout, layout_problems, limits_of, nearest_layouts
 
 DERIVED_KEYS: tuple[tuple[str, str], ...] = (
@@ -95,7 +97,7 @@ def derived_values(tree: Mapping[str, Any], world_size: int) -> tuple[dict[KeyPa
 
 def problems_of(config: Config[Any]) -> Iterator[Problem]:
     """Combinations of legal values that cannot run."""
-    schedule, data, checkpoint = config.schedule, config.data, config.checkpoint
+    schedule, checkpoint = config.schedule, config.checkpoint
     if schedule.warmup_steps > schedule.train_steps:
         text = f"= {schedule.warmup_steps}: at most schedule.train_steps = {schedule.train_steps} is allowed"
         yield Problem(("schedule", "warmup_steps"), text)
@@ -122,29 +124,7 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
     if 0 < config.run.spike_factor <= 1:
         text = f"= {config.run.spike_factor} would skip ordinary steps: 0 (off) or a number above 1 is allowed"
         yield Problem(("run", "spike_factor"), text)
-
-    if data.corpus is None and data.train is None:
-        yield Problem(("data",), "has no text: give data.corpus (stdlib, or files) or data.train (a token file)")
-    if data.corpus is not None and data.train is not None:
-        yield Problem(("data", "corpus"), "and data.train both given: one of them is allowed; set the other to null")
-    for key in ("validation", "test"):
-        if getattr(data, key) is not None and data.train is None:
-            yield Problem(("data", key), "is a token file, which goes with data.train, not with data.corpus")
-    tokenizer = data.tokenizer
-    if tokenizer.type == "bytes" and tokenizer.path is not None:
-        yield Problem(
-            ("data", "tokenizer", "path"), f"= {tokenizer.path}: the tokenizer bytes has no file, leave it out"
-        )
-    if tokenizer.path is None and tokenizer.type in ("hf", "wordpiece"):
-        text = f"is missing: name the file of data.tokenizer.type = {tokenizer.type}"
-        yield Problem(("data", "tokenizer", "path"), text)
-    if tokenizer.path is None and tokenizer.type == "sentencepiece":
-        if data.train is not None:
-            text = "is missing: name the tokenizer that made data.train (it is trained here for data.corpus only)"
-            yield Problem(("data", "tokenizer", "path"), text)
-        elif tokenizer.vocab_size > (rows := getattr(config.model, "vocab_size", tokenizer.vocab_size)):
-            text = f"= {tokenizer.vocab_size}: at most model.vocab_size = {rows} is allowed"
-            yield Problem(("data", "tokenizer", "vocab_size"), text)
+    yield from itertools.starmap(Problem, data_problems(config))
 
 
 def _layout_problems(config: Config[Any]) -> Iterator[Problem]:

@@ -81,31 +81,95 @@ class TokenizerConfig(Section):
     )
 
 
+class BlendConfig(Section):
+    """How often each of several token files is taken: in proportion to (weight, tokens or documents)^(1 / temperature)."""
+
+    by: Literal["tokens", "documents", "weights"] = Field(
+        default="tokens", description="What the shares follow: what the files hold, or `weights`."
+    )
+    weights: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
+        default=None, description="One for each file of `data.train`, with `by: weights`; any positive numbers."
+    )
+    temperature: float = Field(default=1.0, gt=0, description="Above 1 evens the shares out, 1 leaves them.")
+
+
+class MaskedConfig(Section):
+    """Samples of a masked language model (`data.objective: masked`)."""
+
+    rate: float = Field(default=0.30, gt=0, lt=1, description="Share of the tokens to be found, in training.")
+    validation_rate: float = Field(default=0.15, gt=0, lt=1, description="The same in validation.")
+    whole_word: bool = Field(default=False, description="Choose whole words instead of tokens.")
+    layout: Literal["padded", "packed"] = Field(
+        default="padded",
+        description="padded: a document a row, longer ones in several; packed: rows cut from one stream of documents.",
+    )
+
+
 class DataConfig(Section):
     """The training and validation text: a raw `corpus`, or token files that were prepared (`train`)."""
 
     corpus: Text | tuple[Text, ...] | None = Field(
         default=None,
-        description="Raw text, prepared and cached at the start: `stdlib` (the Python standard library), or a file, "
-        "folder, glob or list of them (.txt, .jsonl, .json, .parquet; plain, .gz or .zst).",
+        description="Raw text, prepared and cached at the start: `stdlib` (the Python standard library), a file, folder, "
+        "glob (.txt, .jsonl, .json, .parquet; plain, .gz or .zst), a saved Hugging Face data set or "
+        "`hf:NAME[:CONFIGURATION][:SPLIT]`, or a list of them.",
     )
-    train: Text | None = Field(
+    train: Text | tuple[Text, ...] | None = Field(
         default=None,
-        description="Prefix of a `.bin`/`.idx` pair of training tokens, without the extension; instead of `corpus`.",
+        description="Prefix of a `.bin`/`.idx` pair of training tokens, without the extension, or a list of them; instead "
+        "of `corpus`.",
     )
-    validation: Text | None = Field(default=None, description="The same for validation; goes with `train`.")
+    blend: BlendConfig = Field(default=BlendConfig(), description=BlendConfig.__doc__)
+    validation: Text | None = Field(
+        default=None, description="Prefix of a pair of validation tokens; goes with `train`."
+    )
     test: Text | None = Field(default=None, description="The same for the final test; goes with `train`.")
     text_key: Text = Field(default="text", description="Key of the text in JSON lines.")
+    source_key: Text = Field(
+        default="meta.pile_set_name",
+        description="Where a record of `corpus` names its source, with dots into inner objects; the Pile's.",
+    )
     validation_fraction: float = Field(
         default=0.02,
         ge=0,
         lt=1,
         description="Share of the documents of `corpus` held out for validation, chosen by hash.",
     )
+    objective: Literal["causal", "masked"] = Field(
+        default="causal", description="causal: the next token; masked: masked tokens, for bidirectional mixers."
+    )
+    order: Literal["neox", "reshuffle"] = Field(
+        default="neox",
+        description="neox: GPT-NeoX's order, one shuffle over all epochs; reshuffle: every epoch by itself, so that a "
+        "longer run begins like the shorter one.",
+    )
+    reset_at_documents: bool = Field(
+        default=False,
+        description="Nothing crosses from one document into the next: states and convolutions start anew.",
+    )
+    mask_boundaries: bool = Field(
+        default=False,
+        description="The first token of a document is not predicted from the end of the one before it (GPT-NeoX's "
+        "eod_mask_loss). Validation counts it.",
+    )
+    masked: MaskedConfig = Field(default=MaskedConfig(), description=MaskedConfig.__doc__)
     cache_directory: Text = Field(
         default="runs/cache", description="Folder of prepared corpora, tokenizers and sample indices."
     )
     tokenizer: TokenizerConfig = Field(default=TokenizerConfig(), description="What turns text into token ids.")
+
+    @property
+    def train_files(self) -> tuple[str, ...]:
+        """`train` as a list."""
+        return (self.train,) if isinstance(self.train, str) else self.train or ()
+
+
+class RampConfig(Section):
+    """A batch that grows: from `start` samples a step to `batch.global_batch_size`, over the first `samples` samples."""
+
+    start: int | None = Field(default=None, ge=1, description="Samples of the first steps; null: no ramp.")
+    increment: int = Field(default=1, ge=1, description="Samples added at a time.")
+    samples: int = Field(default=0, ge=0, description="Samples until the full size, in stretches of equal length.")
 
 
 class BatchConfig(Section):
@@ -123,9 +187,26 @@ class BatchConfig(Section):
         description="Forward passes of one data rank in one optimizer step; derived where it is not given.", ge=1
     )
 
+    ramp: RampConfig = Field(default=RampConfig(), description=RampConfig.__doc__)
+
+    def size_at(self, consumed_samples: int) -> int:
+        """Samples of the step after so many."""
+        ramp = self.ramp
+        if ramp.start is None or consumed_samples >= ramp.samples:
+            return self.global_batch_size
+        stretches = (self.global_batch_size - ramp.start) // ramp.increment
+        return ramp.start + ramp.increment * (consumed_samples * stretches // ramp.samples)
+
+    def samples_of(self, steps: int) -> int:
+        """Samples of the first so many steps."""
+        samples = 0
+        while steps and self.ramp.start is not None and samples < self.ramp.samples:
+            samples, steps = samples + self.size_at(samples), steps - 1
+        return samples + steps * self.global_batch_size
+
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step over all data ranks."""
+        """Tokens of one optimizer step over all data ranks, at the full size."""
         return self.global_batch_size * self.sequence_length
 
     @property
@@ -268,6 +349,11 @@ class LoggingConfig(Section):
     """`metrics.jsonl` in the run's folder is always written; the rest is a choice."""
 
     interval: int = Field(default=1, ge=1, description="Log every this many steps.")
+    loss_by_source: bool = Field(
+        default=False,
+        description="Also log the loss of every source of the text, such as `loss/Github`: the Pile's sets, or the files of "
+        "a blend.",
+    )
     progress_bar: bool = Field(default=True, description="One progress bar on the terminal.")
     tensorboard: bool = Field(default=False, description="Write TensorBoard files too.")
     wandb: WandbConfig = Field(default=WandbConfig(), description="Weights & Biases.")

@@ -218,12 +218,13 @@ class Engine:
         """One optimizer step over this process's micro batches.
 
         Args:
-            micro_batches: `accumulation` of them.
+            micro_batches: any number of them, the same on every process.
             lr: the learning rate of this step.
             veto: called with the step's loss before the update; True skips the update, as a non-finite gradient does.
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr
+        self._accumulate(len(micro_batches))
         batches = [self._own_part(batch) for batch in micro_batches]
         (weight,) = reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in batches)], self.grid)
         # DeepSpeed averages over micro batches and replicas. Undoing that here makes the loss sum(weight * nll) over
@@ -446,6 +447,14 @@ class Engine:
         of its own for them (stage 3; stages 1 and 2; stage 1 in bf16)."""
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         return next(getattr(self._zero, name) for name in names if hasattr(self._zero, name))
+
+    def _accumulate(self, micro_batches: int) -> None:
+        """Have so many micro batches make a step: a batch may grow during a run."""
+        if micro_batches != self.accumulation:
+            self.accumulation = micro_batches
+            ranks = self._engine.dp_world_size
+            self._engine.set_train_batch_size(micro_batches * self._engine.train_micro_batch_size_per_gpu() * ranks)
+            self._engine.micro_steps = 0  # DeepSpeed counts to the end of a step by the remainder
 
     def _poison_gradients(self) -> None:
         # A non-finite gradient on one rank makes ZeRO skip the update on all of them and release its buffers properly.

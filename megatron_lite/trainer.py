@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -62,12 +62,15 @@ class ValidationSet:
     """Validation data of this process.
 
     Attributes:
-        batches: at most `limit` micro batches of this data rank (None: all), the same number on every rank.
+        batches: (part, limit) -> at most about `limit` micro batches of this data rank (None: all) of a part of the set, the
+            same number on every rank.
+        parts: name of each part (one source of the text; "" where they are not told apart) -> its share of the tokens.
         total_bytes: bytes of the text of the whole set; None when it is not known.
         total_tokens: tokens that carry a loss in the whole set.
     """
 
-    batches: Callable[[int | None], Iterable[Batch]]
+    batches: Callable[[str, int | None], Iterable[Batch]]
+    parts: Mapping[str, float]
     total_bytes: int | None
     total_tokens: int
 
@@ -93,7 +96,7 @@ class Trainer(Generic[ModelT]):
 
     Args:
         batches: consumed samples -> the steps from there on.
-        validation: None for a run without validation data.
+        validation: None for a run without validation data. test: a second set, for the end of the run.
         flops_per_token: training FLOPs, forward and backward; peak_flops: of one device; for MFU. None: not logged.
         config_yaml: stored in every checkpoint.
         sample: text that the model writes, asked for after each validation on every process (its layers are shared).
@@ -107,6 +110,7 @@ class Trainer(Generic[ModelT]):
         *,
         batches: Callable[[int], Steps],
         validation: ValidationSet | None,
+        test: ValidationSet | None = None,
         state: TrainState,
         config_yaml: str,
         flops_per_token: float | None = None,
@@ -114,7 +118,7 @@ class Trainer(Generic[ModelT]):
         sample: Callable[[], str] | None = None,
     ) -> None:
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
-        self._batches, self._validation, self._config_yaml = batches, validation, config_yaml
+        self._batches, self._validation, self._test, self._config_yaml = batches, validation, test, config_yaml
         self._flops_per_token, self._peak_flops, self._sample = flops_per_token, peak_flops, sample
         self._checkpoints = Path(config.checkpoint.directory)
         self._saved: Path | None = None
@@ -150,6 +154,10 @@ class Trainer(Generic[ModelT]):
                     self.metrics.log(state.step, {"signal": signal.received or "on another rank"}, kind="stop")
             finished = state.step >= config.schedule.train_steps
             final = self._validate(None) if finished else {}
+            if finished and self._test is not None:
+                values = self._evaluate(self._test, None)
+                if self.metrics is not None:
+                    self.metrics.log(state.step, values, kind="test")
         return FitResult(finished, state, final, self._saved)
 
     def _step(self, steps: Steps) -> None:
@@ -169,14 +177,16 @@ class Trainer(Generic[ModelT]):
         result = self.engine.train_step(micro_batches, lr=lr, veto=self._spikes.veto)
         seconds = time.perf_counter() - begin
         first = state.consumed_samples
+        samples = config.batch.size_at(first)
+        tokens = samples * config.batch.sequence_length
         state.step += 1
-        state.consumed_samples += config.batch.global_batch_size
-        state.consumed_tokens += config.batch.tokens_per_step
+        state.consumed_samples += samples
+        state.consumed_tokens += tokens
         state.seconds += seconds
         state.skipped_steps += result.skipped
         state.loss_mean = self._spikes.mean
         if self.metrics is not None and (_due(state.step, config.logging.interval) or result.skipped):
-            per_second = config.batch.tokens_per_step / seconds
+            per_second = tokens / seconds
             values = {
                 "loss": result.loss,
                 "perplexity": math.exp(min(result.loss, 700.0)),
@@ -187,6 +197,7 @@ class Trainer(Generic[ModelT]):
                 "memory_gib": _memory_gib(self.engine.grid.device),
                 "skipped_steps": state.skipped_steps,
                 "data_seconds": data_seconds,
+                "data_share": data_seconds / seconds,
                 "step_seconds": seconds,
             }
             if self._flops_per_token and self._peak_flops:
@@ -205,15 +216,7 @@ class Trainer(Generic[ModelT]):
     def _validate(self, limit: int | None) -> dict[str, float]:
         if self._validation is None:
             return {}
-        begin = time.perf_counter()
-        nll, weight = self.engine.evaluate(self._validation.batches(limit))
-        loss = nll / max(weight, 1e-30)
-        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": self.state.consumed_tokens}
-        if self._validation.total_bytes:
-            # Over the whole set this is total nll / ln 2 / bytes; over a part, the set's tokens per byte stand in.
-            values["bits_per_byte"] = loss / math.log(2) * self._validation.total_tokens / self._validation.total_bytes
-        values["evaluated_tokens"] = weight
-        values["seconds"] = time.perf_counter() - begin
+        values = self._evaluate(self._validation, limit)
         if self.metrics is not None:
             self.metrics.log(self.state.step, values, kind="validation")
         if self._sample is not None:
@@ -222,6 +225,25 @@ class Trainer(Generic[ModelT]):
             if self.metrics is not None:
                 prompt = self.config.evaluation.prompt
                 self.metrics.log(self.state.step, {"prompt": prompt, "text": text}, kind="sample")
+        return values
+
+    def _evaluate(self, data: ValidationSet, limit: int | None) -> dict[str, float]:
+        begin = time.perf_counter()
+        loss = evaluated = 0.0
+        by_part = {}
+        for name, share in data.parts.items():
+            nll, weight = self.engine.evaluate(data.batches(name, limit))
+            by_part[f"loss/{name}"] = nll / max(weight, 1e-30)
+            loss += share * by_part[f"loss/{name}"]
+            evaluated += weight
+        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": self.state.consumed_tokens}
+        if data.total_bytes:
+            # Over the whole set this is total nll / ln 2 / bytes; over a part, the set's tokens per byte stand in.
+            values["bits_per_byte"] = loss / math.log(2) * data.total_tokens / data.total_bytes
+        if "" not in data.parts:
+            values.update(by_part)
+        values["evaluated_tokens"] = evaluated
+        values["seconds"] = time.perf_counter() - begin
         return values
 
     def _save(self) -> None:

@@ -126,6 +126,17 @@ class ModelConfig:
                 )
         return options(**given)
 
+    def two_sided_mixers(self) -> list[str]:
+        """The mixers in use whose output at a token depends on later ones: for masked language models."""
+        from .mixers import MIXERS
+
+        names = dict.fromkeys(self.mixers)
+        return [
+            name
+            for name in names
+            if not getattr(self.options_of(name), "causal", getattr(MIXERS[name], "causal", True))
+        ]
+
     def mixer_of(self, layer_index: int) -> str:
         """Name of the mixer of block `layer_index`: the pattern `mixers`, repeated."""
         return self.mixers[layer_index % len(self.mixers)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, read_manifest
 from data.prepare import Prepared, prepare_corpus
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
 from megatron_lite.checkpoint import CheckpointError, read_config_yaml, read_weights, resolve
 from megatron_lite.config_schema import DataConfig
 from models.config import ModelConfig
@@ -175,6 +175,7 @@ def prepare(data: DataConfig) -> Prepared:
         tokenizer_path=data.tokenizer.path,
         vocab_size=data.tokenizer.vocab_size,
         text_key=data.text_key,
+        source_key=data.source_key,
         validation_fraction=data.validation_fraction,
         cache_directory=data.cache_directory,
     )
@@ -185,18 +186,19 @@ class PreparedData:
     """Where the token files of a run lie, prepared from a corpus or named by the configuration.
 
     Attributes:
-        train, validation: prefixes of token files; validation is None where there is none.
-        train_tokens: tokens of the training file.
+        train, validation, test: prefixes of token files; validation and test are None where there is none.
+        train_tokens: tokens of the training files.
         validation_text, validation_bytes: the raw text behind the validation tokens, where it is known.
     """
 
-    train: str
+    train: tuple[str, ...]
     validation: str | None
     train_tokens: int
     validation_text: Path | None
     validation_bytes: int | None
     tokenizer_type: str
     tokenizer_path: Path | None
+    test: str | None = None
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that made the token files. Raises as `data.tokenizer.load_tokenizer`."""
@@ -216,7 +218,7 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
     if data.corpus is not None:
         corpus = prepare(data)
         result = PreparedData(
-            train=str(corpus.train_prefix),
+            train=(str(corpus.train_prefix),),
             validation=None if corpus.validation_prefix is None else str(corpus.validation_prefix),
             train_tokens=IndexedTokens(corpus.train_prefix).num_tokens,
             validation_text=corpus.validation_text_path,
@@ -225,26 +227,29 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
             tokenizer_path=corpus.tokenizer_path,
         )
     else:
-        if data.train is None:
+        if not data.train_files:
             raise ValueError("data.corpus and data.train are both empty: name one of them")
         manifest = read_manifest(data.validation) if data.validation is not None else None
         result = PreparedData(
-            train=data.train,
+            train=data.train_files,
             validation=data.validation,
-            train_tokens=IndexedTokens(data.train).num_tokens,
+            train_tokens=sum(IndexedTokens(prefix).num_tokens for prefix in data.train_files),
             validation_text=None,
             validation_bytes=None if manifest is None else manifest["bytes"],
             tokenizer_type=data.tokenizer.type,
             tokenizer_path=None if data.tokenizer.path is None else Path(data.tokenizer.path),
+            test=data.test,
         )
     tokenizer = result.load_tokenizer()
-    for prefix in (result.train, result.validation):
+    for prefix in (*result.train, result.validation, result.test):
         if prefix is not None:
             check_tokenizer(prefix, tokenizer)
-    if tokenizer.vocab_size > vocab_size:
+    needed = max(tokenizer.vocab_size, tokenizer.mask_id + 1) if data.objective == "masked" else tokenizer.vocab_size
+    if needed > vocab_size:
+        entries = f"{tokenizer.vocab_size} entries" + (" and a mask token" if needed > tokenizer.vocab_size else "")
         raise ValueError(
-            f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries "
-            f"({result.tokenizer_path or result.tokenizer_type}); set model.vocab_size to {-(-tokenizer.vocab_size // 128) * 128}"
+            f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {entries} "
+            f"({result.tokenizer_path or result.tokenizer_type}); set model.vocab_size to {padded_vocab_size(needed)}"
         )
     return result
 

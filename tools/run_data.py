@@ -1,0 +1,160 @@
+"""The samples of a run: from its configuration and its token files to batches for training and validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.blend import Shares, training_dataset
+from data.causal import Packing, SequentialDataset
+from data.indexed import IndexedTokens
+from data.loader import Dataset, MicroBatch, ReadAhead, batches
+from data.masked import MaskedDataset
+from data.masking import masking_of
+from data.sources import read_sources
+from data.tokenizer import Tokenizer
+from megatron_lite.config_schema import Config
+from megatron_lite.grid import Grid
+from megatron_lite.trainer import ValidationSet
+from tools.load_model import PreparedData
+
+
+def training_samples(config: Config[Any], data: PreparedData, tokenizer: Tokenizer, steps: int) -> Any:
+    """The data set of the first so many steps. Raises as the data sets of `data.blend` and `data.masked`."""
+    settings = config.data
+    common: dict[str, Any] = {
+        "sequence_length": config.batch.sequence_length,
+        "num_samples": config.batch.samples_of(steps),
+        "seed": config.run.seed,
+        "order": settings.order,
+        "cache_directory": settings.cache_directory,
+    }
+    if settings.objective == "masked":
+        return MaskedDataset(
+            data.train[0],
+            masking_of(tokenizer, settings.masked.rate, settings.masked.whole_word),
+            tokenizer,
+            layout=settings.masked.layout,
+            reset_at_documents=settings.reset_at_documents,
+            sources=config.logging.loss_by_source,
+            **common,
+        )
+    packing = Packing(settings.reset_at_documents, settings.mask_boundaries, config.logging.loss_by_source)
+    blend = settings.blend
+    return training_dataset(data.train, Shares(blend.by, blend.weights, blend.temperature), packing=packing, **common)
+
+
+def training_steps(config: Config[Any], samples: Dataset, grid: Grid) -> Callable[[int], ReadAhead[list[MicroBatch]]]:
+    """Consumed samples -> the steps of this data rank from there on, read ahead."""
+    return lambda consumed: ReadAhead(
+        batches(
+            samples,
+            consumed_samples=consumed,
+            global_batch_size=config.batch.size_at,
+            micro_batch_size=config.batch.micro_batch_size,
+            data_rank=grid.data_rank,
+            data_size=grid.data_size,
+        )
+    )
+
+
+def validation_set(
+    config: Config[Any], prefix: str | None, total_bytes: int | None, tokenizer: Tokenizer, grid: Grid
+) -> ValidationSet | None:
+    """A token file for validation; None where there is none. It is the same at every validation, and with
+    `logging.loss_by_source` one part for every source that it holds."""
+    if prefix is None:
+        return None
+    at_once = config.batch.micro_batch_size * grid.data_size
+    parts = {}
+    tokens = 0
+    for name, sequences in _by_source(config, prefix).items():
+        dataset, weight = _validation_samples(config, prefix, tokenizer, sequences)
+        tokens += weight
+        parts[name] = _Part(dataset, weight, at_once, grid)
+    shares = {name: part.weight / tokens for name, part in parts.items()}
+
+    def part_batches(name: str, limit: int | None) -> Iterator[MicroBatch]:
+        # Of a limited number of batches each source has its share, and at least one.
+        return parts[name].batches(None if limit is None else max(1, round(limit * shares[name])))
+
+    known_bytes = total_bytes if config.data.objective == "causal" else None
+    return ValidationSet(part_batches, parts=shares, total_bytes=known_bytes, total_tokens=tokens)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The samples of one source; ``weight`` is the number of its tokens."""
+
+    dataset: Dataset
+    weight: int
+    at_once: int
+    grid: Grid
+
+    def batches(self, limit: int | None) -> Iterator[MicroBatch]:
+        dataset: Any = self.dataset
+        if limit is not None and limit * self.at_once < len(self.dataset):  # spread over the set, the same every time
+            dataset = _Spread(self.dataset, limit * self.at_once)
+        steps = batches(
+            dataset,
+            global_batch_size=self.at_once,
+            micro_batch_size=self.at_once // self.grid.data_size,
+            data_rank=self.grid.data_rank,
+            data_size=self.grid.data_size,
+            fill_last=True,
+        )
+        return (batch for step in steps for batch in step)
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """So many samples of a data set, evenly spread over it."""
+
+    dataset: Dataset
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Any:
+        return self.dataset[round(number * (len(self.dataset) - 1) / max(1, self.count - 1))]
+
+
+def _validation_samples(
+    config: Config[Any], prefix: str, tokenizer: Tokenizer, sequences: Sequence[int] | None
+) -> tuple[Dataset, int]:
+    settings = config.data
+    if settings.objective == "masked":
+        masked = MaskedDataset(
+            prefix,
+            masking_of(tokenizer, settings.masked.validation_rate, settings.masked.whole_word),
+            tokenizer,
+            sequence_length=config.batch.sequence_length,
+            num_samples=None,
+            seed=0,  # the same masks for every run
+            layout=settings.masked.layout,
+            reset_at_documents=settings.reset_at_documents,
+            sequences=sequences,
+        )
+        return masked, masked.num_tokens
+    whole = SequentialDataset(
+        prefix,
+        sequence_length=config.batch.sequence_length,
+        first_token=tokenizer.end_of_document_id,
+        reset_at_documents=settings.reset_at_documents,
+        sequences=sequences,
+    )
+    return whole, whole.num_tokens
+
+
+def _by_source(config: Config[Any], prefix: str) -> dict[str, Any]:
+    """The sequences of each source; one part of all of them where sources are not told apart."""
+    if not config.logging.loss_by_source:
+        return {"": None}
+    file = IndexedTokens(prefix)
+    names, ids = read_sources(prefix, len(file))
+    parts = {name: np.flatnonzero((ids == number) & (file.sizes > 0)) for number, name in enumerate(names)}
+    return {name: sequences for name, sequences in parts.items() if len(sequences)}
