@@ -183,6 +183,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         batches=training_steps(config, samples, grid),
         validation=validation,
         test=test,
+        sources=samples.sources,
         state=state,
         config_yaml=dump_config(config),
         flops_per_token=training_flops_per_token(engine.model, config.batch.sequence_length),

@@ -71,12 +71,14 @@ class StepResult:
         gradient_norm: global L2 norm before clipping; infinite when the step was skipped for a non-finite gradient.
         skipped: the parameters were left alone.
         loss_scale: 1 unless fp16.
+        by_source: for every source of the text (sum of weight * nll, sum of weight); empty unless asked for.
     """
 
     loss: float
     gradient_norm: float
     skipped: bool
     loss_scale: float
+    by_source: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,12 @@ class Engine:
         self._create_optimizer_state()
 
     def train_step(
-        self, micro_batches: Sequence[Batch], *, lr: float, veto: Callable[[float], bool] | None = None
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        lr: float,
+        veto: Callable[[float], bool] | None = None,
+        num_sources: int = 0,
     ) -> StepResult:
         """One optimizer step over this process's micro batches.
 
@@ -221,11 +228,14 @@ class Engine:
             micro_batches: any number of them, the same on every process.
             lr: the learning rate of this step.
             veto: called with the step's loss before the update; True skips the update, as a non-finite gradient does.
+            num_sources: above 0, the loss is told apart by `source` of the batches, int64 like the labels.
         """
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._accumulate(len(micro_batches))
         batches = [self._own_part(batch) for batch in micro_batches]
+        if num_sources:
+            batches = [self._traced(self._to_device(batch)) for batch in batches]
         (weight,) = reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in batches)], self.grid)
         # DeepSpeed averages over micro batches and replicas. Undoing that here makes the loss sum(weight * nll) over
         # the global sum(weight), whatever the layout; a micro batch without any weight then adds zero instead of NaN.
@@ -255,7 +265,9 @@ class Engine:
             self.loss_scale_state = scaler
         skipped = not self._engine.was_step_applied()
         norm = self._engine.get_global_grad_norm()
-        return StepResult(loss, float(norm), skipped, float(self._zero.loss_scale) if self.dtype == "fp16" else 1.0)
+        by_source = self._loss_by_source(batches, num_sources, loss * weight) if num_sources else ()
+        loss_scale = float(self._zero.loss_scale) if self.dtype == "fp16" else 1.0
+        return StepResult(loss, float(norm), skipped, loss_scale, by_source)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -467,6 +479,22 @@ class Engine:
     def _own_part(self, batch: Batch) -> Batch:
         """The part of a micro batch that this process computes: all of it, or its stretch of the sequence."""
         return batch if self._shards is None else own_stretch(batch, self._shards)
+
+    def _traced(self, batch: Batch) -> Batch:
+        # d loss / d loss_weight is a token's nll, up to a factor that all tokens of a step share: so the loss of each is
+        # known after the backward pass in every layout, and nothing else in the step changes.
+        return {**batch, "loss_weight": batch["loss_weight"].detach().clone().requires_grad_()}
+
+    def _loss_by_source(self, batches: Sequence[Batch], count: int, total: float) -> tuple[tuple[float, float], ...]:
+        sums = torch.zeros(2, count, dtype=torch.float64, device=self.grid.device)
+        for batch in batches:
+            weight, source = batch["loss_weight"].detach().double().flatten(), batch["source"].flatten()
+            if batch["loss_weight"].grad is not None:  # None on all stages of a pipeline but the last
+                sums[0].index_add_(0, source, weight * batch["loss_weight"].grad.double().flatten())
+            sums[1].index_add_(0, source, weight)
+        values = reduce_sum(sums.flatten().tolist(), self.grid)
+        factor = total / (sum(values[:count]) or math.nan)
+        return tuple((nll * factor, weight) for nll, weight in zip(values[:count], values[count:], strict=True))
 
     def _to_device(self, batch: Batch) -> dict[str, Tensor]:
         return {key: value.to(self.grid.device, non_blocking=True) for key, value in batch.items()}

@@ -99,6 +99,7 @@ class Trainer(Generic[ModelT]):
         validation: None for a run without validation data. test: a second set, for the end of the run.
         flops_per_token: training FLOPs, forward and backward; peak_flops: of one device; for MFU. None: not logged.
         config_yaml: stored in every checkpoint.
+        sources: names of the sources of the text, numbered by `source` of the batches, for a loss of each.
         sample: text that the model writes, asked for after each validation on every process (its layers are shared).
     """
 
@@ -111,6 +112,7 @@ class Trainer(Generic[ModelT]):
         batches: Callable[[int], Steps],
         validation: ValidationSet | None,
         test: ValidationSet | None = None,
+        sources: Sequence[str] = (),
         state: TrainState,
         config_yaml: str,
         flops_per_token: float | None = None,
@@ -120,6 +122,7 @@ class Trainer(Generic[ModelT]):
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._test, self._config_yaml = batches, validation, test, config_yaml
         self._flops_per_token, self._peak_flops, self._sample = flops_per_token, peak_flops, sample
+        self._sources = _SourceLosses(sources)
         self._checkpoints = Path(config.checkpoint.directory)
         self._saved: Path | None = None
         self._skips = SkipCounter(config.run.max_skipped_steps, config.run.path, total=state.skipped_steps)
@@ -174,7 +177,9 @@ class Trainer(Generic[ModelT]):
             min_ratio=config.schedule.min_lr_ratio,
             wsd_decay_fraction=config.schedule.wsd_decay_fraction,
         )
-        result = self.engine.train_step(micro_batches, lr=lr, veto=self._spikes.veto)
+        sources = self._sources
+        result = self.engine.train_step(micro_batches, lr=lr, veto=self._spikes.veto, num_sources=len(sources.names))
+        sources.add(result.by_source)
         seconds = time.perf_counter() - begin
         first = state.consumed_samples
         samples = config.batch.size_at(first)
@@ -204,7 +209,7 @@ class Trainer(Generic[ModelT]):
                 values["mfu"] = per_second * self._flops_per_token / (self._peak_flops * self.engine.grid.world_size)
             if self.engine.dtype == "fp16":
                 values["loss_scale"] = result.loss_scale
-            self.metrics.log(state.step, values)
+            self.metrics.log(state.step, {**values, **sources.take()})
         self._skips.record(
             step=state.step,
             skipped=result.skipped,
@@ -265,6 +270,28 @@ class Trainer(Generic[ModelT]):
     def _kept_always(self, step: int) -> bool:
         settings = self.config.checkpoint
         return step in settings.extra_steps or (settings.log_spaced and step & (step - 1) == 0)
+
+
+class _SourceLosses:
+    """The loss of each source over the steps since the last line of the log."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._sums = [[0.0, 0.0] for _ in names]
+
+    def add(self, by_source: Sequence[tuple[float, float]]) -> None:
+        for sums, (nll, weight) in zip(self._sums, by_source, strict=bool(self.names)):
+            if math.isfinite(nll):
+                sums[0] += nll
+                sums[1] += weight
+
+    def take(self) -> dict[str, float]:
+        """`loss/NAME` of the sources that had a share, from here on anew."""
+        values = {
+            f"loss/{name}": nll / weight for name, (nll, weight) in zip(self.names, self._sums, strict=True) if weight
+        }
+        self._sums = [[0.0, 0.0] for _ in self.names]
+        return values
 
 
 def _due(step: int, interval: int) -> bool:

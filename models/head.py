@@ -87,9 +87,10 @@ def cross_entropy_sum(
 
     hidden: [..., d], weight: [vocab, d], labels: [...] int (-100 counts nothing), loss_weight: [...] float or None.
     Logits are formed for `chunk` tokens at a time; the gradients of hidden and weight are computed in the same pass,
-    so nothing is computed twice. Returns a float32 scalar (float64 for float64 inputs). No gradient flows to
-    loss_weight. With `vocabulary`, weight is one of several parts of the rows; the sum is that over all of them, and
-    the gradient of hidden is this part's share of it, to be summed over the parts.
+    so nothing is computed twice. Returns a float32 scalar (float64 for float64 inputs). The gradient of loss_weight is
+    each token's nll (0 where the weight is 0), which tells where a loss comes from. With `vocabulary`, weight is one of
+    several parts of the rows; the sum is that over all of them, and the gradient of hidden is this part's share of it,
+    to be summed over the parts.
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     labels = labels.reshape(-1)
@@ -118,10 +119,11 @@ class _CrossEntropySum(torch.autograd.Function):
         chunk: int,
         vocabulary: VocabularyPart | None,
     ) -> Tensor:
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        need_hidden, need_weight, _, need_nll = ctx.needs_input_grad[:4]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=weights.dtype, device=weight.device) if need_weight else None
         total = weights.new_zeros(())
+        every_nll = torch.empty_like(weights) if need_nll else None
         # The gradients are kept for weights of at most 1 and scaled in the backward pass: one over the tokens of a
         # batch, the usual weight, would leave float16's range before the loss scale is multiplied in.
         unit = weights.abs().amax() if len(weights) else total
@@ -151,7 +153,10 @@ class _CrossEntropySum(torch.autograd.Function):
                 mass = (parts[..., 1:2] * (parts[..., :1] - largest).exp()).sum(0)
                 chosen = parts[..., 2:].sum(0)
                 share = (own - largest).exp()
-            total += ((mass.log() + largest - chosen) * token_weight).sum()
+            nll = mass.log() + largest - chosen
+            total += (nll * token_weight).sum()
+            if every_nll is not None:
+                every_nll[rows] = nll.squeeze(-1).masked_fill(weights[rows] == 0, 0.0)
             if d_hidden is None and d_weight is None:
                 continue
             token_weight = token_weight / unit
@@ -162,17 +167,17 @@ class _CrossEntropySum(torch.autograd.Function):
                 torch.mm(gradient, weight, out=d_hidden[rows])
             if d_weight is not None:
                 d_weight += gradient.t() @ x
-        ctx.save_for_backward(d_hidden, d_weight, unit)
+        ctx.save_for_backward(d_hidden, d_weight, unit, every_nll)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight, unit = ctx.saved_tensors
+        d_hidden, d_weight, unit, every_nll = ctx.saved_tensors
         factor = grad * unit
         if d_hidden is not None:
             d_hidden = (d_hidden.to(unit.dtype) * factor).to(d_hidden.dtype)
         if d_weight is not None:
             d_weight = (d_weight * factor).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, None, None
+        return d_hidden, d_weight, None, None if every_nll is None else grad * every_nll, None, None

@@ -46,6 +46,17 @@ def test_gradient_of_one_input_alone():
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("chunk", [7, None])
+def test_the_gradient_of_a_weight_is_the_loss_of_its_token(chunk):
+    hidden, weight, labels, loss_weight = example()
+    loss_weight = loss_weight.double().requires_grad_()
+    expected = torch.autograd.grad(reference(hidden, weight, labels, loss_weight), loss_weight)[0]
+    actual = torch.autograd.grad(3 * cross_entropy_sum(hidden, weight, labels, loss_weight, chunk=chunk), loss_weight)[
+        0
+    ]
+    torch.testing.assert_close(actual, 3 * expected.masked_fill(loss_weight == 0, 0.0), rtol=1e-12, atol=0)
+
+
 def test_without_weights_every_label_counts_once():
     hidden, weight, labels, _ = example()
     expected = reference(hidden, weight, labels, torch.ones(5, 10))

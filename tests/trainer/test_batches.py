@@ -48,3 +48,29 @@ def test_packed_documents_equal_documents_by_themselves(build):
         result = engine.train_step([packed], lr=LR)
         assert result.loss == pytest.approx(loss, rel=1e-6)
         assert result.gradient_norm == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_loss_is_told_apart_by_source_and_nothing_else_changes(build, stage, dtype):
+    config = model_config()
+    steps = batches(3)
+    plain = [build(config, dtype=dtype, zero_stage=stage).train_step(step, lr=LR) for step in steps[:1]]
+    engine = build(config, dtype=dtype, zero_stage=stage)
+    generator = torch.Generator().manual_seed(5)
+    for number, step in enumerate(steps):
+        marked = [{**b, "source": torch.randint(0, 3, b["labels"].shape, generator=generator)} for b in step]
+        alone = []
+        for source in range(3):
+            parts = [{**b, "loss_weight": b["loss_weight"] * (b["source"] == source)} for b in marked]
+            alone.append(engine.evaluate(parts))
+        result = engine.train_step(marked, lr=LR, num_sources=4)
+        if number == 0:
+            assert (result.loss, result.gradient_norm) == (plain[0].loss, plain[0].gradient_norm)
+        assert result.by_source[3] == (0.0, 0.0)
+        for (nll, weight), (expected, expected_weight) in zip(result.by_source, alone, strict=False):
+            assert weight == expected_weight
+            assert nll == pytest.approx(expected, rel=1e-6 if dtype == "fp32" else 1e-2)
+        assert sum(nll for nll, _ in result.by_source) == pytest.approx(
+            result.loss * sum(weight for _, weight in result.by_source), rel=1e-9
+        )
