@@ -1,5 +1,6 @@
 """An export is the trainer's model: same weights, same logits, same tokens, whole or not there."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file
 
 from megatron_lite.checkpoint import read_weights
 from tools.convert_hf import main
+from tools.load_model import load_model
 
 
 @pytest.fixture(scope="session")
