@@ -100,6 +100,15 @@ def test_decay_gradient_over_a_long_sequence() -> None:
     check(random_inputs((1, 16384, 2, 64), torch.bfloat16, 7.0), form="triton_chunk")
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_sequences_cut_into_stretches(dtype: torch.dtype, dim: int) -> None:
+    for scaled in (True, False):
+        check(random_inputs((1, 3000, 2, dim), dtype, 5.0), form="auto", scaled=scaled)
+    cu_seqlens = torch.tensor([0, 500, 501, 1900, 1984, 3000], device="cuda", dtype=torch.int32)
+    check(random_inputs((1, 3000, 2, dim), dtype, 5.0), form="auto", cu_seqlens=cu_seqlens)
+
+
 def test_automatic_form_takes_the_kernels() -> None:
     for length in (128, 512):
         tensors = random_inputs((2, length, 2, 64), torch.bfloat16, 0.0)

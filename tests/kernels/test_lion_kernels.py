@@ -69,6 +69,21 @@ def test_a_whole_sequence_in_one_program(
     check(device, "triton_tile", (1, 60, 2, 16, 16), decay=decay, cu_seqlens=torch.tensor([0, 7, 40, 40, 60]))
 
 
+@pytest.mark.parametrize(("decay", "scaled"), [(None, True), ("gate", True), ("gate", False)])
+def test_sequences_cut_into_stretches(
+    device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """What long sequences take, here with 5 chunks in stretches of two, of which the fourth is left empty."""
+    from models.kernels import lion_chunk
+
+    request.addfinalizer(lion_chunk._state_launches.cache_clear)
+    monkeypatch.setattr(lion_chunk, "_stretches", lambda *_: 4)
+    lion_chunk._state_launches.cache_clear()
+    cu_seqlens = torch.tensor([0, 30, 31, 64, 150], device=device) if scaled else None
+    check(device, "triton_chunk", (1, 150, 1, 16, 24), decay=decay, scaled=scaled)
+    check(device, "triton_chunk", (1, 150, 1, 16, 16), decay=decay, scaled=scaled, cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize("form", KERNELS)
 @pytest.mark.parametrize("decay", [None, "gate"])
 def test_packed_segments(device: str, form: str, decay: str | None) -> None:
