@@ -219,9 +219,8 @@ def _check(
     form: str,
 ) -> None:
     if isinstance(gate, ProjectedGate):
-        shapes = tuple(None if x is None else x.shape for x in gate)
-        _check_projection(q.shape, *shapes)
         gate_shape = None
+        _check_projection(q.shape, gate.x.shape, gate.weight.shape, None if gate.bias is None else gate.bias.shape)
     else:
         gate_shape = None if gate is None else gate.shape
     if log_decay is not None and gate is not None:

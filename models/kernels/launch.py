@@ -20,12 +20,13 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         self._kernel, self._grid, self._values, self._options = kernel, (*grid, 1, 1)[:3], values, options
-        self._compiled: Any = None
+        self._start: Any = None
 
     def __call__(self, *pointers: Tensor | None) -> None:
-        if self._compiled is None:
-            # None in Triton's interpreter, which compiles nothing.
-            self._compiled = self._kernel[self._grid](*pointers, *self._values, **self._options)
-        else:
-            addresses = [None if x is None else x.data_ptr() for x in pointers]
-            self._compiled[self._grid](*addresses, *self._values)
+        if self._start is not None:
+            self._start(*[None if x is None else x.data_ptr() for x in pointers], *self._values)
+            return
+        compiled = self._kernel[self._grid](*pointers, *self._values, **self._options)
+        # Triton's interpreter compiles nothing.
+        if compiled is not None:
+            self._start = compiled[self._grid]

@@ -74,8 +74,12 @@ def forward(
     if gate is not None and b is None:
         b = per_token(case, q)
         running(gate, bias, b)
-    states, sums = _states(case, False, k, v, b, segments)
-    outputs(q, k, v, b, segments, states, sums, y, den)
+    if _in_one(case):
+        states, sums = _empty_states(case, q)
+        _forward_in_one_launch(case)(q, k, v, b, segments, states, sums, y, den)
+    else:
+        states, sums = _states(case, False, k, v, b, segments)
+        outputs(q, k, v, b, segments, states, sums, y, den)
     small = states.nbytes <= k.nbytes + v.nbytes
     return y, (den, b, states if small else None, sums if small else None)
 
@@ -123,23 +127,34 @@ def _states(
     Returns [2, batch * heads, chunks, head_dim_k, head_dim_v] and, when scaled, the last column of v~ or u, float32
     [2, batch * heads, chunks, head_dim_k].
     """
-    size = _config(case.dim_k, case.dim_v, case.dtype)[0]
-    shape = 2, case.batch * case.heads, -(-case.length // size), case.dim_k
-    dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
-    states = torch.empty((*shape, case.dim_v), dtype=dtype, device=x.device)
-    sums = torch.empty(shape, dtype=torch.float32, device=x.device) if case.scaled else None
+    states, sums = _empty_states(case, x)
     if backward and case.scaled and not _inner_inside(case):
         row_inner(case)(y, out, delta)
     stretches, *launches = _state_launches(case, backward)
     if stretches == 1:
         launches[0](x, y, b, segments, out, den, delta, None, None, states, sums)
         return states, sums
-    ends = torch.empty((*shape[:2], stretches, case.dim_k * (case.dim_v + 1)), dtype=torch.float32, device=x.device)
-    passing = torch.empty((*shape[:2], stretches), dtype=torch.float32, device=x.device)
+    ends = torch.empty(
+        (*states.shape[:2], stretches, case.dim_k * (case.dim_v + 1)), dtype=torch.float32, device=x.device
+    )
+    passing = torch.empty((*states.shape[:2], stretches), dtype=torch.float32, device=x.device)
     launches[0](x, y, b, segments, out, den, delta, ends, passing, None, None)
     launches[1](ends, passing)
     launches[2](x, y, b, segments, None, den, delta, ends, None, states, sums)
     return states, sums
+
+
+def _empty_states(case: Case, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    size = _config(case.dim_k, case.dim_v, case.dtype)[0]
+    shape = 2, case.batch * case.heads, -(-case.length // size), case.dim_k
+    dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
+    states = torch.empty((*shape, case.dim_v), dtype=dtype, device=like.device)
+    return states, torch.empty(shape, dtype=torch.float32, device=like.device) if case.scaled else None
+
+
+def _in_one(case: Case) -> bool:
+    """Whether a program takes a whole sequence of a head forward: where these fill the device, and in one tile."""
+    return case.batch * case.heads >= 256 and max(case.dim_k, case.dim_v) <= 64 and case.dtype == torch.bfloat16
 
 
 def _inner_inside(case: Case) -> bool:
@@ -195,6 +210,19 @@ def _state_launches(case: Case, backward: bool) -> tuple[int, *tuple[Launch, ...
 
 
 @lru_cache(4096)
+def _forward_in_one_launch(case: Case) -> Launch:
+    size = _config(case.dim_k, case.dim_v, case.dtype)[0]
+    return Launch(
+        _forward_in_one, (case.batch * case.heads,),
+        *case.sizes(), -(-case.length // size), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), size,
+        *case.flags(), **_IN_ONE,
+    )  # fmt: skip
+
+
+_IN_ONE = {"num_warps": 4, "num_stages": 2}
+
+
+@lru_cache(4096)
 def _backward_launch(case: Case) -> Launch:
     size, largest, warps, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
     return Launch(
@@ -223,6 +251,25 @@ def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int,
     if dtype == torch.bfloat16:
         return block(dim_k, 64), block(dim_v, 128), 4, 3
     return block(dim_k, 64), block(dim_v, 64), 4, 2
+
+
+@triton.jit
+def _weights(b, segments, first, last, t, T, from_right, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
+    """What of tokens t of the chunk first .. last reaches its far edge, and what of the state does."""
+    weight = tl.where(t < T, 1.0, 0.0)
+    keep = 1.0
+    if GATE:
+        total, until = tl.load(b + last), tl.load(b + t, mask=t < T, other=0.0)
+        weight = tl.exp2(tl.where(from_right == 0, total - until, until))
+        keep = tl.exp2(total)
+    if SEGMENTS:
+        # A state belongs to the segment at its chunk's edge, and dies where that segment ends.
+        edge = tl.load(segments + tl.where(from_right == 0, last, first))
+        outer = tl.where(from_right == 0, first - 1, last + 1)
+        neighbour = tl.load(segments + outer, mask=(outer >= 0) & (outer < T), other=-1)
+        weight = tl.where(tl.load(segments + t, mask=t < T, other=-1) == edge, weight, 0.0)
+        keep = tl.where(neighbour == edge, keep, 0.0)
+    return weight, keep
 
 
 @triton.jit
@@ -279,19 +326,7 @@ def _state_kernel(
             if from_right == 0 and bk == 0:
                 tl.store(delta + bh.to(tl.int64) * T + t, inner, mask=t < T)
         value = value.to(rounded)
-        weight = tl.where(t < T, 1.0, 0.0)
-        keep = 1.0
-        if GATE:
-            total, until = tl.load(b + last), tl.load(b + t, mask=t < T, other=0.0)
-            weight = tl.exp2(tl.where(from_right == 0, total - until, until))
-            keep = tl.exp2(total)
-        if SEGMENTS:
-            # A state belongs to the segment at its chunk's edge, and dies where that segment ends.
-            edge = tl.load(segments + tl.where(from_right == 0, last, first))
-            outer = tl.where(from_right == 0, first - 1, last + 1)
-            neighbour = tl.load(segments + outer, mask=(outer >= 0) & (outer < T), other=-1)
-            weight = tl.where(tl.load(segments + t, mask=t < T, other=-1) == edge, weight, 0.0)
-            keep = tl.where(neighbour == edge, keep, 0.0)
+        weight, keep = _weights(b, segments, first, last, t, T, from_right, GATE, SEGMENTS)
         if BACKWARD:
             if INNER and SCALED:
                 scale = row_scale(den, bh, t, T, eps)
@@ -425,6 +460,68 @@ def _forward(
         if tl.program_id(1) == 0:
             tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
     store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV)
+
+
+@triton.jit
+def _forward_in_one(
+    q, k, v, b, segments, states, sums, y, den, T, H, eps, N,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A whole sequence: states from the right on the way there, those from the left and the outputs on the way back."""
+    bh, ck, cv = tl.program_id(0), tl.arange(0, BK), tl.arange(0, BV)
+    q, k = base(q, bh, T, H, K), base(k, bh, T, H, K)
+    v, y = base(v, bh, T, H, V), base(y, bh, T, H, V)
+    if GATE != 0:
+        b += bh.to(tl.int64) * T
+    inside = (ck < K)[:, None] & (cv < V)[None, :]
+    cell = ck[:, None] * V + cv[None, :]
+    here = bh.to(tl.int64) * N
+    there = here + tl.num_programs(0).to(tl.int64) * N
+    rounded: tl.constexpr = states.dtype.element_ty
+    state, column = tl.zeros([BK, BV], tl.float32), tl.zeros([BK], tl.float32)
+    for step in range(0, N):
+        n = N - 1 - step
+        tl.store(states + (there + n) * (K * V) + cell, state.to(rounded), mask=inside)
+        first, last = n * C, tl.minimum(n * C + C, T) - 1
+        t = first + tl.arange(0, C)
+        tile, value = load_columns(k, t, ck, T, H, K, BK), load_rows(v, t, cv, T, H, V, BV)
+        weight, keep = _weights(b, segments, first, last, t, T, 1, GATE != 0, SEGMENTS)
+        weighted = tile * weight[None, :]
+        state = tl.dot(weighted.to(rounded), value.to(rounded), state * keep, input_precision=PRECISION)
+        if SCALED:
+            tl.store(sums + (there + n) * K + ck, column, mask=ck < K)
+            column = column * keep + tl.sum(weighted, 1)
+    # These states are read by other threads than wrote them.
+    tl.debug_barrier()
+    state, column = tl.zeros([BK, BV], tl.float32), tl.zeros([BK], tl.float32)
+    for n in range(0, N):
+        tl.store(states + (here + n) * (K * V) + cell, state.to(rounded), mask=inside)
+        first, last = n * C, tl.minimum(n * C + C, T) - 1
+        t = first + tl.arange(0, C)
+        query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
+        value = load_rows(v, t, cv, T, H, V, BV)
+        from_right = tl.load(states + (there + n) * (K * V) + cell, mask=inside, other=0.0)
+        left, right, _ = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
+        until = load_sums(b, t, T, GATE)
+        a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        a *= decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS)
+        out = tl.dot(a.to(value.dtype), value, input_precision=PRECISION)
+        out += tl.dot(query.to(rounded), state.to(rounded), input_precision=PRECISION) * left[:, None]
+        out += tl.dot(query.to(rounded), from_right, input_precision=PRECISION) * right[:, None]
+        if SCALED:
+            tl.store(sums + (here + n) * K + ck, column, mask=ck < K)
+            other = tl.load(sums + (there + n) * K + ck, mask=ck < K, other=0.0)
+            total = tl.sum(a, 1) + tl.sum(query * column[None, :], 1) * left
+            total += tl.sum(query * other[None, :], 1) * right
+            out = out / (total + eps)[:, None]
+            tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
+        store_rows(y, out, t, cv, T, H, V, BV)
+        weight, keep = _weights(b, segments, first, last, t, T, 0, GATE != 0, SEGMENTS)
+        weighted = tl.trans(key) * weight[None, :]
+        state = tl.dot(weighted.to(rounded), value.to(rounded), state * keep, input_precision=PRECISION)
+        if SCALED:
+            column = column * keep + tl.sum(weighted, 1)
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def _backward_launches(case: Case, size: int) -> tuple[Launch, Launch, int]:
         _project_backward, (programs, -(-size // channels)), tokens, case.heads, size, block(case.heads), channels,
         rows, case.flags()[-1], num_warps=4, num_stages=3 if _sixteen_bits(case) else 2,
     )  # fmt: skip
-    reduce = Launch(_reduce, (-(-case.heads * size // 256),), case.heads * size, programs, 256, num_warps=4)
+    reduce = Launch(_reduce, (-(-case.heads * size // 64),), case.heads * size, programs, num_warps=4)
     return gradients, reduce, programs
 
 
@@ -122,9 +122,8 @@ def _project_backward(
 
 
 @triton.jit
-def _reduce(partial, out, N, P, B: tl.constexpr):
-    i = tl.program_id(0) * B + tl.arange(0, B)
-    total = tl.zeros([B], tl.float32)
-    for p in range(0, P):
-        total += tl.load(partial + p * N + i, mask=i < N, other=0.0)
-    tl.store(out + i, total.to(out.dtype.element_ty), mask=i < N)
+def _reduce(partial, out, N, P):
+    i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, 64)
+    address = partial + rows[:, None] * N + i[None, :]
+    values = tl.load(address, mask=(rows < P)[:, None] & (i < N)[None, :], other=0.0)
+    tl.store(out + i, tl.sum(values, 0).to(out.dtype.element_ty), mask=i < N)

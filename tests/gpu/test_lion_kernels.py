@@ -87,6 +87,16 @@ def test_short_sequences_by_the_automatic_choice(length: int, dim: int) -> None:
         check(random_inputs((5, length, 3, dim), dtype, 1.0), form="auto", scaled=length > 1)
 
 
+@pytest.mark.parametrize("length", [129, 512, 700])
+@pytest.mark.parametrize("dim", [32, 40, 64])
+def test_many_sequences(length: int, dim: int) -> None:
+    """Enough for one program a sequence and head."""
+    check(random_inputs((40, length, 8, dim), torch.bfloat16, 2.0), form="triton_chunk")
+    check(random_inputs((40, length, 8, dim), torch.bfloat16, 6.0), form="triton_chunk", scaled=False)
+    cu_seqlens = torch.tensor([0, 0, 30, 31, 64, length], device="cuda", dtype=torch.int32)
+    check(random_inputs((1, length, 256, dim), torch.bfloat16, 2.0), form="triton_chunk", cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize("form", ["triton_tile", "triton_chunk"])
 def test_segments_and_padding(form: str) -> None:
     cu_seqlens = torch.tensor([0, 0, 30, 31, 64, 64, 420, 600, 600], device="cuda", dtype=torch.int32)

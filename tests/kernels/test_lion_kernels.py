@@ -84,6 +84,17 @@ def test_sequences_cut_into_stretches(
     check(device, "triton_chunk", (1, 150, 1, 16, 16), decay=decay, scaled=scaled, cu_seqlens=cu_seqlens)
 
 
+@pytest.mark.parametrize(("decay", "scaled"), [(None, True), ("gate", True), ("gate", False)])
+def test_forward_in_one_program(device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What many short sequences take."""
+    from models.kernels import lion_chunk
+
+    monkeypatch.setattr(lion_chunk, "_in_one", lambda case: True)
+    check(device, "triton_chunk", (2, 75, 1, 16, 24), decay=decay, scaled=scaled)
+    cu_seqlens = torch.tensor([0, 0, 30, 31, 64, 100], device=device)
+    check(device, "triton_chunk", (1, 100, 1, 16, 16), decay=decay, scaled=scaled, cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize("form", KERNELS)
 @pytest.mark.parametrize("decay", [None, "gate"])
 def test_packed_segments(device: str, form: str, decay: str | None) -> None:
