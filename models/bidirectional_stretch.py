@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .decay import decay_from_start, decay_to_end
 from .sequence_shards import SequenceShards
 from .stretches import Packing, carried, exchange, recomputed
 
@@ -29,7 +30,7 @@ def from_both_sides(
 ) -> Tensor:
     """q, k: [batch, heads, length, head_dim_k], padding 0 in k; v: [batch, heads, length, head_dim_v].
 
-    forward, backward: finite log decays of both directions, [batch, heads, length, 1 or head_dim_k], in float32 or
+    forward, backward: log decays of both directions, [batch, heads, length, 1 or head_dim_k], in float32 or
     float64, the dtype of the states. Returns [batch, heads, length, head_dim_v].
     """
     totals = [x.sum(2, dtype=torch.float64).exp().to(x.dtype).unsqueeze(-1) for x in (forward, backward)]
@@ -46,7 +47,7 @@ def _end_states(
     k: Tensor, v: Tensor, forward: Tensor, backward: Tensor, packed: Packing | None
 ) -> tuple[Tensor, Tensor]:
     """To the right sum_j e^(B - b_j) k_j v_j, to the left sum_j e^(b_j) k_j v_j: [batch, heads, dim_k, dim_v]."""
-    to_right, to_left = _to_end(forward), _to_start(backward)
+    to_right, to_left = decay_to_end(forward, 2), decay_from_start(backward, 2)
     if packed is not None:
         token = torch.arange(k.shape[2], device=k.device)
         segment = torch.searchsorted(packed.cu_seqlens[1:], token, right=True)
@@ -59,19 +60,8 @@ def _end_states(
 def _reached(
     q: Tensor, forward: Tensor, backward: Tensor, left: Tensor, right: Tensor, packed: Packing | None
 ) -> Tensor:
-    from_left, from_right = _to_start(forward), _to_end(backward)
+    from_left, from_right = decay_from_start(forward, 2), decay_to_end(backward, 2)
     if packed is not None:
         from_left = from_left * packed.from_left[:, None]
         from_right = from_right * packed.from_right[:, None]
     return (q * from_left) @ left + (q * from_right) @ right
-
-
-def _to_start(log_decay: Tensor) -> Tensor:
-    """e^(b_i), summed in double: over a long stretch a running sum in single precision loses digits."""
-    return log_decay.cumsum(2, dtype=torch.float64).to(log_decay.dtype).exp()
-
-
-def _to_end(log_decay: Tensor) -> Tensor:
-    """e^(B - b_i)."""
-    b = log_decay.cumsum(2, dtype=torch.float64)
-    return (b[:, :, -1:] - b).to(log_decay.dtype).exp()

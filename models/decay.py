@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Entries of the lower level of a running sum.
+_CHUNK = 128
+
 
 def sum_after(log_decay: Tensor, dim: int) -> Tensor:
     """out_j = sum of log_decay_t over t > j along `dim`; the last entry is 0."""
@@ -18,6 +21,43 @@ def sum_after(log_decay: Tensor, dim: int) -> Tensor:
     later = log_decay.narrow(dim, 1, length - 1).flip(dim)
     none = torch.zeros_like(log_decay.narrow(dim, 0, 1))
     return torch.cat([none, later], dim).cumsum(dim).flip(dim)
+
+
+def running_sum(x: Tensor, dim: int) -> Tensor:
+    """out_i = sum of x_t over t <= i along `dim`, in x's dtype, over sequences of any length.
+
+    On two levels, the upper one in double precision: the error is that of a short sum, and a GPU, which walks along
+    `dim` in one thread a column, has many columns.
+    """
+    inside, before = _two_levels(x, dim)
+    return (inside + before.to(x.dtype)).flatten(dim, dim + 1).narrow(dim, 0, x.shape[dim])
+
+
+def decay_from_start(log_decay: Tensor, dim: int) -> Tensor:
+    """out_i = exp(sum of log_decay_t over t <= i) along `dim`, as `running_sum`; real or complex."""
+    inside, before = _two_levels(log_decay, dim)
+    factor = inside.exp() * before.exp().to(log_decay.dtype)
+    return factor.flatten(dim, dim + 1).narrow(dim, 0, log_decay.shape[dim])
+
+
+def decay_to_end(log_decay: Tensor, dim: int) -> Tensor:
+    """out_i = exp(sum of log_decay_t over t > i) along `dim`, as `running_sum`; real or complex."""
+    later = log_decay.narrow(dim, 1, log_decay.shape[dim] - 1).flip(dim)
+    none = torch.zeros_like(log_decay.narrow(dim, 0, 1))
+    return decay_from_start(torch.cat([none, later], dim), dim).flip(dim)
+
+
+def _two_levels(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Axis `dim` as [chunks, chunk]: sums inside a chunk, and in double what all chunks before it sum to."""
+    missing = -x.shape[dim] % _CHUNK
+    if missing:
+        shape = list(x.shape)
+        shape[dim] = missing
+        x = torch.cat([x, x.new_zeros(shape)], dim)
+    inside = x.unflatten(dim, (-1, _CHUNK)).cumsum(dim + 1)
+    totals = inside.narrow(dim + 1, _CHUNK - 1, 1)
+    before = torch.cat([torch.zeros_like(totals.narrow(dim, 0, 1)), totals.narrow(dim, 0, totals.shape[dim] - 1)], dim)
+    return inside, before.cumsum(dim, dtype=torch.complex128 if x.is_complex() else torch.float64)
 
 
 def pairwise_decay(log_decay: Tensor, dim: int) -> Tensor:

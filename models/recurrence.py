@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .chunked import chunked_recurrence
-from .decay import pairwise_decay, sum_after
+from .decay import decay_from_start, pairwise_decay, sum_after
 from .precision import wide as widened
 from .sequence_shards import SequenceShards, current_shards, refuse_state
-from .stretches import carried, decay_from_start, exchange, packing, recomputed
+from .stretches import carried, exchange, packing, recomputed
 
 Form = Literal["auto", "recurrent", "parallel", "chunked"]
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .decay import decay_from_start
 from .segments import last, segment_starts
 from .sequence_shards import SequenceShards, current_shards, refuse_state
-from .stretches import carried, decay_from_start, exchange, packing
+from .stretches import carried, exchange, packing
 
 Form = Literal["auto", "recurrent", "chunked", "kernel"]
 

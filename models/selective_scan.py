@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .decay import running_sum
 from .scan import local_scan
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import carried, exchange, packing, recomputed
@@ -85,7 +86,7 @@ def _over_shards(
     packed = None if cu_seqlens is None else packing(cu_seqlens, x.shape[1], shards)
     inside = None if packed is None else packed.cu_seqlens
     y, final = _local(x, dt, a, b, c, None, inside, compute_dtype)
-    elapsed = dt.cumsum(1, dtype=torch.float64).to(dt.dtype)
+    elapsed = running_sum(dt, 1)
     end, decay = final, (elapsed[:, -1].unsqueeze(-1) * a).exp()
     if packed is not None:
         end, decay = final.index_select(0, packed.last), decay * packed.from_left[-1]

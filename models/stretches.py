@@ -95,16 +95,6 @@ def nothing_of(x: Tensor) -> Tensor:
     return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)
 
 
-def decay_from_start(log_decay: Tensor, dim: int) -> Tensor:
-    """exp of the sum of log_decay along `dim` up to and with each entry, in log_decay's dtype.
-
-    Summed in double: over a long stretch a running sum in single precision loses digits, and turns of a phase.
-    """
-    if log_decay.is_complex():
-        return log_decay.cumsum(dim, dtype=torch.complex128).exp().to(log_decay.dtype)
-    return log_decay.cumsum(dim, dtype=torch.float64).to(log_decay.dtype).exp()
-
-
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments), computed again in the backward pass instead of keeping what it made on the way."""
     if not torch.is_grad_enabled():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..decay import running_sum
 from ..init import linear
 from ..precision import wide
 from ..scan import local_scan
@@ -213,7 +214,7 @@ def _from_left(
 
     numerator, denominator, m: [batch, 1, channels], of this stretch alone; step: [batch, length, channels].
     """
-    fallen = step.cumsum(1, dtype=torch.float64).to(step.dtype)
+    fallen = running_sum(step, 1)
     total, none = fallen[:, -1:], m.new_full((), -_NOTHING)
     if packed is not None:
         total = torch.where(packed.from_left[-1], total, none)

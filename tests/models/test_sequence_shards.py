@@ -64,6 +64,12 @@ def compare(
         assert_close(sum(parts), gradient, tolerance)
 
 
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running sums on two levels also over the few tokens of these tests."""
+    monkeypatch.setattr("models.decay._CHUNK", 4)
+
+
 @every_case
 @pytest.mark.parametrize("count", [2, 4])
 def test_stretches_are_the_whole(case: tuple[str, dict[str, Any]], count: int) -> None:
@@ -154,8 +160,9 @@ def test_decays_that_forget_everything_stay_exact(scalar: bool) -> None:
         assert_close(torch.cat(got, 1), wanted.detach(), 1e-12)
 
 
-def test_single_precision_stays_exact_over_long_stretches() -> None:
+def test_single_precision_stays_exact_over_long_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow decays and turning phases over 20000 tokens a stretch: running sums lose no digits."""
+    monkeypatch.undo()
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, 40000, 3, 2, generator=generator, dtype=torch.float64)
     decay = torch.tensor([[-1e-4, 3.0], [-1e-3, 0.7], [-3e-5, 6.1]], dtype=torch.float64).expand_as(x)
