@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--print-config", action="store_true", help="print every value and where it comes from; stop")
     parser.add_argument("--dry-run", action="store_true", help="build, run a fake batch, report memory; save nothing")
+    # The deepspeed launcher adds it to every command; the same number stands in the environment.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
     files: list[str | Path] = [word for word in options.config if "=" not in word]
     overrides = [word for word in options.config if "=" in word]

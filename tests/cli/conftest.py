@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,34 +37,35 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture
 def arguments(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """The words of a run in this test's own folder: bytes, a tiny MetaLA, eight steps."""
+    return partial(run_words, corpus, tmp_path)
 
-    def make(name: str = "run", **changes: Any) -> list[str]:
-        values: dict[str, Any] = {
-            "run.directory": tmp_path / name,
-            "run.device": "cpu",
-            "data.corpus": corpus,
-            "data.cache_directory": corpus.parent / "cache",
-            "data.tokenizer": "{type: bytes}",
-            "data.validation_fraction": 0.1,
-            "model.vocab_size": 320,
-            "model.num_layers": 2,
-            "model.hidden_size": 32,
-            "model.num_heads": 2,
-            "batch.sequence_length": 32,
-            "batch.micro_batch_size": 2,
-            "batch.global_batch_size": 4,
-            "schedule.train_steps": 8,
-            "schedule.time_budget_minutes": "null",
-            "precision.dtype": "fp32",
-            "checkpoint.interval": 3,
-            "checkpoint.keep_last": 0,
-            "evaluation.interval": 0,
-            "evaluation.sample_tokens": 8,
-        }
-        values.update(changes)
-        return [f"{key}={value}" for key, value in values.items()]
 
-    return make
+def run_words(corpus: Path, folder: Path, name: str = "run", **changes: Any) -> list[str]:
+    """The words of a tiny run in `folder/name`."""
+    values: dict[str, Any] = {
+        "run.directory": folder / name,
+        "run.device": "cpu",
+        "data.corpus": corpus,
+        "data.cache_directory": corpus.parent / "cache",
+        "data.tokenizer": "{type: bytes}",
+        "data.validation_fraction": 0.1,
+        "model.vocab_size": 320,
+        "model.num_layers": 2,
+        "model.hidden_size": 32,
+        "model.num_heads": 2,
+        "batch.sequence_length": 32,
+        "batch.micro_batch_size": 2,
+        "batch.global_batch_size": 4,
+        "schedule.train_steps": 8,
+        "schedule.time_budget_minutes": "null",
+        "precision.dtype": "fp32",
+        "checkpoint.interval": 3,
+        "checkpoint.keep_last": 0,
+        "evaluation.interval": 0,
+        "evaluation.sample_tokens": 8,
+    }
+    values.update(changes)
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def start(words: list[str]) -> subprocess.Popen[str]:

