@@ -74,11 +74,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]]) -> int:
     """Train to the end, or to a signal. `reload` gives the configuration again with more overrides."""
-    from megatron_lite.checkpoint import CheckpointError
+    from megatron_lite.agreement import code_facts, configuration_facts, require_agreement
+    from megatron_lite.checkpoint import CheckpointError, versions
     from megatron_lite.grid import init_grid
     from megatron_lite.resilience import TooManySkippedSteps
 
     try:
+        grid = init_grid(config.run.device)
+        # Before anything else: processes with different layouts, say, would wait for one another without end.
+        facts = {
+            "configuration": configuration_facts(config.model_dump(mode="json")),
+            "code": code_facts(Path(__file__).parent, ("train.py", "data", "megatron_lite", "models", "tools")),
+            "packages": versions(),
+        }
+        require_agreement(facts, grid)
         parallel = config.parallel
         sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
         grid = init_grid(config.run.device, **sizes)
@@ -95,6 +104,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
     import torch
 
     from megatron_lite import checkpoint
+    from megatron_lite.agreement import file_facts, require_agreement
     from megatron_lite.engine import Engine, faster_dtype
     from megatron_lite.flops import peak_flops, training_flops_per_token
     from megatron_lite.metrics import MetricsLogger
@@ -120,6 +130,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         return 0
 
     data: PreparedData = _on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
+    require_agreement({"data": file_facts(data.files)}, grid)
     tokenizer = data.load_tokenizer()
     dtype = config.precision.dtype
     if dtype == "auto":

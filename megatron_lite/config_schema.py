@@ -46,6 +46,16 @@ class RunConfig(Section):
     watchdog_minutes: float = Field(
         default=30.0, ge=0, description="A step that takes longer (minutes) prints the stacks of all threads; 0: off."
     )
+    timeout_minutes: float = Field(
+        default=10.0,
+        gt=0,
+        description="After the first step, a process that waits longer (minutes) for the others ends the run.",
+    )
+    heartbeat_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        description="A process that is silent for so long is taken for dead, named, and the run ends; 0: off.",
+    )
     max_skipped_steps: int = Field(
         default=10,
         ge=1,
@@ -353,6 +363,10 @@ class LoggingConfig(Section):
         default=False,
         description="Also log the loss of every source of the text, such as `loss/Github`: the Pile's sets, or the files of "
         "a blend.",
+    )
+    spread_interval: Steps = Field(
+        default=50,
+        description="Compare the speed of all processes every this many steps and name the slow ones; 0: never.",
     )
     progress_bar: bool = Field(default=True, description="One progress bar on the terminal.")
     tensorboard: bool = Field(default=False, description="Write TensorBoard files too.")

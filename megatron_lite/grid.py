@@ -108,7 +108,8 @@ def init_grid(
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         else:
-            dist.init_process_group(backend, timeout=limit)
+            store = _store(limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         atexit.register(dist.destroy_process_group)
     sizes = {"pipe": pipeline, "data": world_size // (tensor * pipeline * context), "context": context}
     sizes["tensor"] = tensor
@@ -181,6 +182,16 @@ def _group(ranks: torch.Tensor, dimension: int, rank: int) -> dist.ProcessGroup 
         if rank in members:
             own = group
     return own
+
+
+def _store(limit: timedelta) -> dist.Store:
+    """Where the processes find one another. torchrun on one machine keeps it over a restart, with the addresses of the
+    processes that died, for which the next ones would wait: they get a name of their own. Between machines the number of
+    restarts differs, and the store is a new one (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, docs/launch.md)."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return store
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _device(name: str, local_rank: int) -> torch.device:

@@ -1,8 +1,8 @@
 """Metrics of a run: one `metrics.jsonl`, one progress display, TensorBoard and Weights & Biases as options.
 
 `metrics.jsonl` is the one source for plots, reports and comparisons. Each line is a JSON object
-`{"kind": ..., "step": ..., "time": ..., **values}`; kinds in use are `train`, `validation` and `sample`; `time` is in
-seconds since the epoch. A NaN or an infinity is written as `null`, because JSON has no number for either, and
+`{"kind": ..., "step": ..., "time": ..., **values}`; kinds in use are `train`, `validation`, `sample`, `stop` and
+`slow_rank`; `time` is in seconds since the epoch. A NaN or an infinity is written as `null`, because JSON has no number for either, and
 `read_metrics` returns it as NaN.
 
 Only rank 0 makes a `MetricsLogger`.
@@ -89,6 +89,11 @@ class MetricsLogger:
                 add(f"{kind}/{key}", value, step)
         if self._wandb is not None:
             self._wandb.log({"step": step, **{f"{kind}/{key}": value for key, value in values.items()}})
+
+    def warn(self, step: int, text: str, *, kind: str) -> None:
+        """Logs a sentence and shows it on stderr, above the progress bar where there is one."""
+        self.log(step, {"text": text}, kind=kind)
+        tqdm.write(f"step {step}: {text}", file=sys.stderr)
 
     def close(self) -> None:
         """Ends the display and closes every file; a second call does nothing."""

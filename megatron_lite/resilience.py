@@ -7,6 +7,9 @@ import json
 import math
 import signal
 import sys
+import tempfile
+import threading
+import time
 from collections import deque
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -43,26 +46,57 @@ class StopSignal:
 class Watchdog:
     """Prints the stack of every thread when no step ends for `minutes`, and again every `minutes` after that.
 
-    faulthandler prints from a thread of its own in C, so it works while Python hangs inside a collective or a kernel.
+    A thread prints, in one piece under a headline that names the process. Where Python itself is stuck, so that no thread
+    of it runs, faulthandler prints a little later from a thread of its own in C.
+
+    Args:
+        who: the process, for the headline.
+        delay: seconds to wait in addition, so that the processes of one machine print one after another.
     """
 
-    def __init__(self, minutes: float) -> None:
+    def __init__(self, minutes: float, who: str = "this process", *, delay: float = 0.0) -> None:
         self._seconds = minutes * 60
+        self._delay, self._who = delay, who
+        self._over = threading.Event()
+        self._due = math.inf
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         self.kick()
+        if self._seconds:
+            self._thread.start()
         return self
 
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         if self._seconds:
+            self._over.set()
+            self._thread.join()
             faulthandler.cancel_dump_traceback_later()
 
     def kick(self) -> None:
         """A step ended: start counting anew."""
         if self._seconds:
-            faulthandler.dump_traceback_later(self._seconds, repeat=True, file=sys.__stderr__ or sys.stderr)
+            wait = self._seconds + self._delay
+            self._due = time.monotonic() + wait
+            late = wait + min(10.0, self._seconds)
+            faulthandler.dump_traceback_later(late, repeat=True, file=sys.__stderr__ or sys.stderr)
+
+    def _run(self) -> None:
+        while not self._over.wait(max(0.01, self._due - time.monotonic())):
+            if time.monotonic() >= self._due:
+                self._print()
+                self.kick()
+
+    def _print(self) -> None:
+        stream = sys.__stderr__ or sys.stderr
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = file.read()
+        stream.write(f"\nTimeout: {self._who}: no step ended for {self._seconds:g} s; its threads:\n{stacks}\n")
+        stream.flush()
 
 
 class SpikeGuard:

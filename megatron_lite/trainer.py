@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -16,9 +18,11 @@ from megatron_lite import checkpoint
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Batch, Engine
 from megatron_lite.grid import any_process
+from megatron_lite.heartbeat import Heartbeat, shorten_timeouts
 from megatron_lite.metrics import MetricsLogger
 from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, Watchdog
 from megatron_lite.schedule import learning_rate
+from megatron_lite.spread import SpreadMeter
 
 ModelT = TypeVar("ModelT")
 
@@ -127,6 +131,7 @@ class Trainer(Generic[ModelT]):
         self._saved: Path | None = None
         self._skips = SkipCounter(config.run.max_skipped_steps, config.run.path, total=state.skipped_steps)
         self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean)
+        self._spread = SpreadMeter(engine.layers, engine.grid, config.logging.spread_interval)
 
     def fit(self) -> FitResult:
         """Train to the last step or to a signal.
@@ -135,15 +140,21 @@ class Trainer(Generic[ModelT]):
             TooManySkippedSteps: see `SkipCounter`.
             CheckpointError: a save failed; the previous checkpoint is intact.
         """
-        config, state = self.config, self.state
-        stopped = False
+        config, state, grid = self.config, self.state, self.engine.grid
+        stopped, timeouts = False, 60 * config.run.timeout_minutes
+        who = f"rank {grid.rank} of {grid.world_size} ({socket.gethostname()}, process {os.getpid()})"
         with (
             StopSignal() as signal,
-            Watchdog(config.run.watchdog_minutes) as watchdog,
+            Watchdog(config.run.watchdog_minutes, who, delay=0.3 * grid.local_rank) as watchdog,
+            Heartbeat(grid, config.run.heartbeat_seconds, state.step) as heartbeat,
             closing(self._batches(state.consumed_samples)) as steps,
         ):
             while state.step < config.schedule.train_steps and not stopped:
                 self._step(steps)
+                heartbeat.step = state.step
+                if timeouts:
+                    shorten_timeouts(timeouts)
+                    timeouts = 0.0
                 watchdog.kick()
                 stopped = any_process(signal.received is not None, self.engine.grid)
                 last = state.step == config.schedule.train_steps
@@ -178,7 +189,10 @@ class Trainer(Generic[ModelT]):
             wsd_decay_fraction=config.schedule.wsd_decay_fraction,
         )
         sources = self._sources
-        result = self.engine.train_step(micro_batches, lr=lr, veto=self._spikes.veto, num_sources=len(sources.names))
+        with self._spread.timing(state.step + 1):
+            result = self.engine.train_step(
+                micro_batches, lr=lr, veto=self._spikes.veto, num_sources=len(sources.names)
+            )
         sources.add(result.by_source)
         seconds = time.perf_counter() - begin
         first = state.consumed_samples
@@ -190,6 +204,7 @@ class Trainer(Generic[ModelT]):
         state.seconds += seconds
         state.skipped_steps += result.skipped
         state.loss_mean = self._spikes.mean
+        spread = self._spread.compare(data_seconds) if self._spread.due(state.step) else None
         if self.metrics is not None and (_due(state.step, config.logging.interval) or result.skipped):
             per_second = tokens / seconds
             values = {
@@ -209,7 +224,14 @@ class Trainer(Generic[ModelT]):
                 values["mfu"] = per_second * self._flops_per_token / (self._peak_flops * self.engine.grid.world_size)
             if self.engine.dtype == "fp16":
                 values["loss_scale"] = result.loss_scale
+            if spread is not None:
+                values["step_seconds_max_rank"] = spread.slowest
+                values["step_seconds_spread"] = spread.ratio
+                values["probe_spread"] = spread.probe_ratio
             self.metrics.log(state.step, {**values, **sources.take()})
+        if self.metrics is not None and spread is not None:
+            for text in spread.slow:
+                self.metrics.warn(state.step, text, kind="slow_rank")
         self._skips.record(
             step=state.step,
             skipped=result.skipped,

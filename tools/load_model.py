@@ -200,6 +200,13 @@ class PreparedData:
     tokenizer_path: Path | None
     test: str | None = None
 
+    @property
+    def files(self) -> list[Path]:
+        """The files that every process of a run reads."""
+        prefixes = [prefix for prefix in (*self.train, self.validation, self.test) if prefix is not None]
+        pairs = [Path(f"{prefix}{ending}") for prefix in prefixes for ending in (".bin", ".idx")]
+        return pairs + ([] if self.tokenizer_path is None else [self.tokenizer_path])
+
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that made the token files. Raises as `data.tokenizer.load_tokenizer`."""
         return load_tokenizer(self.tokenizer_type, self.tokenizer_path)

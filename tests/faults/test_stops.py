@@ -1,0 +1,121 @@
+"""Signals, dead, failed and hanging processes: the run ends or goes on, and says which rank it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+import train
+from megatron_lite import checkpoint
+from tests.cli.conftest import train_lines
+from tests.faults.conftest import reached, worker
+from tests.launch.conftest import assert_same_run
+
+INJECT = ("-m", "tests.faults.inject")
+
+
+def test_sigterm_to_one_rank_stops_all_after_the_same_step(launch, arguments, tmp_path):
+    settings = {"schedule.train_steps": 40, "checkpoint.interval": 0, "optimizer.lr": 1e-4}
+    agent = launch(["pace", "-1", "1", *arguments(**settings)], *INJECT)
+    reached(agent, tmp_path / "run", 5)
+    os.kill(worker(agent, 1), signal.SIGTERM)
+    output, _ = agent.communicate(timeout=60)
+    assert agent.returncode == 0, output
+    stopped = int(re.search(r"stopped after step (\d+)", output)[1])
+    manifest = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))
+    assert manifest["step"] == stopped == train_lines(tmp_path / "run")[-1]["step"] < 40
+    assert len([name for name in manifest["files"] if name.startswith("weights")]) == 2
+    assert train.main(arguments(**settings)) == 0  # goes on, here in one process
+    assert train.main(arguments("alone", **settings)) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
+
+
+def test_kill_9_of_one_rank_ends_the_run_with_its_name(launch, arguments, tmp_path):
+    settings = {"schedule.train_steps": 100000, "checkpoint.interval": 5, "run.heartbeat_seconds": 3}
+    agent = launch(arguments(**settings))
+    reached(agent, tmp_path / "run", 7)
+    victim = worker(agent, 1)
+    os.kill(victim, signal.SIGKILL)
+    output, _ = agent.communicate(timeout=60)
+    assert agent.returncode != 0
+    assert re.search(
+        rf"error: rank 0 waited in vain: rank 1 \([^)]*process {victim}, after step \d+\) was killed", output
+    ), output
+    assert "Signal 9 (SIGKILL)" in output  # torchrun's own table
+    assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] % 5 == 0
+
+
+def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been(launch, arguments, tmp_path):
+    settings = {"schedule.train_steps": 24, "checkpoint.interval": 5, "optimizer.lr": 1e-4}
+    agent = launch(["pace", "-1", "1", *arguments(**settings)], *INJECT, options=("--max-restarts=1",))
+    reached(agent, tmp_path / "run", 12)
+    os.kill(worker(agent, 1), signal.SIGKILL)
+    output, _ = agent.communicate(timeout=120)
+    assert agent.returncode == 0, output
+    assert "step_00000010 at step 10" in output  # where the second attempt begins
+    assert train.main(arguments("alone", **settings)) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
+
+
+def test_an_error_on_one_rank_is_told_by_the_others_too(launch, arguments):
+    agent = launch(["error", "1", "3", *arguments(**{"run.heartbeat_seconds": 6})], *INJECT)
+    output, _ = agent.communicate(timeout=60)
+    assert agent.returncode != 0
+    assert re.search(r"error: .*rank 1 \(.* after step 2\) ended with an error \(KeyError: 'injected'\)", output), (
+        output
+    )
+    assert re.search(r"\[rank0\].*Connection closed by peer", output), output  # and not the dead rank itself said so
+
+
+def test_a_rank_that_hangs_prints_every_stack_and_is_named(launch, arguments):
+    settings = {"run.watchdog_minutes": 0.03, "run.timeout_minutes": 0.1, "run.heartbeat_seconds": 3}
+    agent = launch(["hang", "1", "3", *arguments(**settings)], *INJECT)
+    output, _ = agent.communicate(timeout=60)
+    assert agent.returncode != 0
+    for rank in (0, 1):
+        assert re.search(rf"Timeout: rank {rank} of 2 \(.*\): no step ended for 1.8 s; its threads:", output), output
+    stacks = output.split("Timeout: rank 1 of 2")[1]
+    assert re.search(r'inject\.py", line \d+ in forward', stacks)
+    assert re.search(
+        r"rank 0 waited in vain: rank 1 .* is alive and did not come: \S*inject\.py:\d+ forward", output
+    ), output
+
+
+def test_a_rank_whose_gradient_is_not_finite_skips_the_step_on_all(launch, arguments, tmp_path, monkeypatch):
+    from models.block import Block
+    from tests.faults import inject
+
+    agent = launch(["nan", "1", "3", *arguments()], *INJECT)
+    monkeypatch.setattr(Block, "__init__", Block.__init__)
+    monkeypatch.setattr(Block, "forward", Block.forward)
+    inject.install("nan", 3)
+    # One process with the same samples a step: the poisoned step is the same one.
+    assert train.main(arguments("alone", **{"batch.micro_batch_size": 4})) == 0
+    output, _ = agent.communicate(timeout=60)
+    assert agent.returncode == 0, output
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped_steps"] for line in lines if line["kind"] == "train"] == [0, 0, 1, 1, 1, 1, 1, 1]
+    for name in ("run", "alone"):
+        steps = train_lines(tmp_path / name)
+        assert steps[2]["loss"] is None
+        del steps[2]
+        others = train_lines(tmp_path / "alone")
+        del others[2]
+        for a, b in zip(steps, others, strict=True):
+            assert abs(a["loss"] - b["loss"]) < 1e-6 * b["loss"]
+
+
+def test_a_slow_rank_is_named(launch, arguments, tmp_path):
+    agent = launch(["slow", "1", "1", *arguments(**{"logging.spread_interval": 2})], *INJECT)
+    output, _ = agent.communicate(timeout=60)
+    assert agent.returncode == 0, output
+    assert re.search(r"step 4: rank 1 \(\S+\) takes for the forward pass of its layers 1\d\d ms, the others", output), (
+        output
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    measured = [line for line in lines if "step_seconds_spread" in line]
+    assert [line["step"] for line in measured] == [2, 4, 6, 8]
+    assert all(line["step_seconds_max_rank"] == 1 and line["step_seconds_spread"] > 2 for line in measured)
+    assert [line["step"] for line in lines if line["kind"] == "slow_rank"] == [4, 6, 8]
