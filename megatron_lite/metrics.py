@@ -2,8 +2,8 @@
 
 `metrics.jsonl` is the one source for plots, reports and comparisons. Each line is a JSON object
 `{"kind": ..., "step": ..., "time": ..., **values}`; kinds in use are `train`, `validation`, `sample`, `stop` and
-`slow_rank`; `time` is in seconds since the epoch. A NaN or an infinity is written as `null`, because JSON has no number for either, and
-`read_metrics` returns it as NaN.
+`slow_rank`; `time` is in seconds since the epoch. A NaN or an infinity is written as `null`, because JSON
+has no number for either, and `read_metrics` returns it as NaN.
 
 Only rank 0 makes a `MetricsLogger`.
 """
