@@ -132,7 +132,8 @@ def test_unknown_key_names_the_nearest_and_its_line(here: Path) -> None:
         ),
         (
             "logging.zzz=1",
-            "logging.zzz is an unknown key; allowed in logging are interval, loss_by_source, spread_interval, progress_bar, tensorboard, wandb",
+            "logging.zzz is an unknown key; allowed in logging are interval, loss_by_source, spread_interval, "
+            "progress_bar, tensorboard, wandb",
         ),
         (
             "zzz={a: 1}",
