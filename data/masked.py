@@ -74,6 +74,8 @@ class MaskedDataset:
         if layout == "padded":
             self._pieces = _Pieces(self.file, self._ids, tokenizer, sequence_length)
             self.per_epoch = len(self._pieces)
+            if self.per_epoch == 0:
+                raise ValueError(f"{prefix}: its documents hold nothing but their end")
             if num_samples is not None:
                 epochs = -(-num_samples // self.per_epoch)
                 self._order = _shuffled_pieces(self.file, self._pieces, sequence_length, epochs, seed, cache_directory)
@@ -186,8 +188,6 @@ def _shuffled_pieces(
 ) -> NDArray:
     """Numbers of the pieces, shuffled epoch by epoch: [epochs * pieces]."""
     count = len(pieces)
-    if count == 0:
-        raise ValueError(f"{file.prefix}: its documents hold nothing but their end")
     made_from = {
         "pieces": PIECES_VERSION,
         "files": file_identity(file.prefix),

@@ -1,0 +1,204 @@
+"""Masked samples: the shares of the masking, whole words, and the same masks for the same (seed, epoch, sample)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.indexed import IndexedWriter
+from data.loader import batches
+from data.masked import MaskedDataset
+from data.masking import IGNORED_LABEL, Masking, joints, masking_of, word_numbers
+from data.tokenizer import load_tokenizer
+
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(30)), "##a", "##b", "."]
+PAD, CLS, SEP, MASK = 0, 2, 3, 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wordpiece")
+    (folder / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
+    return load_tokenizer("wordpiece", folder)
+
+
+def write(prefix: Path, sizes: list[int], ended: bool = True) -> Path:
+    """Document d holds d + 5, and [SEP] at its end."""
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        for number, size in enumerate(sizes):
+            writer.add_document(np.array([number % 30 + 5] * size + [SEP] * ended))
+    return prefix
+
+
+def restored(sample: dict[str, torch.Tensor]) -> list[int]:
+    labels = sample["labels"]
+    return torch.where(labels == IGNORED_LABEL, sample["tokens"], labels).tolist()
+
+
+def dataset(prefix, tokenizer, rate=0.3, **changes) -> MaskedDataset:
+    settings = {"sequence_length": 8, "num_samples": None, "seed": 1, **changes}
+    return MaskedDataset(prefix, masking_of(tokenizer, rate), tokenizer, **settings)
+
+
+@pytest.mark.parametrize("rate", [0.30, 0.15])
+def test_the_shares(tokenizer, rate):
+    masking = masking_of(tokenizer, rate)
+    tokens = np.tile(np.arange(5, 35), 4000)
+    inputs, labels = masking.apply(tokens, np.random.default_rng(0))
+    chosen = labels != IGNORED_LABEL
+    assert chosen.mean() == pytest.approx(rate, abs=0.01)
+    assert (labels[chosen] == tokens[chosen]).all()
+    assert (inputs[~chosen] == tokens[~chosen]).all()
+    masked = inputs[chosen] == MASK
+    same = inputs[chosen] == tokens[chosen]
+    assert masked.mean() == pytest.approx(0.8, abs=0.01)
+    assert same.mean() == pytest.approx(0.1 + 0.1 / 33, abs=0.01)
+    other = inputs[chosen][~masked & ~same]
+    assert other.min() >= 5, "special tokens are never put in"
+    assert len(set(other.tolist())) == 33
+
+
+def test_special_tokens_are_never_chosen(tokenizer):
+    tokens = np.array([PAD, 1, CLS, SEP, MASK, 7] * 200)
+    _, labels = masking_of(tokenizer, 0.9).apply(tokens, np.random.default_rng(0))
+    assert set(labels.tolist()) == {IGNORED_LABEL, 7}
+
+
+def test_whole_words_are_chosen_together(tokenizer):
+    word = [10, 35, 36]  # w5 ##a ##b
+    tokens = np.array([*word, 11, 37] * 500)
+    masking = masking_of(tokenizer, 0.3, whole_word=True)
+    _, labels = masking.apply(tokens, np.random.default_rng(0))
+    chosen = (labels != IGNORED_LABEL).reshape(-1, 5)
+    assert (chosen[:, :3].all(1) == chosen[:, :3].any(1)).all()
+    assert (chosen[:, 3] != chosen[:, 0]).any()
+    assert chosen.mean() == pytest.approx(0.3, abs=0.05)
+    assert word_numbers(tokens[:6], np.ones(6, bool), joints(tokenizer)).tolist() == [0, 0, 0, 1, 2, 3]
+
+
+def test_words_of_sentencepiece_and_bytes(sentencepiece):
+    for tokenizer in (sentencepiece, load_tokenizer("bytes")):
+        text = "async def naïve_name(x12, yy):\n    return"
+        ids = np.array(tokenizer.encode(text))
+        numbers = word_numbers(ids, np.ones(len(ids), bool), joints(tokenizer))
+        words = [tokenizer.decode(ids[numbers == n].tolist()).strip() for n in range(numbers[-1] + 1)]
+        assert "async" in words
+        assert "return" in words
+        assert not [word for word in words if " " in word]
+
+
+def test_rates_that_cannot_be(tokenizer):
+    for rate in (0, 1, -1):
+        with pytest.raises(ValueError, match="must be between 0 and 1"):
+            masking_of(tokenizer, rate)
+    with pytest.raises(ValueError, match="special tokens alone"):
+        Masking(0.3, 4, np.zeros(5, bool))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(any),
+    length=st.integers(3, 12),
+    ended=st.booleans(),
+)
+def test_padded_rows_hold_every_token_of_every_document_once(tmp_path_factory, tokenizer, sizes, length, ended):
+    prefix = write(tmp_path_factory.mktemp("m") / "x", sizes, ended)
+    data = dataset(prefix, tokenizer, sequence_length=length)
+    documents: dict[int, int] = {}
+    for number in range(len(data)):
+        sample = data[number]
+        row, real = restored(sample), sample["mask"].tolist()
+        count = sum(real)
+        assert real == [True] * count + [False] * (length - count)
+        assert (row[0], row[count - 1]) == (CLS, SEP)
+        assert set(row[count:]) <= {PAD}
+        body = row[1 : count - 1]
+        assert len(set(body)) == 1, "one document a row"
+        documents[body[0] - 5] = documents.get(body[0] - 5, 0) + len(body)
+        assert sample["loss_weight"].equal((sample["labels"] != IGNORED_LABEL).float())
+    assert documents == {d: size for d, size in enumerate(sizes) if size}
+
+
+@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(any), length=st.integers(2, 12))
+def test_packed_rows_hold_every_token_once(tmp_path_factory, tokenizer, sizes, length):
+    prefix = write(tmp_path_factory.mktemp("m") / "x", sizes)
+    data = dataset(prefix, tokenizer, sequence_length=length, layout="packed", reset_at_documents=True)
+    stream: list[int] = []
+    total = sum(sizes) + len(sizes)
+    for number in range(len(data)):
+        sample = data[number]
+        row, bounds = restored(sample), sample["cu_seqlens"].tolist()
+        assert "mask" not in sample
+        assert (bounds[0], bounds[-1], len(bounds)) == (0, length, data.segments + 1)
+        ends = [place + 1 for place, token in enumerate(row[: total - len(stream)]) if token == SEP]
+        assert set(ends) <= set(bounds) | {length}
+        stream += row
+    expected = [t for d, size in enumerate(sizes) for t in [d + 5] * size + [SEP]]
+    assert stream[: len(expected)] == expected
+    assert set(stream[len(expected) :]) <= {SEP}
+    assert len(stream) - len(expected) < length
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_masks_are_a_function_of_seed_epoch_and_sample(tmp_path, tokenizer, layout):
+    prefix = write(tmp_path / "x", [30] * 12)
+    make = lambda **changes: dataset(prefix, tokenizer, layout=layout, num_samples=150, **changes)  # noqa: E731
+    first, again, other = make(), make(cache_directory=tmp_path / "cache"), make(seed=2)
+    rows = [first[n] for n in range(len(first))]
+    assert all(again[n]["tokens"].equal(rows[n]["tokens"]) for n in reversed(range(len(first))))
+    assert [other[n]["labels"].tolist() for n in range(len(first))] != [row["labels"].tolist() for row in rows]
+    assert len(first) == first.per_epoch * -(-150 // first.per_epoch)
+    if layout == "padded":
+        epochs = [
+            sorted(tuple(restored(row)) for row in rows[start : start + first.per_epoch])
+            for start in range(0, len(first), first.per_epoch)
+        ]
+        assert epochs[0] == epochs[1], "each epoch holds the same rows"
+        masks = [
+            sorted(map(tuple, (row["labels"].tolist() for row in rows[s : s + first.per_epoch])))
+            for s in (0, first.per_epoch)
+        ]
+        assert masks[0] != masks[1], "under other masks"
+    validation = [dataset(prefix, tokenizer, rate=0.15, layout=layout) for _ in range(2)]
+    assert all(validation[0][n]["labels"].equal(validation[1][n]["labels"]) for n in range(len(validation[0])))
+
+
+def test_batches_of_padded_rows(tmp_path, tokenizer):
+    data = dataset(write(tmp_path / "x", [3, 9, 1]), tokenizer, num_samples=4)
+    (step, *_) = batches(data, global_batch_size=4, micro_batch_size=4)
+    assert set(step[0]) == {"tokens", "labels", "loss_weight", "mask"}
+    assert {tuple(value.shape) for value in step[0].values()} == {(4, 8)}
+
+
+def test_a_tokenizer_without_a_mask_token(tmp_path, sentencepiece):
+    assert load_tokenizer("bytes").mask_id == 257, "the first row beyond its entries"
+    assert sentencepiece.mask_id == 1, "unknown, which no text contains"
+    assert sentencepiece.begin_id is None
+    prefix = tmp_path / "x"
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add_document(np.array([*b"some text", 256]))
+    row = dataset(prefix, load_tokenizer("bytes"), sequence_length=12)[0]
+    assert bytes(restored(row)[:9]) == b"some text"
+    assert row["mask"].sum() == 10
+
+
+def test_settings_that_cannot_be(tmp_path, tokenizer):
+    prefix = write(tmp_path / "x", [3])
+    with pytest.raises(ValueError, match="layout 'dense' of masked samples is unknown; allowed: padded, packed"):
+        dataset(prefix, tokenizer, layout="dense")
+    with pytest.raises(ValueError, match="samples of 2 tokens have no room for text"):
+        dataset(prefix, tokenizer, sequence_length=2)
+    with pytest.raises(ValueError, match="nothing but their end"):
+        dataset(write(tmp_path / "y", [0, 0]), tokenizer, num_samples=3)
+    with pytest.raises(IndexError, match="sample 5 of 1"):
+        dataset(prefix, tokenizer)[5]
+
+
+def test_the_real_vocabulary(shared):
+    tokenizer = load_tokenizer("wordpiece", shared / "data/tokenizers/bert-base-uncased")
+    assert (tokenizer.begin_id, tokenizer.end_of_document_id, tokenizer.mask_id, tokenizer.pad_id) == (101, 102, 103, 0)
+    assert set(tokenizer.special_ids) == {0, 100, 101, 102, 103}
+    ids = np.array(tokenizer.encode("unaffable transformers"))
+    assert word_numbers(ids, np.ones(len(ids), bool), joints(tokenizer))[-1] == 1
