@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from .files import naming
+
 
 def cached_arrays(
     directory: str | Path | None,
@@ -34,7 +36,8 @@ def cached_arrays(
         aside.mkdir(parents=True)
         try:
             for key, array in build().items():
-                np.save(aside / f"{key}.npy", array)
+                with naming(aside / f"{key}.npy"):
+                    np.save(aside / f"{key}.npy", array)
             (aside / "made_from.json").write_text(description)
             aside.rename(folder)
         except OSError:

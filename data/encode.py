@@ -85,6 +85,8 @@ def encode_block(block: Block, key: str, recipe: Recipe, tokenizer: Tokenizer) -
     """Parse and tokenise one block for one key."""
     parsed = parse_block(block, key, recipe.source_key)
     outcome = Encoded(np.zeros(0, token_dtype(tokenizer.vocab_size)), skipped=parsed.skipped, broken=parsed.broken)
+    if parsed.skipped.pop("undecodable", 0):
+        outcome.broken.append(f"{block.file.path}: not text in the encoding that it declares")
     documents = []
     for document in parsed.documents:
         text = document.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,22 @@ from typing import IO
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of the block says which file it was about, which that of a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
+
+
+@contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[IO[bytes]]:
     """A file to write that takes its place when the block ends well; after an exception nothing is left."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
     try:
-        with open(aside, "wb") as file:
+        with naming(path), open(aside, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -16,6 +16,7 @@ and ``.bin`` holds the tokens of the sequences one after another. A *prefix* is 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import shutil
@@ -26,6 +27,8 @@ from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .files import naming
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
@@ -122,7 +125,8 @@ class IndexedWriter:
                 f" {int(tokens.max() if tokens.max() > limits.max else tokens.min())}, outside of {self.dtype}"
                 f" ({limits.min} to {limits.max}): the type was chosen for another tokenizer"
             )
-        self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
+        with naming(bin_path(self.prefix)):
+            self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
 
     def add_file(self, prefix: str | Path) -> None:
         """Append all documents of another pair of files, boundaries kept. Raises ValueError when the types differ."""
@@ -133,12 +137,12 @@ class IndexedWriter:
                 " come from one tokenizer"
             )
         first = len(self._sizes)
-        if other.is_contiguous:
-            with open(bin_path(prefix), "rb") as tokens:
+        with naming(bin_path(self.prefix)), open(bin_path(prefix), "rb") as tokens:
+            if other.is_contiguous:
                 shutil.copyfileobj(tokens, self._file, 1 << 22)
-        else:
-            for sequence in range(len(other)):
-                self._file.write(other[sequence].tobytes())
+            else:
+                for sequence in range(len(other)):
+                    self._file.write(other[sequence].tobytes())
         self._sizes.frombytes(other.sizes.tobytes())
         self._document_starts.frombytes((other.document_starts[1:] + first).tobytes())
 
@@ -148,15 +152,16 @@ class IndexedWriter:
 
     def finish(self) -> None:
         """Write the index and put both files in place. Called by the end of the ``with`` block."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(bin_path(self.prefix)):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         sizes = np.frombuffer(self._sizes, dtype=np.int32) if self._sizes else np.zeros(0, np.int32)
         pointers = np.zeros(len(sizes), np.int64)
         np.cumsum(sizes[:-1], out=pointers[1:], dtype=np.int64)
         pointers *= self.dtype.itemsize
         starts = np.frombuffer(self._document_starts, dtype=np.int64)
-        with open(self._aside_idx, "wb") as index:
+        with naming(idx_path(self.prefix)), open(self._aside_idx, "wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, DTYPE_TO_CODE[self.dtype], len(sizes), len(starts)))
             index.write(sizes.astype("<i4", copy=False).tobytes())
             index.write(pointers.astype("<i8", copy=False).tobytes())
@@ -170,7 +175,8 @@ class IndexedWriter:
 
     def abandon(self) -> None:
         """Leave nothing behind."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk has no room for what is still in the buffer
+            self._file.close()
         self._aside_bin.unlink(missing_ok=True)
         self._aside_idx.unlink(missing_ok=True)
 

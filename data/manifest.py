@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .files import written_aside
 from .tokenizer import Tokenizer, load_tokenizer
 
 
@@ -14,7 +15,8 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def write_manifest(prefix: str | Path, content: dict[str, Any]) -> None:
-    manifest_path(prefix).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with written_aside(manifest_path(prefix)) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from .corpora import Corpus, SourceFile, source_files
+from .files import naming
 from .indexed import IndexedWriter, token_dtype
 from .manifest import describe_tokenizer, write_manifest
 from .readers import SOURCE_KEY, Document, parse_block, read_blocks
@@ -263,7 +264,8 @@ def _tokenise(recipe: _Recipe, folder: Path, tokenizer: Tokenizer, survey: _Surv
                 counts[side]["tokens"] += len(tokens) + 1
                 counts[side]["bytes"] += len(raw)
                 if side == "validation":
-                    validation_text.write(raw)
+                    with naming(folder / "validation.txt"):
+                        validation_text.write(raw)
     for side, table in tables.items():
         if table.names:
             write_sources(folder / f"{side}_text_document", table.ids)

@@ -116,16 +116,14 @@ class _Counts:
 
     def add(self, skipped: Counter[str], broken: int, documents: int, messages: Sequence[str] = ()) -> None:
         """Raises ValueError past the recipe's thresholds."""
-        undecodable = skipped["undecodable"]
         before, allowed = self.broken, self.recipe.max_broken
-        self.broken += broken + undecodable
+        self.broken += broken
         self.empty += skipped["empty"]
         self.documents += documents + skipped["empty"]
         if self.broken > allowed:
-            first = messages[allowed - before] if allowed - before < len(messages) else "a file is not in its encoding"
             raise ValueError(
-                f"{first} ({allowed} such lines are allowed). Repair the file, or let that many be left out with"
-                " --max-broken."
+                f"{messages[allowed - before]} ({allowed} such lines are allowed). Repair the file, or let that many be"
+                " left out with --max-broken."
             )
         if self.documents >= 1000:
             self.check_at_end()

@@ -6,6 +6,7 @@ The arguments carry GPT-NeoX's names and meanings; the files open in GPT-NeoX an
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files, options.output_prefix, recipe, workers=options.workers, progress=not options.no_progress
         )
     except (OSError, ValueError) as error:
-        print(f"preprocess_data: {error}", file=sys.stderr)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = ". What is finished is kept: make room and give the same command again" if full else ""
+        print(f"preprocess_data: {error}{hint}", file=sys.stderr)
         return 1
     seconds = time.perf_counter() - start
     for name, manifest in manifests.items():

@@ -215,6 +215,56 @@ def test_python_files_are_decoded_as_they_declare(tmp_path):
     assert [p.skipped["undecodable"] for p in parsed] == [0, 1, 1]
 
 
+def test_a_saved_data_set(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(readers, "BLOCK_ROWS", 2)
+    rows = [{"text": text, "meta": {"pile_set_name": "Github"}, "n": 1} for text in ("a", "", "b", "c", "d")]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    documents = read(tmp_path / "saved")
+    assert [(d.text, d.position, d.source) for d in documents] == [
+        (t, p, "Github") for t, p in (("a", 1), ("b", 3), ("c", 4), ("d", 5))
+    ]
+    (file,) = source_files(tmp_path / "saved")
+    assert sum(block.file_bytes for block in read_blocks([file])) <= file.bytes > 0
+    with pytest.raises(ValueError, match="saved: no key 'content'; the keys there are text, meta, n"):
+        read(tmp_path / "saved", "content")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(ValueError, match=r"is a saved data set with the splits train: name one, as .*splits/train"):
+        read(tmp_path / "splits")
+    assert len(read(tmp_path / "splits/train")) == 4
+    next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"")
+    readers._open_saved.cache_clear()
+    with pytest.raises(ValueError, match="saved is not a whole saved data set"):
+        read(tmp_path / "saved")
+
+
+def test_a_data_set_by_name_is_streamed(tmp_path, monkeypatch):
+    """A folder has a name too, so that this needs no network."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 100)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(lines("a", "", "b", "three"))
+    (tmp_path / "set" / "test.jsonl").write_bytes(lines("t"))
+    documents = read(f"hf:{tmp_path}/set")
+    assert [(d.text, d.position, d.source) for d in documents] == [
+        (text, row, "Github") for text, row in (("a", 1), ("b", 3), ("three", 4))
+    ]
+    assert [d.text for d in read(f"hf:{tmp_path}/set:test")] == ["t"]
+    assert [d.text for d in read(f"hf:{tmp_path}/set:default:test")] == ["t"]
+    with pytest.raises(ValueError, match="row 1: no key 'content'; the keys there are text, meta"):
+        read(f"hf:{tmp_path}/set", "content")
+    (file,) = source_files(f"hf:{tmp_path}/set")
+    before = file.identity()
+    (tmp_path / "set" / "train.jsonl").write_bytes(lines("other"))
+    assert file.identity() != before, "what is cached for it is not used when it changes"
+    with pytest.raises(ValueError, match="the library datasets cannot read it"):
+        read(f"hf:{tmp_path}/set:validation")
+    for name in ("hf:", "hf:a:b:c:d"):
+        with pytest.raises(ValueError, match="must be hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIGURATION:SPLIT"):
+            source_files(name)
+
+
 def test_the_pile_and_c4_samples(shared):
     pile = read(shared / "data/pile_sample/train")
     assert len(pile) > 500

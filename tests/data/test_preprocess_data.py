@@ -3,64 +3,24 @@
 import gzip
 import importlib.util
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from data import preprocess as module
-from data.corpora import source_files
-from data.encode import Recipe, encode_block
+from data import readers
+from data.corpora import SourceFile, source_files
+from data.encode import Recipe
 from data.indexed import IndexedTokens
 from data.manifest import read_manifest
+from data.parts import finished_reports
 from data.preprocess import preprocess
-from data.readers import Block, read_blocks
+from data.readers import read_blocks
+from data.sources import read_sources
 from data.tokenizer import load_tokenizer
+from tests.data.inline_pool import Inline
 from tools.preprocess_data import main
-
-
-class Inline:
-    """A pool that works in this process: what a worker does, without the second that starting one takes.
-
-    ``done`` lists the files whose blocks were tokenised; a kill comes at the block of the file named ``stop_at``.
-    """
-
-    done: ClassVar[list[str]] = []
-    stop_at: str | None = None
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.tokenizer = recipe, load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
-
-    def __enter__(self) -> "Inline":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def submit(self, _, block: Block) -> "Result":
-        return Result(self, block)
-
-
-@dataclass
-class Result:
-    pool: Inline
-    block: Block
-
-    def result(self):
-        name = self.block.file.path.name
-        if name == Inline.stop_at:
-            raise KeyboardInterrupt
-        Inline.done.append(name)
-        return [encode_block(self.block, key, self.pool.recipe, self.pool.tokenizer) for key in self.pool.recipe.keys]
-
-
-@pytest.fixture
-def inline(monkeypatch):
-    monkeypatch.setattr(module, "_pool", lambda recipe, workers: Inline(recipe))
-    monkeypatch.setattr(Inline, "done", [])
-    monkeypatch.setattr(Inline, "stop_at", None)
 
 
 def write(path: Path, records: list[dict[str, str]]) -> Path:
@@ -154,6 +114,84 @@ def test_a_killed_job_goes_on_where_it_was(corpus, tmp_path, inline):
     preprocess(files, tmp_path / "cut", recipe, progress=False)
     assert Inline.done == ["a.jsonl", "b.jsonl.gz", "d.jsonl"], "no file is done twice"
     assert {name.removeprefix("cut"): content for name, content in outputs(tmp_path / "cut").items()} == expected
+
+
+def test_a_kill_inside_a_large_file_costs_its_last_part(tmp_path, inline, monkeypatch):
+    """Parts of two blocks: what a killed job finished of a file is not tokenised again."""
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(module, "PART_BLOCKS", 2)
+    records = [{"text": f"text {n % 50} of the file", "meta": {"pile_set_name": "ab"[n % 2]}} for n in range(60)]
+    files = source_files([write(tmp_path / "large.jsonl", records), write(tmp_path / "more.jsonl", records[:3])])
+    recipe = Recipe("bytes", append_eod=True, deduplicate=True)
+    preprocess(files, tmp_path / "whole", recipe, progress=False)
+    total = len(Inline.done)
+    assert total > 8
+    expected = {name.removeprefix("whole"): content for name, content in outputs(tmp_path / "whole").items()}
+    submitted: list[int] = []
+
+    class Killed(Inline):
+        def submit(self, function, block):
+            submitted.append(1)
+            if len(submitted) > 11:
+                raise KeyboardInterrupt
+            return super().submit(function, block)
+
+    monkeypatch.setattr(module, "_pool", lambda recipe, workers: Killed(recipe))
+    Inline.done.clear()
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(files, tmp_path / "cut", recipe, workers=1, progress=False)
+    finished = sum(report["blocks"] for report in finished_reports(next(tmp_path.glob("cut.parts-*")), 0))
+    assert 0 < finished <= len(Inline.done)
+    assert finished % 2 == 0
+    monkeypatch.setattr(module, "_pool", lambda recipe, workers: Inline(recipe))
+    Inline.done.clear()
+    preprocess(files, tmp_path / "cut", recipe, progress=False)
+    assert len(Inline.done) == total - finished
+    assert {name.removeprefix("cut"): content for name, content in outputs(tmp_path / "cut").items()} == expected
+
+
+def test_sources_and_files_of_the_documents(tmp_path, inline):
+    files = [
+        write(tmp_path / "a.jsonl", [{"text": f"a{n}", "meta": {"pile_set_name": "xyx"[n]}} for n in range(3)]),
+        write(tmp_path / "b.jsonl", [{"text": "b", "meta": {"pile_set_name": "y"}}, {"text": "c"}]),
+    ]
+    manifest = preprocess(source_files(files), tmp_path / "out", Recipe("bytes"), progress=False)["text"]
+    assert manifest["sources"] == ["x", "y", "other"]
+    assert manifest["documents_of_files"] == [[str(files[0]), 3], [str(files[1]), 2]]
+    assert manifest["padded_vocab_size"] == 384
+    names, ids = read_sources(tmp_path / "out_text_document", 5)
+    assert [names[i] for i in ids] == ["x", "y", "x", "y", "other"]
+    other = write(tmp_path / "c.jsonl", [{"text": "c", "domain": {"name": "web"}}])
+    recipe = Recipe("bytes", source_key="domain.name")
+    assert preprocess(source_files(other), tmp_path / "out", recipe, progress=False)["text"]["sources"] == ["web"]
+
+
+def test_many_empty_documents_stop_the_job(tmp_path, inline):
+    path = write(tmp_path / "x.jsonl", [{"text": "a" * (n % 4 == 0)} for n in range(20)])
+    with pytest.raises(ValueError, match=r"15 of 20 documents are empty, more than the share 0\.5 .*--max-empty"):
+        preprocess(source_files(path), tmp_path / "out", Recipe("bytes"), progress=False)
+    manifest = preprocess(source_files(path), tmp_path / "out", Recipe("bytes", max_empty=0.8), progress=False)["text"]
+    assert manifest["skipped"] == {"empty": 15}
+
+
+def test_files_in_another_encoding_are_counted(tmp_path, inline):
+    (tmp_path / "a.py").write_bytes(b"x = '\xff'\n")
+    (tmp_path / "b.py").write_bytes(b"x = 1\n")
+    files = [SourceFile(tmp_path / name, "python", name) for name in ("a.py", "b.py")]
+    with pytest.raises(ValueError, match=r"a\.py: not text in the encoding that it declares \(0 such lines"):
+        preprocess(files, tmp_path / "out", Recipe("bytes"), progress=False)
+    manifest = preprocess(files, tmp_path / "out", Recipe("bytes", max_broken=1), progress=False)["text"]
+    assert (manifest["documents"], manifest["skipped"]) == (1, {"broken": 1})
+
+
+def test_command_lines_of_gpt_neox_run(tmp_path, inline, sentencepiece):
+    path = write(tmp_path / "x.jsonl", [{"text": "a"}])
+    words = (
+        f"--input {path} --jsonl-keys text --num-docs 1 --tokenizer-type SPMTokenizer --vocab-file {sentencepiece.path}"
+    )
+    words += f" --append-eod --output-prefix {tmp_path}/out --dataset-impl mmap --workers 1 --log-interval 10"
+    assert main(words.split()) == 0
+    assert IndexedTokens(tmp_path / "out_text_document").num_documents == 1
 
 
 def test_parts_of_another_recipe_are_not_used(corpus, tmp_path, inline):
