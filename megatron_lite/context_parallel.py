@@ -45,9 +45,15 @@ def context_shards(grid: Grid) -> ContextShards | None:
 
 
 def own_stretch(batch: Mapping[str, Tensor], shards: ContextShards) -> dict[str, Tensor]:
-    """This process's stretch of a batch: everything that is [batch, length] is cut along the length."""
+    """This process's stretch of a batch: everything that is [batch, length] is cut along the length.
+
+    `cu_seqlens` stays that of the whole row: where a packed sequence began tells what it takes from the left.
+    """
     length = batch["tokens"].shape[1] // shards.count
-    return {key: value.narrow(1, shards.index * length, length) for key, value in batch.items()}
+    return {
+        key: value if key == "cu_seqlens" else value.narrow(1, shards.index * length, length)
+        for key, value in batch.items()
+    }
 
 
 class _Gather(torch.autograd.Function):
