@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megatron_lite.checkpoint import CheckpointError
 
     try:
-        return _export(options)
+        return _export(options) if options.command == "export" else _import(options)
     except (CheckpointError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -35,6 +35,41 @@ def _export(options: argparse.Namespace) -> int:
     files = f"{done.shards} files" if done.shards > 1 else "one file"
     print(f"{done.folder}: {done.parameters:,} parameters in {options.dtype}, {done.bytes / 1e9:,.2f} GB in {files}")
     return _check(done, options)
+
+
+def _import(options: argparse.Namespace) -> int:
+    import torch
+
+    from megatron_lite.checkpoint import Weights
+    from tools.conversion.compare import real_text, rows_of, trainer_logits
+    from tools.conversion.importing import import_folder, original_logits
+
+    done = import_folder(options.folder, options.run, overwrite=options.overwrite, progress=sys.stderr.isatty())
+    print(f"{done.checkpoint}: {done.parameters:,} parameters of {options.folder} ({done.kind})")
+    if done.tokenizer is not None:
+        text, name = real_text(done.config, done.tokenizer, options.text)
+        tokens = rows_of(text, done.tokenizer)
+    else:
+        print("no tokenizer there: set data.tokenizer before training")
+        name = "a count from 0 on"
+        tokens = (torch.arange(256) % done.model.vocab_size)[None]
+    theirs, why = original_logits(options.folder, done.kind, done.model, tokens)
+    over = False
+    if theirs is None:
+        print(f"logits were not compared with the original's: {why}")
+    else:
+        ours = trainer_logits(Weights(done.checkpoint), done.model, tokens, torch.float32)
+        difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+        print(
+            f"logits on {tokens.numel()} tokens of {name}: largest difference to the original's {difference:.2e} "
+            f"(largest logit {largest:.2f})"
+        )
+        over = not difference <= options.tolerance * max(1.0, largest)
+    if over:
+        print(f"error: over the tolerance of {options.tolerance:g}; {done.run} was left as it is", file=sys.stderr)
+        return 1
+    print(f"python train.py {done.run}/config.yml data.corpus=...   trains on from here; look through the file first")
+    return 0
 
 
 def _check(done: object, options: argparse.Namespace) -> int:
@@ -80,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
             "examples:\n"
             "  python -m tools.convert_hf export runs/default exported/           weights as float32\n"
             "  python -m tools.convert_hf export runs/default exported/ --dtype bf16 --overwrite\n"
+            "  python -m tools.convert_hf import exported/ runs/again              an export, to train on\n"
+            "  python -m tools.convert_hf import pythia-410m/ runs/pythia          GPT-NeoX, Llama, MetaLA, GLA, RetNet, HGRN2\n"
             "\n"
             "An export ends by comparing its logits with the trainer's and fails over the tolerance. docs/huggingface.md"
         ),
@@ -99,6 +136,23 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--licence", default="apache-2.0", help="the model card's, as the hub spells it (apache-2.0)")
     export.add_argument("--text", type=Path, help="text to compare logits on (default: the run's validation text)")
     export.add_argument("--tolerance", type=float, default=1e-4, help="largest difference of logits (default 1e-4)")
+    imported = commands.add_parser(
+        "import",
+        help="a Hugging Face folder as a run to train on",
+        description="Write a run with a checkpoint, the tokenizer and a config.yml for train.py. Weights: safetensors.",
+    )
+    imported.add_argument(
+        "folder", type=Path, help="an export of this project, or a gpt_neox, llama, metala, gla, retnet or hgrn2 model"
+    )
+    imported.add_argument("run", type=Path, help="the run folder to write")
+    imported.add_argument("--overwrite", action="store_true", help="replace an import in which nothing was trained")
+    imported.add_argument("--text", type=Path, help="text to compare logits on (default: see docs/huggingface.md)")
+    imported.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="largest difference, over the largest logit where that is over 1 (1e-4)",
+    )
     return parser
 
 

@@ -1,0 +1,292 @@
+"""Imports: exports come back bit for bit, other codebases' models with their own logits, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_lite.checkpoint import read_config_yaml, read_weights
+from models.config import ModelConfig
+from models.lm import LanguageModel
+from tools.convert_hf import main
+from tools.load_model import build_model, load_model, model_config
+
+
+def difference(said: str) -> float:
+    return float(said.split("largest difference to the original's ")[1].split()[0])
+
+
+def test_an_export_comes_back_bit_for_bit(
+    trained_run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", str(exported), str(tmp_path / "again")]) == 0
+    assert difference(capsys.readouterr().out) <= 1e-5
+    before, after = read_weights(trained_run), read_weights(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    loaded = load_model(tmp_path / "again")
+    assert loaded.tokenizer.hash == load_model(trained_run).tokenizer.hash
+
+
+def tiny_gpt_neox(**more: Any) -> Any:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=64,
+        **more,
+    )
+    return GPTNeoXForCausalLM(config)
+
+
+def tiny_llama(**more: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **{
+            "vocab_size": 97,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+            "max_position_embeddings": 64,
+            **more,
+        }
+    )
+    return LlamaForCausalLM(config)
+
+
+ORIGINALS = {
+    "pythia": lambda: tiny_gpt_neox(),
+    "gpt_neox-sequential-tied": lambda: tiny_gpt_neox(
+        use_parallel_residual=False,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    ),
+    "llama": lambda: tiny_llama(),
+    "llama-tied-bias": lambda: tiny_llama(
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        num_key_value_heads=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_transformers_models(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = ORIGINALS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "original")
+    assert main(["import", str(tmp_path / "original"), str(tmp_path / "run")]) == 0
+    assert difference(capsys.readouterr().out) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["gla", "retnet", "hgrn2"])
+def test_flash_linear_attention(name: str, tmp_path: Path) -> None:
+    """Against logits that flash-linear-attention's own kernels gave (golden/make_fla.py)."""
+    folder = Path(__file__).parent / "golden" / name
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 0
+    reference = load_file(folder / "reference.safetensors")
+    logits = load_language_model(tmp_path / "run")(reference["ids"])
+    assert (logits - reference["logits"]).abs().max() <= 5e-5
+    # Break one tensor: the reference sees it.
+    weights = load_file(folder / "model.safetensors")
+    shutil.copytree(folder, tmp_path / "broken")
+    weights["model.layers.1.attn.q_proj.weight"][0] *= 1.1
+    save_file(weights, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
+    assert main(["import", str(tmp_path / "broken"), str(tmp_path / "run2")]) == 0
+    assert (load_language_model(tmp_path / "run2")(reference["ids"]) - reference["logits"]).abs().max() > 1e-4
+
+
+def load_language_model(run: Path) -> LanguageModel:
+    config = model_config(read_config_yaml(run))
+    return build_model(config, read_weights(run)).eval().requires_grad_(False)
+
+
+METALA_NAMES = {
+    "q_proj": "q_proj",
+    "a_proj": "k_gate",
+    "v_proj": "v_proj",
+    "gate_proj": "g_proj",
+    "out_proj": "out_proj",
+    "conv": "conv1d",
+    "aug_weight": "aug_balance",
+}
+
+
+def as_released(name: str) -> str:
+    """The name that the published MetaLA checkpoints give a tensor."""
+    name = name.replace("embedding.weight", "model.embed_tokens.weight").replace("head.norm", "model.final_norm")
+    name = name.replace("head.weight", "lm_head.weight").replace("blocks.", "model.layers.")
+    for ours, theirs in (("norm1", "token_norm"), ("norm2", "channel_norm")):
+        name = name.replace(f".{ours}.", f".{theirs}.")
+    for ours, theirs in (("gate_proj", "l1"), ("up_proj", "l2"), ("down_proj", "l3")):
+        name = name.replace(f"mlp.{ours}", f"channel_mixer.{theirs}")
+    for ours, theirs in METALA_NAMES.items():
+        name = name.replace(f"mixer.{ours}", f"token_mixer.{theirs}") if ".mixer." in name else name
+    return name
+
+
+@pytest.mark.parametrize("norm_type", ["layernorm", "simplermsnorm"])
+def test_released_metala_names(norm_type: str, tmp_path: Path) -> None:
+    config = ModelConfig(
+        vocab_size=61,
+        num_layers=2,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=96,
+        norm="layernorm" if norm_type == "layernorm" else "rmsnorm",
+        norm_affine=norm_type == "layernorm",
+        norm_eps=1e-5 if norm_type == "layernorm" else 1e-6,
+        tie_embeddings=False,
+    )
+    model = LanguageModel(config, seed=0).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    folder = tmp_path / "released"
+    folder.mkdir()
+    tensors = {as_released(name): p.detach().clone() for name, p in model.named_parameters()}
+    for name in [n for n in tensors if n.endswith("conv1d.weight")]:
+        tensors[name] = tensors[name].unsqueeze(1)
+    save_file(tensors, folder / "model.safetensors")
+    theirs = {
+        "model_type": "metala",
+        "vocab_size": 61,
+        "decoder_embed_dim": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 2,
+        "glu_dim": 96,
+        "norm_type": norm_type,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(theirs))
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 0
+    ids = torch.arange(40)[None]
+    assert torch.equal(load_language_model(tmp_path / "run")(ids), model(ids))
+
+
+def test_training_goes_on_from_an_import(exported: Path, tmp_path: Path) -> None:
+    run = tmp_path / "again"
+    assert main(["import", str(exported), str(run)]) == 0
+    result = subprocess.run(
+        [sys.executable, "train.py", str(run / "config.yml"), "schedule.train_steps=3", "logging.progress_bar=false"],
+        env={key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first = next(line["loss"] for line in losses if line["kind"] == "train")
+    assert first < 5, f"{first}: an untrained model starts at 6.2, the imported one was trained"
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step_00000003"
+
+
+def broken(exported: Path, folder: Path, **config: Any) -> dict[str, torch.Tensor]:
+    shutil.copytree(exported, folder)
+    values = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(values))
+    return load_file(folder / "model.safetensors")
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+def test_missing_extra_and_wrong_tensors(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    tensors = broken(exported, folder)
+    tensors["blocks.0.mixer.query_proj.weight"] = tensors.pop("blocks.0.mixer.q_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "blocks.0.mixer.q_proj.weight is missing (nearest: blocks.0.mixer.query_proj.weight)" in said
+    assert "blocks.0.mixer.query_proj.weight belongs to nothing (nearest: blocks.0.mixer.q_proj.weight)" in said
+    tensors["blocks.0.mixer.q_proj.weight"] = tensors.pop("blocks.0.mixer.query_proj.weight")[:, :5].contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "blocks.0.mixer.q_proj.weight [32, 5]" in said
+    assert "config.json needs [32, 64]" in said
+    assert not (tmp_path / "run").exists(), "nothing half-written is left"
+
+
+def test_folders_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = error_of(["import", str(tmp_path / "nowhere"), str(tmp_path / "run")], capsys)
+    assert "is no Hugging Face folder: config.json is missing (there is no such folder)" in said
+    (tmp_path / "config.json").write_text("{")
+    assert "is no JSON" in error_of(["import", str(tmp_path), str(tmp_path / "run")], capsys)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    said = error_of(["import", str(tmp_path), str(tmp_path / "run")], capsys)
+    assert "model_type 'bert' cannot be imported; what can: metalion, metala, gpt_neox" in said
+
+
+def test_pickles_are_not_opened(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    broken(exported, folder)
+    (folder / "model.safetensors").unlink()
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "opened",))
+
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "pickles (pytorch_model.bin), which run code when they are read; they are not opened" in said
+    assert not (tmp_path / "opened").exists()
+
+
+def test_a_tokenizer_larger_than_the_embedding(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    tensors = broken(exported, folder, vocab_size=300)
+    tensors["embedding.weight"] = tensors["embedding.weight"][:300].contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "has 400 entries and the embedding 300 rows" in said
+
+
+def test_settings_without_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    tiny_llama(
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    ).save_pretrained(folder)
+    assert "rope_type = 'linear' has no counterpart here" in error_of(
+        ["import", str(folder), str(tmp_path / "run")], capsys
+    )
+    golden = Path(__file__).parent / "golden" / "gla"
+    tensors = broken(golden, tmp_path / "gla", use_short_conv=True)
+    assert tensors
+    said = error_of(["import", str(tmp_path / "gla"), str(tmp_path / "run")], capsys)
+    assert "use_short_conv = True has no counterpart here; allowed are False" in said
+
+
+def test_a_run_that_exists(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert main(["import", str(exported), str(run)]) == 0
+    assert "exists: name another run folder" in error_of(["import", str(exported), str(run)], capsys)
+    assert main(["import", str(exported), str(run), "--overwrite"]) == 0
+    (run / "metrics.jsonl").touch()
+    assert "was trained in" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)

@@ -1,0 +1,73 @@
+"""A Hugging Face folder as it lies on the disk: its config and its tensors, read when asked for. Pickles are never read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json. Raises FileNotFoundError for a folder without one, ValueError for one that is no JSON object."""
+    path = folder / "config.json"
+    if not path.is_file():
+        near = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else "there is no such folder"
+        raise FileNotFoundError(f"{folder} is no Hugging Face folder: config.json is missing ({near})")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(f"{path} names no model_type, so its weights cannot be told apart")
+    return config
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors of model.safetensors, or of the files that model.safetensors.index.json names; in their own dtype.
+
+    Raises:
+        FileNotFoundError: no safetensors there, or a file of the index is missing.
+        ValueError: weights as pickles only, or a file that is no safetensors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        else:
+            names = ["model.safetensors"]
+        if not index.is_file() and not (folder / "model.safetensors").is_file():
+            pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+            if pickles:
+                raise ValueError(
+                    f"{folder}: its weights are pickles ({', '.join(pickles[:3])}), which run code when they are read; they "
+                    "are not opened. Save the model as safetensors where you trust it: save_pretrained writes them"
+                )
+            raise FileNotFoundError(f"{folder}: model.safetensors is missing")
+        self._files: dict[str, Any] = {}
+        self._of: dict[str, str] = {}
+        for name in names:
+            try:
+                self._files[name] = safe_open(folder / name, framework="pt")
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{folder / name} is missing; {index.name} names it") from None
+            except SafetensorError as error:
+                raise ValueError(f"{folder / name} is no safetensors file: {error}") from error
+            self._of |= dict.fromkeys(self._files[name].keys(), name)
+        self.shapes = {key: tuple(self._files[file].get_slice(key).get_shape()) for key, file in self._of.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[self._of[name]].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)

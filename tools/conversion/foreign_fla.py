@@ -1,0 +1,152 @@
+"""GLA, RetNet and HGRN2 as flash-linear-attention stores them (its version 0.6, models/{gla,retnet,hgrn2})."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from tools.conversion.foreign import Foreign, Source, only
+
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("swish",),
+    "use_short_conv": (False,),
+    "attn": (None,),
+    "attnres_block_size": (None,),
+}
+
+
+def gla(config: Mapping[str, Any]) -> Foreign:
+    """Yang et al. 2023 (arXiv 2312.06635). Their gate has no bias; the gain of the norm of a head goes into W_O."""
+    only(config, _PLAIN | _GATED | {"expand_k": (0.5,), "expand_v": (1.0, 1), "clamp_min": (None,)})
+    only(config, {"num_kv_heads": (None, config["num_heads"]), "use_gk": (True,), "use_gv": (False,)})
+    model = _model(config, "gla", {"norm": "rmsnorm", "norm_eps": _eps(config)}, ratio=4)
+    sources = _around(config, model)
+    for i in range(model.num_layers):
+        ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
+        sources |= _maps(
+            ours, theirs, {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "gate_proj": "g_proj"}
+        )
+        sources |= _maps(ours, theirs, {"decay_down": "gk_proj.0", "decay_up": "gk_proj.1"})
+        sources[f"{ours}.decay_up.bias"] = Source((f"{theirs}.gk_proj.1.bias",))
+        sources[f"{ours}.gate_proj.bias"] = None
+        sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm_swish_gate")
+    return Foreign(model, sources, _tied(model))
+
+
+def retnet(config: Mapping[str, Any]) -> Foreign:
+    """Sun et al. 2023 (arXiv 2307.08621), with RMSNorm in a head, whose gain goes into W_O."""
+    only(config, _PLAIN | _GATED | {"expand_k": (1.0, 1), "num_kv_heads": (None, config["num_heads"])})
+    expand = config.get("expand_v", 2.0)
+    if expand != int(expand):
+        raise ValueError(f"expand_v = {expand}: only whole numbers have a counterpart here")
+    options = {"norm": "rmsnorm", "norm_eps": _eps(config), "expand_v": int(expand)}
+    model = _model(config, "retnet", options, ratio=2)
+    sources = _around(config, model)
+    for i in range(model.num_layers):
+        ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
+        sources |= _maps(
+            ours, theirs, {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "gate_proj": "g_proj"}
+        )
+        sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm_swish_gate")
+    return Foreign(model, sources, _tied(model))
+
+
+def hgrn2(config: Mapping[str, Any]) -> Foreign:
+    """Qin et al. 2024 (arXiv 2404.07904). Their norm takes all heads together; the lower bounds are a cumulative softmax
+    over layers of one matrix, from which each layer takes its own. Their operator divides by sqrt(head_dim), which the norm
+    undoes but for what it adds to the mean square: 1e-5 there, whatever norm_eps says."""
+    only(config, _PLAIN)
+    size = config["hidden_size"]
+    head_dim = config.get("expand_ratio") or size // config["num_heads"]
+    heads = size // head_dim
+    bounded = bool(config.get("use_lower_bound", True))
+    if not bounded and config["num_hidden_layers"] > 1:
+        raise ValueError("use_lower_bound = False has no counterpart here: layers after the first have a lower bound")
+    options = {"norm_over": "all", "norm_eps": 1e-5 * head_dim, "lower_bound_range": "free"}
+    model = _model({**config, "num_heads": heads}, "hgrn2", options, ratio=4)
+    sources = _around(config, model)
+    for i in range(model.num_layers):
+        ours, theirs = f"blocks.{i}.mixer", f"model.layers.{i}.attn"
+        sources |= _maps(ours, theirs, {"q_proj": "q_proj", "f_proj": "f_proj", "v_proj": "i_proj"})
+        sources[f"{ours}.out_proj.weight"] = _output(config, theirs, "g_norm")
+        if i:
+            sources[f"{ours}.lower_bound"] = Source(("model.lower_bounds",), partial(_lower_bound, layer=i))
+    # The first layer has none; a model of one layer still stores the matrix.
+    return Foreign(model, sources, (r"^model\.lower_bounds$", *_tied(model)))
+
+
+_GATED: dict[str, tuple[Any, ...]] = {"use_output_gate": (True,), "feature_map": (None,), "fuse_norm": (True, False)}
+
+
+def _model(config: Mapping[str, Any], mixer: str, options: dict[str, Any], *, ratio: int) -> ModelConfig:
+    size = config["hidden_size"]
+    width = config.get("intermediate_size")
+    if width is None:
+        width = 256 * -(-int(size * (config.get("hidden_ratio") or ratio) * 2 / 3) // 256)
+    return ModelConfig(
+        vocab_size=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        hidden_size=size,
+        num_heads=config["num_heads"],
+        mixers=(mixer,),
+        mixer_options={mixer: options},
+        mlp="swiglu",
+        intermediate_size=width,
+        norm="rmsnorm",
+        norm_eps=_eps(config),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _around(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Source | None]:
+    """Embedding, norms, MLP and head."""
+    sources: dict[str, Source | None] = {
+        "embedding.weight": Source(("model.embeddings.weight",)),
+        "head.norm.weight": Source(("model.norm.weight",)),
+    }
+    for i in range(model.num_layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        sources[f"{ours}.norm1.weight"] = Source((f"{theirs}.attn_norm.weight",))
+        sources[f"{ours}.norm2.weight"] = Source((f"{theirs}.mlp_norm.weight",))
+        sources |= _maps(f"{ours}.mlp", f"{theirs}.mlp", {n: n for n in ("gate_proj", "up_proj", "down_proj")})
+    if not model.tie_embeddings:
+        sources["head.weight"] = Source(("lm_head.weight",))
+    return sources
+
+
+def _maps(ours: str, theirs: str, names: Mapping[str, str]) -> dict[str, Source | None]:
+    return {f"{ours}.{a}.weight": Source((f"{theirs}.{b}.weight",)) for a, b in names.items()}
+
+
+def _output(config: Mapping[str, Any], theirs: str, norm: str) -> Source:
+    """W_O with the gain of the norm before it: its columns times the gain, which repeats over the heads."""
+    if not config.get("elementwise_affine", True):
+        return Source((f"{theirs}.o_proj.weight",))
+    if norm == "g_norm_swish_gate" and not config.get("fuse_norm", True):
+        norm = "g_norm"
+    return Source(
+        (f"{theirs}.o_proj.weight", f"{theirs}.{norm}.weight"),
+        lambda weight, gain: weight * gain.repeat(weight.shape[1] // len(gain)),
+    )
+
+
+def _lower_bound(matrix: Tensor, layer: int) -> Tensor:
+    """The logit of layer `layer`'s bound: softmax over layers, cumulated, less the first layer's."""
+    shares = matrix.double().softmax(0)
+    bound = shares[1 : layer + 1].sum(0)
+    # What is left to 1 is summed too, not subtracted, so that bounds near 1 keep their digits.
+    rest = shares[0] + shares[layer + 1 :].sum(0)
+    return (torch.log(bound) - torch.log(rest)).clamp(-80, 80).float()
+
+
+def _eps(config: Mapping[str, Any]) -> float:
+    return float(config.get("norm_eps", 1e-6))
+
+
+def _tied(model: ModelConfig) -> tuple[str, ...]:
+    return (r"^lm_head\.weight$",) if model.tie_embeddings else ()

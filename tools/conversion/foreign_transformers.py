@@ -1,0 +1,149 @@
+"""GPT-NeoX (Pythia) and Llama as transformers stores them, and this project's own exports."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from tools.conversion.foreign import Foreign, Source, only
+
+
+def metalion(config: Mapping[str, Any]) -> Foreign:
+    """The same names on both sides."""
+    from models.lm import LanguageModel
+
+    fields = {f.name for f in dataclasses.fields(ModelConfig)}
+    model = ModelConfig(**{key: value for key, value in config.items() if key in fields})
+    with torch.device("meta"):
+        names = [name for name, _ in LanguageModel(model).named_parameters()]
+    return Foreign(model, {name: Source((name,)) for name in names})
+
+
+def gpt_neox(config: Mapping[str, Any]) -> Foreign:
+    """Black et al. 2022 (arXiv 2204.06745); Pythia: Biderman et al. 2023. Rotary in halves of the rotated channels."""
+    only(config, {"hidden_act": ("gelu",), "attention_bias": (True,)})
+    rope = _rope(config)
+    heads = config["num_attention_heads"]
+    rotary_pct = float(config.get("rotary_pct", rope.get("partial_rotary_factor", 0.25)))
+    if (rotated := int(config["hidden_size"] // heads * rotary_pct)) % 2:
+        raise ValueError(
+            f"rotary_pct = {rotary_pct} rotates {rotated} channels of a head: only pairs have a counterpart here"
+        )
+    model = ModelConfig(
+        vocab_size=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        num_heads=heads,
+        mixers=("attention",),
+        mixer_options={
+            "attention": {
+                "bias": True,
+                "rotary_pct": rotary_pct,
+                "rotary_base": float(config.get("rotary_emb_base", rope.get("rope_theta", 10000.0))),
+            }
+        },
+        mlp="gelu",
+        mlp_bias=True,
+        intermediate_size=config["intermediate_size"],
+        norm="layernorm",
+        norm_eps=float(config.get("layer_norm_eps", 1e-5)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        parallel_residual=bool(config.get("use_parallel_residual", True)),
+    )
+    sources = {"embedding.weight": _one("gpt_neox.embed_in.weight")}
+    for i in range(model.num_layers):
+        ours, theirs = f"blocks.{i}", f"gpt_neox.layers.{i}"
+        for kind in ("weight", "bias"):
+            sources |= {
+                f"{ours}.norm1.{kind}": _one(f"{theirs}.input_layernorm.{kind}"),
+                f"{ours}.norm2.{kind}": _one(f"{theirs}.post_attention_layernorm.{kind}"),
+                f"{ours}.mixer.out_proj.{kind}": _one(f"{theirs}.attention.dense.{kind}"),
+                f"{ours}.mlp.up_proj.{kind}": _one(f"{theirs}.mlp.dense_h_to_4h.{kind}"),
+                f"{ours}.mlp.down_proj.{kind}": _one(f"{theirs}.mlp.dense_4h_to_h.{kind}"),
+            }
+            for part, name in enumerate(("q_proj", "k_proj", "v_proj")):
+                fused = f"{theirs}.attention.query_key_value.{kind}"
+                sources[f"{ours}.mixer.{name}.{kind}"] = Source((fused,), partial(_of_fused, part=part, heads=heads))
+    sources |= {f"head.norm.{kind}": _one(f"gpt_neox.final_layer_norm.{kind}") for kind in ("weight", "bias")}
+    if not model.tie_embeddings:
+        sources["head.weight"] = _one("embed_out.weight")
+    unused = (r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$", *_tied(model, "embed_out.weight"))
+    return Foreign(model, sources, unused)
+
+
+def llama(config: Mapping[str, Any]) -> Foreign:
+    """Touvron et al. 2023 (arXiv 2302.13971); rotary in halves of a head."""
+    only(config, {"hidden_act": ("silu",), "pretraining_tp": (1,)})
+    rope = _rope(config)
+    heads, size = config["num_attention_heads"], config["hidden_size"]
+    if config.get("head_dim") not in (None, size // heads):
+        raise ValueError(f"head_dim = {config['head_dim']}: here it is hidden_size / heads = {size // heads}")
+    bias = bool(config.get("attention_bias", False))
+    mlp_bias = bool(config.get("mlp_bias", False))
+    model = ModelConfig(
+        vocab_size=config["vocab_size"],
+        num_layers=config["num_hidden_layers"],
+        hidden_size=size,
+        num_heads=heads,
+        mixers=("attention",),
+        mixer_options={
+            "attention": {
+                "num_kv_heads": config.get("num_key_value_heads") or heads,
+                "bias": bias,
+                "rotary_base": float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+            }
+        },
+        mlp="swiglu",
+        mlp_bias=mlp_bias,
+        intermediate_size=config["intermediate_size"],
+        norm="rmsnorm",
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+    sources = {"embedding.weight": _one("model.embed_tokens.weight"), "head.norm.weight": _one("model.norm.weight")}
+    attention = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "out_proj": "o_proj"}
+    for i in range(model.num_layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        sources[f"{ours}.norm1.weight"] = _one(f"{theirs}.input_layernorm.weight")
+        sources[f"{ours}.norm2.weight"] = _one(f"{theirs}.post_attention_layernorm.weight")
+        for kind in ("weight", *(["bias"] if bias else [])):
+            sources |= {
+                f"{ours}.mixer.{a}.{kind}": _one(f"{theirs}.self_attn.{b}.{kind}") for a, b in attention.items()
+            }
+        for kind in ("weight", *(["bias"] if mlp_bias else [])):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                sources[f"{ours}.mlp.{name}.{kind}"] = _one(f"{theirs}.mlp.{name}.{kind}")
+    if not model.tie_embeddings:
+        sources["head.weight"] = _one("lm_head.weight")
+    return Foreign(model, sources, (r"rotary_emb\.inv_freq$", *_tied(model, "lm_head.weight")))
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Transformers 5 keeps the rotary settings in rope_parameters, earlier ones beside rope_scaling."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(
+            f"rope_type = {kind!r} has no counterpart here; allowed is 'default': other wavelengths differ"
+        )
+    return rope
+
+
+def _of_fused(fused: Tensor, part: int, heads: int) -> Tensor:
+    """GPT-NeoX stores queries, keys and values head by head: [heads, 3, head_dim, ...]."""
+    return fused.unflatten(0, (heads, 3, -1))[:, part].flatten(0, 1)
+
+
+def _one(name: str) -> Source:
+    return Source((name,))
+
+
+def _tied(model: ModelConfig, name: str) -> tuple[str, ...]:
+    """A tied matrix may stand in the file a second time."""
+    return (f"^{name}$",) if model.tie_embeddings else ()

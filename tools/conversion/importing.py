@@ -1,0 +1,183 @@
+"""A Hugging Face folder as a run to train on: a checkpoint, its tokenizer and a configuration. Weights go tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.tokenizer import Tokenizer, load_tokenizer
+from megatron_lite.checkpoint import write_weights
+from megatron_lite.config import dump_config, load_config
+from megatron_lite.partition import partition_words
+from models.config import ModelConfig
+from models.lm import LanguageModel
+from tools.conversion.export import TRAINING_FOLDER, check_vocabulary
+from tools.conversion.folder import Tensors, read_config
+from tools.conversion.foreign import check_names, make, translate
+from tools.load_model import keep_tokenizer
+
+
+@dataclass(frozen=True)
+class Import:
+    """What was written.
+
+    Attributes:
+        run: the run's folder; `config.yml` in it is what train.py takes.
+        checkpoint: the step folder.
+        kind: `model_type` of the folder that was read.
+        model: its architecture here.
+        config: the whole configuration as plain YAML values.
+        tokenizer: None where the folder has none.
+        parameters: number of weights.
+    """
+
+    run: Path
+    checkpoint: Path
+    kind: str
+    model: ModelConfig
+    config: dict[str, Any]
+    tokenizer: Tokenizer | None
+    parameters: int
+
+
+def import_folder(folder: Path, run: Path, *, overwrite: bool = False, progress: bool = False) -> Import:
+    """Write the run folder `run` from a Hugging Face folder.
+
+    Args:
+        overwrite: replace a run folder that is there, if nothing was trained in it.
+
+    Raises:
+        FileExistsError: `run` is there already.
+        FileNotFoundError: no Hugging Face folder, or a file of it is missing.
+        ValueError: another kind of model, a setting without counterpart, tensors that are missing, too many or of another
+            shape, pickles, or a tokenizer that is larger than the embedding.
+        CheckpointError: the checkpoint could not be written.
+    """
+    _check_run(run, overwrite)
+    theirs = read_config(folder)
+    foreign = translate(theirs)
+    tensors = Tensors(folder)
+    check_names(foreign, tensors, str(folder))
+    with torch.device("meta"):
+        model = LanguageModel(foreign.model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tokenizer = _tokenizer(folder)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer.vocab_size, foreign.model.vocab_size, str(tokenizer.path or tokenizer.type))
+    if overwrite:
+        shutil.rmtree(run, ignore_errors=True)
+    existed = run.exists()
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if tokenizer is not None:
+            keep_tokenizer(tokenizer, run)
+        text = _configuration(folder, run, theirs, foreign.model, tokenizer)
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            from tqdm import tqdm
+
+            for name, shape in tqdm(shapes.items(), desc="weights", disable=not progress):
+                yield name, make(foreign, name, tensors, shape)
+
+        checkpoint = write_weights(run / "checkpoints", read(), shapes, words=partition_words(model), config_yaml=text)
+        (run / "config.yml").write_text(text, encoding="utf-8")
+    except BaseException:
+        if not existed:
+            shutil.rmtree(run, ignore_errors=True)
+        raise
+    import yaml
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    kind = str(theirs["model_type"])
+    return Import(run, checkpoint, kind, foreign.model, yaml.safe_load(text), tokenizer, parameters)
+
+
+@torch.no_grad()
+def original_logits(folder: Path, kind: str, model: ModelConfig, tokens: Tensor) -> tuple[Tensor | None, str]:
+    """Logits of the model that was read, in float32, or None and why it cannot be run here."""
+    from tools.conversion.compare import exported_logits
+
+    if kind == "metalion":
+        return exported_logits(folder, tokens, model), ""
+    if kind == "metala":
+        return None, "the published MetaLA code is no package that could be loaded"
+    if kind in ("gla", "retnet", "hgrn2"):
+        if not torch.cuda.is_available():
+            return None, "flash-linear-attention runs on a GPU only"
+        import fla.models  # noqa: F401 - registers its models with transformers
+    from transformers import AutoModelForCausalLM
+
+    original = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if kind in ("gla", "retnet", "hgrn2"):
+        return original.cuda()(tokens.cuda()).logits.float().cpu(), ""
+    return original(tokens).logits.float(), ""
+
+
+def _check_run(run: Path, overwrite: bool) -> None:
+    if not run.exists() or (run.is_dir() and not any(run.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{run} exists: name another run folder, or replace it with --overwrite")
+    if (run / "metrics.jsonl").exists() or not (run / "checkpoints").is_dir():
+        raise FileExistsError(f"{run} was trained in, or is no run, so --overwrite leaves it alone: name another")
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    side = folder / TRAINING_FOLDER / "tokenizer" / "description.json"
+    if side.is_file():
+        description = json.loads(side.read_text(encoding="utf-8"))
+        return load_tokenizer(description["type"], side.parent / description["file"] if description["file"] else None)
+    for kind, name in (("hf", "tokenizer.json"), ("sentencepiece", "tokenizer.model"), ("wordpiece", "vocab.txt")):
+        if (folder / name).is_file():
+            return load_tokenizer(kind, folder / name)
+    return None
+
+
+def _configuration(
+    folder: Path, run: Path, theirs: Mapping[str, Any], model: ModelConfig, tokenizer: Tokenizer | None
+) -> str:
+    """The resolved configuration of a run that goes on from here: an export's own, or defaults to be adapted."""
+    import yaml
+
+    side = folder / TRAINING_FOLDER / "config.yml"
+    if side.is_file():
+        values = yaml.safe_load(side.read_text(encoding="utf-8"))
+    else:
+        length = int(theirs.get("max_position_embeddings") or 2048)
+        values = {
+            "data": {"corpus": "stdlib"},
+            "batch": {"sequence_length": min(length, 2048), "micro_batch_size": 1, "global_batch_size": 8},
+            "optimizer": {"lr": 1e-5},
+            "schedule": {"train_steps": 1000, "warmup_fraction": 0.01},
+        }
+    values["run"] = {**values.get("run", {}), "name": run.name, "directory": str(run)}
+    values["model"] = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(model).items() if v is not None}
+    checkpoint = {**values.get("checkpoint", {}), "directory": str(run / "checkpoints"), "resume": "auto"}
+    values["checkpoint"] = checkpoint
+    data = dict(values["data"])
+    if tokenizer is not None:
+        kept = json.loads((run / "tokenizer" / "description.json").read_text(encoding="utf-8"))
+        file = str(run / "tokenizer" / kept["file"]) if kept["file"] else None
+        data["tokenizer"] = {**(data.get("tokenizer") or {}), "type": tokenizer.type, "path": file}
+    elif not side.is_file():
+        data["tokenizer"] = {"type": "bytes"}  # there is none: a placeholder that asks for no file
+    values["data"] = data
+    draft = run / ".config.yml.writing"
+    draft.write_text(yaml.safe_dump(_without_empty(values), sort_keys=False), encoding="utf-8")
+    try:
+        return dump_config(load_config([draft], [], model_type=ModelConfig, world_size=1))
+    finally:
+        draft.unlink()
+
+
+def _without_empty(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {key: _without_empty(value) for key, value in values.items() if value is not None}
+    return values
