@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import lion_chunk, lion_tile
-from .lion_common import BIASED_LOGITS, LOG_DECAY, LOGITS, NO_GATE, Case
+from .lion_chunk import CHUNK
+from .lion_common import BIASED_LOGITS, LOG_DECAY, LOGITS, NO_GATE, Case, Kernel
 from .lion_gate import project, project_backward
+from .lion_tile import TILE
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -64,11 +65,11 @@ def lion(
         positions = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
         segments = torch.searchsorted(cu_seqlens[1:].to(positions), positions, right=True, out_int32=True)
     gate_dtype = source.dtype if source is not None else None if decay is None else decay.dtype
-    module, case = _case(
+    chosen, case = _case(
         kernel, q.get_device(), q.shape, v.shape[-1], v.dtype, gate_dtype, logits, bias is not None, scaled,
         segments is not None,
     )  # fmt: skip
-    return _Lion.apply(q, k, v, decay, source, weight, bias, segments, module, case)
+    return _Lion.apply(q, k, v, decay, source, weight, bias, segments, chosen, case)
 
 
 @lru_cache(4096)
@@ -83,7 +84,7 @@ def _case(
     biased: bool,
     scaled: bool,
     packed: bool,
-) -> tuple[Any, Case]:
+) -> tuple[Kernel, Case]:
     batch, length, heads, dim_k = shape
     largest = max(dim_k, dim_v)
     if kernel not in _KERNELS and kernel != "auto":
@@ -115,7 +116,7 @@ class _Lion(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         segments: Tensor | None,
-        module: Any,
+        kernel: Kernel,
         case: Case,
     ) -> Tensor:
         dtype = case.dtype
@@ -123,12 +124,12 @@ class _Lion(torch.autograd.Function):
         sums = None
         if weight is not None and source is not None:
             source, weight = _aligned(source, source.dtype), _aligned(weight, weight.dtype)
-            decay, sums = project(case, module.chunk(case), source, weight, bias)
+            decay, sums = project(case, kernel.chunk(case), source, weight, bias)
         elif decay is not None:
             decay = _aligned(decay, decay.dtype)
-        y, saved = module.forward(case, q, k, v, decay, bias, sums, segments)
+        y, saved = kernel.forward(case, q, k, v, decay, bias, sums, segments)
         ctx.save_for_backward(q, k, v, decay, source, weight, bias, segments, y, *saved)
-        ctx.module, ctx.case = module, case
+        ctx.kernel, ctx.case = kernel, case
         return y
 
     @staticmethod
@@ -136,7 +137,7 @@ class _Lion(torch.autograd.Function):
         q, k, v, decay, source, weight, bias, segments, y, *saved = ctx.saved_tensors
         case = ctx.case
         dy = _aligned(dy, case.dtype)
-        dq, dk, dv, d_decay = ctx.module.backward(case, dy, q, k, v, decay, bias, segments, y, saved)
+        dq, dk, dv, d_decay = ctx.kernel.backward(case, dy, q, k, v, decay, bias, segments, y, saved)
         d_source = d_weight = d_bias = None
         if bias is not None:
             d_bias = d_decay.view(-1, case.heads).sum(0, dtype=torch.float32).to(bias.dtype)
@@ -155,4 +156,4 @@ def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-_KERNELS = {"tile": lion_tile, "chunk": lion_chunk}
+_KERNELS = {"tile": TILE, "chunk": CHUNK}

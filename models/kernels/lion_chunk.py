@@ -26,6 +26,7 @@ from .launch import Launch
 from .lion_common import (
     NO_GATE,
     Case,
+    Kernel,
     base,
     block,
     decay_factor,
@@ -655,3 +656,6 @@ def _backward(
     if GATE != 0:
         d_decay = passing * through + tl.cumsum(d_inside + d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
         store_gate_gradient(dgate, gate, bias, bh, d_decay, t, T, H, GATE)
+
+
+CHUNK = Kernel(chunk, forward, backward)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,14 @@ class Case(NamedTuple):
     def flags(self) -> tuple[int, bool, bool, str]:
         """mode, scaled, packed, and how products of float32 are formed: three TF32 ones, as exact and fast."""
         return self.mode, self.scaled, self.packed, "tf32x3" if self.dtype == torch.float32 else "tf32"
+
+
+class Kernel(NamedTuple):
+    """What `lion` asks of one of its two kernels: tokens of its running sums, the forward and the backward pass."""
+
+    chunk: Callable[[Case], int | None]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
 
 
 @triton.jit

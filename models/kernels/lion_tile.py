@@ -25,6 +25,7 @@ from .launch import Launch
 from .lion_common import (
     NO_GATE,
     Case,
+    Kernel,
     base,
     block,
     decay_factor,
@@ -359,3 +360,6 @@ def _gate_gradient(dc, gate, bias, dgate, T, H, GATE: tl.constexpr, BT: tl.const
         x = tl.load(dc + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
         store_gate_gradient(dgate, gate, bias, bh, total + tl.cumsum(x, 0, reverse=True), t, T, H, GATE)
         total += tl.sum(x, 0)
+
+
+TILE = Kernel(chunk, forward, backward)
