@@ -100,12 +100,13 @@ def cross_entropy_sum(
     # A token that counts nothing must not spoil the sum where it is not finite: 0 * inf is nan.
     hidden = hidden.reshape(-1, hidden.shape[-1]).masked_fill((weights == 0)[:, None], 0.0)
     if chunk is None:
-        chunk = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+        chunk = max(1, _CHUNK_ELEMENTS[hidden.is_cuda] // weight.shape[0])
     return _CrossEntropySum.apply(hidden, weight, labels, weights, chunk, vocabulary)
 
 
-# Logits held at a time: 2^22 float32 are 16 MiB.
-_CHUNK_ELEMENTS = 1 << 22
+# Logits held at a time, on a CPU and on CUDA: 16 MiB of float32, which caches hold, and 512 MiB, so that the weight and
+# its gradient, read and written once a chunk, cost little beside the products.
+_CHUNK_ELEMENTS = (1 << 22, 1 << 27)
 
 
 class _CrossEntropySum(torch.autograd.Function):
