@@ -112,6 +112,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
     from models.lm import LanguageModel, build_layer, layer_specs
     from models.sequence_shards import sequence_shards
     from tools.decoding import complete
+    from tools.evaluation.training import suite_evaluation
     from tools.load_model import keep_tokenizer, prepared_data
     from tools.run_data import training_samples, training_steps, validation_set
     from tools.summary import complete_message, start_message, summary
@@ -170,6 +171,10 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
     validation = validation_set(config, data.validation, data.validation_bytes, tokenizer, grid)
     test = validation_set(config, data.test, None, tokenizer, grid)
 
+    def model() -> LanguageModel:
+        return LanguageModel(config.model, layers=engine.layers)
+
+    suites = suite_evaluation(config, tokenizer, grid, model)
     metrics = None
     if grid.is_main:
         keep_tokenizer(tokenizer, config.run.path)
@@ -185,9 +190,8 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         )
 
     def sample() -> str:
-        model = LanguageModel(config.model, layers=engine.layers)
         limit = config.evaluation.sample_tokens
-        return complete(model, tokenizer, config.evaluation.prompt, max_tokens=limit, temperature=0.7, top_p=0.9)
+        return complete(model(), tokenizer, config.evaluation.prompt, max_tokens=limit, temperature=0.7, top_p=0.9)
 
     trainer = Trainer(
         engine,
@@ -202,6 +206,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         flops_per_token=training_flops_per_token(engine.model, config.batch.sequence_length),
         peak_flops=peak_flops(grid.device, dtype) if grid.is_main else None,
         sample=sample if _writes_samples(config, grid) else None,
+        suites=suites,
     )
     try:
         result = trainer.fit()

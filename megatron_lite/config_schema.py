@@ -374,11 +374,22 @@ class LoggingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Validation on the way and at the end."""
+    """Validation and zero-shot suites, on the way and at the end."""
 
     interval: Steps = Field(default=0, description="Validate every this many steps; 0: only at the end.")
     batches: int = Field(
         default=20, ge=1, description="Batches of a validation on the way; the final one reads the whole set."
+    )
+    suites: tuple[Text, ...] = Field(
+        default=(),
+        description="Zero-shot suites (`superglue`, `commonsense`, a YAML file) or tasks of the lm-evaluation-harness that "
+        "are evaluated while the run trains; their scores are lines of `metrics.jsonl`.",
+    )
+    suite_interval: Steps = Field(
+        default=0, description="Evaluate the suites every this many steps and at the end; 0: only at the end."
+    )
+    data_directory: Text | None = Field(
+        default=None, description="Folder of the suites' data; empty: the Hugging Face hub."
     )
     prompt: str = Field(default="def ", description="Start of the text that the model completes at each validation.")
     sample_tokens: int = Field(default=128, ge=0, description="Length of that completion; 0: none.")

@@ -1,9 +1,9 @@
 """Metrics of a run: one `metrics.jsonl`, one progress display, TensorBoard and Weights & Biases as options.
 
 `metrics.jsonl` is the one source for plots, reports and comparisons. Each line is a JSON object
-`{"kind": ..., "step": ..., "time": ..., **values}`; kinds in use are `train`, `validation`, `sample`, `stop` and
-`slow_rank`; `time` is in seconds since the epoch. A NaN or an infinity is written as `null`, because JSON
-has no number for either, and `read_metrics` returns it as NaN.
+`{"kind": ..., "step": ..., "time": ..., **values}`; kinds in use are `train`, `validation`, `sample`, `evaluation` (scores
+of suites), `evaluation_error`, `stop` and `slow_rank`; `time` is in seconds since the epoch. A NaN or an infinity is
+written as `null`, because JSON has no number for either, and `read_metrics` returns it as NaN.
 
 Only rank 0 makes a `MetricsLogger`.
 """
@@ -198,6 +198,10 @@ class _Progress:
     def show(self, step: int, values: Mapping[str, Value], kind: str) -> None:
         if kind == "validation":
             self._print(f"{self._place(step)}  validation  {_pairs(values, _VALIDATION_FORMATS)}")
+        if kind == "evaluation":
+            named = {key: value for key, value in values.items() if "/" in key and not isinstance(value, str)}
+            averages = {key: value for key, value in named.items() if key.endswith("/average")} or named
+            self._print(f"{self._place(step)}  {'  '.join(f'{key} {value:.2f}' for key, value in averages.items())}")
         if kind != "train":
             return
         if self.bar is not None:

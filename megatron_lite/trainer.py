@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
@@ -105,6 +106,7 @@ class Trainer(Generic[ModelT]):
         config_yaml: stored in every checkpoint.
         sources: names of the sources of the text, numbered by `source` of the batches, for a loss of each.
         sample: text that the model writes, asked for after each validation on every process (its layers are shared).
+        suites: scores of `evaluation.suites`, asked for on every process; empty on those that only help.
     """
 
     def __init__(
@@ -122,11 +124,13 @@ class Trainer(Generic[ModelT]):
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
         sample: Callable[[], str] | None = None,
+        suites: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._test, self._config_yaml = batches, validation, test, config_yaml
         self._flops_per_token, self._peak_flops, self._sample = flops_per_token, peak_flops, sample
         self._sources = _SourceLosses(sources)
+        self._suites = suites
         self._checkpoints = Path(config.checkpoint.directory)
         self._saved: Path | None = None
         self._skips = SkipCounter(config.run.max_skipped_steps, config.run.path, total=state.skipped_steps)
@@ -161,6 +165,9 @@ class Trainer(Generic[ModelT]):
                 if not last and _due(state.step, config.evaluation.interval):
                     self._validate(config.evaluation.batches)
                     watchdog.kick()
+                if not last and _due(state.step, config.evaluation.suite_interval):
+                    self._evaluate_suites()
+                    watchdog.kick()
                 if stopped or last or self._save_due():
                     self._save()
                     watchdog.kick()
@@ -172,6 +179,8 @@ class Trainer(Generic[ModelT]):
                 values = self._evaluate(self._test, None)
                 if self.metrics is not None:
                     self.metrics.log(state.step, values, kind="test")
+            if finished:
+                self._evaluate_suites()
         return FitResult(finished, state, final, self._saved)
 
     def _step(self, steps: Steps) -> None:
@@ -272,6 +281,23 @@ class Trainer(Generic[ModelT]):
         values["evaluated_tokens"] = evaluated
         values["seconds"] = time.perf_counter() - begin
         return values
+
+    def _evaluate_suites(self) -> None:
+        """Logs the scores, or that and why there are none: what fails here never stops a run."""
+        if self._suites is None:
+            return
+        begin = time.perf_counter()
+        kind, values = "evaluation", dict[str, float | str]()
+        try:
+            with self.engine.evaluating():
+                values.update(self._suites())
+        except Exception as error:
+            kind, values = "evaluation_error", {"error": f"{type(error).__name__}: {error}"}
+            if self.engine.grid.is_main:
+                warnings.warn(f"evaluation.suites at step {self.state.step} failed: {error}", stacklevel=2)
+        values |= {"tokens": self.state.consumed_tokens, "seconds": time.perf_counter() - begin}
+        if self.metrics is not None:
+            self.metrics.log(self.state.step, values, kind=kind)
 
     def _save(self) -> None:
         self._saved = checkpoint.save(

@@ -48,15 +48,19 @@ class Run:
     name: str
     train: list[dict[str, Any]]
     validation: list[dict[str, Any]]
+    evaluation: list[dict[str, Any]]
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
     """Reads a run's folder or `metrics.jsonl`. Raises FileNotFoundError, or ValueError when no step is logged yet."""
     lines = read_metrics(path)
-    by_kind = {kind: [line for line in lines if line.get("kind") == kind] for kind in ("train", "validation")}
+    by_kind = {kind: [line for line in lines if line.get("kind") == kind] for kind in _KINDS}
     if not by_kind["train"]:
         raise ValueError(f"{path}: no training step is logged there yet; wait for the first ones")
-    return Run(name or path.name, by_kind["train"], by_kind["validation"])
+    return Run(name or path.name, *(by_kind[kind] for kind in _KINDS))
+
+
+_KINDS = ("train", "validation", "evaluation")
 
 
 def column(lines: Sequence[dict[str, Any]], key: str) -> NDArray[np.float64]:
@@ -113,8 +117,9 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
     plt = _matplotlib()
     data = [read_run(path, name) for path, name in zip(runs, distinct_names(runs), strict=True)]
     with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(10.5, 6.6), layout="constrained")
-        grid = figure.add_gridspec(2, 6, height_ratios=[1.5, 1.0])
+        scores = any(run.evaluation for run in data)
+        figure = plt.figure(figsize=(10.5, 9.6 if scores else 6.6), layout="constrained")
+        grid = figure.add_gridspec(3 if scores else 2, 6, height_ratios=[1.5, 1.0, 1.1][: 3 if scores else 2])
         by_step, by_tokens = figure.add_subplot(grid[0, :3]), figure.add_subplot(grid[0, 3:])
         speed, rate, norm = (figure.add_subplot(grid[1, 2 * i : 2 * i + 2]) for i in range(3))
         for run, color in zip(data, _colors(len(data)), strict=True):
@@ -144,6 +149,8 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
         rate.set(xlabel="step", title="learning rate")
         norm.set(xlabel="step", title="gradient norm")
         _legend_of_styles(by_tokens, any(run.validation for run in data))
+        if scores:
+            _draw_scores(figure.add_subplot(grid[2, :]), data)
         handles = [plt.matplotlib.lines.Line2D([], [], color=c, lw=2.5) for c in _colors(len(data))]
         labels = [run.name + _result(run) for run in data]
         figure.legend(handles, labels, loc="outside upper left", ncols=1 if len(data) == 1 else 2, fontsize=9.5)
@@ -219,6 +226,23 @@ def _draw(axes: Any, run: Run, color: str, key: str, faint: float, x: str = "ste
     if np.isfinite(values).any():
         axes.plot(position, values, color=color, alpha=faint, lw=0.7, zorder=2)
         axes.plot(position, smooth(values), color=color, zorder=3)
+
+
+def _draw_scores(axes: Any, runs: Sequence[Run]) -> None:
+    """Scores of suites over the steps: all columns of one run, the averages of several. Perplexities have other units."""
+    for number, run in enumerate(runs):
+        keys = dict.fromkeys(k for line in run.evaluation for k in line if "/" in k and not k.endswith("ppl"))
+        averages = [key for key in keys if key.endswith("/average")]
+        shown = averages if len(runs) > 1 and averages else list(keys)
+        for i, key in enumerate(shown):
+            bold = key in averages
+            color = _colors(number + 1)[number] if len(runs) > 1 else _colors(i + 1)[i]
+            name = f"{run.name}: {key}" if len(runs) > 1 else key
+            style = {"lw": 2.2 if bold else 1.0, "marker": "o", "ms": 3.0, "ls": "-" if bold or i < 8 else "--"}
+            axes.plot(column(run.evaluation, "step"), column(run.evaluation, key), color=color, label=name, **style)
+    axes.xaxis.set_major_formatter(_engineering)
+    axes.set(xlabel="step", title="zero-shot scores (percent)")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7.5)
 
 
 def _limit_loss(axes: Any, runs: Sequence[Run]) -> None:

@@ -43,6 +43,7 @@ def collect(run: Path) -> dict[str, Any]:
     if not train:
         raise ValueError(f"{run}: no training step is logged there yet; wait for the first ones")
     validation = [line for line in lines if line.get("kind") == "validation"]
+    evaluation = [line for line in lines if line.get("kind") == "evaluation"]
     samples = [
         {k: line.get(k, "") for k in ("step", "prompt", "text")} for line in lines if line.get("kind") == "sample"
     ]
@@ -55,6 +56,7 @@ def collect(run: Path) -> dict[str, Any]:
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "train": columns(train, MOST_POINTS),
         "validation": columns(validation, MOST_POINTS),
+        "scores": columns(evaluation, MOST_POINTS),
         "steps_a_point": -(-len(train) // MOST_POINTS),
         "samples": samples,
         "evaluation": _read_json(folder / "results.json"),

@@ -137,9 +137,8 @@ def test_processes_share_the_requests_and_agree(loaded, prepared, ours, monkeypa
     request = instances("loglikelihood", [(f"def alpha{n % 5}(beta, gamma", f"{n})") for n in range(40)])
     expected = ours.loglikelihood(request)
     parts: list[dict] = []
-    monkeypatch.setattr(
-        Processes, "merge", lambda self, part: parts.append(part) or dict.fromkeys(range(40), (0.0, True))
-    )
+    everyone = dict.fromkeys(range(40), (0.0, True))
+    monkeypatch.setattr(Processes, "gather", lambda self, value: parts.append(value[0]) or [(everyone, None)])
     monkeypatch.setattr(Processes, "wait", lambda self: None)
     for rank in range(3):
         lm = ProjectLM(loaded.model, loaded.tokenizer, max_length=LENGTH, processes=Processes(rank, 3), progress=False)
@@ -148,6 +147,14 @@ def test_processes_share_the_requests_and_agree(loaded, prepared, ours, monkeypa
     assert all(parts)
     merged = {number: answer for part in parts for number, answer in part.items()}
     assert [merged[i][0] for i in range(40)] == pytest.approx([value for value, _ in expected], abs=1e-5)
+
+
+def test_an_error_of_one_process_is_everyones(monkeypatch):
+    monkeypatch.setattr(Processes, "gather", lambda self, value: [({0: 1}, None), ({}, "OutOfMemoryError: full")])
+    with pytest.raises(RuntimeError, match="another process: OutOfMemoryError: full"):
+        Processes(0, 2).together(lambda: {0: 1})
+    with pytest.raises(KeyError):
+        Processes(1, 2).together(lambda: {}[0])
 
 
 def test_an_interrupted_evaluation_goes_on(loaded, ours, tmp_path, monkeypatch):

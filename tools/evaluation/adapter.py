@@ -38,6 +38,7 @@ class ProjectLM(TemplateLM):
         name: what the results call it.
         answers: where answers are kept while the evaluation runs.
         batch_tokens: tokens of a batch; 0 measures what fits.
+        state_bytes: what the states of a batch may take; 0 takes an eighth of the memory.
 
     Raises ValueError for a masked model without a row for its tokenizer's mask.
     """
@@ -52,6 +53,7 @@ class ProjectLM(TemplateLM):
         processes: Processes | None = None,
         answers: AnswerFile | None = None,
         batch_tokens: int = 0,
+        state_bytes: int = 0,
         progress: bool = True,
     ) -> None:
         super().__init__()
@@ -66,7 +68,7 @@ class ProjectLM(TemplateLM):
             after = (tokenizer.end_of_document_id,)
             self.scorer = PseudoScorer(model, checked_mask_id(model, tokenizer), before, after, batch_tokens)
         else:
-            self.scorer = Scorer(model, batch_tokens)
+            self.scorer = Scorer(model, batch_tokens, state_bytes)
         # Tokens of context and continuation that fit: a causal model does not read the last one.
         self._room = max_length - len(before) - len(after) if self.masked else max_length + 1
         self._device = next(model.parameters()).device
@@ -133,21 +135,26 @@ class ProjectLM(TemplateLM):
         # Equal settings and about equal lengths go side by side.
         rest = sorted(set(range(len(asked))) - found.keys(), key=lambda i: (repr(asked[i][1]), -len(prompts[i])))
         mine = rest[self.processes.rank :: self.processes.size]
-        written: dict[int, str] = {}
-        with self._bar(len(mine), "text") as bar:
-            while mine:
-                settings = asked[mine[0]][1]
-                rows = max(1, self.scorer.batch_tokens // (len(prompts[mine[0]]) + settings["max_tokens"]))
-                batch = [i for i in mine[:rows] if asked[i][1] == settings]
-                mine = mine[len(batch) :]
-                room = max(1, self.max_length - settings["max_tokens"])
-                for request in batch:
-                    self.truncated[requests[request].task_name or ""] += len(prompts[request]) > room
-                texts = self._continue([prompts[i][-room:].tolist() for i in batch], **settings)
-                written.update(zip(batch, texts, strict=True))
-                self.answers.add((keys[i], written[i]) for i in batch)
-                bar.update(len(batch))
-        found.update(self.processes.merge(written))
+
+        def write() -> dict[int, str]:
+            written: dict[int, str] = {}
+            left = mine
+            with self._bar(len(left), "texts") as bar:
+                while left:
+                    settings = asked[left[0]][1]
+                    rows = max(1, self.scorer.batch_tokens // (len(prompts[left[0]]) + settings["max_tokens"]))
+                    batch = [i for i in left[:rows] if asked[i][1] == settings]
+                    left = left[len(batch) :]
+                    room = max(1, self.max_length - settings["max_tokens"])
+                    texts = self._continue([prompts[i][-room:].tolist() for i in batch], **settings)
+                    written.update(zip(batch, texts, strict=True))
+                    self.answers.add((keys[i], written[i]) for i in batch)
+                    bar.update(len(batch))
+            return written
+
+        found.update(self.processes.together(write))
+        for i, request in enumerate(requests):
+            self.truncated[request.task_name or ""] += len(prompts[i]) > self.max_length - asked[i][1]["max_tokens"]
         self.requests.update(request.task_name or "" for request in requests)
         return [found[i] for i in range(len(requests))]
 
@@ -184,19 +191,23 @@ class ProjectLM(TemplateLM):
         rest = [number for number in range(len(keys)) if number not in found]
         units: Any = self.scorer.units([contexts[i] for i in rest], [targets[i] for i in rest])
         mine = units[self.processes.rank :: self.processes.size]
-        computed: dict[int, tuple[float, bool]] = {}
         share = len(rest) if self.processes.size == 1 else len(rest) // self.processes.size
         description = f"{self.score_name}s" + (f" ({len(found)} known from before)" if found else "")
-        with self._bar(share, description) as bar:
 
-            def done(answers: list[tuple[int, tuple[float, bool]]]) -> None:
-                numbered = [(rest[i], answer) for i, answer in answers]
-                computed.update(numbered)
-                self.answers.add((keys[i], answer) for i, answer in numbered)
-                bar.update(len(answers))
+        def compute() -> dict[int, tuple[float, bool]]:
+            computed: dict[int, tuple[float, bool]] = {}
+            with self._bar(share, description) as bar:
 
-            self.scorer.score_units(mine, len(rest), done=done)
-        found.update(self.processes.merge(computed))
+                def done(answers: list[tuple[int, tuple[float, bool]]]) -> None:
+                    numbered = [(rest[i], answer) for i, answer in answers]
+                    computed.update(numbered)
+                    self.answers.add((keys[i], answer) for i, answer in numbered)
+                    bar.update(len(answers))
+
+                self.scorer.score_units(mine, len(rest), done=done)
+            return computed
+
+        found.update(self.processes.together(compute))
         return [found[number] for number in range(len(keys))]
 
     def _continue(

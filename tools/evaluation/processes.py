@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,31 @@ class Processes:
         """Whether this process prints and writes."""
         return self.rank == 0
 
-    def merge(self, part: dict[Any, Any]) -> dict[Any, Any]:
-        """The entries of every process's part, on every process."""
+    def together(self, compute: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+        """The entries of what every process computes, on every process.
+
+        An error of one process is raised on all of them (as RuntimeError on the others), so that none is left waiting.
+        """
         if self.size == 1:
-            return part
-        parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, part)
-        return {key: value for found in parts for key, value in found.items()}
+            return compute()
+        part: dict[Any, Any] = {}
+        error: Exception | None = None
+        try:
+            part = compute()
+        except Exception as problem:
+            error = problem
+        parts = self.gather((part, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        if problems := [text for _, text in parts if text is not None]:
+            raise RuntimeError(f"on another process: {problems[0]}")
+        return {key: value for found, _ in parts for key, value in found.items()}
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's value, on every process."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
     def wait(self) -> None:
         """Until all are here."""

@@ -1,0 +1,105 @@
+"""Paired significance against the textbook, by hand and by counting every swap."""
+
+from __future__ import annotations
+
+import itertools
+from math import comb
+
+import numpy as np
+import pytest
+
+from tools.evaluation.compare import SWAPS, compare, comparison_rows, difference
+
+
+def results(documents: dict, title: str = "model") -> dict:
+    return {"metalion": {"documents": documents, "title": title}}
+
+
+def entry(values: list, ids: list[str] | None = None) -> dict:
+    return {"ids": ids or [str(i) for i in range(len(values))], "values": values}
+
+
+def test_right_and_wrong_is_the_sign_test():
+    first = np.array([1.0] * 10 + [0.0] * 10)
+    second = np.array([1.0] * 8 + [0.0] * 2 + [1.0] * 9 + [0.0])
+    found = difference("t", "acc", first, second)
+    n, k = 11, 2  # 2 lost, 9 gained
+    assert found.p == pytest.approx(2 * sum(comb(n, i) for i in range(k + 1)) / 2**n)
+    assert (found.first, found.second, found.change) == (0.5, 0.85, pytest.approx(0.35))
+    assert found.stderr == pytest.approx(np.std(second - first, ddof=1) / np.sqrt(20))
+
+
+def test_equal_models_are_equal():
+    values = np.array([1.0, 0.0, 1.0])
+    assert difference("t", "acc", values, values).p == 1.0
+    assert difference("t", "perplexity", -values, -values).p == 1.0
+
+
+def all_swaps(statistic, first, second) -> float:
+    """p by trying every way to swap the documents."""
+    observed = abs(statistic(second) - statistic(first))
+    reached = 0
+    for swap in itertools.product([False, True], repeat=len(first)):
+        mask = np.array(swap).reshape(-1, *([1] * (first.ndim - 1)))
+        a, b = np.where(mask, second, first), np.where(mask, first, second)
+        reached += abs(statistic(b) - statistic(a)) >= observed - 1e-12
+    return reached / 2 ** len(first)
+
+
+def test_perplexity_is_tested_as_a_perplexity():
+    draw = np.random.default_rng(0)
+    first = -draw.exponential(3, 9)
+    second = first + 0.8 + draw.normal(0, 0.5, 9)
+    expected = all_swaps(lambda x: np.exp(-x.mean()), first, second)
+    found = difference("lambada_openai", "perplexity", first, second)
+    assert found.p == pytest.approx(expected, abs=4 * np.sqrt(expected / SWAPS) + 1e-3)
+    assert found.second == pytest.approx(np.exp(-second.mean()))
+
+
+def macro_f1(pairs: np.ndarray) -> float:
+    said, true = pairs.T
+    scores = []
+    for k in range(3):
+        hits = float(((said == k) & (true == k)).sum())
+        named = float((said == k).sum() + (true == k).sum())
+        scores.append(2 * hits / named if named else 0.0)
+    return float(np.mean(scores))
+
+
+def test_cb_is_tested_as_its_macro_f1():
+    true = np.array([0, 1, 2, 0, 1, 2, 0, 1, 0])
+    first = np.stack([np.array([0, 1, 2, 0, 1, 2, 0, 1, 1]), true], 1).astype(float)
+    second = np.stack([np.array([0, 0, 1, 0, 0, 2, 1, 1, 0]), true], 1).astype(float)
+    from lm_eval.tasks.super_glue.cb.aggregate import cb_multi_fi
+
+    assert macro_f1(first) == pytest.approx(cb_multi_fi(first.tolist())), "the harness's own"
+    found = difference("cb", "f1", first, second)
+    assert (found.first, found.second) == (pytest.approx(macro_f1(first)), pytest.approx(macro_f1(second)))
+    expected = all_swaps(macro_f1, first, second)
+    assert found.p == pytest.approx(expected, abs=4 * np.sqrt(expected / SWAPS) + 1e-3)
+    assert found.stderr is None
+
+
+def test_pairing_is_by_document_whatever_the_order():
+    a = results({"piqa": {"acc": entry([1.0, 0.0, 1.0], ["x", "y", "z"])}})
+    b = results({"piqa": {"acc": entry([0.0, 1.0, 1.0], ["z", "w", "x"])}})
+    (found,) = compare(a, b)
+    assert (found.documents, found.first, found.second) == (2, 1.0, 0.5)
+
+
+def test_holm_corrects_for_the_number_of_comparisons():
+    better = [1.0] * 12 + [0.0] * 12
+    tasks = {f"t{i}": {"acc": entry([0.0] * 24 if i == 0 else better)} for i in range(4)}
+    others = {name: {"acc": entry(better)} for name in tasks}
+    found = compare(results(tasks), results(others))
+    assert found[0].p == pytest.approx(2 / 2**12)
+    assert found[0].adjusted == pytest.approx(4 * found[0].p)
+    assert found[1].adjusted == 1.0
+    header, rows = comparison_rows(found)
+    assert rows[0][header.index("difference")] == "+50.00"
+    assert [row[-1] for row in rows] == ["significant", "", "", ""]
+
+
+def test_nothing_in_common_is_said():
+    with pytest.raises(ValueError, match="share no task and document"):
+        compare(results({"piqa": {"acc": entry([1.0])}}), results({"copa": {"acc": entry([1.0])}}))
