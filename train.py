@@ -135,9 +135,8 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
     tokenizer = data.load_tokenizer()
     dtype = config.precision.dtype
     if dtype == "auto":
-        dtype = (
-            stored["layout"]["dtype"] if stored and own else _on_main(grid, lambda: _dtype(config, grid, faster_dtype))
-        )
+        trained = stored is not None and own and stored["step"] > 0  # an import has no steps behind it
+        dtype = stored["layout"]["dtype"] if trained else _on_main(grid, lambda: _dtype(config, grid, faster_dtype))
     engine = Engine(
         layer_specs(config.model),
         build_layer,

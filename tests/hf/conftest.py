@@ -9,7 +9,7 @@ import torch
 
 from megatron_lite.checkpoint import write_weights
 from megatron_lite.config import dump_config, load_config
-from megatron_lite.tensor_parallel import partition_words
+from megatron_lite.partition import partition_words
 from models.config import ModelConfig
 from models.lm import LanguageModel
 from tests.tools.conftest import trained_run
@@ -27,7 +27,7 @@ def exported(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def write_run(run: Path, overrides: list[str], files: list[str], seed: int = 0) -> LanguageModel:
+def write_run(run: Path, overrides: list[str], files: list[str], seed: int = 0, noise: bool = True) -> LanguageModel:
     """A run's folder with a checkpoint of an untrained model, every parameter away from its start."""
     required = ["batch.micro_batch_size=2", "batch.global_batch_size=2", "optimizer.lr=1e-3", "schedule.train_steps=4"]
     config = load_config(
@@ -39,7 +39,7 @@ def write_run(run: Path, overrides: list[str], files: list[str], seed: int = 0) 
     model = LanguageModel(config.model, seed=seed).eval()
     torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model.parameters() if noise else ():
             parameter.add_(0.05 * torch.randn_like(parameter))
     weights = dict(model.named_parameters())
     write_weights(
