@@ -31,10 +31,12 @@ class Case:
     layout: str
     parallel: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "fp32"
 
     @property
     def name(self) -> str:
-        return f"{self.layout}-{self.model}" + "".join(f"-{key}={value}" for key, value in self.changes.items())
+        changes = "".join(f"-{key}={value}" for key, value in self.changes.items())
+        return f"{self.layout}-{self.model}{changes}" + ("" if self.dtype == "fp32" else f"-{self.dtype}")
 
     @property
     def config(self) -> ModelConfig:
@@ -133,7 +135,24 @@ def cases(processes: int) -> list[Case]:
         found += [Case(mixer, "context2", CONTEXT[2]["context2"], {"num_layers": 2}) for mixer in split]
         found += [Case("hybrid", name, EVERY[2][name], UNTIED) for name in ("tensor2_sequence", "pipeline2")]
         found += [Case("attention", name, EVERY[2][name], POSITIONS) for name in ("tensor2", "tensor2_sequence")]
+        found += [
+            Case("metala", name, layout, dtype="bf16")
+            for name, layout in (EVERY[2] | CONTEXT[2]).items()
+            if name in ("tensor2_sequence", "pipeline2", "context2")
+        ]
         found.append(Case("attention", "pipeline2", {"pipeline": 2}, BARE))  # a stage without exempt parameters
     else:
         found += [Case("metala", "pipeline2_tensor2_sequence", EVERY[4]["pipeline2_tensor2_sequence"], UNTIED)]
     return found
+
+
+def guarded(processes: int) -> list[tuple[str, dict[str, Any], str]]:
+    """(name, layout, number format) of the runs that meet a veto and a gradient that is not finite."""
+    if processes == 4:
+        return []
+    found = [(f"guards-{name}", EVERY[2][name], "fp32") for name in ("data2", "tensor2", "pipeline2")]
+    return [
+        *found,
+        ("guards-data2_zero3", {"zero_stage": 3}, "fp32"),
+        ("guards-pipeline2-bf16", EVERY[2]["pipeline2"], "bf16"),
+    ]

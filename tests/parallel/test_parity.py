@@ -47,10 +47,19 @@ def test_a_layout_trains_as_one_process(results, processes, case):
     assert "error" not in result, result["error"]
     wanted = expected(case.model, tuple(case.changes.items()))
     for index, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(result["history"], wanted, strict=True)):
-        assert loss == pytest.approx(wanted_loss, rel=1e-5), f"loss of step {index}"
-        tolerance = 1e-4 if case.model in ILL_CONDITIONED else 1e-5
+        tolerance = 1e-5 if case.dtype == "fp32" else 2e-3
+        assert loss == pytest.approx(wanted_loss, rel=tolerance), f"loss of step {index}"
+        tolerance *= 10 if case.model in ILL_CONDITIONED or case.dtype != "fp32" else 1
         assert norm == pytest.approx(wanted_norm, rel=tolerance), f"gradient norm of step {index}"
     nll, weight = result["evaluated"]
     assert weight == sum(batch["loss_weight"].sum().item() for batch in layouts.steps()[1])
     same = results(2)["data2-hybrid"]["evaluated"][0] if case.model == "hybrid" and not case.changes else nll
     assert nll == pytest.approx(same, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in layouts.guarded(2)])
+def test_a_vetoed_or_non_finite_step_is_skipped_on_all_processes(results, name):
+    for vetoed, broken, ordinary in results(2)[name]:
+        assert vetoed == [True, True, True]
+        assert broken[:2] == [True, True]
+        assert ordinary == [False, False, True]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine import Engine
@@ -54,7 +57,7 @@ def own(step: list[Any], grid: Grid) -> list[Any]:
 
 def run(case: layouts.Case) -> dict[str, Any]:
     grid = grid_of(case.parallel)
-    engine = engine_of(case.config, case.parallel, grid)
+    engine = engine_of(case.config, case.parallel, grid, dtype=case.dtype)
     history, evaluated = [], []
     for index, step in enumerate(layouts.steps()):
         result = engine.train_step(own(step, grid), lr=rate(index))
@@ -65,8 +68,33 @@ def run(case: layouts.Case) -> dict[str, Any]:
     return {"history": history, "evaluated": evaluated}
 
 
+def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
+    """[skipped, weights and moments as they were, loss is finite] of every process: after a step that is vetoed, one
+    that is not finite in the last process's data alone, and an ordinary one."""
+    grid = grid_of(parallel)
+    engine = engine_of(layouts.model_config("hybrid"), parallel, grid, dtype=dtype)
+    steps = [own(step, grid) for step in layouts.steps()]
+    engine.train_step(steps[0], lr=LR)
+    broken = steps[2]
+    if grid.data_rank == grid.data_size - 1:
+        broken = [{**batch, "loss_weight": batch["loss_weight"] * math.inf} for batch in broken]
+    outcome = []
+    for step, veto in ((steps[1], lambda loss: loss > 0), (broken, None), (steps[3], None)):
+        before = [tensor.clone() for fragment in engine.fragments() for tensor in fragment.tensors.values()]
+        result = engine.train_step(step, lr=LR, veto=veto)
+        after = [tensor for fragment in engine.fragments() for tensor in fragment.tensors.values()]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        outcome.append((result.skipped, same, math.isfinite(result.loss)))
+    engine.close()
+    everyone: list[Any] = [None] * grid.world_size
+    torch.distributed.all_gather_object(everyone, outcome)
+    return everyone
+
+
 def main(processes: int, out: Path) -> None:
     results: dict[str, Any] = {}
+    for name, parallel, dtype in layouts.guarded(processes):
+        results[name] = guards(parallel, dtype)
     for case in layouts.cases(processes):
         try:
             results[case.name] = run(case)
