@@ -1,0 +1,146 @@
+"""A GPT-NeoX configuration becomes one that runs here, and nothing is dropped without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_lite.config import load_config
+from models.config import ModelConfig
+from models.lm import count_parameters
+from tools.neox_config import main
+
+# The shape and recipe of Pythia-410M as GPT-NeoX writes it: dashes and underscores, JSON with commas at the end.
+PYTHIA = """{
+  "pipe-parallel-size": 1, "model-parallel-size": 1,
+  "num-layers": 24, "hidden-size": 1024, "num-attention-heads": 16,
+  "seq-length": 2048, "max-position-embeddings": 2048,
+  "pos-emb": "rotary", "rotary-pct": 0.25, "no-weight-tying": true, "gpt-j-residual": true,
+  "attention-config": [[["flash"], 24]],
+  "bias-gelu-fusion": true,
+  "init_method": "small_init", "output_layer_init_method": "wang_init",
+  "optimizer": {"type": "Adam", "params": {"lr": 0.0003, "betas": [0.9, 0.95], "eps": 1.0e-8}},
+  "min_lr": 0.00003,
+  "zero_optimization": {"stage": 1, "overlap_comm": true, "cpu_offload": false},
+  "train_micro_batch_size_per_gpu": 32, "gas": 1,
+  "checkpoint-activations": true, "checkpoint-num-layers": 1,
+  "gradient_clipping": 1.0, "weight-decay": 0.1, "hidden-dropout": 0,
+  "fp16": {"fp16": true, "enabled": true, "loss_scale": 0, "initial_scale_power": 12, "min_loss_scale": 1,},
+  "train-iters": 143000, "lr-decay-iters": 143000, "lr-decay-style": "cosine", "warmup": 0.01,
+  "checkpoint-factor": 1000, "extra-save-iters": [0, 1, 2, 4],
+  "eval-interval": 40000, "eval-iters": 10, "log-interval": 10,
+  "tokenizer-type": "HFTokenizer", "some-new-key": 3,
+}
+"""
+
+
+def converted(tmp_path: Path, text: str, *more: str) -> Any:
+    (tmp_path / "pythia.yml").write_text(text)
+    assert main([str(tmp_path / "pythia.yml"), "-o", str(tmp_path / "run.yml"), *more]) == 0
+    return load_config([tmp_path / "run.yml"], [], model_type=ModelConfig, world_size=1)
+
+
+def test_pythia_410m(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = converted(tmp_path, PYTHIA)
+    ours = load_config(["configs/transformer_410m.yml"], [], model_type=ModelConfig, world_size=1).model
+    assert count_parameters(config.model) == count_parameters(ours) == 405_334_016
+    different = {
+        key
+        for key in vars(ours)
+        if getattr(ours, key) != getattr(config.model, key) and key not in ("intermediate_size", "mixer_options")
+    }
+    assert not different
+    assert config.model.options_of("attention") == ours.options_of("attention")
+    assert config.model.mlp_width == ours.mlp_width
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay) == (3e-4, (0.9, 0.95), 0.1)
+    assert (config.schedule.kind, config.schedule.train_steps, config.schedule.min_lr_ratio) == ("cosine", 143000, 0.1)
+    assert config.precision.dtype == "fp16"
+    assert config.precision.fp16.initial_scale_power == 12
+    assert config.checkpoint.extra_steps == (1, 2, 4)
+    assert config.parallel.activation_checkpointing.mode == "full"
+    said = capsys.readouterr().err
+    for line in (
+        "model.vocab_size = 50304: GPT-NeoX takes it from the tokenizer",
+        "bias_gelu_fusion",
+        "extra_save_iters: 0",
+        "zero_optimization.overlap_comm",
+        "there is no dropout here",
+        "no vocab-file names its file",
+    ):
+        assert line in said, line
+    assert "some_new_key" in said.split("ignored:")[1]
+
+
+def test_layout_and_data(tmp_path: Path) -> None:
+    more = """
+pipe-parallel-size: 0
+train_data_paths: [data/a_text_document, data/b_text_document]
+train_data_weights: [1, 3]
+valid_data_paths: [data/v_text_document]
+vocab-file: data/20B_tokenizer.json
+tokenizer-type: HFTokenizer
+precision: bfloat16
+"""
+    (tmp_path / "more.yml").write_text(more)
+    (tmp_path / "base.yml").write_text(PYTHIA)
+    out = tmp_path / "run.yml"
+    assert main([str(tmp_path / "base.yml"), str(tmp_path / "more.yml"), "-o", str(out)]) == 0
+    tree = yaml.safe_load(out.read_text())
+    assert tree["data"]["train"] == ["data/a_text_document", "data/b_text_document"]
+    assert tree["data"]["blend"] == {"by": "weights", "weights": [1, 3]}
+    assert tree["data"]["validation"] == "data/v_text_document"
+    assert tree["data"]["tokenizer"] == {"path": "data/20B_tokenizer.json", "type": "hf"}
+    assert tree["parallel"]["pipeline"] == 1
+    assert tree["precision"]["dtype"] == "bf16"
+
+
+SMALL = """
+num_layers: 2
+hidden_size: 64
+num_attention_heads: 4
+seq_length: 128
+max_position_embeddings: 128
+train_micro_batch_size_per_gpu: 4
+gas: 1
+optimizer: {type: Adam, params: {lr: 0.001}}
+train_iters: 10
+"""
+
+
+def test_what_is_left_out_is_as_in_gpt_neox(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = converted(tmp_path, SMALL)
+    assert config.model.positions == "learned"
+    assert config.model.max_positions == 128
+    assert config.model.options_of("attention").rotary_pct == 0
+    assert config.model.tie_embeddings
+    assert not config.model.parallel_residual
+    assert config.optimizer.betas == (0.9, 0.999)
+    assert config.schedule.kind == "linear"
+    assert config.schedule.min_lr_ratio == 0
+    assert "scaled_normal is not here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("pos_emb: alibi", "pos-emb = 'alibi'"),
+        ("activation: geglu", "activation = 'geglu'"),
+        ("norm: scalenorm", "norm = 'scalenorm'"),
+        ("attention_config: [[[local], 2]]", "attention-config names 'local'"),
+        ("gpt_j_tied: true", "gpt-j-tied"),
+        ("optimizer: {type: OneBitAdam}", "optimizer.type = 'OneBitAdam'"),
+        ("num_attention_heads: 5", "model.num_heads = 5 does not divide"),
+    ],
+)
+def test_what_changes_the_model_is_refused(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = line.split(":")[0]
+    text = "\n".join(old for old in SMALL.splitlines() if not old.startswith(f"{key}:"))
+    (tmp_path / "neox.yml").write_text(f"{text}\n{line}\n")
+    assert main([str(tmp_path / "neox.yml"), "-o", str(tmp_path / "run.yml")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run.yml").exists()

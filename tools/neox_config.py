@@ -1,0 +1,394 @@
+"""A GPT-NeoX configuration as one of this project: `python -m tools.neox_config pythia-410M.yml -o run.yml`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config import ConfigError, load_config
+from megatron_lite.config_files import parse_yaml
+from megatron_lite.neox_keys import NEOX_KEYS
+
+# Same meaning, same value: GPT-NeoX's key and the key here, which is the one that its users are told.
+SAME = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "use_bias_in_mlp"),
+    *("gpt_j_residual", "init_method_std", "seq_length", "train_batch_size", "train_micro_batch_size_per_gpu", "gas"),
+    *(
+        "gradient_accumulation_steps",
+        "sequence_parallel",
+        "gradient_clipping",
+        "weight_decay",
+        "lr_decay_iters",
+        "warmup",
+    ),
+    *("train_iters", "seed", "save", "checkpoint_factor", "keep_last_n_checkpoints", "log_interval", "eval_interval"),
+    *("eval_iters", "use_wandb", "wandb_project", "wandb_team", "eod_mask_loss", "reset_attention_mask", "vocab_file"),
+    *("train_data_weights", "rotary_emb_base"),
+)
+# What GPT-NeoX does where a key is left out, as far as it is not what happens here.
+DEFAULTS: dict[str, Any] = {
+    "pos_emb": "learned",
+    "no_weight_tying": False,
+    "norm": "layernorm",
+    "activation": "gelu",
+    "use_bias_in_mlp": True,
+    "use_bias_in_attn_linear": True,
+    "init_method": "normal",
+    "output_layer_init_method": "scaled_normal",
+    "lr_decay_style": "linear",
+    "warmup": 0.01,
+    "weight_decay": 0.1,
+    "gradient_clipping": 1.0,
+    "min_lr": 0.0,
+}
+IGNORED = {
+    "bias_gelu_fusion": "a kernel of GPT-NeoX with the tanh approximation of GELU; here it is exact, as in Hugging Face's Pythia",
+    "scaled_upper_triang_masked_softmax_fusion": "a kernel of GPT-NeoX: attention is PyTorch's here",
+    "scaled_masked_softmax_fusion": "a kernel of GPT-NeoX: attention is PyTorch's here",
+    "output_layer_parallelism": "the output projection is cut by the vocabulary here",
+    "data_impl": "token files are always memory-mapped",
+    "num_workers": "samples are read ahead by one thread",
+    "partition_activations": "activations kept for recomputation are not cut here",
+    "synchronize_each_layer": "a debugging aid of GPT-NeoX",
+    "distributed_backend": "follows from the device: nccl on cuda, gloo on cpu",
+    "steps_per_print": "logging.interval is the one setting",
+    "wall_clock_breakdown": "metrics.jsonl has the times of every step",
+    "hidden_dropout": "there is no dropout here",
+    "attention_dropout": "there is no dropout here",
+    "attention_softmax_in_fp32": "PyTorch's attention keeps its sums in float32",
+    "make_vocab_size_divisible_by": "model.vocab_size is the padded size itself (--vocab-size)",
+    "hysteresis": "part of fp16",
+    "tensorboard_dir": "files lie in the run's folder",
+    "load": "a run goes on from its own newest checkpoint",
+    "merge_file": "tokenizer.json holds the merges",
+    "launcher": "torchrun, or tools/slurm",
+    "deepspeed_mpi": "torchrun, or tools/slurm",
+    "finetune": "checkpoint.resume names a run to start from",
+    "split": "token files are split when they are made",
+    "include": "a list of files for this command instead",
+}
+
+
+@dataclass
+class Translation:
+    """The configuration so far, what was left out and why, and what was assumed."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    assumed: list[str] = field(default_factory=list)
+
+    def set(self, key: str, value: Any) -> None:
+        """Write `section.key`."""
+        node = self.tree
+        *path, last = key.split(".")
+        for name in path:
+            node = node.setdefault(name, {})
+        node[last] = value
+
+
+def translate(neox: Mapping[str, Any], *, vocab_size: int) -> Translation:
+    """The values of a GPT-NeoX configuration, keys with underscores, as a configuration of this project.
+
+    Raises ValueError for a setting that changes the model and does not exist here.
+    """
+    out = Translation()
+    given = {**neox}
+    for key, value in DEFAULTS.items():
+        given.setdefault(key, value)
+    out.set("model.vocab_size", vocab_size)
+    out.assumed.append(f"model.vocab_size = {vocab_size}: GPT-NeoX takes it from the tokenizer (--vocab-size)")
+    _mixers(given, out)
+    _positions(given, out)
+    for key in SAME:
+        if key in given:
+            out.set(NEOX_KEYS[key].keys[0], given.pop(key))
+    for key, convert in _CONVERT.items():
+        if key in given:
+            convert(given.pop(key), given, out)
+    for key in given:
+        if key not in _READ_BESIDE:
+            out.ignored[key] = IGNORED.get(key, "no counterpart here")
+    _data(neox, out)
+    return out
+
+
+def _mixers(given: dict[str, Any], out: Translation) -> None:
+    kinds = {"global": "attention", "flash": "attention", "mamba": "mamba"}
+    pattern: list[str] = []
+    for names, count in given.pop("attention_config", None) or [[["global"], "all"]]:
+        for name in names:
+            if name not in kinds:
+                raise ValueError(f"attention-config names {name!r}: {', '.join(kinds)} have a counterpart here")
+        pattern += [kinds[name] for name in names] * (1 if count == "all" else int(count))
+    shortest = next(n for n in range(1, len(pattern) + 1) if pattern == (pattern[:n] * len(pattern))[: len(pattern)])
+    out.set("model.mixers", pattern[:shortest])
+    if "attention" in pattern:
+        out.set("model.mixer_options.attention.bias", bool(given["use_bias_in_attn_linear"]))
+    if given.get("gpt_j_tied"):
+        raise ValueError("gpt-j-tied: here the two norms of a block have weights of their own")
+
+
+def _positions(given: dict[str, Any], out: Translation) -> None:
+    kind = given.pop("pos_emb")
+    share, longest = given.pop("rotary_pct", 1.0), given.pop("max_position_embeddings", None)
+    if kind not in ("rotary", "learned", "none"):
+        raise ValueError(f"pos-emb = {kind!r}: rotary, learned and none have a counterpart here")
+    if "attention" in out.tree["model"]["mixers"]:
+        out.set("model.mixer_options.attention.rotary_pct", float(share) if kind == "rotary" else 0.0)
+    if kind == "learned":
+        out.set("model.positions", "learned")
+        out.set("model.max_positions", longest or given.get("seq_length", 2048))
+    elif longest is not None:
+        out.ignored["max_position_embeddings"] = "positions are not learned, so nothing has a largest one"
+    if kind != "rotary":
+        given.pop("rotary_emb_base", None)
+
+
+def _norm(value: str, given: dict[str, Any], out: Translation) -> None:
+    names = {"layernorm": "layernorm", "te_layernorm": "layernorm", "rmsnorm": "rmsnorm", "te_rmsnorm": "rmsnorm"}
+    if value not in names:
+        raise ValueError(f"norm = {value!r}: {', '.join(names)} have a counterpart here")
+    norm = names[value]
+    out.set("model.norm", norm)
+    default = 1e-5 if norm == "layernorm" else 1e-8
+    out.set("model.norm_eps", given.get("layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon", default))
+
+
+def _activation(value: str, given: dict[str, Any], out: Translation) -> None:
+    if value not in ("gelu", "swiglu"):
+        raise ValueError(f"activation = {value!r}: gelu and swiglu have a counterpart here")
+    out.set("model.mlp", value)
+
+
+def _init(key: str) -> Callable[[str, dict[str, Any], Translation], None]:
+    def convert(value: str, given: dict[str, Any], out: Translation) -> None:
+        if value in ("normal", "small_init", "wang_init"):
+            out.set(key, value)
+        else:
+            out.ignored[key.rpartition(".")[2]] = (
+                f"{value} is not here; it only matters before the first step: {key} = wang_init"
+            )
+            out.set(key, "wang_init")
+
+    return convert
+
+
+def _optimizer(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
+    name = str(value.get("type", "Adam"))
+    if name.lower() not in ("adam", "adamw", "cpu_adam"):
+        raise ValueError(f"optimizer.type = {name!r}: Adam and AdamW have a counterpart here")
+    parameters = value.get("params") or {}
+    for key in ("lr", "betas", "eps"):
+        out.set(f"optimizer.{key}", parameters.get(key, {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}[key]))
+    for key in parameters.keys() - {"lr", "betas", "eps", "weight_decay"}:
+        out.ignored[f"optimizer.params.{key}"] = "no counterpart here"
+    if "weight_decay" in parameters:
+        out.set("optimizer.weight_decay", parameters["weight_decay"])
+    out.set("schedule.min_lr_ratio", round(float(given["min_lr"]) / out.tree["optimizer"]["lr"], 12))
+
+
+def _decay_style(value: str, given: dict[str, Any], out: Translation) -> None:
+    if value not in ("constant", "linear", "cosine"):
+        raise ValueError(f"lr-decay-style = {value!r}: constant, linear and cosine have a counterpart here")
+    out.set("schedule.kind", value)
+
+
+def _zero(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
+    out.set("parallel.zero_stage", value.get("stage", 0))
+    for key in value.keys() - {"stage"}:
+        if key == "cpu_offload" and value[key]:
+            raise ValueError("zero_optimization.cpu_offload = true: optimizer state stays on the GPU here")
+        out.ignored[f"zero_optimization.{key}"] = "DeepSpeed's buffers are set here"
+
+
+def _ranks(key: str) -> Callable[[Any, dict[str, Any], Translation], None]:
+    return lambda value, given, out: out.set(key, max(1, int(value)))
+
+
+def _recompute(value: bool, given: dict[str, Any], out: Translation) -> None:
+    out.set("parallel.activation_checkpointing.mode", "full" if value else "none")
+    chunk = given.pop("checkpoint_num_layers", 1)
+    if value and chunk != 1:
+        out.ignored["checkpoint_num_layers"] = f"blocks are recomputed one by one here, not {chunk} at a time"
+
+
+def _fp16(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
+    if not (value.get("enabled") or value.get("fp16")):
+        return
+    out.set("precision.dtype", "fp16")
+    names = {"initial_scale_power": "initial_scale_power", "loss_scale_window": "scale_window"}
+    for theirs, ours in {**names, "hysteresis": "hysteresis", "min_loss_scale": "min_scale"}.items():
+        if theirs in value:
+            out.set(f"precision.fp16.{ours}", value[theirs])
+    if value.get("loss_scale"):
+        out.ignored["fp16.loss_scale"] = "the loss scale is dynamic here"
+
+
+def _bf16(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
+    if value.get("enabled"):
+        out.set("precision.dtype", "bf16")
+
+
+def _precision(value: str, given: dict[str, Any], out: Translation) -> None:
+    names = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
+    if value not in names:
+        raise ValueError(f"precision = {value!r}: {', '.join(names)} have a counterpart here")
+    out.set("precision.dtype", names[value])
+
+
+def _extra_saves(value: Sequence[int], given: dict[str, Any], out: Translation) -> None:
+    steps = [step for step in value if step > 0]
+    if len(steps) < len(value):
+        out.ignored["extra_save_iters: 0"] = "the untrained model is not saved: the seed gives it again"
+    out.set("checkpoint.extra_steps", steps)
+
+
+def _scale(value: str, given: dict[str, Any], out: Translation) -> None:
+    out.set("checkpoint.log_spaced", value == "log")
+
+
+def _tokenizer(value: str, given: dict[str, Any], out: Translation) -> None:
+    names = {"HFTokenizer": "hf", "SPMTokenizer": "sentencepiece"}
+    if value not in names:
+        raise ValueError(
+            f"tokenizer-type = {value!r}: {', '.join(names)} have a counterpart; others exist as tokenizer.json"
+        )
+    out.set("data.tokenizer.type", names[value])
+
+
+# In this order: the optimizer before what is relative to its learning rate.
+_CONVERT: dict[str, Callable[[Any, dict[str, Any], Translation], None]] = {
+    "no_weight_tying": lambda value, given, out: out.set("model.tie_embeddings", not value),
+    "norm": _norm,
+    "activation": _activation,
+    "init_method": _init("model.init_method"),
+    "output_layer_init_method": _init("model.output_init_method"),
+    "optimizer": _optimizer,
+    "lr_decay_style": _decay_style,
+    "zero_optimization": _zero,
+    "pipe_parallel_size": _ranks("parallel.pipeline"),
+    "model_parallel_size": _ranks("parallel.tensor"),
+    "checkpoint_activations": _recompute,
+    "fp16": _fp16,
+    "bf16": _bf16,
+    "precision": _precision,
+    "extra_save_iters": _extra_saves,
+    "checkpoint_scale": _scale,
+    "tokenizer_type": _tokenizer,
+    "tensorboard_dir": lambda value, given, out: out.set("logging.tensorboard", True),
+}
+_READ_BESIDE = {
+    *("min_lr", "layernorm_epsilon", "rms_norm_epsilon", "use_bias_in_attn_linear", "checkpoint_num_layers"),
+    *("data_path", "train_data_paths", "valid_data_paths", "test_data_paths"),
+}
+
+
+def _data(neox: Mapping[str, Any], out: Translation) -> None:
+    data = out.tree.setdefault("data", {})
+    train = neox.get("train_data_paths") or neox.get("data_path")
+    if train:
+        data["train"] = train[0] if isinstance(train, list) and len(train) == 1 else train
+        if "blend" in data:
+            data["blend"]["by"] = "weights"
+        for theirs, ours in (("valid_data_paths", "validation"), ("test_data_paths", "test")):
+            paths = neox.get(theirs)
+            if paths:
+                data[ours] = paths[0]
+                if len(paths) > 1:
+                    out.ignored[theirs] = f"one prefix is read: {paths[0]}"
+        return
+    kind = data.get("tokenizer", {}).get("type")
+    if kind == "hf" and not data["tokenizer"].get("path"):
+        del data["tokenizer"]
+        out.ignored["tokenizer_type"] = "no vocab-file names its file: set data.tokenizer.type and path with data.train"
+    data["corpus"] = "stdlib"
+    out.assumed.append("data.corpus = stdlib: the files name no data; set data.train (and data.tokenizer) for yours")
+
+
+def underscored(values: Any) -> Any:
+    """GPT-NeoX writes its keys with dashes or underscores."""
+    if isinstance(values, Mapping):
+        return {str(key).replace("-", "_"): underscored(value) for key, value in values.items()}
+    return values
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. The configuration goes to stdout or to a file, what was ignored and assumed to stderr."""
+    options = _parser().parse_args(arguments)
+    import yaml
+
+    from models.config import ModelConfig
+
+    try:
+        neox: dict[str, Any] = {}
+        for file in options.files:
+            sources = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+            if sources.problems:
+                raise ConfigError(sources.problems)
+            neox |= underscored(sources.tree)
+        done = translate(neox, vocab_size=options.vocab_size)
+        done.set("run.name", options.files[-1].stem)
+        text = f"# From GPT-NeoX's {', '.join(file.name for file in options.files)} by tools/neox_config.\n"
+        text += yaml.safe_dump(_ordered(done.tree), sort_keys=False, default_flow_style=None)
+        with tempfile.TemporaryDirectory() as folder:
+            draft = Path(folder) / options.files[-1].with_suffix(".yml").name
+            draft.write_text(text, encoding="utf-8")
+            layout = done.tree.get("parallel", {})
+            processes = layout.get("pipeline", 1) * layout.get("tensor", 1) * options.data_ranks
+            load_config([draft], [], model_type=ModelConfig, world_size=processes)
+        if options.out is not None:
+            aside = options.out.with_name(f".{options.out.name}.writing")
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(options.out)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.out is None:
+        print(text, end="")
+    print(_report(done), file=sys.stderr)
+    return 0
+
+
+def _report(done: Translation) -> str:
+    lines = ["assumed:", *(f"  {line}" for line in done.assumed)]
+    if done.ignored:
+        width = max(map(len, done.ignored))
+        lines += ["ignored:", *(f"  {key:<{width}}  {why}" for key, why in sorted(done.ignored.items()))]
+    return "\n".join(lines)
+
+
+def _ordered(tree: Mapping[str, Any]) -> dict[str, Any]:
+    order = ("run", "model", "data", "batch", "optimizer", "schedule", "parallel", "precision", "checkpoint", "logging")
+    return {key: tree[key] for key in (*order, *(k for k in tree if k not in order)) if tree.get(key)}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.neox_config",
+        description="Turn GPT-NeoX configuration files into one of this project, and say what was left out and why.",
+        epilog=(
+            "examples:\n"
+            "  python -m tools.neox_config pythia-410M.yml                      to the screen\n"
+            "  python -m tools.neox_config 410M.yml local_setup.yml -o run.yml  merged left to right, as GPT-NeoX does\n"
+            "  python train.py run.yml --dry-run                                parameters, memory, FLOPs"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="GPT-NeoX's files")
+    parser.add_argument("-o", "--out", type=Path, help="the file to write (default: the screen)")
+    parser.add_argument(
+        "--vocab-size", type=int, default=50304, help="rows of the embedding (50304: GPT-NeoX-20B's tokenizer, padded)"
+    )
+    parser.add_argument(
+        "--data-ranks", type=int, default=1, help="data ranks that the batch is checked for (default 1)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
