@@ -9,7 +9,7 @@ right (`models.bidirectional`, which is also the reference, form="chunked"):
                 d log decay_t sums W_ij = dA_ij A_ij over the pairs on both sides of t. They are taken apart by where
                 their ends lie: both in this chunk; one here and one to the left or right, from the parts of dq and dk
                 that F, G, F', G' gave; none here, e^B (<F, G'> + <F', G>). So no sum runs over more than a chunk.
-States are stored as bfloat16 for bfloat16 inputs (what the tensor cores would round them to) and float32 otherwise.
+The first pass is `lion_states.py`.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -24,24 +24,21 @@ from torch import Tensor
 
 from .launch import Launch
 from .lion_common import (
-    NO_GATE,
     Case,
     Kernel,
     base,
     block,
     decay_factor,
-    load_columns,
     load_rows,
     load_scale,
     load_sums,
     per_token,
-    row_inner,
-    row_scale,
     running_sum,
     signed,
     store_gate_gradient,
     store_rows,
 )
+from .lion_states import chunk_size, states_between_chunks
 
 try:
     import triton
@@ -52,7 +49,7 @@ except ImportError as error:
 
 def chunk(case: Case) -> int | None:
     """As `lion_tile.chunk`."""
-    return _config(case.dim_k, case.dim_v, case.dtype)[0]
+    return chunk_size(case.dtype)
 
 
 def forward(
@@ -75,12 +72,8 @@ def forward(
     if gate is not None and b is None:
         b = per_token(case, q)
         running(gate, bias, b)
-    if _in_one(case):
-        states, sums = _empty_states(case, q)
-        _forward_in_one_launch(case)(q, k, v, b, segments, states, sums, y, den)
-    else:
-        states, sums = _states(case, False, k, v, b, segments)
-        outputs(q, k, v, b, segments, states, sums, y, den)
+    states, sums = states_between_chunks(case, False, k, v, b, segments)
+    outputs(q, k, v, b, segments, states, sums, y, den)
     small = states.nbytes <= k.nbytes + v.nbytes
     return y, (den, b, states if small else None, sums if small else None)
 
@@ -101,66 +94,14 @@ def backward(
     den, b, states, sums = saved
     delta = per_token(case, q) if case.scaled else None
     if states is None:
-        states, sums = _states(case, False, k, v, b, segments)
-    d_states, d_sums = _states(case, True, q, dy, b, segments, y, den, delta)
+        states, sums = states_between_chunks(case, False, k, v, b, segments)
+    d_states, d_sums = states_between_chunks(case, True, q, dy, b, segments, y, den, delta)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dgate = None if gate is None else torch.empty_like(gate)
     _backward_launch(case)(
         dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate
     )
     return dq, dk, dv, dgate
-
-
-def _states(
-    case: Case,
-    backward: bool,
-    x: Tensor,
-    y: Tensor,
-    b: Tensor | None,
-    segments: Tensor | None,
-    out: Tensor | None = None,
-    den: Tensor | None = None,
-    delta: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """States before each chunk from the left [0] and from the right [1]: of k and [v, 1], or (backward) of q and u.
-
-    Backward also fills delta, dy . y a row.
-    Returns [2, batch * heads, chunks, head_dim_k, head_dim_v] and, when scaled, the last column of v~ or u, float32
-    [2, batch * heads, chunks, head_dim_k].
-    """
-    states, sums = _empty_states(case, x)
-    if backward and case.scaled and not _inner_inside(case):
-        row_inner(case)(y, out, delta)
-    stretches, *launches = _state_launches(case, backward)
-    if stretches == 1:
-        launches[0](x, y, b, segments, out, den, delta, None, None, states, sums)
-        return states, sums
-    ends = torch.empty(
-        (*states.shape[:2], stretches, case.dim_k * (case.dim_v + 1)), dtype=torch.float32, device=x.device
-    )
-    passing = torch.empty((*states.shape[:2], stretches), dtype=torch.float32, device=x.device)
-    launches[0](x, y, b, segments, out, den, delta, ends, passing, None, None)
-    launches[1](ends, passing)
-    launches[2](x, y, b, segments, None, den, delta, ends, None, states, sums)
-    return states, sums
-
-
-def _empty_states(case: Case, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    size = _config(case.dim_k, case.dim_v, case.dtype)[0]
-    shape = 2, case.batch * case.heads, -(-case.length // size), case.dim_k
-    dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
-    states = torch.empty((*shape, case.dim_v), dtype=dtype, device=like.device)
-    return states, torch.empty(shape, dtype=torch.float32, device=like.device) if case.scaled else None
-
-
-def _in_one(case: Case) -> bool:
-    """Whether a program takes a whole sequence of a head forward: where these fill the device, and in one tile."""
-    return case.batch * case.heads >= 256 and max(case.dim_k, case.dim_v) <= 64 and case.dtype == torch.bfloat16
-
-
-def _inner_inside(case: Case) -> bool:
-    """Whether a program of the state kernel sees all channels of dy, and so can form delta."""
-    return case.dim_v <= _state_config(case.dim_k, case.dim_v, case.dtype)[1]
 
 
 @lru_cache(4096)
@@ -175,54 +116,6 @@ def _forward_launches(case: Case) -> tuple[Launch, Launch]:
     return running_sum(case, size), outputs
 
 
-def _stretches(chunks: int, programs: int) -> int:
-    """Reading everything twice pays from four stretches on; 512 programs fill an H200."""
-    stretches = min(512 // programs, chunks // 8)
-    return stretches if stretches >= 4 else 1
-
-
-@lru_cache(4096)
-def _state_launches(case: Case, backward: bool) -> tuple[int, *tuple[Launch, ...]]:
-    """Stretches that a sequence is cut into, so that few long ones fill the device too; and the launches.
-
-    With one stretch that is a scan over its chunks. With more, each is scanned from nothing for its end state, the end
-    states are carried from stretch to stretch, and each is scanned again from what came to it.
-    """
-    size = _config(case.dim_k, case.dim_v, case.dtype)[0]
-    block_k, block_v, warps, stages = _state_config(case.dim_k, case.dim_v, case.dtype)
-    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
-    chunks, programs = -(-case.length // size), 2 * case.batch * case.heads
-    stretches = _stretches(chunks, programs * blocks)
-    mode, *flags = case.flags()
-    inner = backward and _inner_inside(case)
-
-    def scan(ends: bool, inner: bool) -> Launch:
-        return Launch(
-            _state_kernel, (blocks, 2 * stretches, case.batch * case.heads),
-            *case.sizes(), chunks, stretches, case.dim_k, case.dim_v, block_k, block_v, size, stretches > 1, ends,
-            backward, inner, mode != NO_GATE, *flags, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-
-    if stretches == 1:
-        return 1, scan(False, inner)
-    words = case.dim_k * (case.dim_v + 1)
-    carry = Launch(_carry, (-(-words // 512), programs), stretches, words, case.batch * case.heads, 512, num_warps=4)
-    return stretches, scan(True, inner), carry, scan(False, False)
-
-
-@lru_cache(4096)
-def _forward_in_one_launch(case: Case) -> Launch:
-    size = _config(case.dim_k, case.dim_v, case.dtype)[0]
-    return Launch(
-        _forward_in_one, (case.batch * case.heads,),
-        *case.sizes(), -(-case.length // size), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), size,
-        *case.flags(), **_IN_ONE,
-    )  # fmt: skip
-
-
-_IN_ONE = {"num_warps": 4, "num_stages": 2}
-
-
 @lru_cache(4096)
 def _backward_launch(case: Case) -> Launch:
     size, largest, warps, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
@@ -235,130 +128,15 @@ def _backward_launch(case: Case) -> Launch:
 
 def _config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
     """Tokens of a chunk, most channels of a tile, warps, most registers of a thread."""
-    if dtype == torch.float32:
-        return 32, 64, 4, None
-    if dtype == torch.float16:
-        return 64, 64, 4, None
-    return (64, 64, 4, 168) if max(dim_k, dim_v) <= 64 else (64, 128, 4, None)
+    size = chunk_size(dtype)
+    if dtype != torch.bfloat16:
+        return size, 64, 4, None
+    return (size, 64, 4, 168) if max(dim_k, dim_v) <= 64 else (size, 128, 4, None)
 
 
 def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
     """As `_config`, with chunks of the same size."""
-    return (32, 64, 4, None) if dtype == torch.float32 else (64, 64, 4, None)
-
-
-def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Block of keys, block of values, warps, pipeline stages."""
-    if dtype == torch.bfloat16:
-        return block(dim_k, 64), block(dim_v, 128), 4, 3
-    return block(dim_k, 64), block(dim_v, 64), 4, 2
-
-
-@triton.jit
-def _weights(b, segments, first, last, t, T, from_right, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """What of tokens t of the chunk first .. last reaches its far edge, and what of the state does."""
-    weight = tl.where(t < T, 1.0, 0.0)
-    keep = 1.0
-    if GATE:
-        total, until = tl.load(b + last), tl.load(b + t, mask=t < T, other=0.0)
-        weight = tl.exp2(tl.where(from_right == 0, total - until, until))
-        keep = tl.exp2(total)
-    if SEGMENTS:
-        # A state belongs to the segment at its chunk's edge, and dies where that segment ends.
-        edge = tl.load(segments + tl.where(from_right == 0, last, first))
-        outer = tl.where(from_right == 0, first - 1, last + 1)
-        neighbour = tl.load(segments + outer, mask=(outer >= 0) & (outer < T), other=-1)
-        weight = tl.where(tl.load(segments + t, mask=t < T, other=-1) == edge, weight, 0.0)
-        keep = tl.where(neighbour == edge, keep, 0.0)
-    return weight, keep
-
-
-@triton.jit
-def _state_kernel(
-    x, y, b, segments, out, den, delta, ends, passing, states, sums, T, H, eps, N, S,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CUT: tl.constexpr,
-    ENDS: tl.constexpr, BACKWARD: tl.constexpr, INNER: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr,
-    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One direction of one of S stretches of N chunks. ENDS: its end state alone, from nothing. Otherwise its states,
-    from nothing or, where a sequence is CUT, from what came to the stretch, which then stands in `ends`.
-    """
-    blocks_v: tl.constexpr = (V + BV - 1) // BV
-    rounded: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
-    bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
-    from_right, stretch, bh = tl.program_id(1) // S, tl.program_id(1) % S, tl.program_id(2)
-    ck, cv = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV)
-    x, y = base(x, bh, T, H, K), base(y, bh, T, H, V)
-    if INNER and SCALED:
-        out = base(out, bh, T, H, V)
-    if GATE:
-        b += bh.to(tl.int64) * T
-    direction = (from_right * tl.num_programs(2) + bh).to(tl.int64)
-    here = direction * N
-    inside = (ck < K)[:, None] & (cv < V)[None, :]
-    state = tl.zeros([BK, BV], tl.float32)
-    column = tl.zeros([BK], tl.float32)
-    begin, count = 0, N
-    if CUT:
-        size = (N + S - 1) // S
-        begin = stretch * size
-        count = tl.minimum(size, N - begin)
-        ends += (direction * S + stretch) * (K * V + K)
-        if not ENDS:
-            state = tl.load(ends + ck[:, None] * V + cv[None, :], mask=inside, other=0.0)
-            column = tl.load(ends + K * V + ck, mask=ck < K, other=0.0)
-    through = tl.full([], 1.0, tl.float32)
-    for step in range(0, count):
-        n = begin + tl.where(from_right == 0, step, count - 1 - step)
-        if not ENDS:
-            tl.store(
-                states + (here + n) * (K * V) + ck[:, None] * V + cv[None, :],
-                state.to(states.dtype.element_ty),
-                mask=inside,
-            )
-            if SCALED and bv == 0:
-                tl.store(sums + (here + n) * K + ck, column, mask=ck < K)
-        first, last = n * C, tl.minimum(n * C + C, T) - 1
-        t = first + tl.arange(0, C)
-        tile = load_columns(x, t, ck, T, H, K, BK)
-        value = load_rows(y, t, cv, T, H, V, BV)
-        if INNER and SCALED:
-            inner = tl.sum(value.to(tl.float32) * load_rows(out, t, cv, T, H, V, BV).to(tl.float32), 1)
-            if from_right == 0 and bk == 0:
-                tl.store(delta + bh.to(tl.int64) * T + t, inner, mask=t < T)
-        value = value.to(rounded)
-        weight, keep = _weights(b, segments, first, last, t, T, from_right, GATE, SEGMENTS)
-        if BACKWARD:
-            if INNER and SCALED:
-                scale = row_scale(den, bh, t, T, eps)
-            else:
-                scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
-            weight *= scale
-        weighted = tile * weight[None, :]
-        state = tl.dot(weighted.to(rounded), value, state * keep, input_precision=PRECISION)
-        if SCALED:
-            if BACKWARD:
-                weighted *= -inner[None, :]
-            column = column * keep + tl.sum(weighted, 1)
-        through *= keep
-    if ENDS:
-        tl.store(ends + ck[:, None] * V + cv[None, :], state, mask=inside)
-        if bv == 0:
-            tl.store(ends + K * V + ck, column, mask=ck < K)
-            tl.store(passing + direction * S + stretch, through)
-
-
-@triton.jit
-def _carry(ends, passing, S, N, BH, B: tl.constexpr):
-    """End states of N words, [directions * BH, S, N] -> what comes to each stretch, in place."""
-    direction = tl.program_id(1)
-    i = tl.program_id(0) * B + tl.arange(0, B)
-    state = tl.zeros([B], tl.float32)
-    for step in range(0, S):
-        place = direction.to(tl.int64) * S + tl.where(direction < BH, step, S - 1 - step)
-        end = tl.load(ends + place * N + i, mask=i < N, other=0.0)
-        tl.store(ends + place * N + i, state, mask=i < N)
-        state = state * tl.load(passing + place) + end
+    return chunk_size(dtype), 64, 4, None
 
 
 @triton.jit
@@ -461,68 +239,6 @@ def _forward(
         if tl.program_id(1) == 0:
             tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
     store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV)
-
-
-@triton.jit
-def _forward_in_one(
-    q, k, v, b, segments, states, sums, y, den, T, H, eps, N,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A whole sequence: states from the right on the way there, those from the left and the outputs on the way back."""
-    bh, ck, cv = tl.program_id(0), tl.arange(0, BK), tl.arange(0, BV)
-    q, k = base(q, bh, T, H, K), base(k, bh, T, H, K)
-    v, y = base(v, bh, T, H, V), base(y, bh, T, H, V)
-    if GATE != 0:
-        b += bh.to(tl.int64) * T
-    inside = (ck < K)[:, None] & (cv < V)[None, :]
-    cell = ck[:, None] * V + cv[None, :]
-    here = bh.to(tl.int64) * N
-    there = here + tl.num_programs(0).to(tl.int64) * N
-    rounded: tl.constexpr = states.dtype.element_ty
-    state, column = tl.zeros([BK, BV], tl.float32), tl.zeros([BK], tl.float32)
-    for step in range(0, N):
-        n = N - 1 - step
-        tl.store(states + (there + n) * (K * V) + cell, state.to(rounded), mask=inside)
-        first, last = n * C, tl.minimum(n * C + C, T) - 1
-        t = first + tl.arange(0, C)
-        tile, value = load_columns(k, t, ck, T, H, K, BK), load_rows(v, t, cv, T, H, V, BV)
-        weight, keep = _weights(b, segments, first, last, t, T, 1, GATE != 0, SEGMENTS)
-        weighted = tile * weight[None, :]
-        state = tl.dot(weighted.to(rounded), value.to(rounded), state * keep, input_precision=PRECISION)
-        if SCALED:
-            tl.store(sums + (there + n) * K + ck, column, mask=ck < K)
-            column = column * keep + tl.sum(weighted, 1)
-    # These states are read by other threads than wrote them.
-    tl.debug_barrier()
-    state, column = tl.zeros([BK, BV], tl.float32), tl.zeros([BK], tl.float32)
-    for n in range(0, N):
-        tl.store(states + (here + n) * (K * V) + cell, state.to(rounded), mask=inside)
-        first, last = n * C, tl.minimum(n * C + C, T) - 1
-        t = first + tl.arange(0, C)
-        query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
-        value = load_rows(v, t, cv, T, H, V, BV)
-        from_right = tl.load(states + (there + n) * (K * V) + cell, mask=inside, other=0.0)
-        left, right, _ = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
-        until = load_sums(b, t, T, GATE)
-        a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        a *= decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS)
-        out = tl.dot(a.to(value.dtype), value, input_precision=PRECISION)
-        out += tl.dot(query.to(rounded), state.to(rounded), input_precision=PRECISION) * left[:, None]
-        out += tl.dot(query.to(rounded), from_right, input_precision=PRECISION) * right[:, None]
-        if SCALED:
-            tl.store(sums + (here + n) * K + ck, column, mask=ck < K)
-            other = tl.load(sums + (there + n) * K + ck, mask=ck < K, other=0.0)
-            total = tl.sum(a, 1) + tl.sum(query * column[None, :], 1) * left
-            total += tl.sum(query * other[None, :], 1) * right
-            out = out / (total + eps)[:, None]
-            tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
-        store_rows(y, out, t, cv, T, H, V, BV)
-        weight, keep = _weights(b, segments, first, last, t, T, 0, GATE != 0, SEGMENTS)
-        weighted = tl.trans(key) * weight[None, :]
-        state = tl.dot(weighted.to(rounded), value.to(rounded), state * keep, input_precision=PRECISION)
-        if SCALED:
-            column = column * keep + tl.sum(weighted, 1)
 
 
 @triton.jit

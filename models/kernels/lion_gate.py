@@ -25,7 +25,7 @@ except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
 # Channels of a tile; programs over which the tokens of the backward pass are spread.
-_CHANNELS, _PROGRAMS = 128, 64
+_CHANNELS, _PROGRAMS = 128, 32
 
 
 def project(
@@ -123,7 +123,7 @@ def _project_backward(
 
 @triton.jit
 def _reduce(partial, out, N, P):
-    i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, 64)
+    i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, 32)
     address = partial + rows[:, None] * N + i[None, :]
     values = tl.load(address, mask=(rows < P)[:, None] & (i < N)[None, :], other=0.0)
     tl.store(out + i, tl.sum(values, 0).to(out.dtype.element_ty), mask=i < N)

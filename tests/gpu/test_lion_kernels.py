@@ -90,7 +90,6 @@ def test_short_sequences_by_the_automatic_choice(length: int, dim: int) -> None:
 @pytest.mark.parametrize("length", [129, 512, 700])
 @pytest.mark.parametrize("dim", [32, 40, 64])
 def test_many_sequences(length: int, dim: int) -> None:
-    """Enough for one program a sequence and head."""
     check(random_inputs((40, length, 8, dim), torch.bfloat16, 2.0), form="triton_chunk")
     check(random_inputs((40, length, 8, dim), torch.bfloat16, 6.0), form="triton_chunk", scaled=False)
     cu_seqlens = torch.tensor([0, 0, 30, 31, 64, length], device="cuda", dtype=torch.int32)

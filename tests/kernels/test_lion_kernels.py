@@ -74,25 +74,14 @@ def test_sequences_cut_into_stretches(
     device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """What long sequences take, here with 5 chunks in stretches of two, of which the fourth is left empty."""
-    from models.kernels import lion_chunk
+    from models.kernels import lion_states
 
-    request.addfinalizer(lion_chunk._state_launches.cache_clear)
-    monkeypatch.setattr(lion_chunk, "_stretches", lambda *_: 4)
-    lion_chunk._state_launches.cache_clear()
+    request.addfinalizer(lion_states._state_launches.cache_clear)
+    monkeypatch.setattr(lion_states, "_stretches", lambda *_: 4)
+    lion_states._state_launches.cache_clear()
     cu_seqlens = torch.tensor([0, 30, 31, 64, 150], device=device) if scaled else None
     check(device, "triton_chunk", (1, 150, 1, 16, 24), decay=decay, scaled=scaled)
     check(device, "triton_chunk", (1, 150, 1, 16, 16), decay=decay, scaled=scaled, cu_seqlens=cu_seqlens)
-
-
-@pytest.mark.parametrize(("decay", "scaled"), [(None, True), ("gate", True), ("gate", False)])
-def test_forward_in_one_program(device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What many short sequences take."""
-    from models.kernels import lion_chunk
-
-    monkeypatch.setattr(lion_chunk, "_in_one", lambda case: True)
-    check(device, "triton_chunk", (2, 75, 1, 16, 24), decay=decay, scaled=scaled)
-    cu_seqlens = torch.tensor([0, 0, 30, 31, 64, 100], device=device)
-    check(device, "triton_chunk", (1, 100, 1, 16, 16), decay=decay, scaled=scaled, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("form", KERNELS)

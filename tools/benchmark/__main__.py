@@ -51,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument("--heads", type=int, default=16, help="heads of every mixer (%(default)s)")
             command.add_argument("--length", type=int, default=2048, help="tokens of a sequence (%(default)s)")
             command.add_argument("--batch", type=int, default=8, help="sequences (%(default)s)")
+            command.add_argument(
+                "--no-tuning",
+                action="store_true",
+                help="flash-linear-attention's kernels in their first configuration; tuning takes a minute or two a mixer",
+            )
             command.add_argument("--only", nargs="+", metavar="MIXER", help="these mixers and attention alone")
     options = parser.parse_args(arguments)
     # After the arguments, so that --help does not wait for torch.
@@ -59,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         if options.command == "mixers":
-            mixers.run(options.output, options.hidden, options.heads, options.length, options.batch, options.only)
+            shape = options.hidden, options.heads, options.length, options.batch
+            mixers.run(options.output, *shape, only=options.only, tuned=not options.no_tuning)
         elif options.command == "layouts":
             layouts.run(
                 options.output,

@@ -25,8 +25,19 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
 PEER = "attention"
 
 
-def run(output: Path, hidden: int, heads: int, length: int, batch: int, only: Sequence[str] | None = None) -> None:
+def run(
+    output: Path,
+    hidden: int,
+    heads: int,
+    length: int,
+    batch: int,
+    *,
+    only: Sequence[str] | None = None,
+    tuned: bool = True,
+) -> None:
     """Prints the table; writes mixers.csv and mixers.png. ValueError for an unknown mixer or an impossible shape."""
+    if not tuned:
+        _without_tuning()
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         name: (name, {}) for name in [PEER, *(name for name in MIXERS if name != PEER)]
     } | FURTHER
@@ -55,7 +66,7 @@ def run(output: Path, hidden: int, heads: int, length: int, batch: int, only: Se
     for row in rows:
         row["time / attention"] = row["both ms"] / rows[0]["both ms"] if row["both ms"] else None
     dtype = "bf16" if torch.cuda.is_available() else "fp32"
-    title = f"one mixer, d = {hidden}, {heads} heads, {length} x {batch} tokens, {dtype}"
+    title = f"one mixer, d = {hidden}, {heads} heads, {length} x {batch} tokens, {dtype}{'' if tuned else ', FLA not tuned'}"
     print(table(rows, title))
     write_csv(output / "mixers.csv", rows)
     columns = {"both ms": "milliseconds, forward and backward"}
@@ -101,3 +112,12 @@ def _time(timer: Any, step: Step, leaves: list[torch.Tensor]) -> float:
     # Once before: kernels are compiled and tuned at their first call.
     step()
     return timer(step, leaves)
+
+
+def _without_tuning() -> None:
+    try:
+        from triton.runtime.autotuner import Autotuner
+    except ImportError:
+        return
+    prune = Autotuner.prune_configs
+    Autotuner.prune_configs = lambda self, *args, **kwargs: prune(self, *args, **kwargs)[:1]
