@@ -4,6 +4,7 @@ python -m tools.benchmark kernels     # LION and MetaLA's epilogue against softm
 python -m tools.benchmark choice      # LION's two kernels over length and memory of the decays: what "auto" rests on; CUDA
 python -m tools.benchmark mixers      # every mixer at one model shape, forward and backward; CUDA or CPU
 python -m tools.benchmark layouts --gpus 4   # one model by data, tensor, pipeline and context parallelism; CUDA
+python -m tools.benchmark decode      # tokens a second over context, beside Hugging Face's Llama with its cache; CUDA or CPU
 python -m tools.benchmark mixers --hidden 64 --heads 4 --length 128 --batch 2      # a small shape, on a CPU in a minute
 
 Figures are medians, on CUDA of bfloat16 with random inputs. Of one piece of work are given
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("choice", "LION's tile and chunk kernel over length and memory"),
         ("mixers", "every mixer at one model shape"),
         ("layouts", "training speed of one model in each kind of parallelism, beside one GPU"),
+        ("decode", "decoding speed and memory over context, beside Hugging Face's Llama of the same shape"),
     ):
         command = commands.add_parser(name, help=words, description=words)
         command.add_argument(
@@ -46,6 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             command.add_argument("--steps", type=int, default=4, help="timed steps of a layout (%(default)s)")
             command.add_argument("--only", default="", metavar="TEXT", help="layouts whose name holds this")
+        if name == "decode":
+            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
+            command.add_argument("--contexts", type=int, nargs="+", default=[128, 8192], help="tokens (%(default)s)")
+            command.add_argument("--batch", type=int, default=64, help="texts side by side (%(default)s)")
+            command.add_argument("--steps", type=int, default=100, help="timed steps (%(default)s)")
+            command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
+            command.add_argument("--no-llama", action="store_true", help="leave Llama out")
         if name == "mixers":
             command.add_argument("--hidden", type=int, default=1024, help="width of the model (%(default)s)")
             command.add_argument("--heads", type=int, default=16, help="heads of every mixer (%(default)s)")
@@ -59,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument("--only", nargs="+", metavar="MIXER", help="these mixers and attention alone")
     options = parser.parse_args(arguments)
     # After the arguments, so that --help does not wait for torch.
-    from . import kernels, layouts, mixers
+    from . import decode, kernels, layouts, mixers
 
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -76,6 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 options.long,
                 options.steps,
                 options.only,
+            )
+        elif options.command == "decode":
+            decode.run(
+                options.output,
+                options.config,
+                options.contexts,
+                options.batch,
+                options.steps,
+                options.device,
+                not options.no_llama,
             )
         elif options.command == "choice":
             kernels.choice(options.output)

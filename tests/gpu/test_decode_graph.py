@@ -1,0 +1,41 @@
+"""A decoding step as a CUDA graph gives the tokens of the steps that Python starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.config import ModelConfig
+from models.lm import LanguageModel
+from tools.decode_graph import graphed_step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def model(mixers: tuple[str, ...]) -> LanguageModel:
+    config = ModelConfig(vocab_size=512, num_layers=2, hidden_size=256, num_heads=2, mixers=mixers)
+    with torch.device("cuda"):
+        return LanguageModel(config, seed=0).to(torch.bfloat16).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("mixers", [("metala",), ("retnet", "hgrn2")])
+@torch.inference_mode()
+def test_graph_and_eager(mixers):
+    lm = model(mixers)
+    prompt = torch.randint(0, 512, (4, 100), device="cuda")
+    logits, state = lm(prompt, return_state=True)
+    step = graphed_step(lm, state, 4)
+    token = logits[:, -1:].argmax(-1)
+    for _ in range(12):
+        logits, state = lm(token, state=state, return_state=True)
+        replayed = step(token)
+        torch.testing.assert_close(replayed, logits[:, 0])
+        token = logits.argmax(-1)
+
+
+@torch.inference_mode()
+def test_a_cache_that_grows_is_refused():
+    lm = model(("attention",))
+    _, state = lm(torch.zeros(2, 8, dtype=torch.long, device="cuda"), return_state=True)
+    with pytest.raises(ValueError, match="layer 1: its state 'key' grows"):
+        graphed_step(lm, state, 2)

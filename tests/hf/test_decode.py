@@ -1,0 +1,39 @@
+"""The decoding benchmark measures what it says, and its ratios are of the right rows."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from tools.benchmark.__main__ import main
+from tools.benchmark.decode import Row, ratios
+
+
+def test_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--config", "configs/model/metala_tiny.yml", "--contexts", "8", "32", "--batch", "2", "--steps", "5"]
+    main(["decode", *shape, "--device", "cpu", "--output", str(tmp_path)])
+    rows = list(csv.DictReader((tmp_path / "decode.csv").open()))
+    assert [(row["method"], row["context"]) for row in rows] == [
+        ("eager", "8"),
+        ("eager", "32"),
+        ("llama", "8"),
+        ("llama", "32"),
+    ]
+    own, peer = rows[:2], rows[2:]
+    assert own[0]["state"] == own[1]["state"], "a recurrent state does not grow"
+    assert float(peer[1]["state"]) > 1.5 * float(peer[0]["state"]), "a cache does"
+    assert "eager over Hugging Face's Llama with its cache at context 32" in capsys.readouterr().out
+
+
+def test_ratios() -> None:
+    rows = [
+        Row("eager", 128, 64, 1.0, 64000.0, 4.0, 0.8),
+        Row("eager", 8192, 64, 1.0, 62000.0, 4.0, 0.8),
+        Row("llama", 128, 64, 2.0, 32000.0, 5.0, 1.0),
+        Row("llama", 8192, 64, 4.0, 15500.0, 110.0, 100.0),
+    ]
+    said = "\n".join(ratios(rows))
+    assert "eager: context 8192 over 128: 0.969 of the tokens/s, 1.000 of the memory" in said
+    assert "eager over Hugging Face's Llama with its cache at context 8192: 4.00 x" in said

@@ -1,0 +1,196 @@
+"""Decoding: tokens a second and memory of a recurrent model over context, beside Hugging Face's Llama with its cache."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lite.config_files import read_sources
+from models.config import ModelConfig
+
+from .report import table, write_csv
+
+PREFILL = 512  # tokens read at a time before decoding
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to decode at one context.
+
+    Attributes:
+        milliseconds: one step of the whole batch, the median.
+        tokens_per_second: batch / step.
+        memory: GiB allocated at the peak of the steps, weights included; None on a CPU.
+        state: GiB of what is carried from token to token.
+    """
+
+    method: str
+    context: int
+    batch: int
+    milliseconds: float
+    tokens_per_second: float
+    memory: float | None
+    state: float
+
+
+def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int, device: str, llama: bool) -> list[Row]:
+    """Measures, prints and writes decode.csv; ends with the ratios that matter."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    section = read_sources([config]).tree["model"]
+    model = ModelConfig(**{key: value for key, value in section.items() if value is not None})
+    rows: list[Row] = []
+    with torch.inference_mode():
+        own = _own(model, device, dtype)
+        for context in contexts:
+            for method in ("eager", "graph") if device == "cuda" else ("eager",):
+                rows.append(_measure_own(own, context, batch, steps, graph=method == "graph"))
+                print(_line(rows[-1]), flush=True)
+        del own
+        if llama:
+            peer = _llama(model, device, dtype)
+            for context in contexts:
+                row = _measure_llama(peer, context, batch, steps)
+                rows.append(row)
+                print(_line(row), flush=True)
+    write_csv(output / "decode.csv", [asdict(row) for row in rows])
+    print(table([asdict(row) for row in rows], f"{config.stem}, {str(dtype).removeprefix('torch.')}, decoding"))
+    print("\n" + "\n".join(ratios(rows)))
+    return rows
+
+
+def ratios(rows: list[Row]) -> list[str]:
+    """Speed at the longest context over the shortest, memory likewise, and beside Llama."""
+    lines = []
+    methods = list(dict.fromkeys(row.method for row in rows))
+    longest = {method: max((r for r in rows if r.method == method), key=lambda r: r.context) for method in methods}
+    for method in methods:
+        first, last = min((r for r in rows if r.method == method), key=lambda r: r.context), longest[method]
+        speed = last.tokens_per_second / first.tokens_per_second
+        words = f"{method}: context {last.context} over {first.context}: {speed:.3f} of the tokens/s"
+        if first.memory and last.memory:
+            words += f", {last.memory / first.memory:.3f} of the memory"
+        lines.append(words)
+    peer = longest.get("llama")
+    if peer is not None:
+        for method in methods[:-1]:
+            share = longest[method].tokens_per_second / peer.tokens_per_second
+            lines.append(f"{method} over Hugging Face's Llama with its cache at context {peer.context}: {share:.2f} x")
+    return lines
+
+
+def _own(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
+    import dataclasses
+
+    from models.hf import MetalionForCausalLM
+    from models.hf_config import MetalionConfig
+
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    with torch.device(device):
+        model = MetalionForCausalLM(MetalionConfig(**fields))
+    return model.to(dtype).eval()
+
+
+def _llama(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    llama = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.mlp_width,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=config.tie_embeddings,
+        dtype=dtype,
+    )
+    with torch.device(device):
+        return LlamaForCausalLM(llama).to(dtype).eval()
+
+
+def _measure_own(model: Any, context: int, batch: int, steps: int, *, graph: bool) -> Row:
+    from tools.decode_graph import graphed_step
+
+    device = model.device
+    ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
+    cache = None
+    for start in range(0, context, PREFILL):
+        output = model(ids[:, start : start + PREFILL], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+    token = output.logits[:, -1].argmax(-1, keepdim=True)
+    del output
+    state = cache.nbytes()
+    if graph:
+        step = graphed_step(model, cache.states, batch)
+
+        def once() -> None:
+            nonlocal token
+            token = step(token).argmax(-1, keepdim=True)
+    else:
+
+        def once() -> None:
+            nonlocal token
+            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+
+    milliseconds, memory = _time(once, steps, device)
+    return Row(
+        "graph" if graph else "eager", context, batch, milliseconds, 1e3 * batch / milliseconds, memory, state / 2**30
+    )
+
+
+def _measure_llama(model: Any, context: int, batch: int, steps: int) -> Row:
+    """The cache is filled with numbers instead of a prompt's: only their amount matters here."""
+    from transformers import DynamicCache
+
+    config, device = model.config, model.device
+    cache = DynamicCache(config=config)
+    shape = (batch, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
+    for layer in range(config.num_hidden_layers):
+        cache.update(*(torch.randn(shape, device=device, dtype=model.dtype) for _ in range(2)), layer)
+    token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+
+    def once() -> None:
+        nonlocal token
+        token = model(token, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+
+    milliseconds, memory = _time(once, steps, device)
+    state = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return Row("llama", context, batch, milliseconds, 1e3 * batch / milliseconds, memory, state / 2**30)
+
+
+def _time(once: Callable[[], None], steps: int, device: torch.device) -> tuple[float, float | None]:
+    """Milliseconds of a step, the median over fifths of `steps`, and peak GiB."""
+    for _ in range(5):
+        once()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(5):
+        with _clock(device, times):
+            for _ in range(max(1, steps // 5)):
+                once()
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    return statistics.median(times) / max(1, steps // 5) * 1e3, memory
+
+
+@contextmanager
+def _clock(device: torch.device, times: list[float]) -> Iterator[None]:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    times.append(time.perf_counter() - begin)
+
+
+def _line(row: Row) -> str:
+    return f"{row.method:>6} at context {row.context}: {row.milliseconds:.3f} ms a step, {row.tokens_per_second:,.0f} tokens/s"
