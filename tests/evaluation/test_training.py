@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import train
 from megatron_lite.metrics import read_metrics
-from tests.cli.conftest import arguments, corpus
+from tests.cli.conftest import arguments, corpus, run_words
 from tests.cli.test_data_parallel import torchrun
 from tools.evaluation import adapter
 from tools.plot import plot_runs
@@ -21,7 +22,7 @@ __all__ = ["arguments", "corpus"]
 SUITES = {"evaluation.suite_interval": 4, "checkpoint.interval": 4}
 
 
-def words(arguments, data: Path, name: str = "run", suites: str = "[superglue, piqa]", **changes) -> list[str]:
+def suite_words(arguments, data: Path, name: str = "run", suites: str = "[superglue, piqa]", **changes) -> list[str]:
     given = {"evaluation.suites": suites, "evaluation.data_directory": data, **SUITES, **changes}
     return arguments(name, **given)
 
@@ -36,7 +37,7 @@ def losses(run: Path) -> list[float]:
 
 def test_scores_are_logged_drawn_and_change_nothing(arguments, eval_data, tmp_path, capsys):
     assert train.main(arguments("plain", **{"checkpoint.interval": 4})) == 0
-    assert train.main(words(arguments, eval_data)) == 0
+    assert train.main(suite_words(arguments, eval_data)) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "plain"), "training does not notice the evaluation"
     found = lines(tmp_path / "run", "evaluation")
     assert [line["step"] for line in found] == [4, 8]
@@ -66,7 +67,7 @@ def test_a_failure_stops_nothing(arguments, eval_data, tmp_path, monkeypatch):
     monkeypatch.setattr(adapter.Scorer, "score_units", broken)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert train.main(words(arguments, eval_data, suites="[copa]")) == 0
+        assert train.main(suite_words(arguments, eval_data, suites="[copa]")) == 0
     assert any("evaluation.suites at step 4 failed: no room" in str(w.message) for w in said)
     assert [(line["step"], line["error"]) for line in lines(tmp_path / "run", "evaluation_error")] == [
         (4, "MemoryError: no room"),
@@ -92,20 +93,36 @@ def test_a_wrong_configuration_ends_before_the_first_step(arguments, tmp_path, s
         monkeypatch.setattr(
             lm_eval.tasks, "TaskManager", lambda **_: real(include_defaults=False, include_path=[folder])
         )
-    assert train.main(words(arguments, tmp_path, suites=suites)) == 2
+    assert train.main(suite_words(arguments, tmp_path, suites=suites)) == 2
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     import re
 
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_two_processes_share_the_requests_and_log_the_same(arguments, eval_data, tmp_path):
-    assert train.main(words(arguments, eval_data, "one", suites="[copa, boolq]")) == 0
-    done = torchrun(words(arguments, eval_data, "two", suites="[copa, boolq]"))
+LAYOUTS = {
+    "data": {},
+    "zero 3": {"parallel.zero_stage": 3},
+    "tensor and sequence": {"parallel.tensor": 2, "parallel.sequence_parallel": "true"},
+}
+
+
+@pytest.fixture(scope="module")
+def scores_of_one_process(corpus, eval_data, tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("one")
+    words = partial(run_words, corpus, folder)
+    assert train.main(suite_words(words, eval_data, suites="[copa, boolq]")) == 0
+    return lines(folder / "run", "evaluation")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_log_what_one_logs(layout, arguments, eval_data, tmp_path, scores_of_one_process):
+    """The data ranks share the requests; where a forward pass is everyone's, all do all of it together."""
+    done = torchrun(suite_words(arguments, eval_data, suites="[copa, boolq]", **LAYOUTS[layout]))
     assert done.returncode == 0, done.stdout + done.stderr
-    one, two = (lines(tmp_path / name, "evaluation") for name in ("one", "two"))
-    assert len(one) == len(two) == 2
-    for a, b in zip(one, two, strict=True):
-        for key in a:
-            if "/" in key:
-                assert a[key] == pytest.approx(b[key], abs=1e-6)
+    found = lines(tmp_path / "run", "evaluation")
+    assert [line["step"] for line in found] == [line["step"] for line in scores_of_one_process] == [4, 8], done.stderr
+    for a, b in zip(found, scores_of_one_process, strict=True):
+        assert {k: v for k, v in a.items() if "/" in k} == pytest.approx(
+            {k: v for k, v in b.items() if "/" in k}, abs=1e-6
+        )
