@@ -1,0 +1,76 @@
+"""An export answers through transformers' own server, like OpenAI's."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+
+from tests.hf.environments import SERVING, environment, python_of
+from tools.decoding import complete
+from tools.load_model import load_model
+from tools.serve import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
+    python = python_of(SERVING)
+    if python is None:
+        pytest.skip(f"{environment(SERVING)} is not there: make test-huggingface builds it")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = (tmp_path / "log").open("w")
+    server = subprocess.Popen(
+        [str(python), "-m", "tools.serve", str(exported), "--device", "cpu", "--port", str(port)],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        stdout=log,
+        stderr=log,
+    )
+    try:
+        body = {"model": str(exported), "prompt": "def ", "max_tokens": 12, "temperature": 0}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        answer = None
+        for _ in range(240):
+            try:
+                answer = json.load(urllib.request.urlopen(request, timeout=60))
+                break
+            except URLError:
+                assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(0.5)
+        assert answer is not None, "the server did not come up"
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+    loaded = load_model(trained_run)
+    expected = complete(loaded.model, loaded.tokenizer, "def ", max_tokens=12, temperature=0.0)
+    assert answer["choices"][0]["text"] == expected
+    assert answer["usage"]["prompt_tokens"] == len(loaded.tokenizer.encode("def "))
+
+
+def test_what_cannot_be_served(
+    masked_export: Path,
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert main([str(masked_export)]) == 2
+    monkeypatch.setattr("tools.serve.find_spec", lambda name: None)
+    assert main([str(exported)]) == 2
+    said = capsys.readouterr().err
+    assert "config.json is missing" in said
+    assert "holds a MetalionForMaskedLM" in said
+    assert "pip install 'transformers[serving]'" in said

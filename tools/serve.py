@@ -1,0 +1,59 @@
+"""An export behind Transformers' own OpenAI-compatible server: `python -m tools.serve exported/ --port 8000`.
+
+`transformers serve` looks a model's class up in the transformers module alone, also with --trust-remote-code; this command
+puts the export's class there and hands over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; what follows the folder goes to `transformers serve` as it is."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.serve",
+        description="Serve an exported model with transformers' own server. Runs until Ctrl-C.",
+        epilog=(
+            "examples:\n"
+            "  python -m tools.serve exported/ --port 8000\n"
+            "  python -m tools.serve exported/ --device cuda --dtype bfloat16     options of `transformers serve`\n"
+            "  curl localhost:8000/v1/completions -H 'content-type: application/json' \\\n"
+            '       -d \'{"model": "exported", "prompt": "def ", "max_tokens": 64}\'\n'
+            "\n"
+            "/v1/completions continues a text. /v1/chat/completions needs a chat template, which a pretrained model has not.\n"
+            "Needs transformers' extra: pip install 'transformers[serving]'. docs/huggingface.md"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="what tools.convert_hf export wrote")
+    options, rest = parser.parse_known_args(arguments)
+    config = options.folder / "config.json"
+    if not config.is_file():
+        print(f"error: {options.folder} is no export: config.json is missing", file=sys.stderr)
+        return 2
+    name = json.loads(config.read_text(encoding="utf-8"))["architectures"][0]
+    if name != "MetalionForCausalLM":
+        print(f"error: {options.folder} holds a {name}: only causal models of this project are served", file=sys.stderr)
+        return 2
+    if find_spec("fastapi") is None or find_spec("uvicorn") is None:
+        print("error: the server is an extra of transformers: pip install 'transformers[serving]'", file=sys.stderr)
+        return 2
+    import transformers
+    from transformers.cli.transformers import main as transformers_command
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    folder = str(options.folder)
+    setattr(transformers, name, get_class_from_dynamic_module(f"hf.{name}", folder))
+    sys.argv = ["transformers", "serve", folder, "--trust-remote-code", *rest]
+    transformers_command()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
