@@ -6,6 +6,7 @@ token, 10 % a random one and 10 % stay; all of them are labels, the others are -
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +33,13 @@ class Masking:
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:
             raise ValueError(f"the masking rate {self.rate} must be between 0 and 1")
-        if self.ordinary.sum() < 2:
+        if len(self.replacements) < 2:
             raise ValueError("a vocabulary of special tokens alone cannot be masked")
+
+    @functools.cached_property
+    def replacements(self) -> NDArray[np.int64]:
+        """The ids that may stand in the place of another."""
+        return np.flatnonzero(self.ordinary)
 
     def apply(
         self, tokens: NDArray[np.int64], random: np.random.Generator
@@ -50,7 +56,7 @@ class Masking:
         inputs = tokens.copy()
         inputs[where[draw < 0.8]] = self.mask_id
         replaced = where[draw >= 0.9]
-        inputs[replaced] = np.flatnonzero(self.ordinary)[random.integers(0, self.ordinary.sum(), len(replaced))]
+        inputs[replaced] = self.replacements[random.integers(0, len(self.replacements), len(replaced))]
         return inputs, np.where(chosen, tokens, IGNORED_LABEL)
 
 
