@@ -5,10 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d' ' -f1)
 
-.PHONY: help setup train test test-huggingface lint clean
+.PHONY: help setup train test test-huggingface lint data-pile-sample data-c4-sample clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(STAMP)  ## create .venv and install requirements.txt (nothing to do when it is already there)
 
@@ -35,6 +35,30 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# SAMPLES holds pile_sample/train/*.jsonl.zst, pile_sample/val.jsonl.zst, c4_sample/*.json.gz and
+# tokenizers/bert-base-uncased/vocab.txt: any files of the Pile's and C4's formats under these names.
+SAMPLES ?= samples
+PREPROCESS = $(BIN)/python -m tools.preprocess_data --append-eod
+
+data-pile-sample: setup  ## tokenizer and token files of a sample of the Pile: make data-pile-sample SAMPLES=FOLDER
+	$(BIN)/python -m tools.train_tokenizer --input $(SAMPLES)/pile_sample/train --vocab-size 4096 \
+	  --sample-characters 8000000 --output corpora/pile_sample/tokenizer.model
+	$(PREPROCESS) --input $(SAMPLES)/pile_sample/train --tokenizer-type sentencepiece \
+	  --vocab-file corpora/pile_sample/tokenizer.model --deduplicate --output-prefix corpora/pile_sample/train
+	$(PREPROCESS) --input $(SAMPLES)/pile_sample/val.jsonl.zst --tokenizer-type sentencepiece \
+	  --vocab-file corpora/pile_sample/tokenizer.model --output-prefix corpora/pile_sample/validation
+	$(BIN)/python -m tools.inspect_data corpora/pile_sample/train_text_document --histogram corpora/pile_sample/lengths.png
+	@echo "now: $(BIN)/python train.py configs/pile_sample.yml"
+
+data-c4-sample: setup  ## token files of a sample of C4 in BERT's vocabulary: make data-c4-sample SAMPLES=FOLDER
+	mkdir -p corpora/c4_sample
+	cp $(SAMPLES)/tokenizers/bert-base-uncased/vocab.txt corpora/c4_sample/vocab.txt
+	$(PREPROCESS) --input '$(SAMPLES)/c4_sample/c4-train.*.json.gz' --tokenizer-type wordpiece \
+	  --vocab-file corpora/c4_sample/vocab.txt --output-prefix corpora/c4_sample/train
+	$(PREPROCESS) --input '$(SAMPLES)/c4_sample/c4-validation.*.json.gz' --tokenizer-type wordpiece \
+	  --vocab-file corpora/c4_sample/vocab.txt --output-prefix corpora/c4_sample/validation
+	@echo "now: $(BIN)/python train.py configs/c4_sample.yml"
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
