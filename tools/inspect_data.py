@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from data.causal import CausalDataset
 from data.indexed import IndexedTokens
-from data.manifest import manifest_tokenizer
+from data.manifest import manifest_tokenizer, read_manifest
+from data.sample_index import ORDERS
+from data.sources import read_sources
 from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
 
 EXAMPLES = """examples:
@@ -38,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if options.document is not None:
             _print_document(tokens, options.document, tokenizer)
+            print(f"from {_origin(tokens, options.document)}")
         elif options.sample is not None:
             _print_sample(options, tokenizer)
         else:
@@ -69,6 +72,11 @@ def _print_summary(tokens: IndexedTokens, tokenizer: Tokenizer | None) -> None:
         f"  lengths    mean {lengths.mean():,.1f}; shortest {lengths.min():,}, 5 % under {low:,}, half under"
         f" {median:,}, 95 % under {high:,}, longest {lengths.max():,}"
     )
+    names, ids = read_sources(tokens.prefix, len(tokens))
+    if len(names) > 1:
+        by_source = np.bincount(ids, tokens.sizes, minlength=len(names)) / tokens.num_tokens
+        listed = sorted(zip(by_source, names, strict=True), reverse=True)
+        print("  sources    " + ", ".join(f"{name} {share:.1%}" for share, name in listed) + " of the tokens")
     if tokenizer is not None:
         last = [int(tokens[int(end) - 1][-1]) for end in tokens.document_starts[1:1001] if tokens.sizes[int(end) - 1]]
         ended = sum(token == tokenizer.end_of_document_id for token in last)
@@ -92,11 +100,26 @@ def _print_sample(options: argparse.Namespace, tokenizer: Tokenizer | None) -> N
         sequence_length=options.sequence_length,
         num_samples=options.num_samples or options.sample + 1,
         seed=options.seed,
+        order=options.order,
     )
     print(f"sample {options.sample} of {len(dataset):,} ({dataset.epochs} epochs, seed {options.seed})")
     for sequence, first, count in dataset.documents_of(options.sample):
-        print(f"  sequence {sequence}, tokens {first:,} to {first + count - 1:,}")
+        document = int(np.searchsorted(dataset.file.document_starts, sequence, side="right")) - 1
+        print(f"  document {document}, tokens {first:,} to {first + count - 1:,}: {_origin(dataset.file, document)}")
     print(_text(dataset[options.sample]["tokens"].numpy(), tokenizer))
+
+
+def _origin(tokens: IndexedTokens, document: int) -> str:
+    """The input file and the source of a document, as far as they are known."""
+    manifest = read_manifest(tokens.prefix) or {}
+    names, ids = read_sources(tokens.prefix, len(tokens))
+    source = f"{names[ids[int(tokens.document_starts[document])]]}" if manifest.get("sources") else ""
+    before = 0
+    for path, count in manifest.get("documents_of_files", []):
+        if document < before + count:
+            return f"{path}, text {document - before + 1} of {count}" + (f", {source}" if source else "")
+        before += count
+    return source or "a file that is not recorded"
 
 
 def _print_most_common(tokens: IndexedTokens, count: int, tokenizer: Tokenizer | None) -> None:
@@ -156,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequence-length", type=int, default=2048, metavar="T", help="of the sample (2048)")
     add("--num-samples", type=int, metavar="N", help="samples of the whole run: train_steps x global batch size")
     add("--seed", type=int, default=1234, metavar="S", help="run.seed (1234)")
+    add("--order", choices=ORDERS, default="neox", help="data.order (neox)")
     add("--histogram", type=Path, metavar="PNG", help="draw the lengths of the documents")
     add("--most-common", type=int, default=0, metavar="N", help="print the N most common tokens")
     add("--tokenizer-type", choices=TOKENIZER_TYPES, help="for files without a .json beside them")

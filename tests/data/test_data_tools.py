@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from data.corpora import source_files
+from data.encode import Recipe
 from data.prepare import prepare_corpus
+from data.preprocess import preprocess
 from data.tokenizer import load_tokenizer
 from tools import inspect_data, train_tokenizer
 
@@ -28,7 +31,10 @@ def test_a_summary(prefix, capsys):
 
 def test_a_document_as_text(prefix, capsys):
     assert inspect_data.main([str(prefix), "--document", "2"]) == 0
-    assert capsys.readouterr().out == "document 2: 70 tokens\n" + "the text of document 2\n" * 3 + "\n"
+    assert (
+        capsys.readouterr().out
+        == "document 2: 70 tokens\n" + "the text of document 2\n" * 3 + "\nfrom a file that is not recorded\n"
+    )
     assert inspect_data.main([str(prefix), "--document", "20"]) == 1
     assert "there is no document 20: " in capsys.readouterr().err
 
@@ -38,8 +44,24 @@ def test_where_a_sample_comes_from(prefix, capsys):
     assert inspect_data.main([str(prefix), *arguments]) == 0
     text = capsys.readouterr().out
     assert "(1 epochs, seed 7)" in text
-    assert "  sequence " in text
+    assert "  document " in text
+    assert ": a file that is not recorded" in text
     assert "of document" in text
+
+
+def test_the_file_and_the_source_of_a_document(tmp_path, capsys, inline):
+    for name, texts in (("a", ["one", "two"]), ("b", ["three"])):
+        records = [{"text": text, "meta": {"pile_set_name": f"set {text}"}} for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    preprocess(source_files(tmp_path), tmp_path / "out", Recipe("bytes", append_eod=True), progress=False)
+    prefix = str(tmp_path / "out_text_document")
+    assert inspect_data.main([prefix, "--document", "2"]) == 0
+    assert capsys.readouterr().out.endswith(f"three\nfrom {tmp_path}/b.jsonl, text 1 of 1, set three\n")
+    assert inspect_data.main([prefix, "--sample", "0", "--sequence-length", "12", "--order", "reshuffle"]) == 0
+    text = capsys.readouterr().out
+    assert f"document 1, tokens 0 to 3: {tmp_path}/a.jsonl, text 2 of 2, set two" in text
+    assert inspect_data.main([prefix]) == 0
+    assert "sources    set three 42.9%, set two 28.6%, set one 28.6% of the tokens" in capsys.readouterr().out
 
 
 def test_pictures_and_common_tokens(prefix, capsys, tmp_path):

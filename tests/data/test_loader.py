@@ -1,16 +1,25 @@
 """The order of samples is a function of consumed samples alone; reading ahead changes nothing but time."""
 
+import gc
 import itertools
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.causal import CausalDataset, Packing
+from data.indexed import IndexedWriter
 from data.loader import ReadAhead, batches
+from data.masked import MaskedDataset
+from data.masking import masking_of
 from data.sampler import step_samples
+from data.tokenizer import load_tokenizer
+from megatron_lite.config_schema import BatchConfig, RampConfig
 
 
 class Numbers:
@@ -146,3 +155,50 @@ def test_closing_ends_the_thread_though_the_source_is_endless():
     ahead.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
     assert list(ahead) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+def test_memory_does_not_grow_over_epochs(tmp_path, objective):
+    """Memory of the process alone: pages of the mapped file are the system's to drop."""
+    with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        for _ in range(200):
+            writer.add_document(np.arange(1000) % 250)
+    common = {"sequence_length": 128, "num_samples": 10_000, "seed": 1, "cache_directory": tmp_path / "cache"}
+    if objective == "causal":
+        dataset = CausalDataset(tmp_path / "x", packing=Packing(True, True, True), **common)
+    else:
+        tokenizer = load_tokenizer("bytes")
+        dataset = MaskedDataset(tmp_path / "x", masking_of(tokenizer, 0.3), tokenizer, **common)
+    used = []
+    with ReadAhead(batches(dataset, global_batch_size=16, micro_batch_size=16)) as steps:
+        for number, _ in enumerate(steps):
+            if number % 100 == 0:
+                gc.collect()
+                status = Path("/proc/self/status").read_text()
+                used.append(int(status.split("RssAnon:")[1].split()[0]))
+    assert len(used) > 6, "more than six epochs of 1,562 samples"
+    assert used[-1] - used[1] < 2_000, f"kB after each 1,600 samples: {used}"
+
+
+def test_a_batch_that_grows():
+    """As in Megatron-LM: from 2 by 2 to 6 over 12 samples; a resume in the middle goes on with the same steps."""
+    batch = BatchConfig(
+        micro_batch_size=1,
+        global_batch_size=6,
+        gradient_accumulation_steps=6,
+        ramp=RampConfig(start=2, increment=2, samples=12),
+    )
+    whole = taken(batches(Numbers(30), global_batch_size=batch.size_at, micro_batch_size=1))
+    assert [len(step) for step in whole] == [2, 2, 2, 4, 4, 6, 6]
+    assert [n for step in whole for n in step] == list(range(26))
+    assert [batch.samples_of(steps) for steps in range(8)] == [0, 2, 4, 6, 10, 14, 20, 26]
+    for done in range(7):
+        consumed = batch.samples_of(done)
+        rest = batches(Numbers(30), global_batch_size=batch.size_at, micro_batch_size=1, consumed_samples=consumed)
+        assert taken(rest) == whole[done:]
+    by_rank = [
+        taken(batches(Numbers(30), global_batch_size=batch.size_at, micro_batch_size=1, data_rank=r, data_size=2))
+        for r in range(2)
+    ]
+    assert [sorted(a + b) for a, b in zip(*by_rank, strict=True)] == whole

@@ -1,0 +1,95 @@
+"""Runs on token files: blends, resets, a batch that grows, the loss of every source, masked samples, a test set."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.cli.conftest import train_lines
+from tools.preprocess_data import main as preprocess
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """Token files of two corpora, the first of two sources, and one for validation."""
+    folder = tmp_path_factory.mktemp("token_files")
+    draw = random.Random(1)
+    words = ["state", "decay", "query", "key", "value"]
+    for name, sources in (("pile", ["Github", "ArXiv"]), ("web", [None]), ("valid", ["Github", "ArXiv"])):
+        records = []
+        for number in range(40):
+            record: dict[str, object] = {"text": " ".join(draw.choices(words, k=draw.randint(1, 30)))}
+            if sources[0]:
+                record["meta"] = {"pile_set_name": sources[number % 2]}
+            records.append(json.dumps(record))
+        (folder / f"{name}.jsonl").write_text("\n".join(records))
+        words_of_tool = f"--input {folder}/{name}.jsonl --tokenizer-type bytes --append-eod --output-prefix {folder}/{name}"
+        assert preprocess([*words_of_tool.split(), "--workers", "1", "--no-progress"]) == 0
+    return {name: f"{folder}/{name}_text_document" for name in ("pile", "web", "valid")}
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, float]]:
+    every = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in every if line["kind"] == kind]
+
+
+def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path):
+    changes = {
+        "data.corpus": "null",
+        "data.train": f"[{files['pile']}, {files['web']}]",
+        "data.validation": files["valid"],
+        "data.test": files["web"],
+        "data.blend": "{by: weights, weights: [3, 1]}",
+        "data.order": "reshuffle",
+        "data.reset_at_documents": "true",
+        "data.mask_boundaries": "true",
+        "batch.ramp": "{start: 2, increment: 2, samples: 6}",
+        "logging.loss_by_source": "true",
+        "evaluation.interval": 4,
+        "schedule.decay_steps": 8,
+        "schedule.kind": "constant",
+    }
+    assert train.main(arguments("whole", **changes)) == 0
+    for steps in (4, 8):
+        assert train.main(arguments("parts", **{**changes, "schedule.train_steps": steps})) == 0
+    assert train_lines(tmp_path / "whole") == train_lines(tmp_path / "parts")
+
+    steps = lines(tmp_path / "whole", "train")
+    assert [line["tokens"] for line in steps] == [64, 128, 192, *range(320, 900, 128)]
+    assert {key for line in steps for key in line if key.startswith("loss/")} == {"loss/Github", "loss/ArXiv", "loss/web"}
+    assert all(0 <= line["data_share"] < 1 for line in steps)
+    (first, *_, last) = lines(tmp_path / "whole", "validation")
+    assert {"loss/Github", "loss/ArXiv"} <= set(last) & set(first)
+    assert min(last["loss/Github"], last["loss/ArXiv"]) <= last["loss"] <= max(last["loss/Github"], last["loss/ArXiv"])
+    assert last["loss"] < first["loss"]
+    (test,) = lines(tmp_path / "whole", "test")
+    assert "loss/web" in test
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_masked_language_model(arguments, files, tmp_path, layout):
+    changes = {
+        "data.corpus": "null",
+        "data.train": files["pile"],
+        "data.validation": files["valid"],
+        "data.objective": "masked",
+        "data.masked": f"{{layout: {layout}, whole_word: true}}",
+        "data.reset_at_documents": str(layout == "packed").lower(),
+        "model.mixers": "[lion]",
+        "model.mixer_options": "{lion: {causal: false}}",
+        "logging.loss_by_source": "true",
+        "schedule.train_steps": 12,
+        "optimizer.lr": 1e-2,
+    }
+    assert train.main(arguments(layout, **changes)) == 0
+    losses = [line["loss"] for line in lines(tmp_path / layout, "train")]
+    assert losses[-1] < losses[0] - 0.5
+    (validation,) = lines(tmp_path / layout, "validation")
+    assert {"loss/Github", "loss/ArXiv"} <= set(validation)
+    assert "bits_per_byte" not in validation
+    tokens = 40 * 32
+    assert 0.02 * tokens < validation["evaluated_tokens"] < 3 * tokens
