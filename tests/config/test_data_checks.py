@@ -1,0 +1,73 @@
+"""What the keys of the data, the batch and the model owe one another."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lite.config import ConfigError, load_config
+from megatron_lite.config_files import CONFIGS
+from models.config import ModelConfig
+
+FILES = ("data.corpus=null", "data.train=[a, b]", "data.tokenizer.type=bytes")
+LION = ("model.mixers=[lion]", "model.mixer_options={lion: {causal: false}}")
+MASKED = (*LION, "data.objective=masked")
+BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (*FILES, "data.blend.by=weights"),
+            "data.blend.weights is missing: data.blend.by = weights needs one for each",
+        ),
+        (
+            (*FILES, "data.blend.weights=[1, 2]"),
+            "data.blend.weights goes with data.blend.by = weights, not with tokens",
+        ),
+        (
+            (*FILES, "data.blend={by: weights, weights: [1]}"),
+            "data.blend.weights = [1.0]: one for each of the 2 files of data.train is allowed",
+        ),
+        (
+            (*FILES, *MASKED),
+            "data.train = ['a', 'b']: one file is allowed with data.objective = masked; preprocess them together",
+        ),
+        (LION, "data.objective = causal: lion sees the token that is to be predicted; masked is allowed"),
+        (
+            (*MASKED, "data.reset_at_documents=true"),
+            "data.reset_at_documents = true: padded rows hold one document each; it goes with data.masked.layout = packed",
+        ),
+        ((*MASKED, "data.mask_boundaries=true"), "data.mask_boundaries = true goes with data.objective = causal"),
+        (
+            (*BATCH, "batch.ramp={start: 6, increment: 4, samples: 9}"),
+            "batch.ramp.start = 6 is no multiple of batch.micro_batch_size x data ranks = 4; nearest: 4 or 8",
+        ),
+        (
+            (*BATCH, "batch.ramp={start: 64, increment: 4, samples: 9}"),
+            "batch.ramp.start = 64: at most batch.global_batch_size = 32 is allowed",
+        ),
+        (
+            (*BATCH, "batch.ramp={start: 4, increment: 8, samples: 9}"),
+            "batch.ramp.increment = 8 does not lead from 4 to batch.global_batch_size = 32",
+        ),
+        ((*BATCH, "batch.ramp.samples=9"), "batch.ramp.start is missing: the size of the first batches"),
+    ],
+)
+def test_values_that_do_not_go_together(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([CONFIGS / "default.yml"], list(overrides), model_type=ModelConfig, world_size=1)
+    assert [line for line in caught.value.problems if line.startswith(message)], caught.value.problems
+
+
+def test_what_goes_together() -> None:
+    packed = ("data.masked.layout=packed", "data.reset_at_documents=true")
+    ramp = (*BATCH, "batch.ramp={start: 4, increment: 4, samples: 90}")
+    for overrides in ((*MASKED, *packed), ramp, (*FILES, "data.blend={by: documents, temperature: 3.0}")):
+        load_config([CONFIGS / "default.yml"], list(overrides), model_type=ModelConfig, world_size=1)
+
+
+def test_documents_do_not_reset_across_context_ranks() -> None:
+    overrides = ["data.reset_at_documents=true", "parallel.context=2", "batch.global_batch_size=4"]
+    with pytest.raises(ConfigError, match=r"reset_at_documents = true does not run with parallel\.context = 2"):
+        load_config([CONFIGS / "default.yml"], overrides, model_type=ModelConfig, world_size=2)
