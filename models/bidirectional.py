@@ -187,24 +187,25 @@ def _over_shards(
             mask_convention=mask_convention,
             form=form,
         )
-        return heads_first(o)
+        return wide(o)
 
     # A kernel wants head sizes that are powers of two: row sums go by themselves.
     parts = [v, torch.ones_like(v[..., :1])] if scaled else [v]
     if scaled and not q.is_cuda:
         parts = [torch.cat(parts, -1)]
     o = torch.cat([stretch(part) for part in parts], -1)
-    forward, backward, _ = decays(q, log_decay, gate, mask, None, mask_convention)
+    forward, backward = (x.transpose(1, 2) for x in decays(q, log_decay, gate, mask, None, mask_convention)[:2])
     if mask_convention == "shifted":
-        before = left_neighbour(shards, backward[:, :, -1:])
-        forward = torch.cat([before, backward[:, :, :-1]], 2)
-    q_, k_, v_ = heads_first(q), heads_first(k), values_of(v, scaled)
+        before = left_neighbour(shards, backward[:, -1:])
+        forward = torch.cat([before, backward[:, :-1]], 1)
     if mask is not None:
-        q_, k_ = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (q_, k_))
-    o = o + from_both_sides(shards, q_, k_, v_, forward, backward, packed)
+        q, k = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (q, k))
+    # Rows of 16 bytes for the products.
+    values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if v.is_cuda else 0)) if scaled else v
+    o = o + from_both_sides(shards, q, k, values, forward, backward, packed)[..., : o.shape[-1]]
     if scaled:
         o = o[..., :-1] / (o[..., -1:] + ROW_SUM_EPS)
-    return o.transpose(1, 2).to(v.dtype)
+    return o.to(v.dtype)
 
 
 def _check(

@@ -121,8 +121,7 @@ class MetaLABidirectional(nn.Module):
         else:
             packed = None if cu_seqlens is None else packing(cu_seqlens, x.shape[1], shards)
             o = _both_directions(q, k, v, log_decay, scale, None if packed is None else packed.cu_seqlens)
-            q_, k_, v_, decay = (wide(t).transpose(1, 2) for t in (q * scale, k, v, log_decay))
-            o = o + from_both_sides(shards, q_, k_, v_, decay, decay, packed).transpose(1, 2).to(o.dtype)
+            o = o + from_both_sides(shards, q * scale, k, v, log_decay, log_decay, packed).to(o.dtype)
         return self.out_proj(metala_epilogue(o, q, k.to(v.dtype), v, self.aug_weight, self.gate_proj(x)))
 
     def flops_per_token(self, length: int) -> int:

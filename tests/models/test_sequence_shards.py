@@ -86,6 +86,15 @@ def test_rwkv4_keys_of_any_size() -> None:
 
 
 @every_case
+def test_sixteen_bits_follow_the_whole_in_single_precision(case: tuple[str, dict[str, Any]]) -> None:
+    mixer, x = build(case).bfloat16(), tokens(48, batch=2).bfloat16()
+    got = torch.cat(over_shards(3, lambda index: mixer(x.chunk(3, 1)[index])), 1)
+    expected = mixer.float()(x.float())
+    assert got.dtype == torch.bfloat16
+    assert ((got.float() - expected).norm() / expected.norm()).item() < 0.05
+
+
+@every_case
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_across_stretches(case: tuple[str, dict[str, Any]], side: str) -> None:
     """One row is padded beyond the first (last) stretch, the other within it."""
