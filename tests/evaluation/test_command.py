@@ -255,3 +255,14 @@ def test_loss_by_position_sums_to_the_perplexity(trained_run):
     total = float(np.nansum(found.nll * found.tokens))
     assert total / found.tokens.sum() == pytest.approx(whole["loss"], rel=1e-6)
     assert found.mean(1, 48) == pytest.approx(whole["bits_per_byte"], rel=1e-6)
+
+
+def test_what_the_text_does_beyond_the_trained_length_is_said_with_its_error():
+    from tools.evaluation.positions import LossByPosition
+
+    nll = np.array([3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0])
+    found = LossByPosition("t", nll, np.full(8, 5), 2.0, 4, np.array([-1.0, -1.2, -0.8, -1.0, -1.0]))
+    change, error = found.change or (0.0, 0.0)
+    assert change == pytest.approx(-1.0 / np.log(2) / 2)
+    assert error == pytest.approx(np.std([-1.0, -1.2, -0.8, -1.0, -1.0], ddof=1) / np.sqrt(5) / np.log(2) / 2)
+    assert [b["loss"] for b in found.bins(4)][-1] == 1.0

@@ -129,7 +129,8 @@ def write_tables(suites: Sequence[Suite], models: Sequence[tuple[str, Results]],
     for suffix, text in files.items():
         _write_text(out.with_suffix(suffix), text)
     bar_chart(tables, out.with_suffix(".png"))
-    print("\n" + "\n".join(str(out.with_suffix(suffix)) for suffix in (".json", *files, ".png")))
+    written = (out.with_suffix(suffix) for suffix in (".json", *files, ".png"))
+    print("\n" + "\n".join(str(path) for path in written if path.is_file()))
 
 
 def table_command(arguments: Sequence[str]) -> int:

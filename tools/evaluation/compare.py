@@ -89,16 +89,18 @@ def comparison_rows(found: Sequence[Difference]) -> tuple[list[str], list[list[s
     header = ["task", "metric", "documents", "first", "second", "difference", "±", "p", "p (Holm)", ""]
     rows = []
     for d in found:
-        scale = 1.0 if d.metric == "perplexity" else 100.0
+        share = d.metric != "perplexity"
+        shown = [
+            f"{100 * value:{sign}.2f}" if share else f"{value:{sign}.4g}"
+            for value, sign in ((d.first, ""), (d.second, ""), (d.change, "+"))
+        ]
         rows.append(
             [
                 d.task,
                 d.metric,
                 f"{d.documents:,}",
-                f"{scale * d.first:.2f}",
-                f"{scale * d.second:.2f}",
-                f"{scale * d.change:+.2f}",
-                "-" if d.stderr is None else f"{scale * d.stderr:.2f}",
+                *shown,
+                "-" if d.stderr is None else f"{100 * d.stderr:.2f}",
                 f"{d.p:.4f}",
                 f"{d.adjusted:.4f}",
                 "significant" if d.adjusted < 0.05 else "",

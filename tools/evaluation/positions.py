@@ -32,6 +32,7 @@ class LossByPosition:
         nll: [length] nats a token, nan where no piece is so long; tokens: [length] how many were measured.
         bytes_per_token: of the text, to turn nats into bits per byte.
         trained_length: of the model.
+        changes: of every piece that is long enough, mean nats beyond the trained length less those of its second half.
     """
 
     name: str
@@ -39,6 +40,15 @@ class LossByPosition:
     tokens: NDArray[np.int64]
     bytes_per_token: float
     trained_length: int
+    changes: NDArray[np.float64]
+
+    @property
+    def change(self) -> tuple[float, float] | None:
+        """Bits per byte beyond the trained length less those of its second half, and the standard error over pieces."""
+        if len(self.changes) < 2:
+            return None
+        bits = self.changes / math.log(2) / self.bytes_per_token
+        return float(bits.mean()), float(bits.std(ddof=1) / math.sqrt(len(bits)))
 
     def bins(self, count: int = 48) -> list[dict[str, float]]:
         """Means over ranges of positions that grow by a constant factor, the trained length among the borders."""
@@ -76,6 +86,8 @@ def loss_by_position(
     pieces = SequentialDataset(text.prefix, sequence_length=length, first_token=loaded.tokenizer.end_of_document_id)
     steps = batches(pieces, global_batch_size=batch_size, micro_batch_size=batch_size, fill_last=True)
     total, count = np.zeros(length), np.zeros(length, np.int64)
+    trained = int(loaded.config["batch"]["sequence_length"])
+    changes: list[float] = []
     bar = tqdm(
         steps, total=-(-len(pieces) // batch_size), desc=text.name, unit="batch", disable=not progress, leave=False
     )
@@ -85,10 +97,15 @@ def loss_by_position(
         real = (weight > 0).double()
         total += (nll * real).sum(0).cpu().numpy()
         count += real.sum(0).long().cpu().numpy()
+        if length > trained:
+            beyond = real[:, trained:].sum(1)
+            change = (nll * real)[:, trained:].sum(1) / beyond - nll[:, trained // 2 : trained].mean(1)
+            changes += change[beyond > 0].tolist()
     with np.errstate(invalid="ignore"):
         mean = total / count
-    trained = int(loaded.config["batch"]["sequence_length"])
-    return LossByPosition(text.name, mean, count, text.bytes / max(1, int(count.sum())), trained)
+    return LossByPosition(
+        text.name, mean, count, text.bytes / max(1, int(count.sum())), trained, np.array(changes, np.float64)
+    )
 
 
 def token_nll(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -154,8 +171,13 @@ def positions_command(loaded: LoadedModel, texts: list[TokenText], options: Any)
         kept[result.name] = {"within": within, "bins": result.bins()}
         if length > trained and result.tokens[trained:].sum():
             beyond = result.mean(trained + 1, length)
-            words += f", {beyond:.4f} from {trained + 1:,} to {length:,} ({'falls on' if beyond < within else 'does not fall'})"
+            words += f", {beyond:.4f} from {trained + 1:,} to {length:,}"
             kept[result.name]["beyond"] = beyond
+            if result.change is not None:
+                change, error = result.change
+                verdict = "falls on" if change < -2 * error else "rises" if change > 2 * error else "stays level"
+                words += f": it {verdict} ({change:+.4f} ± {error:.4f} a piece)"
+                kept[result.name].update(change=change, change_stderr=error)
         print(words)
     print(out)
     return kept

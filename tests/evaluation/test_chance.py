@@ -1,0 +1,24 @@
+"""On real data a random model is at chance where the choices are balanced."""
+
+from __future__ import annotations
+
+import pytest
+
+from data.tokenizer import load_tokenizer
+from models.config import ModelConfig
+from models.lm import LanguageModel
+from tools.evaluation.adapter import ProjectLM
+from tools.evaluation.harness import Request, evaluate, metric_value, prepare_tasks
+
+
+def test_a_random_model_guesses(shared):
+    tokenizer = load_tokenizer("hf", shared / "data/tokenizers/gpt-neox-20b")
+    config = ModelConfig(vocab_size=50304, num_layers=1, hidden_size=32, num_heads=2, intermediate_size=32)
+    model = LanguageModel(config, seed=0).eval().requires_grad_(False)
+    # Choices of one length and without a favourite: a random model has nothing to prefer.
+    balanced = ("wsc273", "copa", "winogrande")
+    prepared = prepare_tasks(Request(tasks=balanced, data_dir=shared / "data/eval"))
+    results = evaluate(ProjectLM(model, tokenizer, max_length=512, progress=False), prepared)
+    for task in balanced:
+        value, error = metric_value(results, task, "acc")
+        assert value == pytest.approx(0.5, abs=3 * error), task
