@@ -6,6 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
+    from tools.conversion.export import Export
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,20 +76,17 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(done: object, options: argparse.Namespace) -> int:
-    from megatron_lite.checkpoint import Weights
+def _check(done: Export, options: argparse.Namespace) -> int:
     from tools.conversion.compare import compare_logits, real_text, rows_of
-    from tools.conversion.export import Export
     from tools.conversion.tokenizer import check_same_ids
     from tools.load_model import DTYPES, model_config
 
-    assert isinstance(done, Export)
     text, name = real_text(done.config, done.tokenizer, options.text)
     tokens = rows_of(text, done.tokenizer)
     compared = check_same_ids(done.tokenizer, done.folder, [text])
     print(f"tokenizer: AutoTokenizer gives the same ids on {compared:,} tokens")
     config = model_config(done.config)
-    result = compare_logits(Weights(done.checkpoint), config, done.folder, tokens, DTYPES[options.dtype])
+    result = compare_logits(done.weights, config, done.folder, tokens, DTYPES[options.dtype])
     print(
         f"logits on {result.tokens} tokens of {name}: largest difference to the trainer's {result.converted:.2e} "
         f"(largest logit {result.largest:.2f})"

@@ -24,7 +24,8 @@ from models.config import ModelConfig
 from models.lm import layer_specs
 from tools.load_model import data_config
 
-LENGTH = 256
+# Longer than a chunk of the recurrence, and little enough for a large model on a CPU.
+LENGTH = 128
 _CHARACTERS = 100_000
 _FEWEST = 32
 
@@ -137,7 +138,7 @@ def real_text(config: Mapping[str, Any], tokenizer: Tokenizer, given: Path | Non
 
 
 def rows_of(text: str, tokenizer: Tokenizer) -> Tensor:
-    """The beginning of a text as tokens [2, up to 256]."""
+    """The beginning of a text as tokens [2, up to LENGTH]."""
     ids = [int(i) for i in tokenizer.encode(text[: 64 * LENGTH])][: 2 * LENGTH]
     half = len(ids) // 2
     return torch.tensor([ids[:half], ids[half : 2 * half]])

@@ -38,8 +38,9 @@ class Export:
     Attributes:
         folder: the Hugging Face folder.
         checkpoint: the step folder that it came from.
-        run: the run's folder.
+        weights: its weights, to read again.
         config: the run's configuration as plain YAML values.
+        tokenizer: the trainer's.
         parameters: number of weights, a tied matrix once.
         bytes: size of the weights.
         shards: number of weight files.
@@ -47,7 +48,7 @@ class Export:
 
     folder: Path
     checkpoint: Path
-    run: Path
+    weights: Weights
     config: dict[str, Any]
     tokenizer: Tokenizer
     parameters: int
@@ -95,7 +96,7 @@ def export(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        special = write_description(aside, model, tokenizer, dtype)
+        write_description(aside, model, tokenizer, dtype)
         write_training_side(aside, config, tokenizer)
         sizes = write_shards(aside, weights, weights.shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
         parameters = sum(math.prod(shape) for shape in weights.shapes.values())
@@ -105,8 +106,7 @@ def export(
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    del special
-    return Export(folder, source, run, config, tokenizer, parameters, sum(sizes), len(sizes))
+    return Export(folder, source, weights, config, tokenizer, parameters, sum(sizes), len(sizes))
 
 
 def check_target(folder: Path, overwrite: bool) -> None:
@@ -155,8 +155,8 @@ def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, sour
         )
 
 
-def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> dict[str, int]:
-    """config.json, generation_config.json, tokenizer and source. Returns the ids of the special tokens."""
+def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> None:
+    """config.json, generation_config.json, tokenizer and source."""
     from models.hf_config import is_causal
 
     causal = is_causal(model)
@@ -185,7 +185,6 @@ def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dt
         _write_json(folder / "generation_config.json", {**ids, **({"suppress_tokens": padding} if padding else {})})
     for name, text in flat_source(model.mixers).items():
         (folder / name).write_text(text, encoding="utf-8")
-    return special
 
 
 def write_training_side(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
