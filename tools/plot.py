@@ -117,9 +117,9 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
     plt = _matplotlib()
     data = [read_run(path, name) for path, name in zip(runs, distinct_names(runs), strict=True)]
     with plt.rc_context(STYLE):
-        scores = any(run.evaluation for run in data)
-        figure = plt.figure(figsize=(10.5, 9.6 if scores else 6.6), layout="constrained")
-        grid = figure.add_gridspec(3 if scores else 2, 6, height_ratios=[1.5, 1.0, 1.1][: 3 if scores else 2])
+        panels = -(-len({key.partition("/")[0] for run in data for key in _scores(run)}) // 2)
+        figure = plt.figure(figsize=(10.5, 6.6 + 3.0 * panels), layout="constrained")
+        grid = figure.add_gridspec(2 + panels, 6, height_ratios=[1.5, 1.0, *[1.2] * panels])
         by_step, by_tokens = figure.add_subplot(grid[0, :3]), figure.add_subplot(grid[0, 3:])
         speed, rate, norm = (figure.add_subplot(grid[1, 2 * i : 2 * i + 2]) for i in range(3))
         for run, color in zip(data, _colors(len(data)), strict=True):
@@ -149,8 +149,9 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
         rate.set(xlabel="step", title="learning rate")
         norm.set(xlabel="step", title="gradient norm")
         _legend_of_styles(by_tokens, any(run.validation for run in data))
-        if scores:
-            _draw_scores(figure.add_subplot(grid[2, :]), data)
+        suites = dict.fromkeys(key.partition("/")[0] for run in data for key in _scores(run))
+        for i, suite in enumerate(suites):
+            _draw_scores(figure.add_subplot(grid[2 + i // 2, 3 * (i % 2) : 3 * (i % 2) + 3]), data, suite)
         handles = [plt.matplotlib.lines.Line2D([], [], color=c, lw=2.5) for c in _colors(len(data))]
         labels = [run.name + _result(run) for run in data]
         figure.legend(handles, labels, loc="outside upper left", ncols=1 if len(data) == 1 else 2, fontsize=9.5)
@@ -228,21 +229,31 @@ def _draw(axes: Any, run: Run, color: str, key: str, faint: float, x: str = "ste
         axes.plot(position, smooth(values), color=color, zorder=3)
 
 
-def _draw_scores(axes: Any, runs: Sequence[Run]) -> None:
-    """Scores of suites over the steps: all columns of one run, the averages of several. Perplexities have other units."""
-    for number, run in enumerate(runs):
-        keys = dict.fromkeys(k for line in run.evaluation for k in line if "/" in k and not k.endswith("ppl"))
+def _scores(run: Run) -> list[str]:
+    """The columns of its suites, "suite/label"; perplexities, which have other units, are left out."""
+    keys = dict.fromkeys(key for line in run.evaluation for key in line if "/" in key)
+    return [key for key in keys if not key.endswith(("ppl", "perplexity"))]
+
+
+def _draw_scores(axes: Any, runs: Sequence[Run], suite: str) -> None:
+    """A suite over the steps: every column of one run; of several the average, or where there is none each column."""
+    for run, color in zip(runs, _colors(len(runs)), strict=True):
+        keys = [key for key in _scores(run) if key.partition("/")[0] == suite]
         averages = [key for key in keys if key.endswith("/average")]
-        shown = averages if len(runs) > 1 and averages else list(keys)
+        shown = averages or keys if len(runs) > 1 else keys
         for i, key in enumerate(shown):
-            bold = key in averages
-            color = _colors(number + 1)[number] if len(runs) > 1 else _colors(i + 1)[i]
-            name = f"{run.name}: {key}" if len(runs) > 1 else key
-            style = {"lw": 2.2 if bold else 1.0, "marker": "o", "ms": 3.0, "ls": "-" if bold or i < 8 else "--"}
-            axes.plot(column(run.evaluation, "step"), column(run.evaluation, key), color=color, label=name, **style)
+            style: dict[str, Any] = {"lw": 1.0, "marker": "o", "ms": 2.5, "ls": "-" if i < len(COLORS) else "--"}
+            if key in averages:
+                style.update(lw=2.4, color="black", ls="-")
+            else:
+                style["color"] = _colors(i + 1)[i]
+            if len(runs) > 1:
+                style["color"] = color
+            axes.plot(column(run.evaluation, "step"), column(run.evaluation, key), label=key.partition("/")[2], **style)
     axes.xaxis.set_major_formatter(_engineering)
-    axes.set(xlabel="step", title="zero-shot scores (percent)")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7.5)
+    axes.set(xlabel="step", title=f"{suite}, percent" if len(runs) == 1 else f"{suite}, average, percent")
+    if len(runs) == 1:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), fontsize=7, handlelength=1.6, labelspacing=0.3)
 
 
 def _limit_loss(axes: Any, runs: Sequence[Run]) -> None:
