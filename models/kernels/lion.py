@@ -19,10 +19,9 @@ from .lion_tile import TILE
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
-# The tile kernel was the faster one up to this many tokens and channels, with 16-bit numbers (H200; docs/results.md).
-# Beyond, its time depends on the decays: at 512 tokens 0.7 of the chunk kernel's where 30 tokens are remembered, 1.8
-# of it where all are.
-TILE_LENGTH, TILE_HEAD = 128, 64
+# The tile kernel was the faster one, whatever the decays, up to these lengths for heads of up to so many channels, with
+# 16-bit numbers (docs/results.md). Beyond, its time depends on how far the decays let a token see.
+TILE_LENGTHS = {64: 192, 128: 256}
 
 
 def lion(
@@ -96,8 +95,8 @@ def _case(
     if length * heads * largest >= 2**31:
         raise ValueError(f"{length} tokens of {heads} heads overflow 32-bit addresses; use form='chunked' or fewer")
     if kernel == "auto":
-        short = length <= TILE_LENGTH and largest <= TILE_HEAD and dtype != torch.float32
-        kernel = "tile" if short else "chunk"
+        longest = next((tokens for channels, tokens in TILE_LENGTHS.items() if largest <= channels), 0)
+        kernel = "tile" if length <= longest and dtype != torch.float32 else "chunk"
     mode = LOG_DECAY if gate_dtype is not None else NO_GATE
     if gate_dtype is not None and logits:
         mode = BIASED_LOGITS if biased else LOGITS

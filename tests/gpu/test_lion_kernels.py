@@ -119,10 +119,9 @@ def test_sequences_cut_into_stretches(dtype: torch.dtype, dim: int) -> None:
 
 
 def test_automatic_form_takes_the_kernels() -> None:
-    for length in (128, 512):
-        tensors = random_inputs((2, length, 2, 64), torch.bfloat16, 0.0)
-        q, k, v, gate, _ = tensors
-        form = "triton_tile" if length == 128 else "triton_chunk"
+    for length, dim, form in ((192, 64, "tile"), (256, 64, "chunk"), (256, 128, "tile"), (128, 192, "chunk")):
+        q, k, v, gate, _ = random_inputs((2, length, 2, dim), torch.bfloat16, 0.0)
+        form = f"triton_{form}"
         assert torch.equal(bidirectional(q, k, v, gate=gate), bidirectional(q, k, v, gate=gate, form=form))
 
 
