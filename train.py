@@ -103,7 +103,7 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
 def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], grid: Grid) -> int:
     import torch
 
-    from megatron_lite import checkpoint
+    from megatron_lite import checkpoint, engine_checkpoint
     from megatron_lite.agreement import file_facts, require_agreement
     from megatron_lite.engine import Engine, faster_dtype
     from megatron_lite.flops import peak_flops, training_flops_per_token
@@ -159,7 +159,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
 
     state = TrainState()
     if source is not None:
-        state = TrainState.from_dict(checkpoint.load(engine, source))
+        state = TrainState.from_dict(engine_checkpoint.load(engine, source))
         if not own:  # weights and optimizer state of another run, from its first sample on
             state = TrainState()
     elif config.schedule.time_budget_minutes:

@@ -29,101 +29,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_lite.engine import Engine
-from megatron_lite.grid import Grid, barrier
 from megatron_lite.partition import Shard
 from megatron_lite.tensor_stream import write_tensors
 
 FORMAT = "metalion-checkpoint"
 VERSION = 2  # 1 had no shards, and is read
-_OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read; the message is for a person."""
-
-
-def save(engine: Engine, directory: Path, *, step: int, state: Mapping[str, Any], config_yaml: str) -> Path:
-    """Write `directory/step_XXXXXXXX` and let `latest` name it. Every process of the run calls this.
-
-    Args:
-        directory: the checkpoints folder of the run, on a disk that all processes share.
-        state: the trainer's state, as JSON values; returned by `load`.
-
-    Raises:
-        CheckpointError: on every process, when one of them could not write (a full disk, say). Nothing is left behind.
-    """
-    grid = engine.grid
-    final = directory / f"step_{step:08d}"
-    aside = directory / f".step_{step:08d}.writing"
-    problem = ""
-    if grid.is_main:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            for leftover in directory.glob(".step_*.writing"):  # of a save that was killed
-                shutil.rmtree(leftover)
-            aside.mkdir()
-        except OSError as error:
-            problem = str(error)
-    barrier(grid)
-    pieces: dict[str, list[dict[str, Any]]] = {}
-    files: dict[str, dict[str, Any]] = {}
-    try:
-        if not problem:
-            pieces, files = _write_own(engine, aside)
-    except (OSError, SafetensorError) as error:
-        problem = str(error)
-    everyone = _gather((problem, pieces, files), grid)
-    problem = next((text for text, _, _ in everyone if text), "")
-    if not problem and grid.is_main:
-        try:
-            _write_manifest(engine, aside, everyone, step, state, config_yaml)
-            if final.exists():  # the same step saved again, after a resume from an earlier one
-                shutil.rmtree(final)
-            os.replace(aside, final)
-            _sync(directory)
-            _write_text(directory / "latest", final.name + "\n")
-        except OSError as error:
-            problem = str(error)
-    problem = next((text for text in _gather(problem, grid) if text), "")
-    if problem:
-        if grid.is_main:
-            shutil.rmtree(aside, ignore_errors=True)
-        free = shutil.disk_usage(directory).free / 2**30 if directory.exists() else math.nan
-        raise CheckpointError(
-            f"could not write the checkpoint {final}: {problem} ({free:.2f} GiB free on that disk). "
-            f"Earlier checkpoints are untouched; free space or set checkpoint.directory elsewhere, then resume"
-        )
-    return final
-
-
-def load(engine: Engine, path: Path) -> dict[str, Any]:
-    """Read a checkpoint into the engine and return the trainer's state that was saved with it.
-
-    Args:
-        path: a run folder, a checkpoints folder or a step folder.
-
-    Raises:
-        CheckpointError: no checkpoint there, a missing or corrupted file, or another architecture.
-    """
-    path = resolve(path)
-    manifest = read_manifest(path)
-    _check_shapes(engine.parameter_shapes(), {name: tuple(t["shape"]) for name, t in manifest["tensors"].items()}, path)
-    reader = _Reader(path, manifest)
-    for kind in ("weight", *_OPTIMIZER_KEYS):  # kind by kind, so that a tensor is assembled once where it has to be
-        for fragment in engine.fragments():
-            target = fragment.tensors[kind]
-            if target.numel():
-                target.copy_(reader.read(kind, fragment.name, fragment.shard, fragment.start, target.numel()))
-    engine.loss_scale_state = manifest["loss_scale"]
-    engine.finish_load(manifest["optimizer_steps"])
-    barrier(engine.grid)
-    return manifest["state"]
 
 
 def resolve(path: Path | str) -> Path:
@@ -203,7 +122,7 @@ class Weights(Mapping[str, Tensor]):
         self.path = resolve(path)
         manifest = read_manifest(self.path)
         self.shapes = {name: tuple(entry["shape"]) for name, entry in manifest["tensors"].items()}
-        self._reader = _Reader(self.path, manifest)
+        self._reader = Reader(self.path, manifest)
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shapes[name]
@@ -264,14 +183,14 @@ def write_weights(
             },
             "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}},
         }
-        _write_text(aside / "config.yml", config_yaml)
-        _write_text(aside / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-        _sync(aside)
+        write_text(aside / "config.yml", config_yaml)
+        write_text(aside / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+        sync(aside)
         if final.exists():
             shutil.rmtree(final)
         os.replace(aside, final)
-        _sync(directory)
-        _write_text(directory / "latest", final.name + "\n")
+        sync(directory)
+        write_text(directory / "latest", final.name + "\n")
     except OSError as error:
         raise CheckpointError(f"could not write {final}: {error}") from error
     finally:
@@ -323,13 +242,13 @@ def rewrite(
         CheckpointError: the source cannot be read, the target exists, or it cannot be written: nothing is left behind.
     """
     manifest = read_manifest(source)
-    reader = _Reader(source, manifest)
+    reader = Reader(source, manifest)
     final, aside = directory / source.name, directory / f".{source.name}.writing"
     if final.exists():
         raise CheckpointError(f"{final} exists: name another output folder")
     tensors = {name: {**entry, "pieces": []} for name, entry in manifest["tensors"].items()}
     files: dict[str, dict[str, Any]] = {}
-    kinds = {"weights": ("weight",), "optimizer": () if manifest.get("optimizer") == "none" else _OPTIMIZER_KEYS}
+    kinds = {"weights": ("weight",), "optimizer": () if manifest.get("optimizer") == "none" else OPTIMIZER_KEYS}
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -343,15 +262,15 @@ def rewrite(
                     for part in parts
                 }
                 if names:
-                    files |= _write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
+                    files |= write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
             progress()
         shutil.copyfile(source / "config.yml", aside / "config.yml")
         changed = {**manifest, "version": VERSION, "layout": dict(layout), "tensors": tensors, "files": files}
-        _write_text(aside / "manifest.json", json.dumps(changed, indent=1) + "\n")
-        _sync(aside)
+        write_text(aside / "manifest.json", json.dumps(changed, indent=1) + "\n")
+        sync(aside)
         os.replace(aside, final)
-        _sync(directory)
-        _write_text(directory / "latest", final.name + "\n")
+        sync(directory)
+        write_text(directory / "latest", final.name + "\n")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not write {final}: {error}") from error
     finally:
@@ -386,7 +305,7 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     return gone
 
 
-class _Reader:
+class Reader:
     """Parts of tensors out of the pieces of one checkpoint; checks the checksum of a file when it is first opened."""
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -450,58 +369,11 @@ class _Reader:
         return self._open[name]
 
 
-def _write_own(engine: Engine, aside: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
-    rank = engine.grid.rank
-    tensors: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
-    pieces: dict[str, list[dict[str, Any]]] = {}
-    for fragment in engine.fragments():
-        numel = fragment.tensors["weight"].numel()
-        if not numel or not fragment.primary:
-            continue
-        part = Part(fragment.name, fragment.shard, fragment.start, numel)
-        pieces.setdefault(fragment.name, []).append(part.entry(rank))
-        tensors["weights"][f"weight/{fragment.name}"] = _host_copy(fragment.tensors["weight"])
-        for key in _OPTIMIZER_KEYS:
-            tensors["optimizer"][f"{key}/{fragment.name}"] = _host_copy(fragment.tensors[key])
-    files: dict[str, dict[str, Any]] = {}
-    for stem, group in tensors.items():
-        files |= _write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
-    return pieces, files
-
-
-def _write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
     """The manifest's entry of the file."""
     save_file(tensors, path)
-    _sync(path)
+    sync(path)
     return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}}
-
-
-def _write_manifest(
-    engine: Engine, aside: Path, everyone: list[Any], step: int, state: Mapping[str, Any], config_yaml: str
-) -> None:
-    tensors: dict[str, dict[str, Any]] = {
-        name: {"shape": list(shape), "partition": engine.words[name], "pieces": []}
-        for name, shape in engine.parameter_shapes().items()
-    }
-    for _, pieces, _ in everyone:
-        for name, entries in pieces.items():
-            tensors[name]["pieces"].extend(entries)
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "optimizer_steps": step - int(state.get("skipped_steps", 0)),
-        "state": dict(state),
-        "loss_scale": engine.loss_scale_state,
-        "layout": engine.layout,
-        "versions": versions(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "tensors": tensors,
-        "files": {name: entry for _, _, files in everyone for name, entry in files.items()},
-    }
-    _write_text(aside / "config.yml", config_yaml)
-    _write_text(aside / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    _sync(aside)
 
 
 def versions() -> dict[str, str]:
@@ -518,34 +390,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _check_shapes(model: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    differing = [
-        f"{name}: {stored.get(name, 'absent')} in the checkpoint, {model.get(name, 'absent')} in the model"
-        for name in [*model, *(name for name in stored if name not in model)]
-        if model.get(name) != stored.get(name)
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{path} is of another architecture: {len(differing)} of {len(model)} tensors differ, the first ones "
-            + "; ".join(differing[:3])
-            + ". Start with the model section of its config.yml, or in another run.directory"
-        )
-
-
-def _host_copy(view: Tensor) -> Tensor:
-    # A copy also on the CPU: safetensors refuses tensors that share memory, and fragments are views of one buffer.
-    return torch.empty(view.shape, dtype=torch.float32).copy_(view.detach())
-
-
-def _gather(value: Any, grid: Grid) -> list[Any]:
-    if grid.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * grid.world_size
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.writing")
     with open(aside, "w") as file:
         file.write(text)
@@ -554,7 +399,7 @@ def _write_text(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

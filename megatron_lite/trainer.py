@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from megatron_lite import checkpoint
+from megatron_lite import checkpoint, engine_checkpoint
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Batch, Engine
 from megatron_lite.grid import any_process
@@ -300,7 +300,7 @@ class Trainer(Generic[ModelT]):
             self.metrics.log(self.state.step, values, kind=kind)
 
     def _save(self) -> None:
-        self._saved = checkpoint.save(
+        self._saved = engine_checkpoint.save(
             self.engine,
             self._checkpoints,
             step=self.state.step,

@@ -122,7 +122,7 @@ def write_whole_sets(source: Path, target: Path, scale: float = 1.0, seed: int =
 def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> Path:
     """A run whose weights are as at the start of training. The tokenizer is a Hugging Face tokenizer.json."""
     from data.tokenizer import load_tokenizer
-    from megatron_lite import checkpoint
+    from megatron_lite import engine_checkpoint
     from megatron_lite.config import dump_config, load_config
     from megatron_lite.engine import Engine
     from megatron_lite.grid import init_grid
@@ -156,7 +156,7 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
         parallel=config.parallel,
         precision=config.precision,
     )
-    saved = checkpoint.save(engine, run / "checkpoints", step=0, state={}, config_yaml=dump_config(config))
+    saved = engine_checkpoint.save(engine, run / "checkpoints", step=0, state={}, config_yaml=dump_config(config))
     engine.close()
     keep_tokenizer(load_tokenizer("hf", tokenizer), run)
     return saved

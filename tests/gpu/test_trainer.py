@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite import checkpoint
+from megatron_lite import engine_checkpoint
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
@@ -80,11 +80,11 @@ def test_resume_continues_the_same_losses(grid, tmp_path, dtype, stage):
     steps = batches(6)
     engine = engine_on(grid, model_config(), dtype, stage)
     run(engine, steps[:3])
-    checkpoint.save(engine, tmp_path, step=3, state={}, config_yaml="")
+    engine_checkpoint.save(engine, tmp_path, step=3, state={}, config_yaml="")
     rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
     engine.close()
     other = engine_on(grid, model_config(), dtype, stage, seed=5)
-    checkpoint.load(other, tmp_path)
+    engine_checkpoint.load(other, tmp_path)
     for a, b in zip(rest, (other.train_step(step, lr=LR) for step in steps[3:]), strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-5)
         assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-3)

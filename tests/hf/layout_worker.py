@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_lite import checkpoint
+from megatron_lite import engine_checkpoint
 from megatron_lite.config import dump_config, load_config
 from megatron_lite.grid import init_grid
 from models.config import ModelConfig
@@ -54,7 +54,9 @@ def main(out: Path) -> None:
         engine = engine_of(config.model, parallel, grid)
         for step in range(2):
             engine.train_step(own(micro_batches(step), grid), lr=1e-3)
-        checkpoint.save(engine, out / name / "checkpoints", step=2, state={"step": 2}, config_yaml=dump_config(config))
+        engine_checkpoint.save(
+            engine, out / name / "checkpoints", step=2, state={"step": 2}, config_yaml=dump_config(config)
+        )
         nll, weight = engine.evaluate(own(micro_batches(9), grid))
         said[name] = nll / weight
         engine.close()

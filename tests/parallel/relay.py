@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_lite import checkpoint
+from megatron_lite import engine_checkpoint
 from tests.parallel import layouts
 from tests.parallel.worker import engine_of, grid_of, own, rate
 
@@ -27,10 +27,10 @@ def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], firs
             grid = grid_of(parallel)
             engine = engine_of(config, parallel, grid, seed=11 if step == 0 else 99 + step)
             if step:
-                assert checkpoint.load(engine, folder / name) == {"step": step}
+                assert engine_checkpoint.load(engine, folder / name) == {"step": step}
             result = engine.train_step(own(layouts.steps()[step], grid), lr=rate(step))
             history.append((result.loss, result.gradient_norm))
-            checkpoint.save(engine, folder / name, step=step + 1, state={"step": step + 1}, config_yaml=settings)
+            engine_checkpoint.save(engine, folder / name, step=step + 1, state={"step": step + 1}, config_yaml=settings)
             engine.close()
         if grid_of({}).is_main:
             (folder / f"{name}.{first}.json").write_text(json.dumps(history))

@@ -86,7 +86,7 @@ def test_a_checkpoint_is_rewritten_for_another_layout_bit_for_bit(folder, tmp_pa
     assert after["layout"]["tensor"] == tensor
     same = ("step", "state", "optimizer_steps", "loss_scale")
     assert {key: after[key] for key in same} == {key: before[key] for key in same}
-    readers = [checkpoint._Reader(path, read) for path, read in ((source, before), (target, after))]
+    readers = [checkpoint.Reader(path, read) for path, read in ((source, before), (target, after))]
     for name, entry in before["tensors"].items():
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
             a, b = (reader.read(kind, name, Shard(), 0, math.prod(entry["shape"])) for reader in readers)

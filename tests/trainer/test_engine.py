@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_lite import checkpoint
+from megatron_lite import checkpoint, engine_checkpoint
 from megatron_lite.checkpoint import CheckpointError
 from megatron_lite.engine import StepResult, faster_dtype
 from megatron_lite.schedule import learning_rate
@@ -154,10 +154,10 @@ def test_resume_is_bit_exact(build, tmp_path, dtype, stage):
     steps = batches(6)
     engine = build(model_config(), dtype=dtype, zero_stage=stage)
     run(engine, steps[:3])
-    checkpoint.save(engine, tmp_path, step=3, state={"step": 3}, config_yaml="a: 1\n")
+    engine_checkpoint.save(engine, tmp_path, step=3, state={"step": 3}, config_yaml="a: 1\n")
     rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
     other = build(model_config(), seed=99, dtype=dtype, zero_stage=stage)
-    assert checkpoint.load(other, tmp_path) == {"step": 3}
+    assert engine_checkpoint.load(other, tmp_path) == {"step": 3}
     assert [other.train_step(step, lr=LR) for step in steps[3:]] == rest
 
 
@@ -165,10 +165,10 @@ def test_a_checkpoint_loads_under_another_zero_stage(build, tmp_path):
     steps = batches(5)
     engine = build(model_config(), zero_stage=3)
     run(engine, steps[:3])
-    checkpoint.save(engine, tmp_path, step=3, state={}, config_yaml="")
+    engine_checkpoint.save(engine, tmp_path, step=3, state={}, config_yaml="")
     rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
     other = build(model_config(), zero_stage=1)
-    checkpoint.load(other, tmp_path)
+    engine_checkpoint.load(other, tmp_path)
     for a, b in zip(rest, (other.train_step(step, lr=LR) for step in steps[3:]), strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-6)
         assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-5)
@@ -179,7 +179,7 @@ def test_weights_are_read_without_an_engine(build, tmp_path):
     engine = build(config)
     step = batches(1)[0]
     engine.train_step(step, lr=LR)
-    checkpoint.save(engine, tmp_path / "checkpoints", step=1, state={}, config_yaml="model: {}\n")
+    engine_checkpoint.save(engine, tmp_path / "checkpoints", step=1, state={}, config_yaml="model: {}\n")
     weights = checkpoint.read_weights(tmp_path)
     model = oracle.LanguageModel(config)
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -192,10 +192,10 @@ def test_weights_are_read_without_an_engine(build, tmp_path):
 
 
 def test_another_architecture_is_refused_with_the_first_differing_shapes(build, tmp_path):
-    checkpoint.save(build(model_config()), tmp_path, step=1, state={}, config_yaml="")
+    engine_checkpoint.save(build(model_config()), tmp_path, step=1, state={}, config_yaml="")
     other = build(model_config(hidden_size=48))
     with pytest.raises(CheckpointError, match=r"another architecture.*embedding\.weight: \(96, 64\).*\(96, 48\)"):
-        checkpoint.load(other, tmp_path)
+        engine_checkpoint.load(other, tmp_path)
 
 
 def test_a_parameter_without_a_partition_word_is_refused(build):
