@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import DTYPES, faster_dtype
 from megatron_lite.flops import training_flops_per_token
+from megatron_lite.memory import GIB, Setting, state_bytes
 from models.config import ModelConfig
 from models.lm import LayerSpec, layer_specs
-
-GIB = 2**30
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def dry_run(config: Config[ModelConfig]) -> int:
@@ -43,7 +41,10 @@ def dry_run(config: Config[ModelConfig]) -> int:
     parameters = sum(sizes)
     flops = training_flops_per_token(layers, batch.sequence_length)
     activations, seconds = _measure(config, specs, device, DTYPES[dtype])
-    memory = _memory(parameters, dtype, max(1, config.parallel.zero_stage), batch.data_ranks)
+    stage = max(1, config.parallel.zero_stage)
+    memory = state_bytes(parameters, Setting(dtype, stage, batch.data_ranks))
+    # Those that are made anew in every step, as float32 sums.
+    memory["gradients"] = memory["gradients"] or 4 * parameters / (batch.data_ranks if stage > 1 else 1)
     memory["activations of one micro batch"] = activations * batch.micro_batch_size
     run_tokens = config.schedule.train_steps * batch.tokens_per_step
     mixers = Counter(model.mixer_of(index) for index in range(model.num_layers))
@@ -74,21 +75,6 @@ def _scaled(number: float) -> str:
         if number >= 10**power:
             return f"{number / 10**power:.3g} {unit}"
     return f"{number:.3g} "
-
-
-def _memory(parameters: int, dtype: str, stage: int, ranks: int) -> dict[str, float]:
-    """Bytes of one process by part, as DeepSpeed's ZeRO optimizers hold them."""
-    width = BYTES[dtype]
-    low = parameters * width / (ranks if stage == 3 else 1)
-    gradients = parameters * 4 / (ranks if stage >= 2 else 1)
-    memory = {"weights": low, "gradients (float32)": gradients}
-    if dtype != "fp32":
-        memory["master weights (float32)"] = parameters * 4 / ranks
-        memory["gradients (16 bit, one pass)"] = parameters * width if stage == 1 else 0.0
-    else:
-        memory["master weights (float32)"] = parameters * 4 / ranks
-    memory["AdamW moments (float32)"] = parameters * 8 / ranks
-    return memory
 
 
 def _measure(

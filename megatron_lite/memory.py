@@ -1,0 +1,216 @@
+"""Memory of one process: what is allocated by whom, as arithmetic, and the peak of a training step.
+
+What DeepSpeed's optimizers hold was read from allocations (deepspeed 0.19.8, `tests/tools/test_plan.py` repeats it): bytes a
+parameter of this process, n processes sharing the optimizer state, b = elements of a reduction bucket.
+
+|                  | weights | gradients | master | moments | while the gradients are reduced                     |
+|------------------|---------|-----------|--------|---------|-----------------------------------------------------|
+| bf16, ZeRO 1     | 2       | 4         | 4 / n  | 8 / n   | 16-bit gradients 2, then a bucket in float32 and 16 |
+| 16 bit, ZeRO 2   | 2       | 4 / n     | 4 / n  | 8 / n   | buckets                                             |
+| 16 bit, ZeRO 3   | 2 / n   | 6 / n     | 4 / n  | 8 / n   | buckets, and the weights that are gathered          |
+| float32, ZeRO 1  | 4       | 4         | 4 / n  | 8 / n   | buckets                                             |
+| float32, ZeRO 2  | 4       | 4 / n     | 4 / n  | 8 / n   | buckets                                             |
+| float32, ZeRO 3  | 4 / n   | 8 / n     | 4 / n  | 8 / n   | buckets, and the weights that are gathered          |
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GIB = 2**30
+BUCKET = 500_000_000  # elements, DeepSpeed's default and ours (deepspeed_setup.py)
+LIVE_PARAMETERS = 1_000_000_000  # ZeRO 3 keeps so many gathered (stage3_max_live_parameters)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one process, for one micro batch.
+
+    Attributes:
+        parameters: elements of its weights here (a tied weight counts where it is owned).
+        largest: elements of its largest weight.
+        kept: bytes that its forward pass leaves for the backward pass, its output included.
+        forward: most bytes during the forward pass, beyond what was there before.
+        backward: most bytes during the backward pass beyond what was kept, gradients of its weights included.
+    """
+
+    parameters: int
+    largest: int
+    kept: float
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides the memory of a process besides its layers.
+
+    Attributes:
+        dtype: "bf16", "fp16" or "fp32".
+        zero_stage: 1, 2 or 3.
+        replicas: processes that share the optimizer state (data ranks x context ranks).
+        accumulation: micro batches of a step.
+        in_flight: micro batches whose activations are held at once (pipelines; else 1).
+        overlap: reductions run beside the backward pass, in two buckets (CUDA).
+    """
+
+    dtype: str
+    zero_stage: int
+    replicas: int
+    accumulation: int = 1
+    in_flight: int = 1
+    overlap: bool = True
+
+
+def state_bytes(parameters: int, setting: Setting) -> dict[str, float]:
+    """Bytes that stay from step to step, by part."""
+    width = 4 if setting.dtype == "fp32" else 2
+    n, stage = setting.replicas, setting.zero_stage
+    parts = {"weights": width * parameters / (n if stage == 3 else 1)}
+    if stage == 3:
+        parts["gradients"] = (4 + width) * parameters / n
+    elif setting.dtype == "bf16" and stage == 1:
+        parts["gradients"] = 4.0 * parameters
+    else:
+        parts["gradients"] = 0.0  # made anew in every step: see `step_bytes`
+    parts["optimizer"] = 12 * parameters / n
+    return parts
+
+
+def step_bytes(layers: Sequence[LayerCost], setting: Setting) -> dict[str, float]:
+    """Bytes of one process at the fullest moment of a step, by part; their sum is the estimate.
+
+    Args:
+        layers: those of this process, first to last.
+    """
+    parameters = sum(layer.parameters for layer in layers)
+    width = 4 if setting.dtype == "fp32" else 2
+    bucket = width * min(BUCKET, parameters)
+    largest = max(layer.largest for layer in layers)
+    state = state_bytes(parameters, setting)
+    held = _gradient_bytes(parameters, setting, width, bucket, largest)
+    gathered = width * min(parameters, LIVE_PARAMETERS) if setting.zero_stage == 3 and setting.replicas > 1 else 0.0
+    others = sum(layer.kept for layer in layers) * (setting.in_flight - 1)
+
+    moments: list[tuple[float, float, float]] = []  # activations, gradients with buffers, at work
+    kept, gradients = others, 0
+    for layer in layers:
+        moments.append((kept, gathered + held.before, max(layer.forward, layer.kept)))
+        kept += layer.kept
+    for layer in reversed(layers):
+        early = held.buffers if gradients else held.before
+        moments.append((kept, gathered + early + held.each * gradients, layer.backward))
+        kept -= layer.kept
+        gradients += layer.parameters
+    moments.append((others, held.after, 0.0))
+    activations, more, work = max(moments, key=sum)
+    state["gradients"] += more
+    return {**state, "activations": activations, "at work": work}
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes of gradients and buffers that do not stay: before the first gradient, after it, a gradient of a parameter that
+    is through, and when all are."""
+
+    before: float
+    buffers: float
+    each: float
+    after: float
+
+
+def _gradient_bytes(parameters: int, setting: Setting, width: int, bucket: float, largest: int) -> _Held:
+    n, stage = setting.replicas, setting.zero_stage
+    buckets = bucket * (2 if setting.overlap else 1)
+    if stage == 3:
+        return _Held(0.0, buckets, 0.0, buckets + bucket + (4 - width) * bucket / width / n)
+    if setting.dtype == "bf16" and stage == 1:
+        # The optimizer adds 16-bit gradients to its float32 ones, then reduces these: a flat copy of a bucket, and that
+        # in 16 bits.
+        return _Held(0.0, 0.0, 2.0, 2.0 * parameters + 6.0 * bucket / width)
+    if stage == 1:
+        sums = 4.0 * parameters if setting.accumulation > 1 else 0.0
+        return _Held(sums, sums, width, width * parameters + sums + bucket)
+    partition = 4 * parameters / n
+    sums = partition if setting.accumulation > 1 and width == 4 else 0.0
+    full = setting.accumulation > 1 or parameters > BUCKET  # a bucket was reduced before all layers are through
+    before = partition + sums if setting.accumulation > 1 else 0.0
+    cast = bucket + 4 * largest if width == 2 else 0.0
+    return _Held(before, buckets + (partition + sums + cast if full else 0.0), 0.0, partition + sums + buckets + cast)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors made inside, on one device ("meta" too, where nothing is allocated).
+
+    Args:
+        before: tensors that were there before and stay; neither they nor views of them count.
+
+    Attributes:
+        now, peak: bytes that are alive, and the most so far.
+    """
+
+    def __init__(self, device: str, before: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._device = device
+        self._before = {tensor.untyped_storage()._cdata for tensor in before}
+        self._live: dict[int, tuple[Any, int]] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.device.type == self._device:
+                self._note(leaf)
+        return out
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._live or key in self._before or not size:
+            return
+
+        def freed(_reference: object) -> None:
+            self.now -= self._live.pop(key)[1]
+
+        self._live[key] = (weakref.ref(storage, freed), size)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def layer_cost(
+    layer: torch.nn.Module,
+    call: Callable[..., Tensor],
+    x: Tensor,
+    *,
+    parameters: int | None = None,
+    **arguments: Tensor,
+) -> LayerCost:
+    """Run a layer forward and backward once and count.
+
+    Args:
+        call: the layer, or the layer under activation checkpointing.
+        x: tokens or hidden states; on "meta" nothing is computed.
+        parameters: how many of its weights count as its own; None: all.
+    """
+    if x.is_floating_point():
+        x = x.requires_grad_()
+    with Allocations(x.device.type, [x, *layer.parameters(), *layer.buffers(), *arguments.values()]) as count:
+        out = call(x, **arguments)
+        kept, forward = count.now, count.peak
+        gradient = torch.empty_like(out)
+        count.peak = before = count.now
+        out.backward(gradient)
+        backward = count.peak - before
+    sizes = [p.numel() for p in layer.parameters()]
+    for p in layer.parameters():
+        p.grad = None
+    own = sum(sizes) if parameters is None else parameters
+    return LayerCost(own, max(sizes, default=0), float(kept), float(forward), float(backward))

@@ -1,0 +1,169 @@
+"""The plan: its memory beside what is really allocated, its layouts, its table, the model of communication."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from megatron_lite.communication import Links, Workload, scaling, step_seconds, volumes
+from megatron_lite.config_schema import ParallelConfig
+from megatron_lite.grid import init_grid
+from megatron_lite.layout import Layout
+from megatron_lite.memory import Allocations, LayerCost, Setting, step_bytes
+from models.config import ModelConfig
+from tools import measure_memory, plan
+from tools.measure_links import read_links
+from tools.meta_layers import layer_costs
+
+SMALL = [
+    "configs/default.yml",
+    "run.device=cpu",
+    "model.vocab_size=512",
+    "data.tokenizer.vocab_size=512",
+    "model.num_layers=3",
+    "model.hidden_size=64",
+    "model.tie_embeddings=false",
+    "batch.sequence_length=256",
+    "batch.micro_batch_size=1",
+]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_estimate_is_within_15_percent_of_what_a_step_allocates(dtype, accumulation, capsys):
+    words = [*SMALL, f"precision.dtype={dtype}", f"batch.global_batch_size={accumulation}"]
+    cases = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "full")] + [(1, "selective")]
+    assert measure_memory.measure(words, cases) == 0, capsys.readouterr().out
+    rows = re.findall(r"^ +(\d)  (\w+) +([\d.]+) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
+    assert [(int(stage), mode) for stage, mode, *_ in rows] == cases
+
+
+def test_an_estimate_that_is_off_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(measure_memory, "allocation", lambda *_: 1e9)
+    monkeypatch.setattr(measure_memory, "estimate", lambda *_: 1.2e9)
+    assert measure_memory.measure(SMALL, [(1, "none")]) == 1
+    assert "off by 20%" in capsys.readouterr().err
+
+
+def test_the_states_are_exact(capsys):
+    config = plan.read_config([*SMALL, "precision.dtype=bf16"], 1)
+    grid = init_grid("cpu")
+    with Allocations("cpu") as count:
+        engine = measure_memory._engine(config, "bf16", grid)
+        held = count.now
+    elements = sum(p.numel() for p in engine.layers[0].parameters()) + sum(
+        p.numel() for layer in engine.layers[1:] for p in layer.parameters()
+    )
+    engine.close()
+    assert held == pytest.approx(18 * elements, rel=0.01)  # 2 + 4 + 4 + 8 bytes
+
+
+def costs(mode: str = "none", mixers: tuple[str, ...] = ("metala",), **sizes: object) -> list[LayerCost]:
+    config = ModelConfig(
+        vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8, mixers=mixers, tie_embeddings=False
+    )
+    return layer_costs(
+        config,
+        dtype=torch.bfloat16,
+        micro_batch_size=2,
+        sequence_length=512,
+        layout=Layout(**sizes),  # type: ignore[arg-type]
+        parallel=ParallelConfig(activation_checkpointing={"mode": mode}),  # type: ignore[arg-type]
+    )
+
+
+def test_layers_on_the_device_meta():
+    whole, cut, split = costs(), costs(tensor=2), costs(tensor=2, sequence_parallel=True)
+    tokens = 2 * 512 * 256 * 2  # bytes of hidden states
+    assert whole[1].parameters == pytest.approx(2 * cut[1].parameters, rel=0.02)
+    # What is cut halves; norms, residual streams and the convolution before the cut stay, or are shared out as well.
+    assert whole[1].kept / 2 < split[1].kept < cut[1].kept < whole[1].kept
+    assert costs(context=2)[1].kept == pytest.approx(whole[1].kept / 2, rel=0.01)
+    assert costs("full")[1].kept == tokens  # its output alone
+    assert costs("full")[1].backward > whole[1].kept - tokens
+    assert tokens < costs("selective")[1].kept < whole[1].kept
+    # The kernel keeps its inputs and output; the plain form would keep 512 x 512 weights a head.
+    assert costs(mixers=("attention",))[1].kept < 30 * tokens
+    for name in ("lion", "mamba2", "hgrn2", "retnet"):
+        assert costs(mixers=(name,))[1].kept > tokens
+
+
+def test_the_peak_of_a_step_is_at_its_fullest_moment():
+    layer = LayerCost(parameters=100, largest=100, kept=1e6, forward=1e6, backward=5e5)
+    parts = step_bytes([layer] * 4, Setting("bf16", 1, 1))
+    assert parts == {"weights": 800, "gradients": 1600, "optimizer": 4800, "activations": 4e6, "at work": 5e5}
+    pipeline = step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=8, in_flight=3))
+    assert pipeline["activations"] == 12e6
+    light = LayerCost(parameters=1000, largest=1000, kept=1, forward=1, backward=1)
+    assert step_bytes([light], Setting("bf16", 1, 4))["gradients"] == 4000 + 2000 + 6000  # while they are reduced
+    assert step_bytes([light], Setting("bf16", 1, 4))["optimizer"] == 3000
+
+
+def test_the_table(capsys):
+    words = [*SMALL, "batch.global_batch_size=8", "model.num_layers=4", "--gpus", "4", "--rows", "0"]
+    assert plan.main(words) == 0
+    out = capsys.readouterr().out
+    rows = re.findall(r"^(\d)( \+SP)? +(\d) +(\d) +(\d) +(\d) +(\d) \|", out, re.MULTILINE)
+    assert {tuple(map(int, (row[0], *row[2:5]))) for row in rows} >= {
+        (1, 1, 1, 4),
+        (2, 2, 1, 1),
+        (4, 1, 1, 1),
+        (1, 1, 4, 1),
+    }
+    assert all(stage == "1" for _, _, pipe, _, _, stage, _ in rows if pipe != "1")  # DeepSpeed has no other
+    assert f"{len(rows)} layouts, {len(rows)} fit into 141 GB" in out
+    assert plan.main([*words, "--gpu-memory", "0.001"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("does not fit") == len(rows)
+    assert "0 fit into 0.001 GB" in out
+    assert plan.main([*words, "--gpu", "Voodoo2"]) == 2
+    assert plan.main(["configs/default.yml", "model.zzz=1"]) == 2
+
+
+def work(**changes: object) -> Workload:
+    values = {"parameters": 10**9, "layers": 24, "hidden": 2048, "state_elements": 2048 * 128, "sequence_length": 2048}
+    values |= {"micro_batch_size": 4, "global_batch_size": 512, "flops_per_token": 6e9}
+    return Workload(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_what_is_sent():
+    assert volumes(work(), Layout(), 1) == {"data": 0, "tensor": 0, "pipeline": 0, "context": 0}
+    assert volumes(work(), Layout(), 4)["data"] == pytest.approx(3 * 0.75 * 2e9)
+    assert volumes(work(zero_stage=3), Layout(), 4)["data"] == pytest.approx(32 * 3 * 0.75 * 2e9)
+    hidden = 2 * 4 * 2048 * 2048
+    assert volumes(work(), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 4 * hidden)
+    assert volumes(work(recompute=True), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 6 * hidden)
+    assert volumes(work(), Layout(pipeline=4), 4)["pipeline"] == pytest.approx(128 * 2 * hidden)
+    # States, not tokens: the same bytes for a sequence of any length.
+    sent = volumes(work(), Layout(context=4), 4)["context"]
+    assert sent == volumes(work(sequence_length=1 << 17), Layout(context=4), 4)["context"] > 0
+
+
+def test_how_long_a_step_takes():
+    links = Links()
+    alone = step_seconds(work(), Layout(), 1, 4e14, links)
+    assert sum(alone.values()) == alone["compute"] == pytest.approx(6e9 * 512 * 2048 / 4e14)
+    piped = step_seconds(work(), Layout(pipeline=4), 4, 4e14, links)
+    assert piped["bubble"] == pytest.approx(piped["compute"] * 3 / 128)
+    inside, outside = (step_seconds(work(), Layout(tensor=t), t, 4e14, links)["tensor"] for t in (8, 16))
+    assert outside > 5 * inside  # over the network
+    weak = scaling(work(global_batch_size=64), Layout(), [1, 8, 1024], 4e14, links, grow_batch=True)
+    assert weak[1] == 1 > weak[8] > weak[1024] > 0.3
+    strong = scaling(work(), Layout(), [1, 8, 128, 1024], 4e14, links, grow_batch=False)
+    assert list(strong) == [1, 8, 128]  # 512 samples do not divide into micro batches of 4 on 1024
+    assert strong[128] < weak[8]
+
+
+def test_measured_links_take_the_place_of_assumed_ones(tmp_path):
+    rows = {"device": "H200", "processes": 4, "machines": 1, "speed": {"all-reduce": [1e9, 3e11]}, "latency": {}}
+    rows["latency"] = {"all-reduce": 6e-5}
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps(rows))
+    links = read_links(path, 4)
+    assert (links.inside, links.outside, links.machine) == (3e11, Links().outside, 4)
+    assert links.latency_inside == pytest.approx(1e-5)
+    path.write_text(json.dumps({**rows, "machines": 2}))
+    assert read_links(path, 8).outside == 3e11

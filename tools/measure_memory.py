@@ -1,0 +1,143 @@
+"""The plan's estimate of memory beside what a training step allocates: `python -m tools.plan CONFIG --measure`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lite.config_schema import Config
+from megatron_lite.engine import DTYPES, Engine
+from megatron_lite.grid import Grid, init_grid
+from megatron_lite.layout import Layout
+from megatron_lite.memory import GIB, Allocations
+from models.config import ModelConfig
+from models.lm import build_layer, layer_specs
+from models.sequence_shards import sequence_shards
+from tools.meta_layers import layer_costs
+from tools.plan import layer_flops, memory, read_config
+
+CASES = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "selective", "full")]
+
+
+def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None) -> int:
+    """Two training steps on random tokens in the layout of the configuration, under each ZeRO stage and checkpointing mode.
+
+    Returns 0, or 1 when an estimate is further than 15 % from what was allocated.
+    """
+    import os
+
+    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    config = read_config(words, gpus)
+    sizes = config.parallel
+    grid = init_grid(config.run.device, tensor=sizes.tensor, pipeline=sizes.pipeline, context=sizes.context)
+    dtype = "bf16" if config.precision.dtype == "auto" else config.precision.dtype
+    name = torch.cuda.get_device_name(grid.device) if grid.device.type == "cuda" else "cpu"
+    if grid.is_main:
+        print(
+            f"{Path(words[0]).stem}: {gpus} processes on {name}, {dtype}, micro batch {config.batch.micro_batch_size}"
+        )
+        print("ZeRO  checkpointing   estimated GiB   allocated GiB   ratio")
+    worst = 1.0
+    if cases is None:
+        cases = [case for case in CASES if sizes.pipeline == 1 or case[0] == 1]
+    for stage, mode in cases:
+        here = read_config(
+            [*words, f"parallel.zero_stage={stage}", f"parallel.activation_checkpointing.mode={mode}"], gpus
+        )
+        estimated, allocated = estimate(here, dtype, grid), _largest(allocation(here, dtype, grid), grid)
+        ratio = estimated / allocated
+        worst = max(worst, ratio, 1 / ratio)
+        if grid.is_main:
+            print(f"{stage:>4}  {mode:<14}{estimated / GIB:>15.3f}{allocated / GIB:>16.3f}{ratio:>8.3f}", flush=True)
+    if grid.is_main and worst > 1.15:
+        print(f"error: an estimate is off by {worst - 1:.0%}, more than 15 %", file=sys.stderr)
+    return int(worst > 1.15)
+
+
+def estimate(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
+    """Bytes of the fullest process, as tools.plan counts them."""
+    parallel = config.parallel
+    layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
+    cuda = grid.device.type == "cuda"
+    layers = layer_costs(
+        config.model,
+        dtype=DTYPES[dtype],
+        micro_batch_size=config.batch.micro_batch_size,
+        sequence_length=config.batch.sequence_length,
+        layout=layout,
+        parallel=parallel,
+        device="meta" if cuda else "cpu",
+    )
+    parts = memory(layers, layer_flops(config), config, layout, dtype, max(1, parallel.zero_stage), overlap=cuda)
+    return sum(parts.values())
+
+
+def allocation(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
+    """Most bytes of tensors that this process holds at once in the second of two steps."""
+    if grid.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        engine = _engine(config, dtype, grid)
+        _step(engine, config, grid)
+        torch.cuda.reset_peak_memory_stats(grid.device)
+        _step(engine, config, grid)
+        peak = float(torch.cuda.max_memory_allocated(grid.device))
+        engine.close()
+        return peak
+    with Allocations("cpu") as count:
+        engine = _engine(config, dtype, grid)
+        _step(engine, config, grid)
+        gc.collect()
+        count.peak = count.now
+        _step(engine, config, grid)
+        peak = float(count.peak)
+    engine.close()
+    return peak
+
+
+def _engine(config: Config[ModelConfig], dtype: str, grid: Grid) -> Engine:
+    return Engine(
+        layer_specs(config.model),
+        build_layer,
+        seed=config.run.seed,
+        grid=grid,
+        dtype=dtype,
+        micro_batch_size=config.batch.micro_batch_size,
+        accumulation=config.batch.gradient_accumulation_steps,
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+        precision=config.precision,
+        sequence_length=config.batch.sequence_length,
+        split_sequence=sequence_shards,
+    )
+
+
+def _step(engine: Engine, config: Config[ModelConfig], grid: Grid) -> None:
+    draw = torch.Generator().manual_seed(grid.data_rank)
+    batches: list[dict[str, Any]] = []
+    for _ in range(config.batch.gradient_accumulation_steps):
+        shape = (config.batch.micro_batch_size, config.batch.sequence_length + 1)
+        tokens = torch.randint(config.model.vocab_size, shape, generator=draw)
+        batches.append(
+            {
+                "tokens": tokens[:, :-1].contiguous(),
+                "labels": tokens[:, 1:].contiguous(),
+                "loss_weight": torch.ones(shape[0], shape[1] - 1),
+            }
+        )
+    engine.train_step(batches, lr=1e-4)
+
+
+def _largest(value: float, grid: Grid) -> float:
+    if grid.world_size == 1:
+        return value
+    import torch.distributed as dist
+
+    tensor = torch.tensor(value, dtype=torch.float64, device=grid.device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.item()

@@ -1,0 +1,295 @@
+"""Which layouts a run can take on so many GPUs, what they cost in memory, and how long the run takes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
+    from megatron_lite.communication import Links, Workload
+    from megatron_lite.config_schema import Config
+    from megatron_lite.layout import Layout
+    from megatron_lite.memory import LayerCost
+    from models.config import ModelConfig
+
+EPILOG = """
+examples:
+  python -m tools.plan configs/metala_1.4b.yml --gpus 32
+  python -m tools.plan configs/metala_1.4b.yml batch.micro_batch_size=4 --gpus 64 --gpu "A100" --gpu-memory 40
+  torchrun --nproc-per-node 2 -m tools.plan configs/metala_360m.yml --measure     estimate beside what is allocated
+
+Nothing is trained (but with --measure) and no GPU is needed. Memory is counted from one layer of each kind, run without
+computing; it leaves out the CUDA context and NCCL's buffers, about 1 to 2 GiB a GPU. Speed follows from --mfu, the FLOP/s that
+one GPU reaches alone, and from the links (docs/scaling.md has the model). Rows that do not fit are marked and come last.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of the plan.
+
+    Attributes:
+        memory: bytes by part of the fullest process; seconds: of a step, by part.
+    """
+
+    layout: Layout
+    data: int
+    zero_stage: int
+    accumulation: int
+    memory: dict[str, float]
+    seconds: dict[str, float]
+
+    @property
+    def bytes(self) -> float:
+        """Of the fullest process."""
+        return sum(self.memory.values())
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0, or 2 for a configuration that cannot run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="+", metavar="FILE.yml | key.sub=value", help="as for train.py")
+    parser.add_argument("--gpus", type=int, default=1, help="processes of the run (default 1)")
+    parser.add_argument("--gpu", default="H200", help="name as in megatron_lite/flops.py, for the peak (default H200)")
+    parser.add_argument("--gpu-memory", type=float, default=141.0, metavar="GB", help="of one GPU (default 141)")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that one GPU reaches (default 0.4)")
+    parser.add_argument("--gpus-per-machine", type=int, default=8, help="(default 8)")
+    parser.add_argument("--links", type=Path, help="JSON from tools.measure_links; default: assumed speeds, printed")
+    parser.add_argument("--rows", type=int, default=20, help="layouts to print; 0: all (default 20)")
+    parser.add_argument(
+        "--measure", action="store_true", help="train two steps of each ZeRO stage and checkpointing mode"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    from megatron_lite.config import ConfigError
+
+    try:
+        if options.measure:
+            from tools.measure_memory import measure
+
+            return measure(options.config)
+        return plan(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Print the table."""
+    from megatron_lite.flops import PEAK_TERAFLOPS, listed_peak_flops
+    from tools.measure_links import read_links
+
+    config = read_config(options.config, options.gpus)
+    dtype = "bf16" if config.precision.dtype == "auto" else config.precision.dtype
+    peak = listed_peak_flops(options.gpu, dtype)
+    if peak is None:
+        print(f"error: --gpu {options.gpu!r}: no {dtype} peak; known are {', '.join(PEAK_TERAFLOPS)}", file=sys.stderr)
+        return 2
+    links = read_links(options.links, options.gpus_per_machine)
+    rows = list(layouts(config, options.config, options.gpus, dtype, peak * options.mfu, links))
+    limit = options.gpu_memory * 1e9
+    rows.sort(key=lambda row: (row.bytes > limit, row.step))
+    print(header(config, options.gpus, dtype))
+    print(f"links: {links.source}; {options.gpu}, {options.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s; GiB a GPU\n")
+    print(table(rows[: options.rows or None], config, limit))
+    hidden = len(rows) - len(rows[: options.rows or None])
+    fitting = [row for row in rows if row.bytes <= limit]
+    print(
+        f"\n{len(rows)} layouts, {len(fitting)} fit into {options.gpu_memory:g} GB"
+        + (f", {hidden} not shown" if hidden else "")
+    )
+    if fitting:
+        best = fitting[0]
+        words = [f"parallel.{key}={getattr(best.layout, key)}" for key in ("tensor", "pipeline", "context")]
+        if best.layout.sequence_parallel:
+            words.append("parallel.sequence_parallel=true")
+        print(f"the first: {' '.join([*words, f'parallel.zero_stage={best.zero_stage}'])}")
+    return 0
+
+
+def layouts(
+    config: Config[ModelConfig], words: Sequence[str], gpus: int, dtype: str, flops: float, links: Links
+) -> Iterator[Row]:
+    """Every legal layout with every ZeRO stage that it can take, and its cost."""
+    from tqdm import tqdm
+
+    from megatron_lite.communication import step_seconds
+    from megatron_lite.config import ConfigError
+    from megatron_lite.layout import legal_layouts, limits_of
+
+    limits = limits_of(config.model, config.batch.sequence_length)
+    found = legal_layouts(gpus, limits)
+    if gpus > 1:
+        cut = legal_layouts(gpus, limits, sequence_parallel=True)
+        found += [layout for layout in cut if layout.sequence_parallel]
+    known: dict[Any, list[LayerCost]] = {}
+    flops_of = layer_flops(config)
+    work = workload(config, flops_of, dtype)
+    for layout in tqdm(found, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
+        more = [f"parallel.{key}={getattr(layout, key)}" for key in ("tensor", "pipeline", "context")]
+        more += [f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}", "parallel.zero_stage=1"]
+        try:
+            here = read_config([*words, *more], gpus)
+        except ConfigError:  # the batch does not divide
+            continue
+        cut_to = (layout.tensor, layout.context, layout.sequence_parallel)
+        if cut_to not in known:
+            known[cut_to] = _layers(here, layout, dtype)
+        layers = known[cut_to]
+        for stage in (1,) if layout.pipeline > 1 else (1, 2, 3):
+            yield Row(
+                layout,
+                here.batch.data_ranks,
+                stage,
+                here.batch.gradient_accumulation_steps,
+                memory(layers, flops_of, here, layout, dtype, stage),
+                step_seconds(replace(work, zero_stage=stage), layout, gpus, flops, links),
+            )
+
+
+def memory(
+    layers: list[LayerCost],
+    flops: Sequence[int],
+    config: Config[ModelConfig],
+    layout: Layout,
+    dtype: str,
+    stage: int,
+    *,
+    overlap: bool = True,
+) -> dict[str, float]:
+    """Bytes by part of the fullest process: of the stages of a pipeline, the first holds most micro batches."""
+    from megatron_lite.memory import Setting, step_bytes
+
+    bounds = [0, len(layers)]
+    if layout.pipeline > 1:
+        from megatron_lite.pipeline import stage_bounds
+
+        bounds = stage_bounds(flops, layout.pipeline)
+    steps = config.batch.gradient_accumulation_steps
+    replicas = config.batch.data_ranks * layout.context
+    stages = []
+    for index in range(layout.pipeline):
+        own = layers[bounds[index] : bounds[index + 1]]
+        in_flight = min(steps, layout.pipeline - index)
+        if config.model.tie_embeddings and layout.pipeline > 1 and index == layout.pipeline - 1:
+            own = [*own[:-1], replace(own[-1], parameters=own[-1].parameters + layers[0].largest)]
+        stages.append(step_bytes(own, Setting(dtype, stage, replicas, steps, in_flight, overlap)))
+    return max(stages, key=lambda parts: sum(parts.values()))
+
+
+def workload(config: Config[ModelConfig], flops: Sequence[int], dtype: str) -> Workload:
+    """What the model of communication needs to know."""
+    from megatron_lite.communication import Workload
+    from models.lm import count_parameters
+
+    model, batch = config.model, config.batch
+    mixers = {model.mixer_of(index) for index in range(model.num_layers)}
+    # Every linear mixer of the project holds at most d^2 / heads numbers; softmax attention has no state to send.
+    state = 0 if mixers <= {"attention"} else model.hidden_size**2 // model.num_heads
+    return Workload(
+        parameters=count_parameters(model),
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        state_elements=state,
+        sequence_length=batch.sequence_length,
+        micro_batch_size=batch.micro_batch_size,
+        global_batch_size=batch.global_batch_size,
+        flops_per_token=3.0 * sum(flops),
+        width=4 if dtype == "fp32" else 2,
+        recompute=config.parallel.activation_checkpointing.mode == "full",
+    )
+
+
+def header(config: Config[ModelConfig], gpus: int, dtype: str) -> str:
+    """The model and the run in three lines."""
+    work = workload(config, layer_flops(config), dtype)
+    batch, steps = config.batch, config.schedule.train_steps
+    tokens = steps * batch.tokens_per_step
+    mode = config.parallel.activation_checkpointing.mode
+    return (
+        f"{'+'.join(dict.fromkeys(config.model.mixers))}, {work.parameters / 1e6:,.1f} M parameters, {dtype}, "
+        f"activation checkpointing {mode}, on {gpus} GPUs\n"
+        f"{batch.global_batch_size} samples of {batch.sequence_length} a step in micro batches of "
+        f"{batch.micro_batch_size}; {steps:,} steps, {tokens / 1e9:,.2f} G tokens\n"
+        f"{work.flops_per_token / 1e9:,.2f} GFLOP a token, {work.flops_per_token * tokens:.3g} FLOP in all"
+    )
+
+
+def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str:
+    """The rows as text."""
+    from megatron_lite.memory import GIB
+
+    lines = [
+        "tensor  pipe  context  data  ZeRO  micro |  weights  gradients  optimizer  activations     sum |"
+        "  tokens/s     days  busy",
+        "-" * 121,
+    ]
+    tokens = config.batch.tokens_per_step
+    for row in rows:
+        parts = row.memory
+        work = parts["activations"] + parts["at work"]
+        days = config.schedule.train_steps * row.step / 86400
+        name = f"{row.layout.tensor}{' +SP' if row.layout.sequence_parallel else ''}"
+        lines.append(
+            f"{name:<6}{row.layout.pipeline:>6}{row.layout.context:>9}{row.data:>6}{row.zero_stage:>6}{row.accumulation:>7} |"
+            f"{parts['weights'] / GIB:>9.2f}{parts['gradients'] / GIB:>11.2f}{parts['optimizer'] / GIB:>11.2f}"
+            f"{work / GIB:>13.2f}{row.bytes / GIB:>8.1f} |{tokens / row.step:>10,.0f}{days:>9.2f}"
+            f"{row.seconds['compute'] / row.step:>6.0%}" + ("   does not fit" if row.bytes > limit else "")
+        )
+    lines.append(
+        "activations: with what one layer needs at work (logits in chunks included); busy: share spent computing"
+    )
+    return "\n".join(lines)
+
+
+def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
+    """The configuration for so many processes. Accumulation follows from the layout."""
+    from megatron_lite.config import load_config
+    from models.config import ModelConfig
+
+    files = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
+    overrides.append("batch.gradient_accumulation_steps=null")
+    return load_config(files, overrides, model_type=ModelConfig, world_size=gpus)
+
+
+def _layers(config: Config[ModelConfig], layout: Layout, dtype: str) -> list[LayerCost]:
+    from megatron_lite.engine import DTYPES
+    from tools.meta_layers import layer_costs
+
+    return layer_costs(
+        config.model,
+        dtype=DTYPES[dtype],
+        micro_batch_size=config.batch.micro_batch_size,
+        sequence_length=config.batch.sequence_length,
+        layout=layout,
+        parallel=config.parallel,
+    )
+
+
+def layer_flops(config: Config[ModelConfig]) -> list[int]:
+    """Forward FLOPs a token of every layer."""
+    import torch
+
+    from models.lm import build_layer, layer_specs
+
+    with torch.device("meta"):
+        layers = [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(config.model))]
+    return [layer.flops_per_token(config.batch.sequence_length) for layer in layers]  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
