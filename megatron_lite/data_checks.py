@@ -92,8 +92,3 @@ def _samples(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
         yield ("data", "reset_at_documents"), text
     if data.objective == "masked" and data.mask_boundaries:
         yield ("data", "mask_boundaries"), "= true goes with data.objective = causal"
-    if data.reset_at_documents and config.parallel.context > 1:
-        text = (
-            f"= true does not run with parallel.context = {config.parallel.context}, which cuts sequences: 1 is allowed"
-        )
-        yield ("data", "reset_at_documents"), text

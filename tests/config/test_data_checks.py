@@ -65,9 +65,3 @@ def test_what_goes_together() -> None:
     ramp = (*BATCH, "batch.ramp={start: 4, increment: 4, samples: 90}")
     for overrides in ((*MASKED, *packed), ramp, (*FILES, "data.blend={by: documents, temperature: 3.0}")):
         load_config([CONFIGS / "default.yml"], list(overrides), model_type=ModelConfig, world_size=1)
-
-
-def test_documents_do_not_reset_across_context_ranks() -> None:
-    overrides = ["data.reset_at_documents=true", "parallel.context=2", "batch.global_batch_size=4"]
-    with pytest.raises(ConfigError, match=r"reset_at_documents = true does not run with parallel\.context = 2"):
-        load_config([CONFIGS / "default.yml"], overrides, model_type=ModelConfig, world_size=2)
