@@ -27,7 +27,9 @@ def files(tmp_path_factory) -> dict[str, str]:
                 record["meta"] = {"pile_set_name": sources[number % 2]}
             records.append(json.dumps(record))
         (folder / f"{name}.jsonl").write_text("\n".join(records))
-        words_of_tool = f"--input {folder}/{name}.jsonl --tokenizer-type bytes --append-eod --output-prefix {folder}/{name}"
+        words_of_tool = (
+            f"--input {folder}/{name}.jsonl --tokenizer-type bytes --append-eod --output-prefix {folder}/{name}"
+        )
         assert preprocess([*words_of_tool.split(), "--workers", "1", "--no-progress"]) == 0
     return {name: f"{folder}/{name}_text_document" for name in ("pile", "web", "valid")}
 
@@ -60,7 +62,11 @@ def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path
 
     steps = lines(tmp_path / "whole", "train")
     assert [line["tokens"] for line in steps] == [64, 128, 192, *range(320, 900, 128)]
-    assert {key for line in steps for key in line if key.startswith("loss/")} == {"loss/Github", "loss/ArXiv", "loss/web"}
+    assert {key for line in steps for key in line if key.startswith("loss/")} == {
+        "loss/Github",
+        "loss/ArXiv",
+        "loss/web",
+    }
     assert all(0 <= line["data_share"] < 1 for line in steps)
     (first, *_, last) = lines(tmp_path / "whole", "validation")
     assert {"loss/Github", "loss/ArXiv"} <= set(last) & set(first)
