@@ -104,7 +104,8 @@ class Attention(nn.Module):
         """Segments become rows, padded on the right."""
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
         lengths = ends - starts
-        if state is None and not return_state:  # batches of one shape are padded with empty segments: no row for them
+        if x.shape[1] and state is None and not return_state:
+            # Batches of one shape are padded with empty segments: no row for them.
             starts, lengths = starts[lengths > 0], lengths[lengths > 0]
         place = torch.arange(max(1, int(lengths.max())), device=x.device)
         mask = place < lengths[:, None]
