@@ -36,9 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_suites(options)
         if options.data or options.by_position or not (options.suite or options.tasks):
             run_texts(options)
-    except (CheckpointError, FileNotFoundError, ValueError) as error:
+    except (CheckpointError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command goes on with what was answered", file=sys.stderr)
+        return 130
     return 0
 
 

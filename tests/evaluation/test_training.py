@@ -126,3 +126,12 @@ def test_two_processes_log_what_one_logs(layout, arguments, eval_data, tmp_path,
         assert {k: v for k, v in a.items() if "/" in k} == pytest.approx(
             {k: v for k, v in b.items() if "/" in k}, abs=1e-6
         )
+
+
+def test_a_hub_out_of_reach_stops_nothing(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert train.main(arguments(**{"evaluation.suites": "[copa]"})) == 0
+    assert any("not evaluated in this run" in str(w.message) for w in said)
+    assert len(losses(tmp_path / "run")) == 8

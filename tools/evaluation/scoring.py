@@ -45,9 +45,7 @@ class Scorer:
         if not self.state_bytes:
             memory = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 2 << 30
             self.state_bytes = memory // 8
-        one, two = (_bytes(self._forward(torch.zeros(1, n, dtype=torch.long), None, None, True)[1]) for n in (1, 2))
-        # Affine in the length: constant for recurrent states, growing for a cache of keys and values.
-        self._bytes_a_token, self._bytes_a_row = two - one, max(1, 2 * one - two)
+        self._bytes_a_row, self._bytes_a_token = _state_bytes(self)
 
     def units(self, contexts: Sequence[Ids], targets: Sequence[Ids]) -> list[Node]:
         """What can be shared out over processes: the trees of all requests, the most tokens first.
@@ -77,7 +75,7 @@ class Scorer:
 
     def _descend(self, nodes: Sequence[Node], state: State | None) -> None:
         """Computes nodes of one depth and everything below; `state` is that of their parents' batch."""
-        for batch in self._batches(nodes):
+        for batch in self._batches(nodes, below=state is not None):
             try:
                 new_state = self._step(batch, state)
             except torch.OutOfMemoryError:
@@ -92,15 +90,19 @@ class Scorer:
             self._descend([child for node in batch for child in node.children], new_state)
             del new_state
 
-    def _batches(self, nodes: Sequence[Node]) -> Iterator[list[Node]]:
-        """Longest first, so that neighbours are of one length and memory runs out at once or never."""
+    def _batches(self, nodes: Sequence[Node], below: bool = False) -> Iterator[list[Node]]:
+        """Longest first, so that neighbours are of one length and memory runs out at once or never.
+
+        below: that the nodes begin from a state of their own each.
+        """
         # Leaves need no state after them, which is most of the memory.
         for group in ([n for n in nodes if n.children], [n for n in nodes if not n.children]):
             batch: list[Node] = []
             for node in sorted(group, key=lambda n: -len(n.tokens)):
                 longest = len(batch[0].tokens) if batch else len(node.tokens)
                 size = self._bytes_a_row + self._bytes_a_token * longest
-                most = min(self.batch_tokens // longest, self.state_bytes // size if node.children else 1 << 30)
+                rows = self.state_bytes // size if node.children or below else self.batch_tokens
+                most = min(self.batch_tokens // longest, rows)
                 if batch and len(batch) >= most:
                     yield batch
                     batch = []
@@ -170,8 +172,14 @@ class Scorer:
         self._misses.index_add_(0, requests, (~greedy).long())
 
 
-def _bytes(state: State) -> int:
-    return sum(value.nbytes for layer in state for value in layer.values())
+@torch.inference_mode()
+def _state_bytes(scorer: Scorer) -> tuple[int, int]:
+    """What a state takes, and a token more: nothing for recurrent states, something for a cache of keys and values."""
+    sizes = []
+    for length in (1, 2):
+        state = scorer._forward(torch.zeros(1, length, dtype=torch.long), None, None, True)[1]
+        sizes.append(sum(value.nbytes for layer in state for value in layer.values()))
+    return max(1, 2 * sizes[0] - sizes[1]), sizes[1] - sizes[0]
 
 
 @torch.inference_mode()

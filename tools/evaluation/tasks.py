@@ -61,6 +61,7 @@ def load_tasks(
         UnknownNameError: a task that the harness does not have.
         FileNotFoundError: the folder lacks a file, or a task needs one: which.
         ValueError: a row lacks a field: task, row and field.
+        ConnectionError: the hub is out of reach.
     """
     manager = task_manager(names, folders)
     specs: list[dict[str, Any]] = []
@@ -80,7 +81,10 @@ def load_tasks(
             check_rows(name, path, (fields or {}).get(name) or template_fields(config))
         files[name] = {str(path): _sha256(path) for path in found.values()}
         specs.append(spec)
-    built = manager.load([{"group": "metalion", "task": specs}])["tasks"]
+    try:
+        built = manager.load([{"group": "metalion", "task": specs}])["tasks"]
+    except ConnectionError as error:
+        raise ConnectionError(f"{error}. Without the hub the data come from a folder: --data-dir") from error
     loaded: dict[str, LoadedTask] = {}
     for name, task in built.items():
         stock = stock_config(manager, name)
