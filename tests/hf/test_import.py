@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -187,12 +188,19 @@ def test_released_metala_names(norm_type: str, tmp_path: Path) -> None:
     assert torch.equal(load_language_model(tmp_path / "run")(ids), model(ids))
 
 
-def test_training_goes_on_from_an_import(exported: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"]], ids=["alone", "tensor2"])
+def test_training_goes_on_from_an_import(layout: list[str], exported: Path, tmp_path: Path) -> None:
     run = tmp_path / "again"
     assert main(["import", str(exported), str(run)]) == 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"] if layout else []
+    more = ["schedule.train_steps=3", "logging.progress_bar=false", "precision.dtype=fp32", *layout]
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     result = subprocess.run(
-        [sys.executable, "train.py", str(run / "config.yml"), "schedule.train_steps=3", "logging.progress_bar=false"],
-        env={key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
+        [sys.executable, *processes, "train.py", str(run / "config.yml"), *more],
+        env={key: value for key, value in os.environ.items() if key not in launcher},
         capture_output=True,
         text=True,
         timeout=200,
@@ -202,6 +210,16 @@ def test_training_goes_on_from_an_import(exported: Path, tmp_path: Path) -> None
     first = next(line["loss"] for line in losses if line["kind"] == "train")
     assert first < 5, f"{first}: an untrained model starts at 6.2, the imported one was trained"
     assert (run / "checkpoints" / "latest").read_text().strip() == "step_00000003"
+
+
+def test_shards_and_sixteen_bits_come_back(trained_run: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path / "out")
+    assert main(["export", str(trained_run), folder, "--dtype", "bf16", "--max-shard-size", "50KB"]) == 0
+    assert main(["import", folder, str(tmp_path / "run")]) == 0
+    before, after = read_weights(trained_run), read_weights(tmp_path / "run")
+    assert all(torch.equal(before[name].bfloat16().float(), after[name]) for name in before)
+    next((tmp_path / "out").glob("model-00002-*")).unlink()
+    assert main(["import", folder, str(tmp_path / "run2")]) == 2
 
 
 def broken(exported: Path, folder: Path, **config: Any) -> dict[str, torch.Tensor]:
