@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -119,8 +120,13 @@ def _window(start: Tensor, like: Tensor) -> Tensor:
 
 def _convolve(before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     """before: [batch, kernel - 1, channels], x: [batch, length, channels] -> [batch, length, channels]."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _Convolve.apply(before, x, weight, silu)
+    if not torch.compiler.is_compiling():
+        if x.device.type == "cpu":
+            return _Convolve.apply(before, x, weight, silu)
+        if x.is_cuda and x.dtype != torch.float64 and find_spec("triton"):
+            from .kernels.causal_convolution import causal_convolution
+
+            return causal_convolution(before, x, weight, silu)
     padded = torch.cat([before, x], 1).transpose(1, 2)
     y = F.conv1d(padded, weight.unsqueeze(1), groups=weight.shape[0]).transpose(1, 2)
     return F.silu(y) if silu else y
