@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Print the table."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # only its arithmetic is used; it would look for one and say so
     from megatron_lite.flops import PEAK_TERAFLOPS, listed_peak_flops
     from tools.measure_links import read_links
 

@@ -14,14 +14,18 @@ SECONDS = {"pace": 0.05, "slow": 0.1}
 
 
 def install(what: str, step: int) -> Callable[..., Any]:
-    """Let the first block do it in training step `step` (pace and slow: in all from there on). Returns its old forward."""
+    """Let the first block of this process do it in its forward pass number `step` (pace and slow: in all from there on).
+
+    Returns the old forward.
+    """
     whole = Block.forward
-    calls = 0
+    calls, first = 0, None
 
     def forward(self: Block, x: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
+        nonlocal calls, first
         y = whole(self, x, *args, **kwargs)
-        if not self.training or self.first is not True:
+        first = first or self
+        if not self.training or self is not first:
             return y
         calls += 1
         if what in SECONDS and calls >= step:
@@ -35,13 +39,7 @@ def install(what: str, step: int) -> Callable[..., Any]:
                 raise KeyError("injected")
         return y
 
-    built = Block.__init__
-
-    def init(self: Block, config: Any, layer_index: int) -> None:
-        built(self, config, layer_index)
-        self.first = layer_index == 0
-
-    Block.__init__, Block.forward = init, forward  # type: ignore[method-assign]
+    Block.forward = forward  # type: ignore[method-assign]
     return whole
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from megatron_lite.grid import init_grid
 from megatron_lite.layout import Layout
 from megatron_lite.memory import Allocations, LayerCost, Setting, step_bytes
 from models.config import ModelConfig
-from tools import measure_memory, plan
+from tests.cli.conftest import ROOT, environment
+from tools import measure_memory, plan, simulate_scaling
 from tools.measure_links import read_links
 from tools.meta_layers import layer_costs
 
@@ -167,3 +171,44 @@ def test_measured_links_take_the_place_of_assumed_ones(tmp_path):
     assert links.latency_inside == pytest.approx(1e-5)
     path.write_text(json.dumps({**rows, "machines": 2}))
     assert read_links(path, 8).outside == 3e11
+
+
+def test_the_simulation_draws_its_curves(tmp_path, capsys):
+    picture = tmp_path / "scaling.png"
+    assert simulate_scaling.main(["configs/metala_1.4b.yml", "-o", str(picture)]) == 0
+    out = capsys.readouterr().out
+    # The page shows what the command prints.
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    for name in ("data", "tensor 2 x data", "tensor 8 x data", "pipeline 4 x data", "tensor 2 x pipeline 4 x data"):
+        printed = re.search(rf"^{name}  (.*)$", out, re.MULTILINE)[1].split()
+        shown = re.search(rf"^\| {name} \|(.*)\|$", page, re.MULTILINE)[1].replace(" %", "%").split("|")
+        columns = [printed[power] for power in (3, 5, 7, 8, 9, 10)]
+        assert [cell.strip() or "-" for cell in shown] == columns
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_links_are_measured_between_processes(tmp_path):
+    path = tmp_path / "links.json"
+    words = [
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "tools.measure_links",
+        "--device",
+        "cpu",
+        "--largest",
+        "1048576",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "-o", str(path)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    assert (rows["processes"], rows["machines"], rows["bytes"]) == (2, 1, [65536, 262144, 1048576])
+    assert all(0 < value < 1e12 for values in rows["speed"].values() for value in values)
+    assert "all-reduce" in done.stdout
