@@ -62,7 +62,7 @@ def _import(options: argparse.Namespace) -> int:
     if theirs is None:
         print(f"logits were not compared with the original's: {why}")
     else:
-        ours = trainer_logits(Weights(done.checkpoint), done.model, tokens, torch.float32)
+        ours = trainer_logits(Weights(done.checkpoint), done.model, tokens, torch.float32, progress=sys.stderr.isatty())
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         print(
             f"logits on {tokens.numel()} tokens of {name}: largest difference to the original's {difference:.2e} "
@@ -86,7 +86,8 @@ def _check(done: Export, options: argparse.Namespace) -> int:
     compared = check_same_ids(done.tokenizer, done.folder, [text])
     print(f"tokenizer: AutoTokenizer gives the same ids on {compared:,} tokens")
     config = model_config(done.config)
-    result = compare_logits(done.weights, config, done.folder, tokens, DTYPES[options.dtype])
+    kind, progress = DTYPES[options.dtype], sys.stderr.isatty()
+    result = compare_logits(done.weights, config, done.folder, tokens, kind, progress=progress)
     print(
         f"logits on {result.tokens} tokens of {name}: largest difference to the trainer's {result.converted:.2e} "
         f"(largest logit {result.largest:.2f})"
@@ -135,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--max-shard-size", default="5GB", help="largest weight file, as 500MB or 5GB (default 5GB)")
     export.add_argument("--overwrite", action="store_true", help="replace the folder where it is an export already")
     export.add_argument("--licence", default="apache-2.0", help="the model card's, as the hub spells it (apache-2.0)")
-    export.add_argument("--text", type=Path, help="text to compare logits on (default: the run's validation text)")
+    export.add_argument("--text", type=Path, help="text to compare logits on (default: what the run was trained on)")
     export.add_argument("--tolerance", type=float, default=1e-4, help="largest difference of logits (default 1e-4)")
     imported = commands.add_parser(
         "import",

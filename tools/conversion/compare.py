@@ -48,12 +48,14 @@ class Comparison:
 
 
 def compare_logits(
-    weights: Weights, config: ModelConfig, folder: Path, tokens: Tensor, dtype: torch.dtype
+    weights: Weights, config: ModelConfig, folder: Path, tokens: Tensor, dtype: torch.dtype, *, progress: bool = False
 ) -> Comparison:
     """Compare on `tokens` [batch, length]; `dtype` is that of the stored weights."""
     theirs = exported_logits(folder, tokens, config)
-    ours = trainer_logits(weights, config, tokens, dtype)
-    exact = ours if dtype == torch.float32 else trainer_logits(weights, config, tokens, torch.float32)
+    ours = trainer_logits(weights, config, tokens, dtype, progress=progress)
+    exact = ours
+    if dtype != torch.float32:
+        exact = trainer_logits(weights, config, tokens, torch.float32, progress=progress)
     return Comparison(
         converted=(theirs - ours).abs().max().item(),
         rounded=(theirs - exact).abs().max().item(),
@@ -89,10 +91,14 @@ def load_export(folder: Path, *, causal: bool, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def trainer_logits(weights: Weights, config: ModelConfig, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def trainer_logits(
+    weights: Weights, config: ModelConfig, tokens: Tensor, dtype: torch.dtype, *, progress: bool = False
+) -> Tensor:
     """Logits of the trainer's layers in float32, their weights rounded to `dtype`; one layer in memory at a time."""
+    from tqdm import tqdm
+
     hidden = tokens
-    for spec in layer_specs(config):
+    for spec in tqdm(layer_specs(config), desc="comparing logits", unit=" layers", disable=not progress):
         with torch.device("meta"):
             layer = spec.build()
         names = [name for name, _ in layer.named_parameters()]
