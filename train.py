@@ -53,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = [word for word in options.config if "=" in word]
     files = files or [DEFAULT_CONFIG]
     from models.config import ModelConfig
+    from tools.vocabulary import vocabulary_override
+
+    try:
+        overrides += vocabulary_override(files, overrides)
+    except (ValueError, OSError) as error:
+        print(f"error: model.vocab_size is missing, and its tokenizer cannot be read: {error}", file=sys.stderr)
+        return 2
 
     def load(*more: str) -> Config[ModelConfig]:
         return load_config(files, [*overrides, *more], model_type=ModelConfig)

@@ -17,7 +17,12 @@ class ModelConfig:
     Raises ValueError naming `model.<key>`, the value and what is allowed.
     """
 
-    vocab_size: int = field(metadata={"doc": "Rows of the embedding and of the output projection."})
+    vocab_size: int = field(
+        metadata={
+            "doc": "Rows of the embedding and of the output projection. train.py: left out, the tokenizer's entries, padded to a "
+            "multiple of 128."
+        }
+    )
     num_layers: int = field(metadata={"doc": "Number of residual blocks."})
     hidden_size: int = field(metadata={"doc": "Width of the residual stream, d."})
     num_heads: int = field(metadata={"doc": "Heads of every mixer."})

@@ -1,0 +1,40 @@
+"""A configuration without the size of the vocabulary: the tokenizer's entries, padded to a multiple of 128."""
+
+from __future__ import annotations
+
+import pytest
+
+from data.tokenizer import padded_vocab_size
+from megatron_lite.config_files import CONFIGS
+from tools.vocabulary import vocabulary_override
+
+DEFAULT = [CONFIGS / "default.yml"]
+
+
+@pytest.mark.parametrize(("entries", "rows"), [(1, 128), (128, 128), (129, 256), (50277, 50304), (30522, 30592)])
+def test_padding(entries, rows):
+    assert padded_vocab_size(entries) == rows
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), []),
+        (("model.vocab_size=null",), ["model.vocab_size=4096"]),
+        (("model.vocab_size=null", "data.tokenizer.vocab_size=4000"), ["model.vocab_size=4096"]),
+        (("model.vocab_size=null", "data.tokenizer={type: bytes}"), ["model.vocab_size=384"]),
+        (("model.vocab_size=null", "model=3"), []),
+    ],
+)
+def test_a_size_that_is_left_out(overrides, expected):
+    assert vocabulary_override(DEFAULT, overrides) == expected
+
+
+def test_a_tokenizer_that_is_not_there(capsys):
+    import train
+
+    words = ["model.vocab_size=null", "data.tokenizer={type: hf, path: nowhere.json}"]
+    assert train.main(words) == 2
+    assert "model.vocab_size is missing, and its tokenizer cannot be read" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json does not exist"):
+        vocabulary_override(DEFAULT, words)

@@ -1,0 +1,30 @@
+"""The size of a model's vocabulary where its configuration leaves it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.tokenizer import load_tokenizer, padded_vocab_size
+from megatron_lite.config_files import read_sources
+from megatron_lite.config_schema import TokenizerConfig
+
+
+def vocabulary_override(files: Sequence[str | Path], overrides: Sequence[str]) -> list[str]:
+    """`model.vocab_size=N` for a configuration without one: the entries of its tokenizer, padded to a multiple of 128.
+
+    Empty where the size is given. Raises as `load_tokenizer`.
+    """
+    tree = read_sources(files, overrides).tree
+    model, data = (section if isinstance(section := tree.get(name), dict) else {} for name in ("model", "data"))
+    settings = data.get("tokenizer") or {}
+    if not model or model.get("vocab_size") is not None or not isinstance(settings, dict):
+        return []
+    kind, path = settings.get("type") or "sentencepiece", settings.get("path")
+    if kind == "sentencepiece" and path is None:
+        entries = settings.get("vocab_size") or TokenizerConfig().vocab_size
+    else:
+        tokenizer = load_tokenizer(kind, path)
+        masked = data.get("objective") == "masked"
+        entries = max(tokenizer.vocab_size, tokenizer.mask_id + 1) if masked else tokenizer.vocab_size
+    return [f"model.vocab_size={padded_vocab_size(entries)}"]
