@@ -129,7 +129,10 @@ def test_two_processes_log_what_one_logs(layout, arguments, eval_data, tmp_path,
 
 
 def test_a_hub_out_of_reach_stops_nothing(arguments, tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert train.main(arguments(**{"evaluation.suites": "[copa]"})) == 0

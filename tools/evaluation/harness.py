@@ -8,6 +8,7 @@ compared in pairs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -99,7 +100,7 @@ def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> d
     for loaded in prepared.tasks.values():
         _fresh(loaded.task)
     quiet = contextlib.nullcontext() if use_cache else contextlib.redirect_stderr(io.StringIO())
-    with _random_state_kept(), _quiet(), contextlib.redirect_stdout(io.StringIO()), quiet:
+    with _random_state_kept(), _templates_compiled_once(), _quiet(), contextlib.redirect_stdout(io.StringIO()), quiet:
         results = lm_eval.simple_evaluate(
             model=lm,
             tasks=[loaded.task for loaded in prepared.tasks.values()],
@@ -242,6 +243,19 @@ def _quiet() -> Iterator[None]:
             del os.environ["DISABLE_MULTIPROC"]
         else:
             os.environ["DISABLE_MULTIPROC"] = before
+
+
+@contextlib.contextmanager
+def _templates_compiled_once() -> Iterator[None]:
+    """The harness compiles the template of a task anew for every document, which takes longer than a small model does."""
+    from lm_eval import utils
+
+    compiled = functools.cache(utils.env.from_string)
+    utils.env.from_string = compiled
+    try:
+        yield
+    finally:
+        del utils.env.from_string
 
 
 @contextlib.contextmanager
