@@ -51,6 +51,17 @@ def test_kill_9_of_one_rank_ends_the_run_with_its_name(launch, arguments, tmp_pa
     assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] % 5 == 0
 
 
+def test_a_frozen_rank_is_named_though_no_connection_closes(launch, arguments, tmp_path):
+    agent = launch(
+        ["pace", "-1", "1", *arguments(**{"run.heartbeat_seconds": 2, "schedule.train_steps": 9999})], *INJECT
+    )
+    reached(agent, tmp_path / "run", 3)
+    os.kill(worker(agent, 1), signal.SIGSTOP)
+    # The first rank to end takes torchrun with it, after half a minute of patience with the frozen one.
+    said = next(line for line in iter(agent.stdout.readline, "") if line.startswith("error: "))
+    assert re.match(r"error: rank 1 \(.*\) has been silent for \d+ s: killed, frozen or cut off", said)
+
+
 def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been(launch, arguments, tmp_path):
     settings = {"schedule.train_steps": 24, "checkpoint.interval": 5, "optimizer.lr": 1e-4}
     agent = launch(["pace", "-1", "1", *arguments(**settings)], *INJECT, options=("--max-restarts=1",))
