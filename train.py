@@ -157,6 +157,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         precision=config.precision,
         sequence_length=config.batch.sequence_length,
         split_sequence=sequence_shards,
+        count_right=config.data.objective == "masked",
     )
 
     def dataset(steps: int) -> Any:

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +54,18 @@ class Sequential(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """sum(loss_weight * nll), a float32 scalar. `batch`: tokens, labels [batch, length] int64, loss_weight float32
-        of the same shape, and optionally `mask` [batch, length] and `cu_seqlens` [segments + 1]."""
+        of the same shape, and optionally `mask` [batch, length], `cu_seqlens` [segments + 1] and `right`, a scalar to
+        which the weight of the tokens that are predicted right is added."""
         context = {key: batch[key] for key in ("mask", "cu_seqlens") if key in batch}
         hidden = batch["tokens"]
         for call in self._calls[:-1]:
             hidden = call(hidden, **context)
-        return self._calls[-1](hidden, labels=batch["labels"], loss_weight=batch["loss_weight"])
+        return self._calls[-1](hidden, **asked_for(batch))
+
+
+def asked_for(batch: Batch) -> dict[str, Tensor]:
+    """What the last layer is told besides hidden states."""
+    return {key: batch[key] for key in ("labels", "loss_weight", "right") if key in batch}
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class StepResult:
         skipped: the parameters were left alone.
         loss_scale: 1 unless fp16.
         by_source: for every source of the text (sum of weight * nll, sum of weight); empty unless asked for.
+        accuracy: share of the weight on tokens that were predicted right; None unless the engine counts them.
     """
 
     loss: float
@@ -79,6 +86,16 @@ class StepResult:
     skipped: bool
     loss_scale: float
     by_source: tuple[tuple[float, float], ...] = ()
+    accuracy: float | None = None
+
+
+class Evaluated(NamedTuple):
+    """Sums over the micro batches of all data ranks: of weight * nll, of the weight, and of the weight of the tokens that
+    were predicted right (None unless the engine counts them)."""
+
+    nll: float
+    weight: float
+    right: float | None
 
 
 @dataclass(frozen=True)
@@ -111,6 +128,7 @@ class Engine:
         sequence_length: of the samples, to share the layers out over the stages by what they cost.
         split_sequence: a context in which the layers take their sequences for one process's stretch; needed with
             context parallelism.
+        count_right: also count the tokens that are predicted right, in training and evaluation.
 
     Attributes:
         model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
@@ -132,10 +150,12 @@ class Engine:
         precision: PrecisionConfig,
         sequence_length: int = 2048,
         split_sequence: Callable[[ContextShards], contextlib.AbstractContextManager[None]] | None = None,
+        count_right: bool = False,
     ) -> None:
         if dtype == "fp16" and grid.device.type == "cpu":
             raise ValueError("precision.dtype: fp16 does not train on a CPU; use bf16 or fp32")
         self.grid, self.dtype, self.accumulation = grid, dtype, accumulation
+        self._right = torch.zeros((), dtype=torch.float64, device=grid.device) if count_right else None
         deepspeed = import_deepspeed()
         with torch.device("meta"):
             self.model: list[Any] = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
@@ -241,11 +261,12 @@ class Engine:
         # the global sum(weight), whatever the layout; a micro batch without any weight then adds zero instead of NaN.
         scale = self.accumulation * self.grid.replicas / max(weight, 1e-30)
         self._engine.train()
-        loss, vetoed, scaler = math.nan, False, self.loss_scale_state
+        loss, right, vetoed, scaler = math.nan, 0.0, False, self.loss_scale_state
+        self._take_right()
 
         def decide(nll: Tensor) -> None:
-            nonlocal loss, vetoed
-            loss = reduce_sum([nll.item()], self.grid)[0] / max(weight, 1e-30)
+            nonlocal loss, right, vetoed
+            loss, right = (s / max(weight, 1e-30) for s in reduce_sum([nll.item(), self._take_right()], self.grid))
             vetoed = veto is not None and veto(loss)
             if vetoed:
                 self._poison_gradients()
@@ -267,7 +288,7 @@ class Engine:
         norm = self._engine.get_global_grad_norm()
         by_source = self._loss_by_source(batches, num_sources, loss * weight) if num_sources else ()
         loss_scale = float(self._zero.loss_scale) if self.dtype == "fp16" else 1.0
-        return StepResult(loss, float(norm), skipped, loss_scale, by_source)
+        return StepResult(loss, float(norm), skipped, loss_scale, by_source, None if self._right is None else right)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -284,9 +305,10 @@ class Engine:
                 self._tensor.sequence = sequence
             self._engine.train()
 
-    def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, float]:
-        """(sum of weight * nll, sum of weight) over the micro batches of all data ranks."""
+    def evaluate(self, micro_batches: Iterable[Batch]) -> Evaluated:
+        """Sums over the micro batches of all data ranks."""
         self._engine.eval()
+        self._take_right()
         nll = weight = 0.0
         with torch.no_grad():
             for batch in map(self._own_part, micro_batches):
@@ -296,8 +318,8 @@ class Engine:
                     self._engine(batch) if self._stage is None else self._stage.evaluate(self._engine, batch)
                 ).item()
         self._engine.train()
-        nll, weight = reduce_sum([nll, weight], self.grid)
-        return nll, weight
+        nll, weight, right = reduce_sum([nll, weight, self._take_right()], self.grid)
+        return Evaluated(nll, weight, None if self._right is None else right)
 
     def measure_step_seconds(self, micro_batches: Sequence[Batch]) -> float:
         """Seconds that a training step of these micro batches takes here, without changing any weight."""
@@ -496,8 +518,17 @@ class Engine:
         factor = total / (sum(values[:count]) or math.nan)
         return tuple((nll * factor, weight) for nll, weight in zip(values[:count], values[count:], strict=True))
 
+    def _take_right(self) -> float:
+        """The weight of this process's right predictions since the last call; 0 where none are counted."""
+        if self._right is None:
+            return 0.0
+        value = self._right.item()
+        self._right.zero_()
+        return value
+
     def _to_device(self, batch: Batch) -> dict[str, Tensor]:
-        return {key: value.to(self.grid.device, non_blocking=True) for key, value in batch.items()}
+        counted = {} if self._right is None else {"right": self._right}
+        return {key: value.to(self.grid.device, non_blocking=True) for key, value in batch.items()} | counted
 
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -237,10 +237,16 @@ def _size(terminal: TextIO) -> dict[str, Any]:
     return {"dynamic_ncols": True} if known else {"ncols": 100, "nrows": 24}
 
 
-_TRAIN_FORMATS = {"loss": ("loss", ".4f"), "tokens_per_second": ("tokens/s", ",.0f"), "skipped_steps": ("skipped", "d")}
+_TRAIN_FORMATS = {
+    "loss": ("loss", ".4f"),
+    "accuracy": ("accuracy", ".2%"),
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "skipped_steps": ("skipped", "d"),
+}
 _VALIDATION_FORMATS = {
     "loss": ("loss", ".4f"),
     "perplexity": ("perplexity", ".2f"),
+    "accuracy": ("accuracy", ".2%"),
     "bits_per_byte": ("bits/byte", ".4f"),
 }
 

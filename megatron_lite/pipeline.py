@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.utils import partition_balanced
 from torch import Tensor, nn
 
+from megatron_lite.engine import asked_for
 from megatron_lite.grid import Grid
 
 
@@ -108,7 +109,7 @@ class Stage(PipelineModule):
             hidden = call(hidden, **context)
         if not self._is_last:
             return self._calls[-1](hidden, **context)
-        nll = self._calls[-1](hidden, labels=batch["labels"], loss_weight=batch["loss_weight"])
+        nll = self._calls[-1](hidden, **asked_for(batch))
         self._nll += nll.detach()
         return nll * self._scale
 

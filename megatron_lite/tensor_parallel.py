@@ -139,11 +139,15 @@ def _cut_vocabulary(layer: Any, tensor: TensorGroup) -> None:
     project: Callable[..., Tensor] = layer.project
     cross_entropy: Callable[..., Tensor] = layer.cross_entropy
 
-    def project_all(hidden: Tensor, weight: Tensor) -> Tensor:
-        return _GatherLast.apply(project(tensor.enter(hidden), weight), tensor)
+    def project_all(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _GatherLast.apply(project(tensor.enter(hidden), weight, bias), tensor)
 
-    def cross_entropy_all(hidden: Tensor, weight: Tensor, labels: Tensor, loss_weight: Tensor | None) -> Tensor:
-        return cross_entropy(tensor.enter(hidden), weight, labels, loss_weight, vocabulary=_VocabularyPart(tensor))
+    def cross_entropy_all(
+        hidden: Tensor, weight: Tensor, labels: Tensor, loss_weight: Tensor | None, **options: Any
+    ) -> Tensor:
+        return cross_entropy(
+            tensor.enter(hidden), weight, labels, loss_weight, vocabulary=_VocabularyPart(tensor), **options
+        )
 
     layer.project, layer.cross_entropy = project_all, cross_entropy_all
 

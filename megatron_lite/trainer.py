@@ -219,6 +219,7 @@ class Trainer(Generic[ModelT]):
             values = {
                 "loss": result.loss,
                 "perplexity": math.exp(min(result.loss, 700.0)),
+                **({} if result.accuracy is None else {"accuracy": result.accuracy}),
                 "learning_rate": lr,
                 "gradient_norm": result.gradient_norm,
                 "tokens": state.consumed_tokens,
@@ -266,13 +267,17 @@ class Trainer(Generic[ModelT]):
     def _evaluate(self, data: ValidationSet, limit: int | None) -> dict[str, float]:
         begin = time.perf_counter()
         loss = evaluated = 0.0
+        accuracy: dict[str, float] = {}
         by_part = {}
         for name, share in data.parts.items():
-            nll, weight = self.engine.evaluate(data.batches(name, limit))
+            nll, weight, right = self.engine.evaluate(data.batches(name, limit))
             by_part[f"loss/{name}"] = nll / max(weight, 1e-30)
             loss += share * by_part[f"loss/{name}"]
+            if right is not None:
+                accuracy["accuracy"] = accuracy.get("accuracy", 0.0) + share * right / max(weight, 1e-30)
             evaluated += weight
-        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": self.state.consumed_tokens}
+        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **accuracy}
+        values["tokens"] = self.state.consumed_tokens
         if data.total_bytes:
             # Over the whole set this is total nll / ln 2 / bytes; over a part, the set's tokens per byte stand in.
             values["bits_per_byte"] = loss / math.log(2) * data.total_tokens / data.total_bytes

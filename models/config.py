@@ -47,6 +47,13 @@ class ModelConfig:
     tie_embeddings: bool = field(
         default=True, metadata={"doc": "The output projection is the embedding matrix, stored once."}
     )
+    head: Literal["linear", "mlm"] = field(
+        default="linear",
+        metadata={
+            "doc": "Before the output projection. linear: the last norm alone. mlm: BERT's dense map, GELU and norm after "
+            "it, and a bias for every token."
+        },
+    )
     positions: Literal["none", "learned"] = field(
         default="none",
         metadata={
@@ -212,6 +219,7 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
 _CHOICES = {
     "mlp": ("swiglu", "gelu"),
     "norm": ("layernorm", "rmsnorm"),
+    "head": ("linear", "mlm"),
     "positions": ("none", "learned"),
     "init_method": ("normal", "small_init", "wang_init"),
     "output_init_method": ("normal", "small_init", "wang_init"),

@@ -1,4 +1,4 @@
-"""The last layer: final norm, output projection, and the loss in chunks of tokens."""
+"""The last layer: final norm, output projection, and the loss (and right predictions) in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .config import ModelConfig
-from .init import init_std
+from .init import init_std, linear
 from .norm import Norm
 
 IGNORED_LABEL = -100
 
 
 class Head(nn.Module):
-    """logits = norm(hidden) weight^T. A tied head shares `weight` with the embedding: assign it after building."""
+    """logits = norm(hidden) weight^T. A tied head shares `weight` with the embedding: assign it after building.
 
-    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "vocab"}
+    With `model.head: mlm` it is BERT's: logits = norm'(GELU(dense(norm(hidden)))) weight^T + bias (Devlin et al. 2019,
+    "masked LM" of their released model).
+    """
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "vocab", "bias": "vocab"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
     def __init__(self, config: ModelConfig) -> None:
@@ -28,10 +32,15 @@ class Head(nn.Module):
         self.norm = Norm(config)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         nn.init.normal_(self.weight, std=init_std(config))
+        masked = config.head == "mlm"
+        self.transform = _Transform(config) if masked else None
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if masked else None
         # Attributes, so that a trainer which cuts the vocabulary can put its own in place.
-        self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.cross_entropy: Callable[..., Tensor] = cross_entropy_sum
-        self._flops = 2 * config.vocab_size * config.hidden_size
+        # Of a masked model most tokens have no label, and their logits are not worth computing.
+        self._few_labels = bool(config.two_sided_mixers())
+        self._flops = 2 * config.vocab_size * config.hidden_size + 2 * masked * config.hidden_size**2
 
     def forward(
         self,
@@ -43,22 +52,44 @@ class Head(nn.Module):
         *,
         labels: Tensor | None = None,
         loss_weight: Tensor | None = None,
+        right: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """hidden: [batch, length, hidden_size] -> logits [batch, length, vocab_size], or with `labels` the loss.
 
         The loss is the float32 scalar sum(loss_weight * nll) over all tokens; labels [batch, length] int, -100 counts
-        nothing; loss_weight [batch, length] float, None is one everywhere. The state is empty.
+        nothing; loss_weight [batch, length] float, None is one everywhere. right: as in `cross_entropy_sum`. The state is
+        empty.
         """
         hidden = self.norm(hidden)
+        if self.transform is not None:
+            hidden = self.transform(hidden)
         if labels is None:
-            out = self.project(hidden, self.weight)
+            out = self.project(hidden, self.weight, self.bias)
         else:
-            out = self.cross_entropy(hidden, self.weight, labels, loss_weight)
+            out = self.cross_entropy(
+                hidden, self.weight, labels, loss_weight, bias=self.bias, right=right, few_labels=self._few_labels
+            )
         return (out, {}) if return_state else out
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""
         return self._flops
+
+
+class _Transform(nn.Module):
+    """norm(GELU(dense(x))), with the exact (erf) GELU."""
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"dense": "replicated"}
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = linear(config, config.hidden_size, config.hidden_size, bias=True)
+        self.norm = Norm(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., hidden_size] -> the same shape."""
+        return self.norm(F.gelu(self.dense(x)))
 
 
 class VocabularyPart(Protocol):
@@ -80,17 +111,24 @@ def cross_entropy_sum(
     labels: Tensor,
     loss_weight: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
+    right: Tensor | None = None,
+    few_labels: bool = False,
     chunk: int | None = None,
     vocabulary: VocabularyPart | None = None,
 ) -> Tensor:
-    """sum_t loss_weight_t * (logsumexp(z_t) - z_t[labels_t]) with z = hidden weight^T, without ever holding all of z.
+    """sum_t loss_weight_t * (logsumexp(z_t) - z_t[labels_t]), z = hidden weight^T + bias, without ever holding all of z.
 
-    hidden: [..., d], weight: [vocab, d], labels: [...] int (-100 counts nothing), loss_weight: [...] float or None.
+    hidden: [..., d], weight: [vocab, d], labels: [...] int (-100 counts nothing), loss_weight: [...] float or None;
+    bias: [vocab] or None.
+    right: a float scalar to which sum_t loss_weight_t * (argmax(z_t) == labels_t) is added in place; of equal logits the
+    first is the prediction. few_labels: leave tokens that count nothing out before anything is computed, which waits for
+    the device to count them.
     Logits are formed for `chunk` tokens at a time; the gradients of hidden and weight are computed in the same pass,
     so nothing is computed twice. Returns a float32 scalar (float64 for float64 inputs). The gradient of loss_weight is
     each token's nll (0 where the weight is 0), which tells where a loss comes from. With `vocabulary`, weight is one of
     several parts of the rows; the sum is that over all of them, and the gradient of hidden is this part's share of it,
-    to be summed over the parts.
+    to be summed over the parts; bias is that of the part.
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     labels = labels.reshape(-1)
@@ -98,10 +136,15 @@ def cross_entropy_sum(
     weights = weights.masked_fill(labels == IGNORED_LABEL, 0.0)
     labels = labels.masked_fill(labels == IGNORED_LABEL, 0)
     # A token that counts nothing must not spoil the sum where it is not finite: 0 * inf is nan.
-    hidden = hidden.reshape(-1, hidden.shape[-1]).masked_fill((weights == 0)[:, None], 0.0)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    if few_labels:
+        kept = weights.detach().nonzero().squeeze(-1)
+        hidden, labels, weights = hidden[kept], labels[kept], weights[kept]
+    else:
+        hidden = hidden.masked_fill((weights == 0)[:, None], 0.0)
     if chunk is None:
         chunk = max(1, _CHUNK_ELEMENTS[hidden.is_cuda] // weight.shape[0])
-    return _CrossEntropySum.apply(hidden, weight, labels, weights, chunk, vocabulary)
+    return _CrossEntropySum.apply(hidden, weight, bias, labels, weights, right, chunk, vocabulary)
 
 
 # Logits held at a time, on a CPU and on CUDA: 16 MiB of float32, which caches hold, and 512 MiB, so that the weight and
@@ -115,14 +158,17 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         weights: Tensor,
+        right: Tensor | None,
         chunk: int,
         vocabulary: VocabularyPart | None,
     ) -> Tensor:
-        need_hidden, need_weight, _, need_nll = ctx.needs_input_grad[:4]
+        need_hidden, need_weight, need_bias, _, need_nll = ctx.needs_input_grad[:5]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros(weight.shape, dtype=weights.dtype, device=weight.device) if need_weight else None
+        d_bias = weights.new_zeros(len(weight)) if need_bias else None
         total = weights.new_zeros(())
         every_nll = torch.empty_like(weights) if need_nll else None
         # The gradients are kept for weights of at most 1 and scaled in the backward pass: one over the tokens of a
@@ -138,47 +184,63 @@ class _CrossEntropySum(torch.autograd.Function):
             logits, p = narrow[: len(x)], wide[: len(x)]
             torch.mm(x, weight.t(), out=logits)
             p.copy_(logits)
+            if bias is not None:
+                p += bias
             here: Tensor | None = None
             share: Tensor | float = 1.0
             if vocabulary is not None:
                 label = label - vocabulary.index * len(weight)
                 here = (label >= 0) & (label < len(weight))
                 label = label.masked_fill(~here, 0)
-            largest = p.amax(-1, keepdim=True)
+            found: Tensor | None = None
+            if right is None:
+                largest = p.amax(-1, keepdim=True)
+            else:
+                largest, best = p.max(-1, keepdim=True)
+                found = best == label if here is None else (best == label) & here
             chosen = p.gather(-1, label)
             mass = p.sub_(largest).exp_().sum(-1, keepdim=True)
             if vocabulary is not None and here is not None:
                 # p and mass are relative to the largest logit of this part: bring them to that of all parts.
-                parts = vocabulary.gather(torch.cat([largest, mass, chosen.masked_fill(~here, 0.0)], -1))
-                own, largest = largest, parts[..., :1].amax(0)
+                columns = [largest, mass, chosen.masked_fill(~here, 0.0)]
+                parts = vocabulary.gather(torch.cat(columns if found is None else [*columns, found.to(mass.dtype)], -1))
+                own, (largest, winner) = largest, parts[..., :1].max(0)
                 mass = (parts[..., 1:2] * (parts[..., :1] - largest).exp()).sum(0)
-                chosen = parts[..., 2:].sum(0)
+                chosen = parts[..., 2:3].sum(0)
+                if found is not None:
+                    found = parts[..., 3:].gather(0, winner[None])[0] > 0
                 share = (own - largest).exp()
             nll = mass.log() + largest - chosen
             total += (nll * token_weight).sum()
+            if right is not None and found is not None:
+                right += (token_weight * found).sum()
             if every_nll is not None:
                 every_nll[rows] = nll.squeeze(-1).masked_fill(weights[rows] == 0, 0.0)
-            if d_hidden is None and d_weight is None:
+            if d_hidden is None and d_weight is None and d_bias is None:
                 continue
             token_weight = token_weight / unit
             p.mul_(token_weight * share / mass)
             p.scatter_add_(-1, label, -token_weight if here is None else -token_weight * here)
+            if d_bias is not None:
+                d_bias += p.sum(0)
             gradient = logits.copy_(p)
             if d_hidden is not None:
                 torch.mm(gradient, weight, out=d_hidden[rows])
             if d_weight is not None:
                 d_weight += gradient.t() @ x
-        ctx.save_for_backward(d_hidden, d_weight, unit, every_nll)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias, unit, every_nll)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight, unit, every_nll = ctx.saved_tensors
+        d_hidden, d_weight, d_bias, unit, every_nll = ctx.saved_tensors
         factor = grad * unit
         if d_hidden is not None:
             d_hidden = (d_hidden.to(unit.dtype) * factor).to(d_hidden.dtype)
         if d_weight is not None:
             d_weight = (d_weight * factor).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None if every_nll is None else grad * every_nll, None, None
+        if d_bias is not None:
+            d_bias = (d_bias * factor).to(ctx.weight_dtype)
+        return d_hidden, d_weight, d_bias, None, None if every_nll is None else grad * every_nll, None, None, None

@@ -26,6 +26,9 @@ from .hf_config import MetalionConfig, is_causal
 from .lm import LanguageModel, LayerSpec, layer_specs
 from .recurrence import leave_out_of_graphs
 
+# What only a language model's head has.
+_PREDICTION = [r"^head\.weight$", r"^head\.bias$", r"^head\.transform\."]
+
 
 class MetalionPreTrainedModel(PreTrainedModel):
     """What the models share: embedding and blocks, padding, cache, gradient checkpointing, loading."""
@@ -148,7 +151,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
 class MetalionModel(MetalionPreTrainedModel):
     """Embedding, blocks and the last norm: hidden states."""
 
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^head\.weight$", r"^score\."]
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [*_PREDICTION, r"^score\."]
 
     def __init__(self, config: MetalionConfig) -> None:
         super().__init__(config)
@@ -315,7 +318,7 @@ class MetalionForMaskedLM(MetalionPreTrainedModel):
 class MetalionForSequenceClassification(MetalionPreTrainedModel):
     """A linear map of one pooled hidden state (`config.classifier_pooling`); regression where num_labels is 1."""
 
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^head\.weight$"]
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = _PREDICTION
 
     def __init__(self, config: MetalionConfig) -> None:
         super().__init__(config)
@@ -370,9 +373,9 @@ def from_language_model(model: LanguageModel, **config: Any) -> MetalionForCausa
 
 
 def _norm_only(specs: dict[str, LayerSpec]) -> nn.Module:
-    """A head without its projection."""
+    """A head without its projection and what BERT's has before it."""
     head: Any = specs["head"].build()
-    head.weight = None
+    head.weight = head.bias = head.transform = None
     return head
 
 

@@ -30,8 +30,12 @@ def train(
     clip: float = 1.0,
     min_ratio: float = 0.1,
     device: str = "cpu",
+    accuracies: list[float] | None = None,
 ) -> list[tuple[float, float]]:
-    """(loss, gradient norm before clipping) of every step; linear warmup, then cosine to min_ratio * lr at `total`."""
+    """(loss, gradient norm before clipping) of every step; linear warmup, then cosine to min_ratio * lr at `total`.
+
+    accuracies: the share of the weight on tokens that were predicted right is appended to it, step by step.
+    """
     with torch.device(device):
         model = LanguageModel(config, seed=seed)
     decay, exempt = [], []
@@ -53,15 +57,18 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         weight = sum(batch["loss_weight"].sum().item() for batch in micro_batches)
-        loss = 0.0
+        loss = right = 0.0
         for batch in ({key: value.to(device) for key, value in batch.items()} for batch in micro_batches):
             logits = model(batch["tokens"]).float()
             nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
             part = (nll * batch["loss_weight"].flatten()).sum() / weight
             part.backward()
             loss += part.item()
+            right += ((logits.argmax(-1) == batch["labels"]) * batch["loss_weight"]).sum().item() / weight
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip else math.inf)
         optimizer.step()
         optimizer.zero_grad()
         history.append((loss, norm.item()))
+        if accuracies is not None:
+            accuracies.append(right)
     return history

@@ -57,7 +57,7 @@ def main(out: Path) -> None:
         engine_checkpoint.save(
             engine, out / name / "checkpoints", step=2, state={"step": 2}, config_yaml=dump_config(config)
         )
-        nll, weight = engine.evaluate(own(micro_batches(9), grid))
+        nll, weight, _ = engine.evaluate(own(micro_batches(9), grid))
         said[name] = nll / weight
         engine.close()
         if grid.is_main:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -302,6 +303,25 @@ def test_masked_model() -> None:
     torch.testing.assert_close(output.loss, expected)
     with pytest.raises(ValueError, match="AutoModelForMaskedLM"):
         MetalionForCausalLM(model.config)
+
+
+def test_bert_head_is_the_masked_model_s_alone(tmp_path: Path) -> None:
+    """Export, and load as each kind of model: nothing missing where it is needed, nothing complained of where not."""
+    model = masked_model(head="mlm")
+    x = tokens(2, 9)
+    lm = LanguageModel(model.config.model_config(), layers=[model.embedding, *model.blocks, model.head])
+    assert torch.equal(lm(x), model(x).logits)
+    assert from_language_model(lm).config.head == "mlm"
+    model.save_pretrained(tmp_path)
+    for kind in (MetalionForMaskedLM, MetalionModel, MetalionForSequenceClassification):
+        loaded, report = kind.from_pretrained(tmp_path, output_loading_info=True)
+        assert report["unexpected_keys"] in ([], set())
+        assert set(report["missing_keys"]) == ({"score.weight"} if "score" in dict(loaded.named_children()) else set())
+        if kind is not MetalionForMaskedLM:
+            assert {name for name, _ in loaded.head.named_parameters()} == {"norm.weight", "norm.bias"}
+    hidden = MetalionModel.from_pretrained(tmp_path).eval()(x).last_hidden_state
+    embedded = model.head.project(model.head.transform(hidden), model.head.weight, model.head.bias)
+    torch.testing.assert_close(embedded, model(x).logits)
 
 
 @pytest.mark.parametrize("how", ["last", "first", "mean", None])

@@ -57,6 +57,67 @@ def test_the_gradient_of_a_weight_is_the_loss_of_its_token(chunk):
     torch.testing.assert_close(actual, 3 * expected.masked_fill(loss_weight == 0, 0.0), rtol=1e-12, atol=0)
 
 
+def test_bias_right_predictions_and_few_labels():
+    """All options at once, against torch on all logits; the gradient of a weight too."""
+    hidden, weight, labels, loss_weight = example()
+    loss_weight = loss_weight.double().requires_grad_()
+    bias = torch.randn(VOCAB, dtype=torch.float64, requires_grad=True)
+    logits = (hidden @ weight.t() + bias).flatten(0, 1)
+    labels[2:] = logits.argmax(-1).unflatten(0, labels.shape)[2:]
+    labels[3] = (labels[3] + 1) % VOCAB
+    nll = F.cross_entropy(logits, labels.flatten(), reduction="none", ignore_index=-100)
+    expected = (nll * loss_weight.flatten()).sum()
+    hits = ((logits.argmax(-1) == labels.flatten()) * loss_weight.flatten()).sum().item()
+    leaves = [hidden, weight, bias, loss_weight]
+    wanted = torch.autograd.grad(3 * expected, leaves)
+    wanted = [*wanted[:3], wanted[3].masked_fill(loss_weight == 0, 0.0)]
+    for chunk in (7, 64):
+        for few in (False, True):
+            right = torch.zeros((), dtype=torch.float64)
+            options = {"bias": bias, "right": right, "few_labels": few, "chunk": chunk}
+            actual = cross_entropy_sum(hidden, weight, labels, loss_weight, **options)
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+            assert right.item() == pytest.approx(hits, rel=1e-12)
+            torch.testing.assert_close(torch.autograd.grad(3 * actual, leaves), tuple(wanted), rtol=0, atol=1e-12)
+    assert hits > 0
+
+
+def test_of_equal_logits_the_first_is_the_prediction():
+    hidden, weight = torch.ones(2, 4), torch.zeros(5, 4)
+    weight[2:4] = 1.0
+    right = torch.zeros(())
+    cross_entropy_sum(hidden, weight, torch.tensor([2, 3]), right=right)
+    assert right.item() == 1.0
+
+
+def test_right_predictions_of_a_vocabulary_in_parts():
+    """Two parts in two threads; ties over their border count once, for the first."""
+    from tests.models.shard_threads import Meeting, Threads, over_shards
+
+    hidden, weight, labels, loss_weight = example()
+    weight = weight.detach()[:36].clone()
+    weight[18] = weight[17]
+    labels = labels.clamp_max(35)
+    labels[2] = torch.where(torch.arange(10) % 2 == 0, 17, 18)
+    bias = torch.randn(36, dtype=torch.float64)
+    bias[18] = bias[17] = 9.0
+    logits = (hidden @ weight.t() + bias).detach()
+    expected = ((logits.argmax(-1) == labels) * loss_weight).sum().item()
+    meeting = Meeting(2)
+
+    def work(index):
+        right = torch.zeros((), dtype=torch.float64)
+        part = slice(18 * index, 18 * index + 18)
+        options = {"bias": bias[part], "right": right, "few_labels": True, "vocabulary": Threads(index, 2, meeting)}
+        loss = cross_entropy_sum(hidden.detach(), weight[part], labels, loss_weight, **options)
+        return torch.stack([loss, right])
+
+    whole = cross_entropy_sum(hidden, weight, labels, loss_weight, bias=bias).item()
+    for loss, right in over_shards(2, work):
+        assert loss.item() == pytest.approx(whole, rel=1e-12)
+        assert right.item() == pytest.approx(expected, rel=1e-12)
+
+
 def test_without_weights_every_label_counts_once():
     hidden, weight, labels, _ = example()
     expected = reference(hidden, weight, labels, torch.ones(5, 10))
@@ -114,10 +175,13 @@ def test_sixteen_bits_are_summed_in_float32(dtype):
         assert ((a.float() - e).norm() / e.norm()).item() < 2e-2
 
 
+@pytest.mark.parametrize("head", ["linear", "mlm"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_model_loss_and_gradients_tied_and_untied(tied):
-    config = ModelConfig(vocab_size=VOCAB, num_layers=1, hidden_size=16, num_heads=2, tie_embeddings=tied)
+def test_model_loss_and_gradients_tied_and_untied(tied, head):
+    config = ModelConfig(vocab_size=VOCAB, num_layers=1, hidden_size=16, num_heads=2, tie_embeddings=tied, head=head)
     model = LanguageModel(config, seed=1).double()
+    if head == "mlm":
+        torch.nn.init.normal_(model.head.bias)
     assert (model.head.weight is model.embedding.weight) == tied
     tokens, labels = torch.randint(0, VOCAB, (2, 9)), torch.randint(0, VOCAB, (2, 9))
     loss_weight = torch.rand(2, 9, dtype=torch.float64)
@@ -129,3 +193,14 @@ def test_model_loss_and_gradients_tied_and_untied(tied):
     assert len(parameters) == len(list(model.named_parameters(remove_duplicate=False))) - tied
     wanted = torch.autograd.grad(expected, parameters)
     torch.testing.assert_close(torch.autograd.grad(actual, parameters), wanted, rtol=0, atol=1e-11)
+
+
+def test_the_head_of_bert():
+    config = ModelConfig(vocab_size=VOCAB, num_layers=1, hidden_size=16, num_heads=2, head="mlm")
+    head = LanguageModel(config, seed=1).head.double()
+    torch.nn.init.normal_(head.bias)
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    h = F.gelu(F.linear(F.layer_norm(x, (16,)), head.transform.dense.weight))
+    expected = F.layer_norm(h, (16,)) @ head.weight.t() + head.bias
+    torch.testing.assert_close(head(x), expected)
+    assert head.flops_per_token(8) == 2 * 16 * (VOCAB + 16)

@@ -19,6 +19,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "lion_causal": {"mixers": ("lion",), "mixer_options": LION},
     "lion_bidirectional": {"mixers": ("lion",), "mixer_options": {"lion": {"variant": "s", "causal": False}}},
     "attention": {"mixers": ("attention",)},
+    "encoder": {
+        "mixers": ("attention",),
+        "mixer_options": {"attention": {"causal": False, "rotary_pct": 0.0}},
+        "positions": "learned",
+        "max_positions": LENGTH,
+        "mlp": "gelu",
+        "mlp_bias": True,
+    },
     "hybrid": {"mixers": ("metala", "lion", "attention"), "mixer_options": LION, "mlp": "gelu", "mlp_bias": True},
 }
 
@@ -32,10 +40,12 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
     dtype: str = "fp32"
+    masked: bool = False
 
     @property
     def name(self) -> str:
         changes = "".join(f"-{key}={value}" for key, value in self.changes.items())
+        changes += "-masked" if self.masked else ""
         return f"{self.layout}-{self.model}{changes}" + ("" if self.dtype == "fp32" else f"-{self.dtype}")
 
     @property
@@ -57,8 +67,11 @@ def model_config(model: str, **changes: Any) -> ModelConfig:
     return ModelConfig(**{**values, **changes})
 
 
-def steps() -> list[list[dict[str, Tensor]]]:
-    """`STEPS` steps of `MICRO_BATCHES` micro batches of 2 samples; labels without loss, unevenly over micro batches."""
+def steps(masked: bool = False) -> list[list[dict[str, Tensor]]]:
+    """`STEPS` steps of `MICRO_BATCHES` micro batches of 2 samples; labels without loss, unevenly over micro batches.
+
+    masked: the tokens are labels themselves, and those that have one are hidden.
+    """
     generator = torch.Generator().manual_seed(7)
     out = []
     for _ in range(STEPS):
@@ -66,6 +79,11 @@ def steps() -> list[list[dict[str, Tensor]]]:
         for index in range(MICRO_BATCHES):
             tokens = torch.randint(0, VOCAB, (2, LENGTH + 1), generator=generator)
             weight = (torch.rand(2, LENGTH, generator=generator) < 0.9 - 0.2 * index).float()
+            if masked:
+                here = weight > 0
+                labels = tokens[:, :-1].masked_fill(~here, -100)
+                step.append({"tokens": tokens[:, :-1].masked_fill(here, 1), "labels": labels, "loss_weight": weight})
+                continue
             step.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "loss_weight": weight})
         out.append(step)
     return out
@@ -118,6 +136,20 @@ CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 SPLIT = ("metala", "lion_causal", "lion_bidirectional")
+# As models of masked tokens have it: BERT's head, and few labels.
+MASKED = {
+    "lion_bidirectional": (
+        "data2",
+        "tensor2",
+        "tensor2_sequence",
+        "pipeline2",
+        "context2",
+        "pipeline2_tensor2_sequence",
+    ),
+    "metala_bidirectional": ("tensor2_sequence", "pipeline2", "context2"),
+    "encoder": ("data2_zero3", "tensor2_sequence", "pipeline2", "data2_tensor2_zero3"),
+}
+MLM = {"head": "mlm"}
 UNTIED = {"tie_embeddings": False}
 POSITIONS = {"positions": "learned", "max_positions": LENGTH}
 BARE = {"norm_affine": False, "mlp_bias": False}
@@ -125,8 +157,17 @@ BARE = {"norm_affine": False, "mlp_bias": False}
 
 def cases(processes: int) -> list[Case]:
     """All cases that run in so many processes."""
-    found = [Case(model, name, layout) for name, layout in EVERY[processes].items() for model in MODELS]
+    found = [
+        Case(model, name, layout) for name, layout in EVERY[processes].items() for model in MODELS if model != "encoder"
+    ]
     found += [Case("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
+    layouts = EVERY[processes] | HYBRID[processes] | CONTEXT[processes]
+    found += [
+        Case(model, name, layouts[name], MLM, masked=True)
+        for model, names in MASKED.items()
+        for name in names
+        if name in layouts
+    ]
     found += [Case(model, name, layout) for name, layout in CONTEXT[processes].items() for model in SPLIT]
     if processes == 2:
         rest = [mixer for mixer in MIXERS if mixer not in MODELS and mixer != "lion"]

@@ -29,7 +29,13 @@ def grid_of(parallel: dict[str, Any]) -> Grid:
 
 
 def engine_of(
-    config: ModelConfig, parallel: dict[str, Any], grid: Grid, *, seed: int = 11, dtype: str = "fp32"
+    config: ModelConfig,
+    parallel: dict[str, Any],
+    grid: Grid,
+    *,
+    seed: int = 11,
+    dtype: str = "fp32",
+    count_right: bool = False,
 ) -> Engine:
     return Engine(
         layer_specs(config),
@@ -44,6 +50,7 @@ def engine_of(
         precision=PrecisionConfig(),
         sequence_length=layouts.LENGTH,
         split_sequence=sequence_shards,
+        count_right=count_right,
     )
 
 
@@ -57,15 +64,16 @@ def own(step: list[Any], grid: Grid) -> list[Any]:
 
 def run(case: layouts.Case) -> dict[str, Any]:
     grid = grid_of(case.parallel)
-    engine = engine_of(case.config, case.parallel, grid, dtype=case.dtype)
-    history, evaluated = [], []
-    for index, step in enumerate(layouts.steps()):
+    engine = engine_of(case.config, case.parallel, grid, dtype=case.dtype, count_right=True)
+    history, accuracies, evaluated = [], [], []
+    for index, step in enumerate(layouts.steps(case.masked)):
         result = engine.train_step(own(step, grid), lr=rate(index))
         history.append((result.loss, result.gradient_norm))
+        accuracies.append(result.accuracy)
         if index == 1:  # between training steps, of another number of micro batches
             evaluated = list(engine.evaluate(own(step, grid)))
     engine.close()
-    return {"history": history, "evaluated": evaluated}
+    return {"history": history, "accuracies": accuracies, "evaluated": evaluated}
 
 
 def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:

@@ -89,7 +89,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             engine_checkpoint.save(engine, directory, step=step, state={"step": step}, config_yaml=dump_config(config))
     whole = SequentialDataset(prepared.validation_prefix, sequence_length=32, first_token=tokenizer.end_of_document_id)
     held_out = batches(whole, global_batch_size=8, micro_batch_size=8, fill_last=True)
-    nll, weight = engine.evaluate(batch for step_batches in held_out for batch in step_batches)
+    nll, weight, _ = engine.evaluate(batch for step_batches in held_out for batch in step_batches)
     metrics.log(STEPS, {"loss": nll / weight, "tokens": STEPS * 256}, kind="validation")
     metrics.close()
     engine.close()

@@ -115,7 +115,7 @@ def test_evaluation_between_steps_leaves_no_trace(build):
     results = []
     for index, step in enumerate(steps):
         results.append(engine.train_step(step, lr=rate(index, 4)))
-        nll, weight = engine.evaluate(steps[0])
+        nll, weight, _ = engine.evaluate(steps[0])
         assert weight == pytest.approx(sum(batch["loss_weight"].sum().item() for batch in steps[0]))
         assert math.isfinite(nll)
     assert results == plain
