@@ -93,7 +93,7 @@ class CausalDataset:
         if self.packing.reset_at_documents:
             sample["cu_seqlens"] = cu_seqlens(parts, self.sequence_length, self.segments)
         if self.packing.mask_boundaries:
-            starts = [at - 1 for at, (_, first, _) in zip(_places(parts), parts, strict=True) if at and first == 0]
+            starts = [place - 1 for place in _places(parts) if place]  # all parts but the first begin a document
             sample["loss_weight"][starts] = 0.0
         if self._source_of is not None:
             source = np.repeat(self._source_of[[part[0] for part in parts]], [part[2] for part in parts])[1:]
