@@ -117,7 +117,7 @@ def test_wordpiece_of_a_masked_model(tmp_path: Path) -> None:
     loaded = saved(tokenizer, tmp_path / "out", causal=False)
     check_same_ids(tokenizer, tmp_path / "out", ["The cat sat on the mat.", "dogs running [MASK]"])
     ids = loaded("the cat", "a dog")
-    assert loaded.convert_ids_to_tokens(ids["input_ids"]) == "[CLS] the cat [SEP] a dog [SEP]".split(" ")
+    assert loaded.convert_ids_to_tokens(ids["input_ids"]) == ["[CLS]", "the", "cat", "[SEP]", "a", "dog", "[SEP]"]
     assert (loaded.mask_token, loaded.pad_token, loaded.unk_token) == ("[MASK]", "[PAD]", "[UNK]")
     assert loaded.padding_side == "right"
 
