@@ -200,6 +200,7 @@ class Engine:
         for name, tied_to in self._tied.items():
             if name in by_name and tied_to in by_name:
                 by_name[name].weight = by_name[tied_to].weight
+        filler = nn.Parameter(torch.zeros(1, device=grid.device)) if grid.pipe_size > 1 else None
         client = build_optimizer(
             [(parameter, self._kinds[name]) for name, parameter, _ in self._named_parameters()],
             lr=optimizer.lr,
@@ -207,7 +208,7 @@ class Engine:
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
             no_weight_decay=optimizer.no_weight_decay,
-            both_groups=grid.pipe_size > 1,
+            filler=filler,
         )
         if parallel.compile:
             for name, layer in by_name.items():
@@ -227,6 +228,8 @@ class Engine:
         calls = {index: checkpointed(around(layer), index, len(specs), parallel) for index, layer in layers.items()}
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory statistics while it builds
             model, unit = self._module(layers, calls, bounds)
+            if any(parameter is filler for group in client.param_groups for parameter in group["params"]):
+                model.register_parameter("filler", filler)
             self._engine, self._zero, _, _ = deepspeed.initialize(
                 model=model, optimizer=client, config=settings, mpu=unit
             )

@@ -16,14 +16,14 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
     no_weight_decay: Collection[str],
-    both_groups: bool = False,
+    filler: nn.Parameter | None = None,
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019), fused, in two groups: with and without weight decay.
 
     Args:
         parameters: each once, with its kind (`parameter_kind`).
         no_weight_decay: kinds that do not decay, of "norm", "bias", "decay", "embedding".
-        both_groups: make both groups, the missing one of a single zero. ZeRO has a collective a group, so pipeline
+        filler: makes a group of its own where one of the two would be empty. ZeRO has a collective a group, so pipeline
             stages must agree on their number.
     """
     decay: list[nn.Parameter] = []
@@ -32,9 +32,8 @@ def build_optimizer(
         if parameter.requires_grad:
             (exempt if kind in no_weight_decay else decay).append(parameter)
     for group in (decay, exempt):
-        if both_groups and not group:
-            like = (decay or exempt)[0]
-            group.append(nn.Parameter(torch.zeros(1, device=like.device, dtype=like.dtype)))
+        if filler is not None and not group:
+            group.append(filler)
     groups = [
         {"params": params, "weight_decay": value}
         for params, value in ((decay, weight_decay), (exempt, 0.0))

@@ -152,7 +152,9 @@ MASKED = {
 MLM = {"head": "mlm"}
 UNTIED = {"tie_embeddings": False}
 POSITIONS = {"positions": "learned", "max_positions": LENGTH}
+# Two kinds of stages with parameters of one kind alone: blocks without norms, and a tied head without a norm's weights.
 BARE = {"norm_affine": False, "mlp_bias": False}
+WIDE = {**BARE, "vocab_size": 4096, "num_layers": 2, "hidden_size": 16}
 
 
 def cases(processes: int) -> list[Case]:
@@ -181,7 +183,7 @@ def cases(processes: int) -> list[Case]:
             for name, layout in (EVERY[2] | CONTEXT[2]).items()
             if name in ("tensor2_sequence", "pipeline2", "context2")
         ]
-        found.append(Case("attention", "pipeline2", {"pipeline": 2}, BARE))  # a stage without exempt parameters
+        found += [Case("attention", "pipeline2", {"pipeline": 2}, changes) for changes in (BARE, WIDE)]
     else:
         found += [Case("metala", "pipeline2_tensor2_sequence", EVERY[4]["pipeline2_tensor2_sequence"], UNTIED)]
     return found
