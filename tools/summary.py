@@ -17,6 +17,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.metrics import read_metrics
 from megatron_lite.trainer import FitResult, TrainState
 from tools.load_model import PreparedData
+from tools.unigram import unigram_baseline
 
 
 def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
@@ -53,6 +54,13 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
             rows = {"this model": values["bits_per_byte"], **report["compressors"]}
             lines += ["", f"bits per byte on the {len(text):,} bytes of validation text, never trained on:"]
             lines += [f"  {name:<12}{bits:7.4f}" for name, bits in sorted(rows.items(), key=lambda row: row[1])]
+        if "accuracy" in values and data.validation is not None:
+            report["unigram"] = unigram_baseline(data.train[0], data.validation, data.load_tokenizer())
+            lines += [
+                f"masked tokens found: {values['accuracy']:.2%}",
+                f"without reading, by the frequencies of the training text: {report['unigram']['accuracy']:.2%} "
+                f"(loss {report['unigram']['loss']:.4f})",
+            ]
     samples = [line for line in read_metrics(folder) if line["kind"] == "sample"]
     if samples:
         report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
@@ -68,10 +76,24 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
         "",
         "next:",
         f"  {command(config, 2 * state.step)}   # go on for as long again",
+        *_uses(config),
+    ]
+    return "\n".join(lines)
+
+
+def _uses(config: Config[Any]) -> list[str]:
+    """What can be done with the model now."""
+    folder = config.run.path
+    if config.data.objective == "masked":
+        return [
+            f"  python -m tools.masked_length {folder}   # accuracy on longer texts",
+            f"  python -m tools.finetune_glue {folder} --tasks sst2,mrpc,rte   # fine-tune",
+            f"  python -m tools.convert_hf export {folder} EXPORT   # for transformers",
+        ]
+    return [
         f'  python -m tools.generate {folder} --prompt "{config.evaluation.prompt}"   # write',
         f"  python eval.py {folder}   # evaluate",
     ]
-    return "\n".join(lines)
 
 
 def command(config: Config[Any], steps: int) -> str:

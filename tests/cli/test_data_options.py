@@ -77,7 +77,7 @@ def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_a_masked_language_model(arguments, files, tmp_path, layout):
+def test_a_masked_language_model(arguments, files, tmp_path, layout, capsys):
     changes = {
         "data.corpus": "null",
         "data.train": files["pile"],
@@ -87,15 +87,23 @@ def test_a_masked_language_model(arguments, files, tmp_path, layout):
         "data.reset_at_documents": str(layout == "packed").lower(),
         "model.mixers": "[lion]",
         "model.mixer_options": "{lion: {causal: false}}",
+        "model.head": "mlm",
         "logging.loss_by_source": "true",
         "schedule.train_steps": 12,
         "optimizer.lr": 1e-2,
     }
     assert train.main(arguments(layout, **changes)) == 0
-    losses = [line["loss"] for line in lines(tmp_path / layout, "train")]
+    said = capsys.readouterr().out
+    steps = lines(tmp_path / layout, "train")
+    losses = [line["loss"] for line in steps]
     assert losses[-1] < losses[0] - 0.5
+    assert all(0 <= line["accuracy"] <= 1 for line in steps)
     (validation,) = lines(tmp_path / layout, "validation")
     assert {"loss/Github", "loss/ArXiv"} <= set(validation)
     assert "bits_per_byte" not in validation
+    assert f"masked tokens found: {validation['accuracy']:.2%}" in said
+    unigram = json.loads((tmp_path / layout / "summary.json").read_text())["unigram"]
+    assert f"{unigram['accuracy']:.2%} (loss {unigram['loss']:.4f})" in said
+    assert f"tools.masked_length {tmp_path / layout}" in said
     tokens = 40 * 32
     assert 0.02 * tokens < validation["evaluated_tokens"] < 3 * tokens

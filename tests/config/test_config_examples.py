@@ -12,6 +12,7 @@ import pytest
 from megatron_lite.config import Config, ConfigError, dump_config, load_config
 from megatron_lite.config_files import CONFIGS, read_sources
 from models.config import ModelConfig
+from models.lm import count_parameters
 from tools.preprocess_data import _parser
 
 RUNS = sorted(CONFIGS.glob("*.yml"))
@@ -30,7 +31,8 @@ def name_of(path: Path) -> str:
 
 def test_every_file_is_tested() -> None:
     suites = list((CONFIGS / "eval").glob("*.yml"))  # tests/evaluation reads these
-    assert sorted(CONFIGS.rglob("*.yml")) == sorted([*RUNS, *MODELS, *PARTS, *suites])
+    recipes = list((CONFIGS / "finetune").glob("*.yml"))  # tests/masked reads these
+    assert sorted(CONFIGS.rglob("*.yml")) == sorted([*RUNS, *MODELS, *PARTS, *suites, *recipes])
     assert {path.stem for path in RUNS} >= {"default", "metala_360m", "metala_1.3b", "metala_1.4b", "transformer_410m"}
 
 
@@ -90,6 +92,29 @@ def test_recipes_are_the_papers(name: str, lr: float, batch_tokens: float, token
     assert (config.optimizer.betas, config.optimizer.eps) == ((0.9, 0.95), 1e-8)
     assert (config.optimizer.weight_decay, config.optimizer.gradient_clipping) == (0.1, 1.0)
     assert (config.model.init_method, config.model.output_init_method) == ("small_init", "wang_init")
+
+
+MASKED = [f"{kind}_{size}" for kind in ("lion_s", "lion_d", "lion_lit", "bert") for size in ("base", "large")]
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_recipes_are_the_paper_s(name: str) -> None:
+    config = load(CONFIGS / f"{name}.yml")
+    optimizer, schedule, large = config.optimizer, config.schedule, name.endswith("large")
+    assert (optimizer.lr, optimizer.betas, optimizer.eps) == (2e-4 if large else 8e-4, (0.9, 0.98), 1e-6)
+    assert (optimizer.weight_decay, optimizer.gradient_clipping) == (1e-5, 0.0)
+    assert (schedule.kind, schedule.train_steps, schedule.warmup_steps, schedule.min_lr_ratio) == (
+        "linear", 70000, 4200, 0.2,
+    )  # fmt: skip
+    assert (config.batch.sequence_length, config.batch.global_batch_size) == (128, 4096)
+    assert (config.data.masked.rate, config.data.masked.validation_rate) == (0.30, 0.15)
+    positions = "learned" if name.startswith(("bert", "lion_lit")) else "none"
+    assert (config.model.positions, config.model.head) == (positions, "mlm")
+    assert config.model.two_sided_mixers() == list(config.model.mixers)
+    head = config.model.hidden_size * (config.model.hidden_size + 3) + config.model.vocab_size
+    parameters = count_parameters(config.model)
+    # The paper counts the large model without its head.
+    assert math.isclose(parameters - head * large, 334e6 if large else 110e6, rel_tol=0.01 - 0.005 * large)
 
 
 @pytest.mark.parametrize("path", [path for path in LARGE if path.stem.startswith("metala") and "300b" not in path.stem],
