@@ -54,6 +54,13 @@ class LionOptions:
             "doc": "eq17: the symmetric mask. shifted: the forward decay one token later, for comparison, not causal."
         },
     )
+    form: Literal["auto", "parallel", "recurrent", "chunked"] = field(
+        default="auto",
+        metadata={
+            "doc": "How both directions are computed, exactly alike: auto as fast as the device can, parallel quadratic in "
+            "length, recurrent token by token with a constant state, chunked linear. Not for causal."
+        },
+    )
     output_norm: bool | None = field(
         default=None, metadata={"doc": "LayerNorm after the mixer; null: for lit only, as the paper."}
     )
@@ -65,6 +72,7 @@ class LionOptions:
             "phi": ("silu", "silu_paper", "elu", "none"),
             "decay_init": ("half", "retnet", "half_life"),
             "mask_convention": CONVENTIONS,
+            "form": ("auto", "parallel", "recurrent", "chunked"),
         }
         for key, values in allowed.items():
             if getattr(self, key) not in values:
@@ -73,6 +81,11 @@ class LionOptions:
                 )
         if not self.half_life > 0:
             raise ValueError(f"model.mixer_options.lion.half_life = {self.half_life}: must be greater than 0")
+        if self.causal and self.form != "auto":
+            raise ValueError(
+                f"model.mixer_options.lion.form = {self.form!r} is of both directions: set "
+                "model.mixer_options.lion.causal = false, or form = auto"
+            )
         if self.causal and self.mask_convention != "eq17":
             raise ValueError(
                 "model.mixer_options.lion.mask_convention = 'shifted' is a mask of both directions: set "
@@ -227,6 +240,7 @@ class Lion(nn.Module):
             mask=mask,
             cu_seqlens=cu_seqlens,
             mask_convention=self.options.mask_convention,
+            form=self.options.form,
         )
         return wide(o[..., :-1]) / wide(o[..., -1:]).abs().clamp_min(1.0) if lstm else o
 

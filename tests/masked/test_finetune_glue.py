@@ -1,0 +1,120 @@
+"""GLUE fine-tuning: metrics, data, recipes, chained tasks, and a run that goes on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tools import finetune_glue
+from tools.glue_tasks import TASKS, read_split, score
+
+
+def write_task(folder: Path, name: str, rows: int, seed: int) -> None:
+    """Label 1 where the (second) text says dog; STS-B counts dogs."""
+    draw = random.Random(seed)
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", rows), *((split, 24) for split in TASKS[name].splits)):
+        lines = []
+        for _ in range(count):
+            row = {key: " ".join(draw.choices(["the", "cat", "sat", "mat"], k=4)) for key in TASKS[name].texts}
+            label = draw.randrange(2)
+            if label:
+                row[TASKS[name].texts[-1]] = "dog dog dog"
+            lines.append(json.dumps({**row, "label": float(label) if name == "stsb" else label}))
+        with gzip.open(folder / name / f"{split}.jsonl.gz", "wt") as file:
+            file.write("\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("glue")
+    for seed, name in enumerate(("mnli", "rte", "stsb")):
+        write_task(folder, name, 96, seed)
+    return folder
+
+
+def test_metrics_by_hand() -> None:
+    labels = np.array([1, 1, 1, 0, 0])
+    logits = np.array([[0, 1], [0, 1], [1, 0], [0, 1], [1, 0]])
+    found = score(TASKS["mrpc"], logits, labels)
+    assert found == {"accuracy": pytest.approx(3 / 5), "f1": pytest.approx(2 * 2 / (2 * 2 + 1 + 1))}
+    assert score(TASKS["cola"], logits, labels)["matthews"] == pytest.approx((2 * 1 - 1 * 1) / (3 * 3 * 2 * 2) ** 0.5)
+    real = score(TASKS["stsb"], np.array([[1.0], [2.0], [4.0]]), np.array([0.0, 1.0, 9.0]))
+    assert real["spearman"] == pytest.approx(1)
+    assert real["pearson"] == pytest.approx(np.corrcoef([1, 2, 4], [0, 1, 9])[0, 1])
+
+
+def test_the_recipe_of_the_paper() -> None:
+    recipe = finetune_glue.load_recipe(finetune_glue.RECIPE)
+    assert (recipe.lr, recipe.max_length) == (1e-5, 128)
+    epochs = {"mnli": 3, "qnli": 10, "qqp": 5, "rte": 2, "sst2": 3, "mrpc": 10, "cola": 10, "stsb": 8}
+    assert {name: task.epochs for name, task in recipe.tasks.items()} == epochs
+    assert {name for name, task in recipe.tasks.items() if task.start == "mnli"} == {"rte", "mrpc", "stsb"}
+    assert set(epochs) == set(TASKS)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("lr=-1", "lr = -1"),
+        ("rate=1", "rate = 1"),
+        ("tasks.rte.start=wnli", "task 'wnli' is unknown"),
+        ("tasks.rte.start=mrpc", "tasks.rte.start = mrpc"),
+        ("lr", "key=value"),
+    ],
+)
+def test_wrong_recipes_name_the_key(override: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        finetune_glue.load_recipe(finetune_glue.RECIPE, [override])
+
+
+def test_missing_data_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"sst2/train\.jsonl\.gz"):
+        read_split("sst2", "train", tmp_path)
+    (tmp_path / "sst2").mkdir()
+    (tmp_path / "sst2" / "train.jsonl").write_text('{"sentence": "a cat"}\n')
+    with pytest.raises(ValueError, match="row 1 has no 'label'"):
+        read_split("sst2", "train", tmp_path)
+
+
+def test_the_folder_of_real_data_is_read(shared: Path) -> None:
+    for name, rows in (("sst2", 872), ("mrpc", 408), ("rte", 277)):
+        assert len(read_split(name, "validation", shared / "data" / "glue")) == rows
+
+
+def test_tasks_one_after_another(masked_run: Path, data: Path, tmp_path: Path, capsys) -> None:
+    arguments = [str(masked_run), "--tasks", "rte,stsb", "--data", str(data), "--output", str(tmp_path / "out")]
+    arguments += ["--seeds", "2", "lr=5e-3", "batch_size=8", "tasks.mnli.epochs=2", "tasks.rte.epochs=2"]
+    arguments += ["tasks.stsb.epochs=2"]
+    assert finetune_glue.main(arguments) == 0
+    said = capsys.readouterr().out
+    results = json.loads((tmp_path / "out" / "glue.json").read_text())["runs"]
+    assert set(results["mnli"]["pretrained/0"]) == {"accuracy matched", "accuracy mismatched"}
+    assert set(results["rte"]) == {"mnli/0", "mnli/1"}
+    assert min(values["accuracy"] for values in results["rte"].values()) > 0.9  # the word is learned, 0.5 by chance
+    assert min(values["pearson"] for values in results["stsb"].values()) > 0.8
+    table = (tmp_path / "out" / "glue.md").read_text()
+    assert "| rte | mnli | accuracy |" in table
+    assert table.strip() in said
+    # RTE began with MNLI's blocks, not with the pretrained ones.
+    pretrained, kept = (load_file(tmp_path / "out" / name / "model.safetensors") for name in ("pretrained", "mnli"))
+    name = "blocks.0.mixer.q_proj.weight"
+    assert not pretrained[name].equal(kept[name])
+    # Nothing is trained twice, and another recipe does not mix with these results.
+    assert finetune_glue.main(arguments) == 0
+    assert "seed" not in capsys.readouterr().out.replace("| seeds |", "")
+    assert finetune_glue.main([*arguments, "max_length=64"]) == 2
+    assert "is of another recipe" in capsys.readouterr().err
+
+
+def test_a_trial_holds_rows_out(masked_run: Path, data: Path, tmp_path: Path, capsys) -> None:
+    arguments = [str(masked_run), "--tasks", "rte", "--data", str(data), "--output", str(tmp_path / "out")]
+    arguments += ["--seeds", "1", "--hold-out", "0.5", "--start", "pretrained", "tasks.rte.epochs=1"]
+    assert finetune_glue.main(arguments) == 0
+    assert "no GLUE score" in capsys.readouterr().out

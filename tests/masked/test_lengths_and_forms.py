@@ -1,0 +1,61 @@
+"""Masked accuracy over length, and the forms of one checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.masked import MaskedDataset
+from data.masking import masking_of
+from tools import masked_forms, masked_length
+from tools.load_model import load_model
+
+
+def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "length.png"
+    assert masked_length.main([str(masked_run), "--lengths", "16", "64", "-o", str(out)]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    (rows,) = json.loads(out.with_suffix(".json").read_text()).values()
+    assert out.stat().st_size > 5000
+    assert [row["length"] for row in rows] == [16, 64]
+    assert rows[0]["tokens"] == rows[1]["tokens"] > 50
+    assert rows[0]["loss"] != rows[1]["loss"]
+    loaded = load_model(masked_run, device="cpu")
+    prefix = loaded.config["data"]["validation"]
+    masking = masking_of(loaded.tokenizer, 0.15)
+    data = MaskedDataset(
+        prefix, masking, loaded.tokenizer, sequence_length=64, num_samples=None, seed=0, layout="packed"
+    )
+    for row, length in zip(rows, (16, 64), strict=True):
+        right = count = 0
+        for i in range(len(data)):
+            sample = data[i]
+            with torch.no_grad():
+                found = loaded.model(sample["tokens"].view(-1, length)).argmax(-1).flatten()
+            asked = sample["labels"] != -100
+            right += (found == sample["labels"])[asked].sum().item()
+            count += asked.sum().item()
+        assert (row["accuracy"], row["tokens"]) == (pytest.approx(right / count), count)
+
+
+def test_what_cannot_be_evaluated(masked_run: Path, capsys) -> None:
+    assert masked_length.main([str(masked_run), "--lengths", "24", "64"]) == 2
+    assert "--lengths 24: does not divide the longest, 64" in capsys.readouterr().err
+
+
+def test_forms_agree(masked_run: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "forms.png"
+    assert masked_forms.main([str(masked_run), "--lengths", "32", "256", "-o", str(out)]) == 0
+    rows = json.loads(out.with_suffix(".json").read_text())
+    assert {row["form"] for row in rows} == {*masked_forms.FORMS, masked_forms.SOFTMAX}
+    by_form = {(row["form"], row["length"]): row for row in rows}
+    for form in ("chunked", "recurrent"):
+        assert 0 < by_form[form, 256]["difference"] < 1e-5
+    assert by_form["softmax attention", 32]["difference"] is None
+    # 8 times the length: the parallel form's matrix grows 64 times, what the chunked form holds 8 times.
+    assert by_form["parallel", 256]["mib"] > 2 * by_form["chunked", 256]["mib"]
+    assert by_form["chunked", 256]["mib"] < 12 * by_form["chunked", 32]["mib"]
+    assert out.stat().st_size > 5000

@@ -1,0 +1,365 @@
+"""Fine-tune a masked model on GLUE through its Hugging Face export and transformers.Trainer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "glue.yml"
+
+EPILOG = """
+examples:
+  python -m tools.finetune_glue runs/lion_s_large                              every task, from the hub, three seeds
+  python -m tools.finetune_glue runs/lion_s_large --tasks sst2,mrpc,rte --data glue
+  python -m tools.finetune_glue EXPORT --tasks cola --seeds 5 lr=2e-5 tasks.cola.epochs=5
+  python -m tools.finetune_glue runs/c4_sample --tasks sst2 --data ../shared/data/glue --hold-out 0.5 --start pretrained
+
+--data FOLDER holds TASK/train.jsonl.gz and TASK/validation.jsonl.gz (of MNLI validation_matched and
+validation_mismatched) with the columns of the hub's nyu-mll/glue. RTE, MRPC and STS-B start from the weights that MNLI
+left, which is trained first. What is finished is kept: the same command goes on where it was stopped.
+"""
+
+
+class TaskRecipe(BaseModel):
+    """epochs of a task, and the task whose weights it starts from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    epochs: float = Field(gt=0)
+    start: str | None = None
+
+
+class Recipe(BaseModel):
+    """How to fine-tune: one set of numbers for all tasks but their epochs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    lr: float = Field(gt=0)
+    max_length: int = Field(ge=8)
+    batch_size: int = Field(ge=1)
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_fraction: float = Field(default=0.0, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    tasks: dict[str, TaskRecipe]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 2 for what cannot be run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.finetune_glue",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path, help="a run, a step folder, or a Hugging Face export")
+    parser.add_argument("override", nargs="*", metavar="key=value", help="values of the recipe")
+    parser.add_argument("--tasks", default="", metavar="A,B", help="default: every task of the recipe")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each task (%(default)s)")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="(%(default)s)")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="default: the hub")
+    parser.add_argument("--output", type=Path, help="default: glue/ in the checkpoint's run")
+    parser.add_argument(
+        "--start", choices=("recipe", "pretrained"), default="recipe", help="pretrained: no task starts from another"
+    )
+    parser.add_argument(
+        "--hold-out",
+        type=float,
+        metavar="SHARE",
+        help="for a trial without training data: train on the rest of the validation split, evaluate on this share of it",
+    )
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        recipe = load_recipe(options.recipe, options.override)
+        if options.hold_out is not None and not 0 < options.hold_out < 1:
+            raise ValueError(f"--hold-out {options.hold_out}: between 0 and 1")
+        names = [name for name in options.tasks.split(",") if name] or list(recipe.tasks)
+        unknown = [name for name in names if name not in recipe.tasks]
+        if unknown:
+            raise ValueError(f"--tasks {unknown[0]}: the recipe has {', '.join(recipe.tasks)}")
+        output = options.output or _run_of(options.checkpoint) / "glue"
+        session = Session(options.checkpoint, recipe, output, options.data, options.seeds, options.hold_out)
+        print(session.run(names, chained=options.start == "recipe"))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe file with single values over it. Raises ValueError naming the key, or OSError."""
+    import yaml
+
+    from tools.glue_tasks import TASKS
+
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for word in overrides:
+        key, found, value = word.partition("=")
+        if not found:
+            raise ValueError(f"{word}: a value of the recipe is written key=value")
+        *above, last = key.split(".")
+        place = tree
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = yaml.safe_load(value)
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}") from None
+    for name, task in recipe.tasks.items():
+        for used in (name, task.start or name):
+            if used not in TASKS:
+                raise ValueError(f"{path}: task {used!r} is unknown; allowed: {', '.join(TASKS)}")
+        if task.start is not None and (task.start not in recipe.tasks or recipe.tasks[task.start].start is not None):
+            raise ValueError(f"{path}: tasks.{name}.start = {task.start}: a task of the recipe that starts from none")
+    return recipe
+
+
+class Session:
+    """A checkpoint's fine-tuning: which runs are done, and their results, in `output`/glue.json."""
+
+    def __init__(
+        self, checkpoint: Path, recipe: Recipe, output: Path, data: Path | None, seeds: int, hold_out: float | None
+    ) -> None:
+        """Raises ValueError where `output` holds the results of something else."""
+        if seeds < 1:
+            raise ValueError(f"--seeds {seeds}: at least 1")
+        self.recipe, self.output, self.data, self.seeds, self.hold_out = recipe, output, data, seeds, hold_out
+        output.mkdir(parents=True, exist_ok=True)
+        self.model = _exported(checkpoint, output)
+        identity = {
+            "checkpoint": str(checkpoint.resolve()),
+            "recipe": recipe.model_dump(mode="json"),
+            "data": None if data is None else str(data.resolve()),
+            "hold_out": hold_out,
+        }
+        self._file = output / "glue.json"
+        self.results: dict[str, Any] = {**identity, "runs": {}}
+        if self._file.is_file():
+            self.results = json.loads(self._file.read_text())
+            for key, value in identity.items():
+                if self.results[key] != value:
+                    raise ValueError(f"{self._file} is of another {key}; name another folder with --output")
+
+    def run(self, names: Sequence[str], *, chained: bool) -> str:
+        """Fine-tune every task with every seed, and return the table, which is also in `output`/glue.md."""
+        starts = {self.recipe.tasks[name].start for name in names} if chained else set()
+        for name in names:
+            start = self.recipe.tasks[name].start if chained else None
+            weights = self.model if start is None else self._weights_of(start)
+            for seed in range(self.seeds):
+                kept = self.output / name if seed == 0 and name in starts else None
+                self._once(name, seed, weights, start, keep=kept)
+        text = table(self.results["runs"], names, self.hold_out)
+        _write(self.output / "glue.md", text)
+        return text
+
+    def _weights_of(self, name: str) -> Path:
+        folder = self.output / name
+        if not (folder / "config.json").is_file():
+            self.results["runs"].get(name, {}).pop("pretrained/0", None)  # trained before its weights were asked for
+            self._once(name, 0, self.model, None, keep=folder)
+        return folder
+
+    def _once(self, name: str, seed: int, weights: Path, start: str | None, keep: Path | None = None) -> None:
+        key = f"{start or 'pretrained'}/{seed}"
+        runs = self.results["runs"].setdefault(name, {})
+        if key in runs:
+            return
+        print(f"{name}, seed {seed}, from {start or 'the pretrained weights'}", flush=True)
+        runs[key] = finetune(
+            name,
+            self.recipe,
+            weights,
+            seed=seed,
+            data=self.data,
+            hold_out=self.hold_out,
+            scratch=self.output,
+            keep=keep,
+        )
+        print("  " + "  ".join(f"{metric} {value:.4f}" for metric, value in runs[key].items()), flush=True)
+        _write(self._file, json.dumps(self.results, indent=1) + "\n")
+
+
+def finetune(
+    name: str,
+    recipe: Recipe,
+    weights: Path,
+    *,
+    seed: int,
+    data: Path | None,
+    hold_out: float | None = None,
+    scratch: Path,
+    keep: Path | None = None,
+) -> dict[str, float]:
+    """Train a classifier on one task and return its official metrics. keep: a folder for its weights."""
+    import torch
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        PrinterCallback,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
+    from transformers.utils import logging
+
+    from megatron_lite.optimizer import build_optimizer, parameter_kind
+    from tools.glue_tasks import TASKS, score
+
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    task = TASKS[name]
+    train, evaluated = _splits(name, data, hold_out)
+    tokenizer = AutoTokenizer.from_pretrained(weights, trust_remote_code=True)
+
+    def encode(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        columns = [[row[text] for row in rows] for text in task.texts]
+        coded = tokenizer(*columns, truncation=True, max_length=recipe.max_length)
+        kind = float if task.labels == 1 else int
+        return [
+            {"input_ids": ids, "attention_mask": mask, "labels": kind(row["label"])}
+            for ids, mask, row in zip(coded["input_ids"], coded["attention_mask"], rows, strict=True)
+        ]
+
+    set_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        weights,
+        num_labels=task.labels,
+        problem_type="regression" if task.labels == 1 else "single_label_classification",
+        trust_remote_code=True,
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+    )
+    optimizer = build_optimizer(
+        [(parameter, parameter_kind(model, key)) for key, parameter in model.named_parameters()],
+        lr=recipe.lr,
+        betas=(0.9, 0.98),
+        eps=1e-6,
+        weight_decay=recipe.weight_decay,
+        no_weight_decay=("norm", "bias", "decay", "embedding"),
+    )
+    steps = recipe.tasks[name].epochs * -(-len(train) // recipe.batch_size)
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            output_dir=str(scratch / "trainer"),
+            per_device_train_batch_size=recipe.batch_size,
+            per_device_eval_batch_size=4 * recipe.batch_size,
+            num_train_epochs=recipe.tasks[name].epochs,
+            learning_rate=recipe.lr,
+            lr_scheduler_type=recipe.schedule if recipe.schedule != "constant" else "constant_with_warmup",
+            warmup_steps=int(recipe.warmup_fraction * steps),
+            max_grad_norm=1.0,
+            seed=seed,
+            bf16=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            remove_unused_columns=False,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            disable_tqdm=not sys.stderr.isatty(),
+        ),
+        train_dataset=encode(train),
+        data_collator=DataCollatorWithPadding(tokenizer),
+        optimizers=(optimizer, None),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    metrics: dict[str, float] = {}
+    for split, rows in evaluated.items():
+        output = trainer.predict(encode(rows))
+        values = score(task, output.predictions, output.label_ids)
+        metrics |= {" ".join(filter(None, (key, task.splits[split]))): value for key, value in values.items()}
+    if keep is not None:
+        _keep(model, tokenizer, weights, keep)
+    return metrics
+
+
+def table(runs: Mapping[str, Mapping[str, Mapping[str, float]]], names: Sequence[str], hold_out: float | None) -> str:
+    """Markdown: mean and sample standard deviation of every metric in percent, and the mean over tasks of their means."""
+    rows = ["| task | starts from | metric | mean | spread | seeds |", "|---|---|---|---:|---:|---:|"]
+    means = []
+    for name in names:
+        starts = dict.fromkeys(key.partition("/")[0] for key in runs[name])
+        chosen = next((start for start in starts if start != "pretrained"), "pretrained")
+        results = [values for key, values in runs[name].items() if key.startswith(f"{chosen}/")]
+        columns = {metric: [100 * result[metric] for result in results] for metric in results[0]}
+        for metric, values in columns.items():
+            spread = f"{statistics.stdev(values):.2f}" if len(values) > 1 else "-"
+            mean = statistics.mean(values)
+            rows.append(f"| {name} | {chosen} | {metric} | {mean:.2f} | {spread} | {len(values)} |")
+        means.append(statistics.mean(statistics.mean(values) for values in columns.values()))
+    rows += ["", f"Mean over {len(means)} tasks: {statistics.mean(means):.2f}"]
+    if hold_out is not None:
+        rows.append(
+            f"A trial: trained on {1 - hold_out:.0%} of the validation split, evaluated on the rest; no GLUE score."
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _splits(name: str, data: Path | None, hold_out: float | None) -> tuple[list[Any], dict[str, list[Any]]]:
+    """Rows to train on, and rows to evaluate by split."""
+    import random
+
+    from tools.glue_tasks import TASKS, read_split
+
+    splits = list(TASKS[name].splits)
+    if hold_out is None:
+        return read_split(name, "train", data), {split: read_split(name, split, data) for split in splits}
+    rows = read_split(name, splits[0], data)
+    random.Random(0).shuffle(rows)
+    held = max(1, round(hold_out * len(rows)))
+    return rows[held:], {splits[0]: rows[:held]}
+
+
+def _exported(checkpoint: Path, output: Path) -> Path:
+    """The Hugging Face folder of a checkpoint, written where it is none itself."""
+    if (checkpoint / "config.json").is_file():
+        return checkpoint
+    folder = output / "pretrained"
+    if not folder.exists():
+        from tools.conversion.export import export
+
+        export(checkpoint, folder)
+    if json.loads((folder / "config.json").read_text())["architectures"] != ["MetalionForMaskedLM"]:
+        print("note: a causal model; its last token is read", file=sys.stderr)
+    return folder
+
+
+def _keep(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
+    """A folder that loads as the export does: the fine-tuned weights beside a copy of its source."""
+    aside = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(source, aside, ignore=shutil.ignore_patterns("*.safetensors*", "training"))
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """The run's folder, or the export itself."""
+    if checkpoint.name.startswith("step_"):
+        return checkpoint.parent.parent
+    return checkpoint.parent if checkpoint.name == "checkpoints" else checkpoint
+
+
+def _write(file: Path, text: str) -> None:
+    aside = file.with_name(file.name + ".tmp")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

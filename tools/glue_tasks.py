@@ -1,0 +1,101 @@
+"""The tasks of GLUE (Wang et al. 2019, arXiv 1804.07461): their columns, labels, splits and official metrics."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Row = dict[str, Any]
+HUB = "nyu-mll/glue"
+
+
+@dataclass(frozen=True)
+class Task:
+    """texts: one column, or two for a pair. labels: classes, 1 for a real number. metrics: the official ones.
+
+    splits: what is evaluated -> how its metrics are called in tables.
+    """
+
+    texts: tuple[str, ...]
+    labels: int
+    metrics: tuple[str, ...]
+    splits: Mapping[str, str]
+
+
+_PLAIN = {"validation": ""}
+_PAIR = ("sentence1", "sentence2")
+TASKS: dict[str, Task] = {
+    "mnli": Task(
+        ("premise", "hypothesis"),
+        3,
+        ("accuracy",),
+        {"validation_matched": "matched", "validation_mismatched": "mismatched"},
+    ),
+    "qnli": Task(("question", "sentence"), 2, ("accuracy",), _PLAIN),
+    "qqp": Task(("question1", "question2"), 2, ("accuracy", "f1"), _PLAIN),
+    "rte": Task(_PAIR, 2, ("accuracy",), _PLAIN),
+    "sst2": Task(("sentence",), 2, ("accuracy",), _PLAIN),
+    "mrpc": Task(_PAIR, 2, ("accuracy", "f1"), _PLAIN),
+    "cola": Task(("sentence",), 2, ("matthews",), _PLAIN),
+    "stsb": Task(_PAIR, 1, ("pearson", "spearman"), _PLAIN),
+}
+
+
+def score(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
+    """The task's metrics: accuracy, F1 of class 1, Matthews' correlation, Pearson's and Spearman's. 0 to 1, or -1 to 1.
+
+    logits: [rows, classes], or [rows, 1] for a real number; labels: [rows].
+    """
+    from scipy import stats
+    from sklearn import metrics
+
+    found = logits[:, 0] if task.labels == 1 else logits.argmax(-1)
+    functions: dict[str, Callable[[], Any]] = {
+        "accuracy": lambda: metrics.accuracy_score(labels, found),
+        "f1": lambda: metrics.f1_score(labels, found, zero_division=0),
+        "matthews": lambda: metrics.matthews_corrcoef(labels, found),
+        "pearson": lambda: _correlation(stats.pearsonr, labels, found),
+        "spearman": lambda: _correlation(stats.spearmanr, labels, found),
+    }
+    return {name: float(functions[name]()) for name in task.metrics}
+
+
+def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
+    """The rows of a split: of `folder`/name/split.jsonl.gz (or .jsonl), or from the hub.
+
+    Raises FileNotFoundError naming the file, ValueError for a row without the task's columns.
+    """
+    if folder is None:
+        from datasets import load_dataset
+
+        rows: list[Row] = [dict(row) for row in load_dataset(HUB, name, split=split)]
+    else:
+        rows = _read_lines(folder / name, split)
+    needed = (*TASKS[name].texts, "label")
+    for number, row in enumerate(rows):
+        missing = [key for key in needed if key not in row]
+        if missing:
+            raise ValueError(f"{name}, {split}, row {number + 1} has no {missing[0]!r}; it has {', '.join(row)}")
+    return rows
+
+
+def _read_lines(folder: Path, split: str) -> list[Row]:
+    zipped, plain = folder / f"{split}.jsonl.gz", folder / f"{split}.jsonl"
+    if zipped.is_file():
+        with gzip.open(zipped, "rt", encoding="utf-8") as file:
+            return [json.loads(line) for line in file if line.strip()]
+    if plain.is_file():
+        return [json.loads(line) for line in plain.read_text(encoding="utf-8").splitlines() if line.strip()]
+    raise FileNotFoundError(f"{zipped}: there is no such split; put it there, or leave --data out to read the hub")
+
+
+def _correlation(function: Callable[[NDArray, NDArray], Any], labels: NDArray, found: NDArray) -> float:
+    """0 where nothing varies."""
+    return 0.0 if np.ptp(found) == 0 or np.ptp(labels) == 0 else function(labels, found).statistic

@@ -1,0 +1,175 @@
+"""LION's exact forms on one checkpoint: how far their outputs differ, and the time and memory of each over length.
+
+Beside them stands a softmax encoder of the same shape (untrained: its time and memory do not depend on weights). What runs
+is the model without its head, on random tokens, forward. Memory is the peak of what the forward pass allocates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMS = ("parallel", "chunked", "recurrent")
+SOFTMAX = "softmax attention"
+
+EPILOG = """
+example:
+  python -m tools.masked_forms runs/lion_s_base --lengths 128 512 2048 8192 --device cuda     to runs/lion_s_base/forms.png
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 1 where the forms disagree, 2 for what cannot be compared."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.masked_forms",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="a run, or a step folder")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096], help="tokens")
+    parser.add_argument("--batch", type=int, default=1, help="sequences (%(default)s)")
+    parser.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
+    parser.add_argument("-o", "--out", type=Path, help="the plot; default: forms.png in the run's folder")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its profiler reports every start and stop
+    try:
+        rows = compare(options.run, sorted(set(options.lengths)), batch=options.batch, device=options.device)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{'form':<18} {'tokens':>7} {'ms':>10} {'MiB':>10}   largest difference to parallel")
+    for row in rows:
+        difference = "" if math.isnan(row["difference"]) else f"{row['difference']:.1e}"
+        print(f"{row['form']:<18} {row['length']:>7} {row['ms']:>10.1f} {row['mib']:>10.1f}   {difference}")
+    out = options.out or options.run / "forms.png"
+    out.with_suffix(".json").write_text(json.dumps(rows, indent=1).replace("NaN", "null") + "\n")
+    plot(rows, out)
+    print(out)
+    return int(any(row["difference"] > 1e-3 for row in rows))
+
+
+def compare(run: Path, lengths: Sequence[int], *, batch: int = 1, device: str = "auto") -> list[dict[str, Any]]:
+    """A row for every length and form: ms, mib, and the largest difference of the normed hidden states to the parallel
+    form's, relative to their largest (NaN for softmax). Float32. Raises ValueError for a model without LION's forms."""
+    import torch
+    from tqdm import tqdm
+
+    from models.lm import LanguageModel
+    from models.mixers.lion import Lion
+    from tools.load_model import load_model
+
+    loaded = load_model(run, device=device, dtype="fp32")
+    config = loaded.model.config
+    mixers = [block.mixer for block in loaded.model.blocks if isinstance(block.mixer, Lion)]
+    if not mixers or mixers[0].options.causal:
+        raise ValueError(f"{run} has no bidirectional lion mixers: model.mixers = {list(config.mixers)}")
+    if config.max_positions is not None and max(lengths) > config.max_positions:
+        raise ValueError(f"--lengths {max(lengths)}: {run} has {config.max_positions} positions")
+    softmax = {"attention": {"causal": False, "rotary_pct": 0.0}}
+    beside = dataclasses.replace(config, mixers=("attention",), mixer_options=softmax)
+    with torch.device(loaded.device):
+        encoder = LanguageModel(beside, seed=0).eval().requires_grad_(False)
+    rows = []
+    for length in tqdm(lengths, desc="lengths", leave=False, disable=not sys.stderr.isatty()):
+        generator = torch.Generator().manual_seed(length)
+        tokens = torch.randint(config.vocab_size, (batch, length), generator=generator).to(loaded.device)
+        wanted = None
+        for form in (*FORMS, SOFTMAX):
+            model = encoder if form == SOFTMAX else loaded.model
+            for mixer in mixers if form != SOFTMAX else ():
+                mixer.options = dataclasses.replace(mixer.options, form=form)
+            with torch.inference_mode():
+                hidden, ms, mib = _measure(lambda m=model, t=tokens: _encode(m, t), tokens)
+            wanted = hidden if wanted is None else wanted
+            scale = wanted.abs().max()
+            difference = math.nan if form == SOFTMAX else ((hidden - wanted).abs().max() / scale).item()
+            rows.append({"form": form, "length": length, "ms": ms, "mib": mib, "difference": difference})
+    return rows
+
+
+def _encode(model: Any, tokens: Any) -> Any:
+    hidden = model.embedding(tokens)
+    for block in model.blocks:
+        hidden = block(hidden)
+    return model.head.norm(hidden)
+
+
+def _measure(work: Callable[[], Any], tokens: Any) -> tuple[Any, float, float]:
+    """(result, median milliseconds, peak MiB) of one forward pass."""
+    import torch
+
+    result = work()
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < 500 and len(times) < 20):
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        work()
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+        if sum(times) > 20_000:
+            break
+    if tokens.is_cuda:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return result, statistics.median(times), (torch.cuda.max_memory_allocated() - before) / 2**20
+    return result, statistics.median(times), _host_peak(work) / 2**20
+
+
+def _host_peak(work: Callable[[], Any]) -> int:
+    """Bytes that PyTorch holds at most at a time of what `work` allocates on the CPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    held = peak = 0
+    events = profiler.profiler.kineto_results.events()
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """Time and memory against length, a line a form."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from tools.plot import COLORS, STYLE
+
+    with plt.rc_context(STYLE):
+        figure, panels = plt.subplots(1, 2, figsize=(8.2, 3.4))
+        for key, label, axes in (("ms", "ms, one forward pass", panels[0]), ("mib", "peak MiB", panels[1])):
+            for form, color in zip((*FORMS, SOFTMAX), COLORS, strict=False):
+                chosen = [row for row in rows if row["form"] == form]
+                style = "--" if form == SOFTMAX else "-"
+                lengths = [row["length"] for row in chosen]
+                axes.plot(lengths, [row[key] for row in chosen], marker="o", ms=3.5, color=color, ls=style, label=form)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(lengths, [f"{length:g}" for length in lengths])
+            axes.minorticks_off()
+            axes.set(xlabel="tokens", ylabel=label)
+        panels[0].legend()
+        figure.tight_layout()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out)
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
