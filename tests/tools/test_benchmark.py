@@ -37,6 +37,25 @@ def test_mixers_are_timed_beside_attention(
     assert "| lion, both directions |" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
+def test_masked_models_are_timed_beside_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=64"]
+    tiny += ["model.vocab_size=2048", "model.max_positions=16"]
+    common = ["masked", "--output", str(tmp_path), "--size", "base", "--steps", "2", "--rounds", "1"]
+    with pytest.raises(SystemExit, match="max_positions"):  # LION-s has none
+        main([*common, *tiny, "--shapes", "8x2"])
+    main([*common, *tiny[:-1], "--shapes", "16x2"])
+    rows = list(csv.DictReader((tmp_path / "masked.csv").open(encoding="utf-8")))
+    assert [row["method"] for row in rows] == ["bert", "lion_lit", "lion_d", "lion_s"]
+    assert float(rows[0]["time / bert"]) == 1
+    for row in rows:
+        assert float(row["ms a step"]) > 0
+        assert 6.5 < float(row["loss"]) < 9  # ln 2048 = 7.6 nats
+    assert (tmp_path / "masked.png").stat().st_size > 5_000
+    with pytest.raises(SystemExit, match="--shapes 128: LENGTHxBATCH"):
+        main(["masked", "--output", str(tmp_path), "--shapes", "128"])
+
+
 def test_errors_name_the_value(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--only mambo: known mixers are attention, gla"):
         main(["mixers", "--output", str(tmp_path), "--only", "mambo"])

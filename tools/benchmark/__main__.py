@@ -5,6 +5,7 @@ python -m tools.benchmark choice      # LION's two kernels over length and memor
 python -m tools.benchmark mixers      # every mixer at one model shape, forward and backward; CUDA or CPU
 python -m tools.benchmark layouts --gpus 4   # one model by data, tensor, pipeline and context parallelism; CUDA
 python -m tools.benchmark decode      # tokens a second over context, beside Hugging Face's Llama with its cache; CUDA or CPU
+python -m tools.benchmark masked      # training steps of LION's masked models beside BERT's, by length; CUDA or CPU
 python -m tools.benchmark mixers --hidden 64 --heads 4 --length 128 --batch 2      # a small shape, on a CPU in a minute
 
 Figures are medians, on CUDA of bfloat16 with random inputs. Of one piece of work are given
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("choice", "LION's tile and chunk kernel over length and memory"),
         ("mixers", "every mixer at one model shape"),
         ("layouts", "training speed of one model in each kind of parallelism, beside one GPU"),
+        ("masked", "training steps of LION's masked models beside softmax BERT's, in BERT's shapes"),
         ("decode", "decoding speed and memory over context, beside Hugging Face's Llama of the same shape"),
     ):
         command = commands.add_parser(name, help=words, description=words)
@@ -48,6 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             command.add_argument("--steps", type=int, default=4, help="timed steps of a layout (%(default)s)")
             command.add_argument("--only", default="", metavar="TEXT", help="layouts whose name holds this")
+        if name == "masked":
+            command.add_argument("--size", default="large", help="base or large (%(default)s)")
+            command.add_argument(
+                "--shapes",
+                nargs="+",
+                default=["128x32", "128x128", "512x32", "2048x8", "8192x2"],
+                metavar="LENGTHxBATCH",
+                help="(default: 128x32 128x128 512x32 2048x8 8192x2)",
+            )
+            command.add_argument("--steps", type=int, default=20, help="timed steps a round (%(default)s)")
+            command.add_argument("--rounds", type=int, default=3, help="of all models in turn (%(default)s)")
+            command.add_argument("override", nargs="*", metavar="key=value", help="of every configuration")
         if name == "decode":
             command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
             command.add_argument("--contexts", type=int, nargs="+", default=[128, 8192], help="tokens (%(default)s)")
@@ -68,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument("--only", nargs="+", metavar="MIXER", help="these mixers and attention alone")
     options = parser.parse_args(arguments)
     # After the arguments, so that --help does not wait for torch.
-    from . import decode, kernels, layouts, mixers
+    from . import decode, kernels, layouts, masked, mixers
 
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -86,6 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 options.steps,
                 options.only,
             )
+        elif options.command == "masked":
+            shapes = [_shape(word) for word in options.shapes]
+            masked.run(options.output, options.size, shapes, options.steps, options.rounds, options.override)
         elif options.command == "decode":
             decode.run(
                 options.output,
@@ -102,6 +119,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             kernels.run(options.output)
     except ValueError as error:
         sys.exit(f"tools.benchmark: {error}")
+
+
+def _shape(word: str) -> tuple[int, int]:
+    length, _, batch = word.partition("x")
+    if not (length.isdecimal() and batch.isdecimal() and int(length) and int(batch)):
+        raise ValueError(f"--shapes {word}: LENGTHxBATCH is allowed, for example 128x32")
+    return int(length), int(batch)
 
 
 if __name__ == "__main__":

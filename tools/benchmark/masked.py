@@ -1,0 +1,134 @@
+"""Whole training steps of LION's masked models and of BERT with softmax attention (PyTorch's SDPA), in one run.
+
+A step is the trainer's: forward, loss and accuracy of masked tokens, backward, AdamW. 30 % of the tokens are masked, rows are
+full. Every model of a shape is measured in turn, several rounds of each, so that a machine that slows down slows all.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lite.config import ConfigError, load_config
+from models.config import ModelConfig
+
+from .report import machine, plot_lines, table, write_csv
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = ("bert", "lion_lit", "lion_d", "lion_s")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one model at one shape: seconds of the timed steps, peak GiB (None on a CPU), loss of the last one."""
+
+    seconds: list[float]
+    gib: float | None
+    loss: float
+
+
+def run(
+    output: Path, size: str, shapes: Sequence[tuple[int, int]], steps: int, rounds: int, overrides: Sequence[str]
+) -> None:
+    """Prints the table; writes masked.csv and masked.png. shapes: (length, batch). ValueError for an unknown size."""
+    rows: list[dict[str, Any]] = []
+    for length, batch in shapes:
+        timings: dict[str, list[Timing]] = {name: [] for name in MODELS}
+        for _ in range(rounds):
+            for name in MODELS:
+                timings[name].append(_measure(name, size, length, batch, steps, overrides))
+        median = {name: statistics.median(s for t in found for s in t.seconds) for name, found in timings.items()}
+        for name, found in timings.items():
+            by_round = [statistics.median(t.seconds) for t in found]
+            rows.append(
+                {
+                    "method": name,
+                    "length": length,
+                    "batch": batch,
+                    "ms a step": 1e3 * median[name],
+                    "time / bert": median[name] / median["bert"],
+                    "spread of rounds": (max(by_round) - min(by_round)) / median[name],
+                    "tokens / s": length * batch / median[name],
+                    "peak GiB": found[0].gib,
+                    "loss": found[-1].loss,
+                }
+            )
+            print(f"{name} {length} x {batch}: {1e3 * median[name]:.2f} ms", flush=True)
+    title = f"Masked models, {size}, training step"
+    print(table(rows, title))
+    write_csv(output / "masked.csv", rows)
+    panels = {"time / bert": "step time over BERT's", "ms a step": "ms a step"}
+    if rows[0]["peak GiB"] is not None:
+        panels["peak GiB"] = "peak GiB"
+    plot_lines(output / "masked.png", rows, panels, f"{title}, {machine()}")
+
+
+def _measure(name: str, size: str, length: int, batch: int, steps: int, overrides: Sequence[str]) -> Timing:
+    from megatron_lite.engine import Engine
+    from megatron_lite.grid import init_grid
+    from models.lm import build_layer, layer_specs
+
+    file = CONFIGS / f"{name}_{size}.yml"
+    if not file.is_file():
+        raise ValueError(f"--size {size}: there is no {file}; allowed are base, large")
+    settings = [
+        f"batch.sequence_length={length}",
+        f"batch.micro_batch_size={batch}",
+        f"batch.global_batch_size={batch}",
+        *overrides,
+    ]
+    try:
+        config = load_config([file], settings, model_type=ModelConfig, world_size=1)
+        if config.model.max_positions is not None and config.model.max_positions < length:
+            settings.append(f"model.max_positions={length}")
+            config = load_config([file], settings, model_type=ModelConfig, world_size=1)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    grid = init_grid("auto")
+    on_gpu = grid.device.type == "cuda"
+    engine = Engine(
+        layer_specs(config.model),
+        build_layer,
+        seed=1,
+        grid=grid,
+        dtype="bf16" if on_gpu else "fp32",
+        micro_batch_size=batch,
+        accumulation=1,
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+        precision=config.precision,
+        sequence_length=length,
+        count_right=True,
+    )
+    generator = torch.Generator().manual_seed(0)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times, loss = [], 0.0
+    for _ in range(steps + 3):
+        tokens = torch.randint(1000, config.model.vocab_size, (batch, length), generator=generator)
+        asked = torch.rand(batch, length, generator=generator) < 0.30
+        sample = {"tokens": tokens.masked_fill(asked, 103), "labels": tokens.masked_fill(~asked, -100)}
+        _wait(on_gpu)
+        begin = time.perf_counter()
+        loss = engine.train_step([{**sample, "loss_weight": asked.float()}], lr=1e-5).loss
+        _wait(on_gpu)
+        times.append(time.perf_counter() - begin)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    engine.close()
+    del engine
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return Timing(times[3:], peak, loss)
+
+
+def _wait(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()
