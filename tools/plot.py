@@ -85,16 +85,23 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(known > 0, (total[high] - total[low]) / np.maximum(known, 1), np.nan)
 
 
-def plot_loss(run: Path, out: Path | None = None) -> Path:
+def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = None) -> Path:
     """Draws the loss of one run against steps, with tokens on top, to `out` (default `run/loss.png`).
 
+    Of a masked model the accuracy stands beside it; baseline: the share that the unigram finds, a dotted line.
     Raises FileNotFoundError and ValueError as `read_run`.
     """
     plt = _matplotlib()
     data = read_run(run)
     out = out or run / "loss.png"
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(6.4, 3.9), layout="constrained")
+        masked = any("accuracy" in line for line in data.train)
+        figure, panels = plt.subplots(
+            1, 1 + masked, figsize=(6.4 + 4.2 * masked, 3.9), layout="constrained", squeeze=False
+        )
+        axes = panels[0, 0]
+        if masked:
+            _draw_accuracy(panels[0, 1], data, baseline)
         _draw_loss(axes, data, COLORS[0], "step", faint=0.25)
         _limit_loss(axes, [data])
         axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"{data.name}{_result(data)}")
@@ -220,6 +227,19 @@ def _draw_loss(axes: Any, run: Run, color: str, x: str, faint: float) -> None:
     if run.validation:
         points = {"marker": "o", "ms": 4.5, "mfc": "white", "mew": 1.4}
         axes.plot(column(run.validation, x), column(run.validation, "loss"), color=color, lw=0, zorder=4, **points)
+
+
+def _draw_accuracy(axes: Any, run: Run, baseline: float | None) -> None:
+    _draw(axes, run, COLORS[0], "accuracy", 0.25)
+    if run.validation:
+        points = {"marker": "o", "ms": 4.5, "mfc": "white", "mew": 1.4}
+        axes.plot(column(run.validation, "step"), column(run.validation, "accuracy"), color=COLORS[0], lw=0, **points)
+    if baseline is not None and math.isfinite(baseline):
+        axes.axhline(baseline, color="#555555", ls=":", lw=1.2, label="the most frequent token")
+        axes.legend(loc="lower right")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="step", title="masked tokens found")
 
 
 def _draw(axes: Any, run: Run, color: str, key: str, faint: float, x: str = "step") -> None:

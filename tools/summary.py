@@ -66,7 +66,7 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
         report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
         lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]
     (folder / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot = plot_loss(folder)
+    plot = plot_loss(folder, baseline=report.get("unigram", {}).get("accuracy"))
     lines += [
         "",
         f"checkpoint   {result.checkpoint}",
