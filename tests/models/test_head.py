@@ -99,6 +99,10 @@ def test_right_predictions_of_a_vocabulary_in_parts():
     weight[18] = weight[17]
     labels = labels.clamp_max(35)
     labels[2] = torch.where(torch.arange(10) % 2 == 0, 17, 18)
+    # The first token of a part wins where the label is one of the other part.
+    hidden = hidden.detach().clone()
+    hidden[4] = 10 * weight[0]
+    labels[4] = 30
     bias = torch.randn(36, dtype=torch.float64)
     bias[18] = bias[17] = 9.0
     logits = (hidden @ weight.t() + bias).detach()

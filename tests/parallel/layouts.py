@@ -70,7 +70,7 @@ def model_config(model: str, **changes: Any) -> ModelConfig:
 def steps(masked: bool = False) -> list[list[dict[str, Tensor]]]:
     """`STEPS` steps of `MICRO_BATCHES` micro batches of 2 samples; labels without loss, unevenly over micro batches.
 
-    masked: the tokens are labels themselves, and those that have one are hidden.
+    masked: the tokens are labels themselves, and those that have one are hidden; rows of unequal length are padded.
     """
     generator = torch.Generator().manual_seed(7)
     out = []
@@ -80,9 +80,11 @@ def steps(masked: bool = False) -> list[list[dict[str, Tensor]]]:
             tokens = torch.randint(0, VOCAB, (2, LENGTH + 1), generator=generator)
             weight = (torch.rand(2, LENGTH, generator=generator) < 0.9 - 0.2 * index).float()
             if masked:
-                here = weight > 0
+                mask = torch.arange(LENGTH) < torch.randint(LENGTH // 3, LENGTH + 1, (2, 1), generator=generator)
+                here = (weight > 0) & mask
                 labels = tokens[:, :-1].masked_fill(~here, -100)
-                step.append({"tokens": tokens[:, :-1].masked_fill(here, 1), "labels": labels, "loss_weight": weight})
+                hidden = tokens[:, :-1].masked_fill(here, 1)
+                step.append({"tokens": hidden, "labels": labels, "loss_weight": here.float(), "mask": mask})
                 continue
             step.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "loss_weight": weight})
         out.append(step)
