@@ -137,7 +137,7 @@ def cross_entropy_sum(
     labels = labels.masked_fill(labels == IGNORED_LABEL, 0)
     # A token that counts nothing must not spoil the sum where it is not finite: 0 * inf is nan.
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    if few_labels:
+    if few_labels and not weights.is_meta:  # which has none to count
         kept = weights.detach().nonzero().squeeze(-1)
         hidden, labels, weights = hidden[kept], labels[kept], weights[kept]
     else:

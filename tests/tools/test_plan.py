@@ -45,6 +45,16 @@ def test_the_estimate_is_within_15_percent_of_what_a_step_allocates(dtype, accum
     assert [(int(stage), mode) for stage, mode, *_ in rows] == cases
 
 
+def test_a_masked_model_is_planned_like_any_other():
+    shape = {"vocab_size": 512, "num_layers": 2, "hidden_size": 64, "num_heads": 4, "head": "mlm"}
+    model = ModelConfig(**shape, mixers=("lion",), mixer_options={"lion": {"causal": False}})
+    common = {"dtype": torch.float32, "micro_batch_size": 2, "sequence_length": 64, "parallel": ParallelConfig()}
+    *_, head = layer_costs(model, layout=Layout(), **common)
+    *_, half = layer_costs(model, layout=Layout(tensor=2), **common)
+    assert head.parameters == 64 * 64 + 64 + 4 * 64 + 512  # the tied matrix counts with the embedding
+    assert half.parameters == head.parameters - 256
+
+
 def test_an_estimate_that_is_off_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(measure_memory, "allocation", lambda *_: 1e9)
     monkeypatch.setattr(measure_memory, "estimate", lambda *_: 1.2e9)
