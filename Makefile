@@ -25,7 +25,7 @@ train: setup  ## train the default model on this machine (about 5 minutes on 2 c
 	$(BIN)/python train.py
 
 test: setup lint  ## style, types and the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-huggingface: setup  ## exports in environments with only torch and transformers (built once, 3 GB in ~/.cache/metalion)
 	$(BIN)/python tests/hf/environments.py
