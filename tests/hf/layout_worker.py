@@ -13,6 +13,7 @@ from megatron_lite import engine_checkpoint
 from megatron_lite.config import dump_config, load_config
 from megatron_lite.grid import init_grid
 from models.config import ModelConfig
+from tests.parallel.launch import leave
 from tests.parallel.worker import engine_of, own
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -66,3 +67,4 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()

@@ -33,6 +33,7 @@ for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, _: [task.send_signal(number) for task in tasks])
 while any(task.poll() is None for task in tasks):
     if "--kill-on-bad-exit=1" in options and any(task.poll() for task in tasks):
+        time.sleep(1.0)  # as SLURM, which does not kill at once: a task that fails by itself keeps its own status
         [task.kill() for task in tasks]
     time.sleep(0.02)
 codes = [task.wait() for task in tasks]

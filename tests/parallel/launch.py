@@ -11,6 +11,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def leave() -> None:
+    """End a process of `launch` when all are done. Without the interpreter's shutdown, in which a thread of the process
+    group may still be talking to a peer that is gone."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0, device: str = "cpu") -> str:
     """Run `python -m module *arguments` in so many processes; what they wrote to standard error.
 

@@ -12,6 +12,7 @@ import yaml
 
 from megatron_lite import engine_checkpoint
 from tests.parallel import layouts
+from tests.parallel.launch import leave
 from tests.parallel.worker import engine_of, grid_of, own, rate
 
 
@@ -38,3 +39,4 @@ def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], firs
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4]))
+    leave()

@@ -20,6 +20,7 @@ from models.config import ModelConfig
 from models.lm import build_layer, layer_specs
 from models.sequence_shards import sequence_shards
 from tests.parallel import layouts
+from tests.parallel.launch import leave
 from tests.parallel.layouts import LR, STEPS, WARMUP
 
 
@@ -116,3 +117,4 @@ def main(processes: int, out: Path) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), Path(sys.argv[2]))
+    leave()
