@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.grid import Grid
+from megatron_lite.grid import Grid, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ContextShards:
         its row."""
         if x.is_complex():
             return torch.view_as_complex(self.gather(torch.view_as_real(x)))
-        return _Gather.apply(x, self) if x.is_floating_point() else _all_gather(x, self)
+        return _Gather.apply(x, self) if x.is_floating_point() else all_gather(x, self.group, self.count)
 
 
 def context_shards(grid: Grid) -> ContextShards | None:
@@ -60,16 +60,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shards: ContextShards) -> Tensor:
         ctx.shards = shards
-        return _all_gather(x, shards)
+        return all_gather(x, shards.group, shards.count)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = torch.empty_like(grad[0], memory_format=torch.contiguous_format)
-        dist.reduce_scatter_tensor(out.view(-1), grad.contiguous().view(-1), group=ctx.shards.group)
-        return out, None
-
-
-def _all_gather(x: Tensor, shards: ContextShards) -> Tensor:
-    out = x.new_empty(shards.count, *x.shape)
-    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=shards.group)
-    return out
+        return reduce_scatter(grad, ctx.shards.group), None

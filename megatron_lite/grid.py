@@ -157,6 +157,20 @@ def any_process(flag: bool, grid: Grid) -> bool:
     return tensor.item() > 0
 
 
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup, count: int) -> torch.Tensor:
+    """[count, *x.shape]: x of every process of the group, in order."""
+    out = x.new_empty(count, *x.shape)
+    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+def reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This process's row of the sum over the group of parts [count, ...]."""
+    out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    dist.reduce_scatter_tensor(out.view(-1), parts.contiguous().view(-1), group=group)
+    return out
+
+
 def broadcast(value: Any, grid: Grid) -> Any:
     """Rank 0's value, on every process. The value is pickled between processes of the same run."""
     if grid.world_size == 1:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lite.grid import all_gather, reduce_scatter
 from megatron_lite.partition import partition_words, shard_of, word_of
 
 
@@ -51,7 +52,7 @@ class TensorGroup:
 
     def gather(self, x: Tensor) -> Tensor:
         """[count, ...]: the tensor of every process, without a gradient."""
-        return _all_gather(x, self)
+        return all_gather(x, self.group, self.count)
 
 
 def cut_layer(layer: nn.Module, tensor: TensorGroup) -> None:
@@ -212,7 +213,7 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
         ctx.tensor = tensor
-        return _all_gather(x, tensor).movedim(0, -2).flatten(-2)
+        return all_gather(x, tensor.group, tensor.count).movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -225,20 +226,11 @@ def _all_reduce(x: Tensor, tensor: TensorGroup) -> Tensor:
     return total
 
 
-def _all_gather(x: Tensor, tensor: TensorGroup) -> Tensor:
-    out = x.new_empty(tensor.count, *x.shape)
-    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=tensor.group)
-    return out
-
-
 def _gather_sequence(x: Tensor, tensor: TensorGroup) -> Tensor:
     """[batch, length / count, ...] -> [batch, length, ...]."""
-    return _all_gather(x, tensor).movedim(0, 1).flatten(1, 2)
+    return all_gather(x, tensor.group, tensor.count).movedim(0, 1).flatten(1, 2)
 
 
 def _scatter_sequence(x: Tensor, tensor: TensorGroup) -> Tensor:
     """The sum of every process's x [batch, length, ...], of which each keeps its part [batch, length / count, ...]."""
-    parts = x.unflatten(1, (tensor.count, -1)).movedim(1, 0).contiguous()
-    out = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(out.view(-1), parts.view(-1), group=tensor.group)
-    return out
+    return reduce_scatter(x.unflatten(1, (tensor.count, -1)).movedim(1, 0), tensor.group)
