@@ -112,12 +112,12 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
 
     from megatron_lite import checkpoint, engine_checkpoint
     from megatron_lite.agreement import file_facts, require_agreement
-    from megatron_lite.engine import Engine, faster_dtype
+    from megatron_lite.engine import faster_dtype
     from megatron_lite.flops import peak_flops, training_flops_per_token
     from megatron_lite.metrics import MetricsLogger
     from megatron_lite.trainer import Trainer, TrainState
-    from models.lm import LanguageModel, build_layer, layer_specs
-    from models.sequence_shards import sequence_shards
+    from models.lm import LanguageModel
+    from tools.build_engine import build_engine
     from tools.decoding import complete
     from tools.evaluation.training import suite_evaluation
     from tools.load_model import keep_tokenizer, prepared_data
@@ -144,21 +144,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
     if dtype == "auto":
         trained = stored is not None and own and stored["step"] > 0  # an import has no steps behind it
         dtype = stored["layout"]["dtype"] if trained else _on_main(grid, lambda: _dtype(config, grid, faster_dtype))
-    engine = Engine(
-        layer_specs(config.model),
-        build_layer,
-        seed=config.run.seed,
-        grid=grid,
-        dtype=dtype,
-        micro_batch_size=config.batch.micro_batch_size,
-        accumulation=config.batch.gradient_accumulation_steps,
-        optimizer=config.optimizer,
-        parallel=config.parallel,
-        precision=config.precision,
-        sequence_length=config.batch.sequence_length,
-        split_sequence=sequence_shards,
-        count_right=config.data.objective == "masked",
-    )
+    engine = build_engine(config, grid, dtype)
 
     def dataset(steps: int) -> Any:
         build = lambda: training_samples(config, data, tokenizer, steps)  # noqa: E731

@@ -124,10 +124,9 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
     from data.tokenizer import load_tokenizer
     from megatron_lite import engine_checkpoint
     from megatron_lite.config import dump_config, load_config
-    from megatron_lite.engine import Engine
     from megatron_lite.grid import init_grid
     from models.config import ModelConfig
-    from models.lm import build_layer, layer_specs
+    from tools.build_engine import build_engine
     from tools.load_model import keep_tokenizer
 
     entries = load_tokenizer("hf", tokenizer).vocab_size
@@ -144,18 +143,7 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
         "optimizer.lr=1e-3",
     ]
     config = load_config([model], overrides, model_type=ModelConfig, world_size=1)
-    engine = Engine(
-        layer_specs(config.model),
-        build_layer,
-        seed=config.run.seed,
-        grid=init_grid(config.run.device),
-        dtype="fp32",
-        micro_batch_size=1,
-        accumulation=1,
-        optimizer=config.optimizer,
-        parallel=config.parallel,
-        precision=config.precision,
-    )
+    engine = build_engine(config, init_grid(config.run.device), "fp32")
     saved = engine_checkpoint.save(engine, run / "checkpoints", step=0, state={}, config_yaml=dump_config(config))
     engine.close()
     keep_tokenizer(load_tokenizer("hf", tokenizer), run)

@@ -16,8 +16,7 @@ from megatron_lite.grid import Grid, init_grid
 from megatron_lite.layout import Layout
 from megatron_lite.memory import GIB, Allocations
 from models.config import ModelConfig
-from models.lm import build_layer, layer_specs
-from models.sequence_shards import sequence_shards
+from tools.build_engine import build_engine
 from tools.meta_layers import layer_costs
 from tools.plan import layer_flops, memory, read_config
 
@@ -82,7 +81,7 @@ def allocation(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
     if grid.device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
-        engine = _engine(config, dtype, grid)
+        engine = build_engine(config, grid, dtype)
         _step(engine, config, grid)
         torch.cuda.reset_peak_memory_stats(grid.device)
         _step(engine, config, grid)
@@ -90,7 +89,7 @@ def allocation(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
         engine.close()
         return peak
     with Allocations("cpu") as count:
-        engine = _engine(config, dtype, grid)
+        engine = build_engine(config, grid, dtype)
         _step(engine, config, grid)
         gc.collect()
         count.peak = count.now
@@ -98,23 +97,6 @@ def allocation(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
         peak = float(count.peak)
     engine.close()
     return peak
-
-
-def _engine(config: Config[ModelConfig], dtype: str, grid: Grid) -> Engine:
-    return Engine(
-        layer_specs(config.model),
-        build_layer,
-        seed=config.run.seed,
-        grid=grid,
-        dtype=dtype,
-        micro_batch_size=config.batch.micro_batch_size,
-        accumulation=config.batch.gradient_accumulation_steps,
-        optimizer=config.optimizer,
-        parallel=config.parallel,
-        precision=config.precision,
-        sequence_length=config.batch.sequence_length,
-        split_sequence=sequence_shards,
-    )
 
 
 def _step(engine: Engine, config: Config[ModelConfig], grid: Grid) -> None:

@@ -13,11 +13,10 @@ from data.loader import batches
 from data.tokenizer import load_tokenizer
 from megatron_lite import engine_checkpoint
 from megatron_lite.config import dump_config, load_config
-from megatron_lite.engine import Engine
 from megatron_lite.grid import init_grid
 from megatron_lite.metrics import MetricsLogger
 from models.config import ModelConfig
-from models.lm import build_layer, layer_specs
+from tools.build_engine import build_engine
 from tools.load_model import keep_tokenizer, prepare
 
 STEPS = 30
@@ -66,18 +65,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = load_tokenizer(prepared.tokenizer_type, prepared.tokenizer_path)
     keep_tokenizer(tokenizer, run)
     dataset = CausalDataset(prepared.train_prefix, sequence_length=32, num_samples=8 * STEPS, seed=1)
-    engine = Engine(
-        layer_specs(config.model),
-        build_layer,
-        seed=config.run.seed,
-        grid=init_grid("cpu"),
-        dtype="fp32",
-        micro_batch_size=8,
-        accumulation=1,
-        optimizer=config.optimizer,
-        parallel=config.parallel,
-        precision=config.precision,
-    )
+    engine = build_engine(config, init_grid("cpu"), "fp32")
     metrics = MetricsLogger(run, total_steps=STEPS, progress_bar=False)
     steps = batches(dataset, global_batch_size=8, micro_batch_size=8)
     for step, micro_batches in zip(range(1, STEPS + 1), steps, strict=False):

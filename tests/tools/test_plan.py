@@ -19,6 +19,7 @@ from megatron_lite.memory import Allocations, LayerCost, Setting, step_bytes
 from models.config import ModelConfig
 from tests.cli.conftest import ROOT, environment
 from tools import measure_memory, plan, simulate_scaling
+from tools.build_engine import build_engine
 from tools.measure_links import read_links
 from tools.meta_layers import layer_costs
 
@@ -66,7 +67,7 @@ def test_the_states_are_exact(capsys):
     config = plan.read_config([*SMALL, "precision.dtype=bf16"], 1)
     grid = init_grid("cpu")
     with Allocations("cpu") as count:
-        engine = measure_memory._engine(config, "bf16", grid)
+        engine = build_engine(config, grid, "bf16")
         held = count.now
     elements = sum(p.numel() for p in engine.layers[0].parameters()) + sum(
         p.numel() for layer in engine.layers[1:] for p in layer.parameters()

@@ -137,9 +137,7 @@ def _measure(case: Case, config_file: str, grid: Any, steps: int) -> dict[str, A
     import torch.distributed as dist
 
     from megatron_lite.config_schema import ParallelConfig
-    from megatron_lite.engine import Engine
-    from models.lm import build_layer, layer_specs
-    from models.sequence_shards import sequence_shards
+    from tools.build_engine import build_engine
 
     settings = [
         f"batch.sequence_length={case.length}",
@@ -148,20 +146,8 @@ def _measure(case: Case, config_file: str, grid: Any, steps: int) -> dict[str, A
         "batch.global_batch_size=null",
     ]
     config = load_config([config_file], settings, model_type=ModelConfig, world_size=grid.world_size)
-    engine = Engine(
-        layer_specs(config.model),
-        build_layer,
-        seed=1,
-        grid=grid,
-        dtype="bf16",
-        micro_batch_size=case.micro_batch_size,
-        accumulation=case.accumulation,
-        optimizer=config.optimizer,
-        parallel=ParallelConfig(**case.parallel),
-        precision=config.precision,
-        sequence_length=case.length,
-        split_sequence=sequence_shards,
-    )
+    config = config.model_copy(update={"parallel": ParallelConfig(**case.parallel)})
+    engine = build_engine(config, grid, "bf16")
     generator = torch.Generator().manual_seed(grid.data_rank)
     times = []
     torch.cuda.reset_peak_memory_stats()

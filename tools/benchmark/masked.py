@@ -71,9 +71,8 @@ def run(
 
 
 def _measure(name: str, size: str, length: int, batch: int, steps: int, overrides: Sequence[str]) -> Timing:
-    from megatron_lite.engine import Engine
     from megatron_lite.grid import init_grid
-    from models.lm import build_layer, layer_specs
+    from tools.build_engine import build_engine
 
     file = CONFIGS / f"{name}_{size}.yml"
     if not file.is_file():
@@ -93,20 +92,7 @@ def _measure(name: str, size: str, length: int, batch: int, steps: int, override
         raise ValueError(str(error)) from error
     grid = init_grid("auto")
     on_gpu = grid.device.type == "cuda"
-    engine = Engine(
-        layer_specs(config.model),
-        build_layer,
-        seed=1,
-        grid=grid,
-        dtype="bf16" if on_gpu else "fp32",
-        micro_batch_size=batch,
-        accumulation=1,
-        optimizer=config.optimizer,
-        parallel=config.parallel,
-        precision=config.precision,
-        sequence_length=length,
-        count_right=True,
-    )
+    engine = build_engine(config, grid, "bf16" if on_gpu else "fp32")
     generator = torch.Generator().manual_seed(0)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,36 @@
+"""The engine of a configuration: the one place where `models` and `megatron_lite` meet for training."""
+
+from __future__ import annotations
+
+from megatron_lite.config_schema import Config
+from megatron_lite.engine import Engine
+from megatron_lite.grid import Grid
+from models.config import ModelConfig
+from models.lm import build_layer, layer_specs
+from models.sequence_shards import sequence_shards
+
+
+def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
+    """An engine with the weights of `run.seed`, as `train.py` trains it; masked models also count their right answers.
+
+    Args:
+        grid: of the sizes in `config.parallel`.
+        dtype: "bf16", "fp16" or "fp32"; `precision.dtype` may be "auto", which the caller decides.
+
+    Raises ValueError as `Engine`.
+    """
+    return Engine(
+        layer_specs(config.model),
+        build_layer,
+        seed=config.run.seed,
+        grid=grid,
+        dtype=dtype,
+        micro_batch_size=config.batch.micro_batch_size,
+        accumulation=config.batch.gradient_accumulation_steps,
+        optimizer=config.optimizer,
+        parallel=config.parallel,
+        precision=config.precision,
+        sequence_length=config.batch.sequence_length,
+        split_sequence=sequence_shards,
+        count_right=config.data.objective == "masked",
+    )
