@@ -23,7 +23,8 @@ from megatron_lite.context_parallel import ContextShards, context_shards, own_st
 from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear
 from megatron_lite.grid import Grid, reduce_sum
 from megatron_lite.optimizer import build_optimizer, parameter_kind
-from megatron_lite.partition import Shard, partition_words, shard_of
+from megatron_lite.optimizer_state import OptimizerState, Placed
+from megatron_lite.partition import partition_words, shard_of
 from megatron_lite.tensor_parallel import TensorGroup, cut_layer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -98,25 +99,6 @@ class Evaluated(NamedTuple):
     right: float | None
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """The part of one parameter's training state that this process owns.
-
-    Attributes:
-        name: canonical parameter name.
-        shard: which part of the full tensor tensor parallelism gave to this process.
-        start: offset of the fragment in the flattened shard.
-        primary: this process is the one to write it; others hold the same values.
-        tensors: "weight", "exp_avg", "exp_avg_sq": float32 views [numel] of the live state; writing to them changes it.
-    """
-
-    name: str
-    shard: Shard
-    start: int
-    primary: bool
-    tensors: dict[str, Tensor]
-
-
 class Engine:
     """A model under DeepSpeed: tensor and sequence parallelism by our own cut, pipelines by its 1F1B engine with ZeRO
     1, anything else by its plain engine with ZeRO 1 to 3.
@@ -133,6 +115,7 @@ class Engine:
     Attributes:
         model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
         layers: the layers of this process's stage, cut.
+        optimizer_state: master weights, moments and loss scale of this process.
     """
 
     def __init__(
@@ -230,12 +213,11 @@ class Engine:
             model, unit = self._module(layers, calls, bounds)
             if any(parameter is filler for group in client.param_groups for parameter in group["params"]):
                 model.register_parameter("filler", filler)
-            self._engine, self._zero, _, _ = deepspeed.initialize(
-                model=model, optimizer=client, config=settings, mpu=unit
-            )
-        self._adamw = client
+            self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=client, config=settings, mpu=unit)
         self.zero_stage = max(1, parallel.zero_stage)
-        self._create_optimizer_state()
+        self.optimizer_state = OptimizerState(
+            zero, client, list(self._placed_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid
+        )
 
     def train_step(
         self,
@@ -253,8 +235,7 @@ class Engine:
             veto: called with the step's loss before the update; True skips the update, as a non-finite gradient does.
             num_sources: above 0, the loss is told apart by `source` of the batches, int64 like the labels.
         """
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
+        self.optimizer_state.set_learning_rate(lr)
         self._accumulate(len(micro_batches))
         batches = [self._own_part(batch) for batch in micro_batches]
         if num_sources:
@@ -264,7 +245,7 @@ class Engine:
         # the global sum(weight), whatever the layout; a micro batch without any weight then adds zero instead of NaN.
         scale = self.accumulation * self.grid.replicas / max(weight, 1e-30)
         self._engine.train()
-        loss, right, vetoed, scaler = math.nan, 0.0, False, self.loss_scale_state
+        loss, right, vetoed, scaler = math.nan, 0.0, False, self.optimizer_state.loss_scaler
         self._take_right()
 
         def decide(nll: Tensor) -> None:
@@ -272,7 +253,7 @@ class Engine:
             loss, right = (s / max(weight, 1e-30) for s in reduce_sum([nll.item(), self._take_right()], self.grid))
             vetoed = veto is not None and veto(loss)
             if vetoed:
-                self._poison_gradients()
+                self.optimizer_state.poison_gradients()
 
         if self._stage is not None:
             self._stage.train_step(self._engine, [self._to_device(batch) for batch in batches], scale, decide)
@@ -286,11 +267,11 @@ class Engine:
                     decide(total)
                 self._engine.step()
         if vetoed:  # no overflow: the loss scale stays
-            self.loss_scale_state = scaler
+            self.optimizer_state.loss_scaler = scaler
         skipped = not self._engine.was_step_applied()
         norm = self._engine.get_global_grad_norm()
         by_source = self._loss_by_source(batches, num_sources, loss * weight) if num_sources else ()
-        loss_scale = float(self._zero.loss_scale) if self.dtype == "fp16" else 1.0
+        loss_scale = self.optimizer_state.loss_scale
         return StepResult(loss, float(norm), skipped, loss_scale, by_source, None if self._right is None else right)
 
     @contextlib.contextmanager
@@ -351,61 +332,6 @@ class Engine:
         """Canonical name to full shape of every parameter of the model, a tied one once."""
         return dict(self._shapes)
 
-    def fragments(self) -> Iterator[Fragment]:
-        """The training state that this process owns, parameter by parameter."""
-        grid = self.grid
-        for name, parameter, first in self._named_parameters():
-            shard = shard_of(self.words[name], self._shapes[name], grid.tensor_rank, grid.tensor_size)
-            primary = first and (shard.count > 1 or grid.tensor_rank == 0)
-            if self.zero_stage == 3:
-                start, tensors = self._state_stage3(parameter)
-                yield Fragment(name, shard, start, primary, tensors)
-            elif parameter._hp_mapping is not None:  # None: another replica owns all of it
-                mapping = parameter._hp_mapping
-                flat = self._flats[mapping.param_group_index]
-                start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
-                tensors = self._state_views(flat, start, numel, mapping.hp_fragment)
-                yield Fragment(name, shard, mapping.lp_fragment_address.start, primary, tensors)
-
-    def finish_load(self, step: int) -> None:
-        """After the fragments were written to: set the optimizer's step count, refresh the 16-bit or gathered copies.
-
-        Args:
-            step: updates that the optimizer has applied (skipped steps do not count).
-        """
-        for state in self._adamw.state.values():
-            state["step"].fill_(float(step))
-        if self.zero_stage == 3:
-            for _, parameter, _ in self._named_parameters():
-                weight = self._state_stage3(parameter)[1]["weight"]
-                parameter.ds_tensor.data.view(-1)[: weight.numel()].copy_(weight)
-            persistent = self._zero.persistent_parameters  # small ones, kept gathered
-            if persistent:
-                persistent[0].partition(persistent, has_been_updated=False)
-                persistent[0].all_gather(persistent)
-        elif hasattr(self._zero, "update_lp_params"):
-            self._zero.update_lp_params()
-        else:
-            for index, flat in enumerate(self._flats):
-                group = self._zero.real_dp_process_group[index]
-                partitions = self._zero.parallel_partitioned_bit16_groups[index]
-                own = partitions[torch.distributed.get_rank(group)]
-                own.data.copy_(flat.data)
-                torch.distributed.all_gather(list(partitions), own.clone(), group)
-
-    @property
-    def loss_scale_state(self) -> dict[str, float]:
-        """The dynamic loss scaler's numbers (fp16); empty otherwise."""
-        if self.dtype != "fp16":
-            return {}
-        scaler = self._zero.loss_scaler
-        return {key: getattr(scaler, key) for key in _SCALER_KEYS if hasattr(scaler, key)}
-
-    @loss_scale_state.setter
-    def loss_scale_state(self, state: Mapping[str, float]) -> None:
-        for key, value in state.items():
-            setattr(self._zero.loss_scaler, key, value)
-
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers, so that another engine can be built in this process."""
         self._engine.destroy()
@@ -455,35 +381,11 @@ class Engine:
                     copy = prefix in self._tied and key == "weight"
                     yield f"{self._tied[prefix] if copy else prefix}.{key}", parameter, not copy
 
-    def _state_stage3(self, parameter: Any) -> tuple[int, dict[str, Tensor]]:
-        per_rank = parameter.ds_tensor.ds_numel
-        start = self.grid.replica_rank * per_rank
-        numel = max(0, min(per_rank, parameter.ds_numel - start))  # the last ranks hold padding
-        tensors = {"weight": self._zero.get_local_fp32_param(parameter)}
-        for key in ("exp_avg", "exp_avg_sq"):
-            tensors[key] = self._zero.get_local_fp32_param(parameter, key)
-        return min(start, parameter.ds_numel), {key: tensor.data.view(-1)[:numel] for key, tensor in tensors.items()}
-
-    def _state_views(self, flat: Tensor, start: int, numel: int, weight: Tensor) -> dict[str, Tensor]:
-        state = self._adamw.state[flat]
-        moments = {key: state[key].narrow(0, start, numel) for key in ("exp_avg", "exp_avg_sq")}
-        return {"weight": weight.data.view(-1)[:numel], **moments}
-
-    def _create_optimizer_state(self) -> None:
-        # AdamW makes its state at the first step; a checkpoint may be loaded into it before that.
-        for flat in self._flats:
-            self._adamw.state[flat] = {
-                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
-                "exp_avg": torch.zeros_like(flat.data),
-                "exp_avg_sq": torch.zeros_like(flat.data),
-            }
-
-    @property
-    def _flats(self) -> list[Tensor]:
-        """The flat float32 master weights of this process, one tensor a parameter group; each ZeRO optimizer has a name
-        of its own for them (stage 3; stages 1 and 2; stage 1 in bf16)."""
-        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-        return next(getattr(self._zero, name) for name in names if hasattr(self._zero, name))
+    def _placed_parameters(self) -> Iterator[Placed]:
+        rank, size = self.grid.tensor_rank, self.grid.tensor_size
+        for name, parameter, first in self._named_parameters():
+            shard = shard_of(self.words[name], self._shapes[name], rank, size)
+            yield Placed(name, parameter, shard, primary=first and (shard.count > 1 or rank == 0))
 
     def _accumulate(self, micro_batches: int) -> None:
         """Have so many micro batches make a step: a batch may grow during a run."""
@@ -492,14 +394,6 @@ class Engine:
             ranks = self._engine.dp_world_size
             self._engine.set_train_batch_size(micro_batches * self._engine.train_micro_batch_size_per_gpu() * ranks)
             self._engine.micro_steps = 0  # DeepSpeed counts to the end of a step by the remainder
-
-    def _poison_gradients(self) -> None:
-        # A non-finite gradient on one rank makes ZeRO skip the update on all of them and release its buffers properly.
-        if hasattr(self._zero, "averaged_gradients"):
-            first = next(gradients[0] for gradients in self._zero.averaged_gradients.values() if gradients)
-        else:
-            first = self._zero.fp32_groups_gradient_flat_partition[0]
-        first.fill_(math.nan)
 
     def _own_part(self, batch: Batch) -> Batch:
         """The part of a micro batch that this process computes: all of it, or its stretch of the sequence."""
@@ -532,9 +426,6 @@ class Engine:
     def _to_device(self, batch: Batch) -> dict[str, Tensor]:
         counted = {} if self._right is None else {"right": self._right}
         return {key: value.to(self.grid.device, non_blocking=True) for key, value in batch.items()} | counted
-
-
-_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:

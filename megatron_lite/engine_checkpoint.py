@@ -105,12 +105,12 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     _check_shapes(engine.parameter_shapes(), {name: tuple(t["shape"]) for name, t in manifest["tensors"].items()}, path)
     reader = Reader(path, manifest)
     for kind in ("weight", *OPTIMIZER_KEYS):  # kind by kind, so that a tensor is assembled once where it has to be
-        for fragment in engine.fragments():
+        for fragment in engine.optimizer_state.fragments():
             target = fragment.tensors[kind]
             if target.numel():
                 target.copy_(reader.read(kind, fragment.name, fragment.shard, fragment.start, target.numel()))
-    engine.loss_scale_state = manifest["loss_scale"]
-    engine.finish_load(manifest["optimizer_steps"])
+    engine.optimizer_state.loss_scaler = manifest["loss_scale"]
+    engine.optimizer_state.finish_load(manifest["optimizer_steps"])
     barrier(engine.grid)
     return manifest["state"]
 
@@ -119,7 +119,7 @@ def _write_own(engine: Engine, aside: Path) -> tuple[dict[str, list[dict[str, An
     rank = engine.grid.rank
     tensors: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
     pieces: dict[str, list[dict[str, Any]]] = {}
-    for fragment in engine.fragments():
+    for fragment in engine.optimizer_state.fragments():
         numel = fragment.tensors["weight"].numel()
         if not numel or not fragment.primary:
             continue
@@ -150,7 +150,7 @@ def _write_manifest(
         "step": step,
         "optimizer_steps": step - int(state.get("skipped_steps", 0)),
         "state": dict(state),
-        "loss_scale": engine.loss_scale_state,
+        "loss_scale": engine.optimizer_state.loss_scaler,
         "layout": engine.layout,
         "versions": versions(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

@@ -89,9 +89,11 @@ def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
         broken = [{**batch, "loss_weight": batch["loss_weight"] * math.inf} for batch in broken]
     outcome = []
     for step, veto in ((steps[1], lambda loss: loss > 0), (broken, None), (steps[3], None)):
-        before = [tensor.clone() for fragment in engine.fragments() for tensor in fragment.tensors.values()]
+        before = [
+            tensor.clone() for fragment in engine.optimizer_state.fragments() for tensor in fragment.tensors.values()
+        ]
         result = engine.train_step(step, lr=LR, veto=veto)
-        after = [tensor for fragment in engine.fragments() for tensor in fragment.tensors.values()]
+        after = [tensor for fragment in engine.optimizer_state.fragments() for tensor in fragment.tensors.values()]
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         outcome.append((result.skipped, same, math.isfinite(result.loss)))
     engine.close()

@@ -126,8 +126,8 @@ def test_a_non_finite_gradient_or_a_veto_skips_the_update(build, dtype, stage):
     steps = batches(3)
     engine = build(model_config(), dtype=dtype, zero_stage=stage)
     first = engine.train_step(steps[0], lr=LR)
-    before = {f.name: f.tensors["weight"].clone() for f in engine.fragments()}
-    moments = {f.name: f.tensors["exp_avg"].clone() for f in engine.fragments()}
+    before = {f.name: f.tensors["weight"].clone() for f in engine.optimizer_state.fragments()}
+    moments = {f.name: f.tensors["exp_avg"].clone() for f in engine.optimizer_state.fragments()}
     vetoed = engine.train_step(steps[1], lr=LR, veto=lambda loss: loss > 0)
     broken = [{**batch, "loss_weight": batch["loss_weight"] * math.inf} for batch in steps[1]]
     poisoned = engine.train_step(broken, lr=LR)
@@ -135,7 +135,7 @@ def test_a_non_finite_gradient_or_a_veto_skips_the_update(build, dtype, stage):
     assert vetoed.skipped
     assert math.isfinite(vetoed.loss)
     assert poisoned.skipped
-    for fragment in engine.fragments():
+    for fragment in engine.optimizer_state.fragments():
         assert torch.equal(fragment.tensors["weight"], before[fragment.name])
         assert torch.equal(fragment.tensors["exp_avg"], moments[fragment.name])
     assert not engine.train_step(steps[2], lr=LR).skipped
