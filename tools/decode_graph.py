@@ -57,4 +57,5 @@ def graphed_step(model: Any, state: State, batch: int) -> Callable[[Tensor], Ten
         graph.replay()
         return logits
 
+    replay.state = static  # type: ignore[attr-defined]  # the graph holds its addresses alone
     return replay
