@@ -216,6 +216,17 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
     return below + above
 
 
+def check_key_width(mixer: str, config: ModelConfig, expand_k: float) -> None:
+    """ValueError where keys of width expand_k * hidden_size over all heads cannot be cut into heads of equal width."""
+    width = round(config.hidden_size * expand_k)
+    if width != config.hidden_size * expand_k or width % config.num_heads:
+        legal = _words(nearest_divisors(max(width, 1), config.num_heads))
+        raise ValueError(
+            f"model.num_heads = {config.num_heads} does not divide the key width of {mixer}, model.hidden_size * "
+            f"{expand_k:g} = {config.hidden_size * expand_k:g}; nearest head counts that do: {legal}"
+        )
+
+
 _CHOICES = {
     "mlp": ("swiglu", "gelu"),
     "norm": ("layernorm", "rmsnorm"),

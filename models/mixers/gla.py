@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, nearest_divisors
+from ..config import ModelConfig, check_key_width
+from ..convolution import CausalConvolution
 from ..init import linear
 from ..precision import wide
 from ..recurrence import recurrence
@@ -27,6 +28,15 @@ class GLAOptions:
         },
     )
     norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the variance (or mean square) in that norm."})
+    expand_k: float = field(
+        default=0.5, metadata={"doc": "Width of q, k and the decay over all heads / d; 1 for MQAR."}
+    )
+    conv_kernel: int = field(
+        default=0,
+        metadata={
+            "doc": "Tokens that a causal convolution with SiLU on the layer's input sees; 0 is none, 2 for MQAR."
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.low_rank < 1:
@@ -37,10 +47,14 @@ class GLAOptions:
             raise ValueError(f"model.mixer_options.gla.norm = {self.norm!r}: allowed are layernorm, rmsnorm")
         if not self.norm_eps > 0:
             raise ValueError(f"model.mixer_options.gla.norm_eps = {self.norm_eps}: must be greater than 0")
+        if not self.expand_k > 0:
+            raise ValueError(f"model.mixer_options.gla.expand_k = {self.expand_k}: must be greater than 0")
+        if self.conv_kernel < 0:
+            raise ValueError(f"model.mixer_options.gla.conv_kernel = {self.conv_kernel}: must be at least 0")
 
 
 class GLA(nn.Module):
-    """The layer of Yang et al. 2023, section 4.4, with d_k = d / 2 and d_v = d over all heads.
+    """The layer of Yang et al. 2023, section 4.4, with d_k = expand_k d (d / 2) and d_v = d over all heads.
 
     alpha_t = sigmoid(W_2 W_1 x_t + b)^(1/16); S_t = diag(alpha_t) S_{t-1} + k_t v_t; o_t = q_t S_t /
     sqrt(head_dim_k); y = W_O(SiLU(W_G x + b) * LayerNorm_head(o)). The LayerNorm has no gain: W_O takes its place.
@@ -51,6 +65,7 @@ class GLA(nn.Module):
     splits_sequence: ClassVar[bool] = True
     # W_1 is used whole by every process of the parallel region, whose heads each see a part of its gradient.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "conv": "replicated, gradient summed",
         "q_proj": "column",
         "k_proj": "column",
         "v_proj": "column",
@@ -64,28 +79,24 @@ class GLA(nn.Module):
     def __init__(self, config: ModelConfig, layer_index: int, options: GLAOptions) -> None:
         super().__init__()
         size = config.hidden_size
+        keys = round(size * options.expand_k)
         self.options = options
-        self.head_dim_k = size // 2 // config.num_heads
+        self.head_dim_k = keys // config.num_heads
         self.head_dim_v = size // config.num_heads
-        self.q_proj = linear(config, size, size // 2)
-        self.k_proj = linear(config, size, size // 2)
+        self.conv = CausalConvolution(size, options.conv_kernel, silu=True) if options.conv_kernel else None
+        self.q_proj = linear(config, size, keys)
+        self.k_proj = linear(config, size, keys)
         self.v_proj = linear(config, size, size)
         self.decay_down = linear(config, size, options.low_rank)
-        self.decay_up = linear(config, options.low_rank, size // 2, bias=True)
+        self.decay_up = linear(config, options.low_rank, keys, bias=True)
         self.gate_proj = linear(config, size, size, bias=True)
         self.out_proj = linear(config, size, size, output=True)
-        self._size = size
+        self._size, self._keys = size, keys
 
     @staticmethod
     def check(config: ModelConfig, options: GLAOptions) -> None:
-        """ValueError when the heads do not divide the keys, which have half the width."""
-        half, odd = divmod(config.hidden_size, 2)
-        if odd or half % config.num_heads:
-            legal = " or ".join(str(n) for n in nearest_divisors(half, config.num_heads))
-            raise ValueError(
-                f"model.num_heads = {config.num_heads} does not divide the key width of gla, "
-                f"model.hidden_size / 2 = {config.hidden_size / 2:g}; nearest head counts that do: {legal}"
-            )
+        """ValueError when the heads do not divide the keys."""
+        check_key_width("gla", config, options.expand_k)
 
     def forward(
         self,
@@ -97,9 +108,15 @@ class GLA(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
 
-        The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32; with cu_seqlens a row for every
-        segment.
+        The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32, and with a convolution "conv" [batch,
+        kernel - 1, hidden_size], its last inputs; with cu_seqlens a row for every segment.
         """
+        state = state or {}
+        new_state: dict[str, Tensor] = {}
+        if self.conv is not None:
+            x, history = self.conv(x, mask, cu_seqlens, state.get("conv"), return_state)
+            if history is not None:
+                new_state["conv"] = history
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim_k)) for proj in (self.q_proj, self.k_proj))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
         log_decay = F.logsigmoid(wide(self.decay_up(self.decay_down(x)))) / self.options.temperature
@@ -107,22 +124,26 @@ class GLA(nn.Module):
         if mask is not None:
             padding = ~mask[:, :, None, None]
             log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
-        o, recurrent = recurrence(
+        o, new_state["recurrent"] = recurrence(
             q,
             k,
             v,
             log_decay,
             scale=self.head_dim_k**-0.5,
-            initial_state=(state or {}).get("recurrent"),
+            initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
         norm = F.layer_norm if self.options.norm == "layernorm" else F.rms_norm
         o = norm(wide(o), o.shape[-1:], eps=self.options.norm_eps).flatten(-2)
         y = self.out_proj((F.silu(wide(self.gate_proj(x))) * o).to(v.dtype))
-        return (y, {"recurrent": recurrent}) if return_state else y
+        return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, and the recurrence in chunks of 64."""
-        size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
-        projections = 8 * size * size + 3 * size * self.options.low_rank
-        return projections + size // dim_v * (min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v)
+        """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""
+        size, keys, dim_k, dim_v = self._size, self._keys, self.head_dim_k, self.head_dim_v
+        projections = 6 * size * size + 4 * size * keys + 2 * (size + keys) * self.options.low_rank
+        return (
+            projections
+            + 2 * size * self.options.conv_kernel
+            + size // dim_v * (min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v)
+        )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..convolution import CausalConvolution
 from ..init import linear
 from ..precision import ROW_SUM_EPS, wide
 from ..row_sum import recurrence_with_row_sum
@@ -19,18 +21,44 @@ class LinearAttentionOptions:
     """Settings of the linear attention mixer."""
 
     bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
+    feature_map: Literal["elu", "taylor"] = field(
+        default="elu",
+        metadata={
+            "doc": "elu: elu(x) + 1. taylor: 1 + x + x^2 / 2 of q k / sqrt(feature_dim), the exponential's beginning, as Based "
+            "has it; queries and keys have feature_dim channels a head."
+        },
+    )
+    feature_dim: int = field(default=16, metadata={"doc": "Width of q and k of a head before the map taylor."})
+    conv_kernel: int = field(
+        default=0,
+        metadata={"doc": "Tokens that a causal convolution with SiLU on the layer's input sees; 0 is none."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.feature_map not in ("elu", "taylor"):
+            raise ValueError(
+                f"model.mixer_options.linear_attention.feature_map = {self.feature_map!r}: allowed are elu, taylor"
+            )
+        for key, least in (("feature_dim", 1), ("conv_kernel", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(
+                    f"model.mixer_options.linear_attention.{key} = {getattr(self, key)}: must be at least {least}"
+                )
 
 
 class LinearAttention(nn.Module):
     """The causal layer of Katharopoulos et al. 2020, Eq. 7, 9-12 and 16-20, with phi(x) = elu(x) + 1.
 
     S_t = S_{t-1} + phi(k_t) v_t, z_t = z_{t-1} + phi(k_t), o_t = phi(q_t) S_t / (phi(q_t) z_t), y = W_O o, a head.
+    With feature_map taylor, phi(q) phi(k) = 1 + s + s^2 / 2, s = q k / sqrt(feature_dim): Arora et al. 2024 (Based, arXiv
+    2402.18668), section 3.1.
     """
 
     Options = LinearAttentionOptions
     state_size: ClassVar[str] = "d^2 / heads + d float32"
     splits_sequence: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
+        "conv": "replicated, gradient summed",
         "q_proj": "column",
         "k_proj": "column",
         "v_proj": "column",
@@ -41,12 +69,18 @@ class LinearAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer_index: int, options: LinearAttentionOptions) -> None:
         super().__init__()
         size = config.hidden_size
+        self.options = options
         self.head_dim = size // config.num_heads
-        self.q_proj = linear(config, size, size, bias=options.bias)
-        self.k_proj = linear(config, size, size, bias=options.bias)
+        taylor = options.feature_map == "taylor"
+        self.key_dim = options.feature_dim if taylor else self.head_dim
+        keys = self.key_dim * config.num_heads
+        self.conv = CausalConvolution(size, options.conv_kernel, silu=True) if options.conv_kernel else None
+        self.q_proj = linear(config, size, keys, bias=options.bias)
+        self.k_proj = linear(config, size, keys, bias=options.bias)
         self.v_proj = linear(config, size, size, bias=options.bias)
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
-        self._size = size
+        self._size, self._keys = size, keys
+        self._features = _taylor_width(self.key_dim) if taylor else self.key_dim
 
     @staticmethod
     def check(config: ModelConfig, options: LinearAttentionOptions) -> None:
@@ -62,25 +96,56 @@ class LinearAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
 
-        The state is "recurrent" [batch, heads, head_dim, head_dim + 1] in float32, S and z side by side; with
-        cu_seqlens a row for every segment.
+        The state is "recurrent" [batch, heads, features, head_dim + 1] in float32, S and z side by side, and with a
+        convolution "conv" [batch, kernel - 1, hidden_size], its last inputs; with cu_seqlens a row for every segment.
         """
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = ((F.elu(wide(t)) + 1).to(v.dtype) for t in (q, k))
+        state = state or {}
+        new_state: dict[str, Tensor] = {}
+        if self.conv is not None:
+            x, history = self.conv(x, mask, cu_seqlens, state.get("conv"), return_state)
+            if history is not None:
+                new_state["conv"] = history
+        q, k = (proj(x).unflatten(-1, (-1, self.key_dim)) for proj in (self.q_proj, self.k_proj))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k = (_features(wide(t), self.options.feature_map).to(v.dtype) for t in (q, k))
         if mask is not None:
             k = k.masked_fill(~mask[:, :, None, None], 0.0)
-        num, den, recurrent = recurrence_with_row_sum(
+        num, den, new_state["recurrent"] = recurrence_with_row_sum(
             q,
             k,
             v,
             wide(q).new_zeros(()).expand(*q.shape[:3], 1),
-            initial_state=(state or {}).get("recurrent"),
+            initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
         y = self.out_proj((num / (den + ROW_SUM_EPS)).flatten(-2).to(v.dtype))
-        return (y, {"recurrent": recurrent}) if return_state else y
+        return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, and the recurrence in chunks of 64."""
-        head = min(64, length) * (2 * self.head_dim + 1) + 4 * self.head_dim * (self.head_dim + 1)
-        return 8 * self._size * self._size + self._size // self.head_dim * head
+        """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""
+        size, keys, features = self._size, self._keys, self._features
+        maps = 4 * size * (size + keys) + 2 * size * self.options.conv_kernel
+        head = min(64, length) * (features + self.head_dim + 1) + 4 * features * (self.head_dim + 1)
+        return maps + size // self.head_dim * head
+
+
+def _features(x: Tensor, name: str) -> Tensor:
+    """phi of q or k: [..., dim] -> [..., features]."""
+    if name == "elu":
+        return F.elu(x) + 1
+    # Of a pair i < j, which stands twice in the square, one product is enough: (q_i k_i) (q_j k_j) = (q_i q_j) (k_i k_j).
+    dim = x.shape[-1]
+    x = x * dim**-0.25
+    first, second = torch.triu_indices(dim, dim, 1, device=x.device)
+    parts = [
+        torch.ones_like(x[..., :1]),
+        x,
+        x.square() * 0.5**0.5,
+        x.index_select(-1, first) * x.index_select(-1, second),
+    ]
+    return F.pad(torch.cat(parts, -1), (0, _taylor_width(dim) - 1 - dim - dim * (dim + 1) // 2))
+
+
+def _taylor_width(dim: int) -> int:
+    """1 + dim + dim (dim + 1) / 2 features, and zeros up to the multiple of 16 that the kernels want."""
+    return -(-(1 + dim + dim * (dim + 1) // 2) // 16) * 16

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, nearest_divisors
+from ..config import ModelConfig, check_key_width
 from ..convolution import CausalConvolution
 from ..init import linear
 from ..kernels.metala_epilogue import metala_epilogue
@@ -38,16 +38,30 @@ class MetaLAOptions:
     key_projection: bool = field(
         default=False, metadata={"doc": "k = W_K x instead of 1 - alpha; true is an ablation of Table 8."}
     )
+    dynamic_decay: bool = field(
+        default=True,
+        metadata={
+            "doc": "alpha depends on the token; false is an ablation: one learned alpha a channel, with key_projection: true."
+        },
+    )
+    expand_k: float = field(default=0.5, metadata={"doc": "Width of q, k and alpha over all heads / d; 1 for MQAR."})
 
     def __post_init__(self) -> None:
         if self.preset not in ("released", "paper"):
             raise ValueError(f"model.mixer_options.metala.preset = {self.preset!r}: allowed are released, paper")
         if self.conv_kernel < 1:
             raise ValueError(f"model.mixer_options.metala.conv_kernel = {self.conv_kernel}: must be at least 1")
+        if not self.expand_k > 0:
+            raise ValueError(f"model.mixer_options.metala.expand_k = {self.expand_k}: must be greater than 0")
+        if not self.dynamic_decay and not self.key_projection:
+            raise ValueError(
+                "model.mixer_options.metala.dynamic_decay = false: k = 1 - alpha would be the same for every token; set "
+                "key_projection = true too"
+            )
 
 
 class MetaLA(nn.Module):
-    """The layer of MetaLA, Eq. 13-22 and A35, with d_k = d / 2 and d_v = d over all heads.
+    """The layer of MetaLA, Eq. 13-22 and A35, with d_k = expand_k d (d / 2) and d_v = d over all heads.
 
     x <- SiLU(conv(x)); q, a, v = W x; u = W_G x + b; g = logsigmoid(a) / 16; k = 1 - exp(g);
     o = recurrence(q, k, v, g) + sigmoid((sum_c q_c w_c k_c) v); y = W_O(SiLU(u) * LayerNorm_head(o)).
@@ -62,41 +76,39 @@ class MetaLA(nn.Module):
         "q_proj": "column",
         "k_proj": "column",
         "a_proj": "column",
+        "decay": "shard",
         "v_proj": "column",
         "gate_proj": "column",
         "aug_weight": "shard",
         "out_proj": "row",
     }
-    parameter_kinds: ClassVar[dict[str, str]] = {}
+    parameter_kinds: ClassVar[dict[str, str]] = {"decay": "decay"}
 
     def __init__(self, config: ModelConfig, layer_index: int, options: MetaLAOptions) -> None:
         super().__init__()
         size = config.hidden_size
+        keys = round(size * options.expand_k)
         self.options = options
-        self.head_dim_k = size // 2 // config.num_heads
+        self.head_dim_k = keys // config.num_heads
         self.head_dim_v = size // config.num_heads
         self.scale = self.head_dim_k**-0.5 if options.preset == "released" else 1.0
         silu = options.preset == "released"
         self.conv = CausalConvolution(size, options.conv_kernel, silu=silu) if options.convolution else None
-        self.q_proj = linear(config, size, size // 2)
-        self.a_proj = linear(config, size, size // 2)
-        self.k_proj = linear(config, size, size // 2) if options.key_projection else None
+        self.q_proj = linear(config, size, keys)
+        self.a_proj = linear(config, size, keys) if options.dynamic_decay else None
+        # alpha = 0.5^(1/16), as a_proj has it on average at the start.
+        self.decay = None if options.dynamic_decay else nn.Parameter(torch.zeros(keys))
+        self.k_proj = linear(config, size, keys) if options.key_projection else None
         self.v_proj = linear(config, size, size)
         self.gate_proj = linear(config, size, size, bias=True)
-        self.aug_weight = nn.Parameter(torch.zeros(size // 2)) if options.self_augmentation else None
+        self.aug_weight = nn.Parameter(torch.zeros(keys)) if options.self_augmentation else None
         self.out_proj = linear(config, size, size, output=True)
-        self._size, self._heads = size, config.num_heads
+        self._size, self._keys, self._heads = size, keys, config.num_heads
 
     @staticmethod
     def check(config: ModelConfig, options: MetaLAOptions) -> None:
-        """ValueError when the heads do not divide the keys, which have half the width."""
-        half, odd = divmod(config.hidden_size, 2)
-        if odd or half % config.num_heads:
-            legal = " or ".join(str(n) for n in nearest_divisors(half, config.num_heads))
-            raise ValueError(
-                f"model.num_heads = {config.num_heads} does not divide the key width of metala, "
-                f"model.hidden_size / 2 = {config.hidden_size / 2:g}; nearest head counts that do: {legal}"
-            )
+        """ValueError when the heads do not divide the keys."""
+        check_key_width("metala", config, options.expand_k)
 
     def forward(
         self,
@@ -119,7 +131,7 @@ class MetaLA(nn.Module):
                 new_state["conv"] = history
         q = _heads(self.q_proj(x), self.head_dim_k)
         v = _heads(self.v_proj(x), self.head_dim_v)
-        log_decay = _heads(_log_decay(self.a_proj(x)), self.head_dim_k)
+        log_decay = _heads(_log_decay(self._decay_logits(x)), self.head_dim_k)
         if self.k_proj is None:
             # In float32 until here: 1 - exp(g) formed in bfloat16 would be wrong by 3 % and more.
             k = (-torch.expm1(log_decay)).to(v.dtype)
@@ -141,10 +153,18 @@ class MetaLA(nn.Module):
         y = self.out_proj(metala_epilogue(o, q, k, v, self.aug_weight, self.gate_proj(x)))
         return (y, new_state) if return_state else y
 
+    def _decay_logits(self, x: Tensor) -> Tensor:
+        """[batch, length, heads * head_dim_k]."""
+        if self.a_proj is not None:
+            return self.a_proj(x)
+        assert self.decay is not None
+        return self.decay.expand(*x.shape[:2], -1)
+
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""
         size, heads = self._size, self._heads
-        projections = 2 * (4 * size * size + (size * size // 2 if self.k_proj is not None else 0))
+        key_maps = sum(proj is not None for proj in (self.q_proj, self.a_proj, self.k_proj))
+        projections = 2 * size * (3 * size + key_maps * self._keys)
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
         chunk = min(64, length)
         inside = chunk * (self.head_dim_k + self.head_dim_v)

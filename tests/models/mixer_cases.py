@@ -32,12 +32,15 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("hgrn2", {"lower_bound_range": "free", "norm_eps": 1e-6}),
     ("hgrn2", {"norm_over": "all"}),
     ("gla", {"norm": "rmsnorm", "norm_eps": 1e-6}),
+    ("gla", {"expand_k": 1.0, "conv_kernel": 2}),
+    ("linear_attention", {"feature_map": "taylor", "feature_dim": 5, "conv_kernel": 3}),
     ("retnet", {"norm": "rmsnorm", "norm_eps": 1e-6}),
     ("hgrn", {"rotation": True}),
     ("hgrn", {"input_gate": "free"}),
     ("qlstm", {"forget_gate": "reversed"}),
     ("attention", {"num_kv_heads": 2, "bias": True, "rotary_pct": 0.5}),
     ("metala", {"preset": "paper", "key_projection": True, "self_augmentation": False}),
+    ("metala", {"dynamic_decay": False, "key_projection": True, "expand_k": 1.0, "conv_kernel": 2}),
     ("metala_bidirectional", {"preset": "paper", "convolution": False}),
 ]
 CASES = [(name, {}) for name in sorted(MIXERS)] + VARIANTS

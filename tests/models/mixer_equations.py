@@ -74,9 +74,29 @@ def _head_norm(o: Tensor, norm: str = "layernorm", norm_eps: float = 1e-5) -> Te
     return (_layer_norm if norm == "layernorm" else _rms_norm)(o, norm_eps)
 
 
-def linear_attention(p: Weights, x: Tensor, heads: int, layer: int, layers: int) -> Tensor:
-    q, k = (_elu1(_heads(_map(p, name, x), heads)) for name in ("q_proj", "k_proj"))
-    v = _heads(_map(p, "v_proj", x), heads)
+def _convolved(p: Weights, x: Tensor) -> Tensor:
+    weight = p["conv.weight"]
+    kernel = weight.shape[1]
+    convolved = torch.zeros_like(x)
+    for t in range(len(x)):
+        for j in range(kernel):
+            if t - kernel + 1 + j >= 0:
+                convolved[t] += weight[:, j] * x[t - kernel + 1 + j]
+    return convolved
+
+
+def linear_attention(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
+    if "conv.weight" in p:
+        x = _swish(_convolved(p, x))
+    q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
+    if options.get("feature_map") == "taylor":
+        o = torch.zeros_like(v)
+        for i in range(len(x)):
+            s = torch.einsum("hc,jhc->jh", q[i], k[: i + 1]) / math.sqrt(q.shape[-1])
+            weight = (1 + s + s**2 / 2)[:, :, None]
+            o[i] = (weight * v[: i + 1]).sum(0) / (weight.sum(0) + 1e-6)
+        return _map(p, "out_proj", o.flatten(1))
+    q, k = _elu1(q), _elu1(k)
     ones = torch.ones_like(q[..., :1])
     o = _causal(q, k, v, ones) / (_causal(q, k, ones, ones) + 1e-6)
     return _map(p, "out_proj", o.flatten(1))
@@ -91,9 +111,12 @@ def normalised_attention(
 
 
 def gla(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
+    if "conv.weight" in p:
+        x = _swish(_convolved(p, x))
     q, k, v = (_heads(_map(p, name, x), heads) for name in ("q_proj", "k_proj", "v_proj"))
     alpha = _heads(_sigmoid(_map(p, "decay_up", _map(p, "decay_down", x))) ** (1 / 16), heads)
-    o = _head_norm(_causal(q, k, v, alpha) / math.sqrt(q.shape[-1]), **options).flatten(1)
+    norm = {key: value for key, value in options.items() if key in ("norm", "norm_eps")}
+    o = _head_norm(_causal(q, k, v, alpha) / math.sqrt(q.shape[-1]), **norm).flatten(1)
     return _map(p, "out_proj", _swish(_map(p, "gate_proj", x)) * o)
 
 
@@ -178,16 +201,11 @@ def lion(p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: 
 def _metala(p: Weights, x: Tensor, heads: int, layer: int, layers: int, both: bool, **options: Any) -> Tensor:
     paper = options.get("preset") == "paper"
     if "conv.weight" in p:
-        weight = p["conv.weight"]
-        kernel = weight.shape[1]
-        convolved = torch.zeros_like(x)
-        for t in range(len(x)):
-            for j in range(kernel):
-                if t - kernel + 1 + j >= 0:
-                    convolved[t] += weight[:, j] * x[t - kernel + 1 + j]
+        convolved = _convolved(p, x)
         x = convolved if paper else _swish(convolved)
     q, v = _heads(_map(p, "q_proj", x), heads), _heads(_map(p, "v_proj", x), heads)
-    alpha = _heads(_sigmoid(_map(p, "a_proj", x)) ** (1 / 16), heads)
+    a = _map(p, "a_proj", x) if "a_proj.weight" in p else p["decay"].expand(len(x), -1)
+    alpha = _heads(_sigmoid(a) ** (1 / 16), heads)
     k = _heads(_map(p, "k_proj", x), heads) if "k_proj.weight" in p else 1 - alpha
     o = _both(q, k, v, alpha)[0] if both else _causal(q, k, v, alpha)
     if not paper:

@@ -43,7 +43,7 @@ def test_equations_of_the_paper(case: tuple[str, dict[str, Any]], layer: int) ->
     mixer = build(case, torch.float64, layer=layer)
     x = tokens(70, dtype=torch.float64)
     reference = EQUATIONS[name]
-    if name in ("lion", "metala", "metala_bidirectional", "gla", "retnet", "hgrn2"):
+    if name in ("lion", "metala", "metala_bidirectional", "gla", "retnet", "hgrn2", "linear_attention"):
         reference = partial(reference, **options)
     elif options.get("normaliser"):
         reference = partial(reference, eta=ETA[options["normaliser"]])
@@ -253,6 +253,12 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
         ("normalised_attention", {"normaliser": "x"}, r"allowed are exp, softplus, sigmoid"),
         ("gla", {"low_rank": 0}, r"gla\.low_rank = 0: must be at least 1"),
         ("gla", {"temperature": 0}, r"gla\.temperature = 0: must be greater than 0"),
+        ("gla", {"conv_kernel": -1}, r"gla\.conv_kernel = -1: must be at least 0"),
+        ("gla", {"expand_k": 0.3}, r"key width of gla, model\.hidden_size \* 0\.3 = 9\.6"),
+        ("metala", {"dynamic_decay": False}, r"key_projection = true"),
+        ("metala", {"expand_k": 0}, r"metala\.expand_k = 0: must be greater than 0"),
+        ("linear_attention", {"feature_map": "x"}, r"linear_attention\.feature_map = 'x': allowed are elu, taylor"),
+        ("linear_attention", {"feature_dim": 0}, r"linear_attention\.feature_dim = 0: must be at least 1"),
         ("retnet", {"expand_v": 0}, r"retnet\.expand_v = 0: must be at least 1"),
         ("transnormer", {"phase": "x"}, r"transnormer\.phase = 'x': allowed are all, first, none"),
     ],
