@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d' ' -f1)
 
-.PHONY: help setup train test test-huggingface lint data-pile-sample data-c4-sample clean
+.PHONY: help setup train test test-huggingface lint data-pile-sample data-c4-sample data-masked-sample clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -59,6 +59,15 @@ data-c4-sample: setup  ## token files of a sample of C4 in BERT's vocabulary: ma
 	$(PREPROCESS) --input '$(SAMPLES)/c4_sample/c4-validation.*.json.gz' --tokenizer-type wordpiece \
 	  --vocab-file corpora/c4_sample/vocab.txt --output-prefix corpora/c4_sample/validation
 	@echo "now: $(BIN)/python train.py configs/c4_sample.yml"
+
+data-masked-sample: setup  ## token files of both samples in BERT's vocabulary, for masked models: ... SAMPLES=FOLDER
+	mkdir -p corpora/masked_sample
+	cp $(SAMPLES)/tokenizers/bert-base-uncased/vocab.txt corpora/masked_sample/vocab.txt
+	$(PREPROCESS) --input $(SAMPLES)/pile_sample/train '$(SAMPLES)/c4_sample/c4-train.*.json.gz' --deduplicate \
+	  --tokenizer-type wordpiece --vocab-file corpora/masked_sample/vocab.txt --output-prefix corpora/masked_sample/train
+	$(PREPROCESS) --input $(SAMPLES)/pile_sample/val.jsonl.zst '$(SAMPLES)/c4_sample/c4-validation.*.json.gz' \
+	  --tokenizer-type wordpiece --vocab-file corpora/masked_sample/vocab.txt --output-prefix corpora/masked_sample/validation
+	@echo "now: $(BIN)/python -m tools.compare configs/experiments/compare_masked.yml"
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,144 @@
+"""A comparison's file, the runs that it makes, and models of equal size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+import train
+from megatron_lite.config import ConfigError, load_config
+from models.config import ModelConfig
+from models.lm import count_parameters
+from tools.compare.__main__ import main
+from tools.compare.plan import Comparison, differing_keys, plan_runs, read_comparison
+from tools.compare.width import equal_width
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENTS = ROOT / "configs" / "experiments"
+TINY = {"num_layers": 2, "hidden_size": 64, "num_heads": 2, "vocab_size": 320}
+CONFIG = {
+    "model": TINY,
+    "data": {"corpus": "stdlib", "tokenizer": {"type": "bytes"}},
+    "batch": {"sequence_length": 32, "micro_batch_size": 2, "global_batch_size": 2},
+    "optimizer": {"lr": 1e-3},
+    "schedule": {"train_steps": 4},
+}
+
+
+def comparison(**changes) -> Comparison:
+    values = {
+        "name": "tiny",
+        "title": "Tiny",
+        "seeds": [1, 2],
+        "config": CONFIG,
+        "sizes": {"s": {}, "m": {"model": {"hidden_size": 128}}},
+        "models": {
+            "metala": {"config": {"model": {"mixers": ["metala"]}}},
+            "retnet": {"label": "RetNet", "config": {"model": {"mixers": ["retnet"]}}},
+        },
+    }
+    return Comparison.model_validate(values | changes)
+
+
+def test_every_model_size_and_seed_once_with_the_right_values() -> None:
+    runs = plan_runs(comparison(), overrides=["optimizer.lr=2e-3"])
+    assert len(runs) == 8
+    assert len({run.folder for run in runs}) == 8
+    # All models of a seed before the next seed.
+    assert [(run.model, run.seed) for run in runs[:4]] == [("metala", 1), ("retnet", 1), ("metala", 2), ("retnet", 2)]
+    run = next(run for run in runs if run.folder.name == "retnet-m-seed2")
+    assert run.config.model.mixers == ("retnet",)
+    assert run.config.model.hidden_size == 128
+    assert run.config.optimizer.lr == 2e-3
+    assert run.parameters == count_parameters(run.config.model)
+    assert run.body == run.parameters - 320 * 128
+    assert [run.name for run in plan_runs(comparison(), models=["metala"], sizes=["m"], seeds=[7])] == [
+        "metala-m-seed7"
+    ]
+
+
+def test_the_written_file_is_the_run(tmp_path: Path) -> None:
+    """`python train.py run.yml` trains what the plan holds."""
+    run = plan_runs(comparison(), models=["retnet"], sizes=["m"], seeds=[2])[0]
+    file = tmp_path / "run.yml"
+    file.write_text(run.text)
+    config = load_config([file], model_type=ModelConfig, world_size=1)
+    assert config.model == run.config.model
+    assert config.schedule == run.config.schedule
+    assert (config.run.name, config.run.seed) == ("retnet-m-seed2", 2)
+    assert config.run.path == run.folder
+
+
+@pytest.mark.parametrize("mixer", ["gla", "retnet", "mamba2", "lion", "attention", "hgrn2"])
+def test_the_width_is_the_nearest(mixer: str) -> None:
+    config = ModelConfig(**TINY, mixers=(mixer,))
+    wanted = count_parameters(ModelConfig(**TINY, intermediate_size=416)) - 320 * 64
+    width = equal_width(config, wanted, multiple=8, tolerance=0.1)
+    distance = {
+        w: abs(count_parameters(replace(config, intermediate_size=w)) - 320 * 64 - wanted) for w in range(8, 1000, 8)
+    }
+    assert width == min(distance, key=lambda w: distance[w])
+
+
+def test_equal_parameters_of_every_model_and_size() -> None:
+    equal = {"reference": "metala", "tolerance": 0.02, "multiple": 8}
+    runs = plan_runs(comparison(equal_parameters=equal))
+    for size in ("s", "m"):
+        bodies = {run.model: run.body for run in runs if run.size == size}
+        assert abs(bodies["retnet"] / bodies["metala"] - 1) < 0.02
+    widths = {run.model: run.config.model.mlp_width for run in runs if run.size == "s"}
+    assert widths["retnet"] < widths["metala"]
+    retnet = next(run for run in runs if run.model == "retnet")
+    assert yaml.safe_load(retnet.text)["model"]["intermediate_size"] == retnet.config.model.intermediate_size
+    # The reference counts though it is not trained itself.
+    alone = plan_runs(comparison(equal_parameters=equal), models=["retnet"], sizes=["s"])
+    assert alone[0].body == retnet.body
+    with pytest.raises(ValueError, match=r"not within 0\.1%"):
+        plan_runs(comparison(equal_parameters={**equal, "tolerance": 0.001, "multiple": 128}))
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
+    with pytest.raises(ValueError, match="--models gla: the comparison has metala, retnet"):
+        plan_runs(comparison(), models=["gla"])
+    with pytest.raises(ConfigError, match=r"optimizer.lrr"):
+        plan_runs(comparison(), overrides=["optimizer.lrr=1"])
+    file = tmp_path / "bad.yml"
+    file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a: {colour: red}}\n")
+    with pytest.raises(ValueError, match=r"bad.yml: models.a.colour = 'red'"):
+        read_comparison(file)
+    assert main([str(file)]) == 2
+    assert "models.a.colour" in capsys.readouterr().err
+    assert main([str(tmp_path / "none.yml")]) == 2
+
+
+def test_differing_keys_are_named() -> None:
+    one, other = (plan_runs(comparison(), overrides=[f"optimizer.lr={lr}"])[0].text for lr in (0.25, 0.5))
+    assert list(differing_keys(one, other)) == ["optimizer.lr: 0.25 there, 0.5 here"]
+
+
+def test_the_masked_comparison(tmp_path: Path, monkeypatch) -> None:
+    """Four encoders of BERT's shape, within a percent of one another, alike but for their mixer."""
+    monkeypatch.chdir(tmp_path)
+    runs = plan_runs(read_comparison(EXPERIMENTS / "compare_masked.yml"))
+    assert len(runs) == 12
+    assert {run.config.model.mixers for run in runs} == {("attention",), ("lion",)}
+    variants = {run.config.model.mixer_options["lion"]["variant"] for run in runs if run.model != "softmax"}
+    assert variants == {"lit", "d", "s"}
+    for run in runs:
+        assert run.config.model.two_sided_mixers()
+        assert abs(run.body / runs[0].body - 1) < 0.01
+        assert (run.config.model.num_layers, run.config.model.hidden_size) == (12, 768)
+        assert run.config.data.objective == "masked"
+        assert run.config.optimizer == runs[0].config.optimizer
+        assert run.config.schedule == runs[0].config.schedule
+        assert run.config.batch == runs[0].config.batch
+
+
+def test_help_needs_no_torch(monkeypatch, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "compare_masked.yml" in capsys.readouterr().out
+    assert train  # the program that every run is for

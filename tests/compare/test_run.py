@@ -1,0 +1,145 @@
+"""A small comparison from its file to the table, through real worker processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_lite.metrics import read_metrics
+from tools.compare.__main__ import main
+
+WORDS = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A working folder with a comparison of two tiny models, two sizes and two seeds, on documents of two sources."""
+    folder = tmp_path_factory.mktemp("compare")
+    draw = random.Random(0)
+    lines = [
+        json.dumps({"text": " ".join(draw.choices(WORDS, k=30)), "meta": {"pile_set_name": "AB"[i % 2]}})
+        for i in range(120)
+    ]
+    (folder / "toy.jsonl").write_text("\n".join(lines) + "\n")
+    content = {
+        "name": "tiny",
+        "title": "Two tiny models",
+        "data": "toy.yml",
+        "seeds": [1, 2],
+        "sizes": {"small": {}, "large": {"model": {"hidden_size": 48, "num_heads": 2}}},
+        "models": {
+            "metala": {"label": "MetaLA", "config": {"model": {"mixers": ["metala"]}}},
+            "softmax": {"config": {"model": {"mixers": ["attention"]}}},
+        },
+        "equal_parameters": {"reference": "metala", "tolerance": 0.05, "multiple": 4},
+        "config": {
+            "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2},
+            "batch": {"sequence_length": 32, "micro_batch_size": 2, "global_batch_size": 2},
+            "optimizer": {"lr": 1e-2},
+            "schedule": {"train_steps": 12},
+            "precision": {"dtype": "fp32"},
+            "evaluation": {"interval": 4, "batches": 4, "sample_tokens": 0},
+            "logging": {"loss_by_source": True},
+        },
+    }
+    (folder / "tiny.yml").write_text(yaml.safe_dump(content))
+    data = {"corpus": "toy.jsonl", "tokenizer": {"type": "bytes"}, "validation_fraction": 0.2}
+    (folder / "toy.yml").write_text(yaml.safe_dump({"data": data}))
+    return folder
+
+
+def test_from_the_file_to_the_table(place: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(place)
+    words = ["tiny.yml", "--devices", "cpu", "--workers", "2"]
+    # A part first: what is complete is not trained again.
+    assert main([*words, "--sizes", "small", "--models", "softmax", "--seeds", "2"]) == 0
+    first = Path("runs/tiny/softmax-small-seed2/metrics.jsonl").read_text()
+    assert main(words) == 0
+    assert Path("runs/tiny/softmax-small-seed2/metrics.jsonl").read_text() == first
+    out = capsys.readouterr().out
+    folder = Path("runs/tiny")
+    for name in ("results.md", "results.json", "results.png", "scaling.png", "sources.png"):
+        assert (folder / name).stat().st_size > 500, name
+    results = json.loads((folder / "results.json").read_text())
+    assert len(results["runs"]) == 8
+    for run in results["runs"]:
+        # The numbers are those of the run's own metrics, read over the whole text at the end.
+        last = [line for line in read_metrics(folder / run["run"]) if line["kind"] == "validation"][-1]
+        assert run["final"]["loss"] == last["loss"] > 0
+        assert run["tokens"] == 12 * 2 * 32
+    losses = [r["final"]["loss"] for r in results["runs"] if (r["model"], r["size"]) == ("metala", "large")]
+    assert f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}" in out
+    pairs = {(r["model"], r["seed"]): r["final"]["loss"] for r in results["runs"] if r["size"] == "large"}
+    change = statistics.mean(pairs["softmax", seed] - pairs["metala", seed] for seed in (1, 2))
+    assert f"{change:+.4f} ± " in out
+    assert "Loss by source:" in out
+    # One worker trained several runs; each has a log of its own.
+    log = (folder / "metala-large-seed1" / "train.log").read_text()
+    assert "step 12/12" in log
+    assert "python train.py" in log
+
+
+def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(place)
+    words = [
+        "tiny.yml",
+        "--name",
+        "cut",
+        "--devices",
+        "cpu",
+        "--sizes",
+        "small",
+        "--seeds",
+        "1",
+        "--models",
+        "metala",
+        "evaluation.interval=0",
+    ]
+    run = Path("runs/cut/metala-small-seed1")
+    steps = 60
+
+    def interrupt() -> None:
+        while not (run / "metrics.jsonl").is_file() or len((run / "metrics.jsonl").read_text().splitlines()) < 4:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert main([*words, f"schedule.train_steps={steps}"]) == 1
+    captured = capsys.readouterr()
+    assert "1 of 1 runs are not complete: metala-small-seed1 at step" in captured.out
+    assert "stopped (SIGINT)" in captured.err
+    stopped = read_metrics(run)[-1]["step"]
+    assert 0 < stopped < steps
+    assert (run / "checkpoints" / f"step_{stopped:08d}").is_dir()
+    # Another number of steps under the same name is refused before anything starts.
+    assert main([*words, "schedule.train_steps=8"]) == 2
+    assert f"schedule.train_steps: {steps} there, 8 here" in capsys.readouterr().err
+    assert main([*words, f"schedule.train_steps={steps}", "--minutes", "0.0001"]) == 1
+    assert "the 0.0001 minutes are over" in capsys.readouterr().err
+    assert main([*words, f"schedule.train_steps={steps}"]) == 0
+    lines = [line["step"] for line in read_metrics(run) if line["kind"] == "train"]
+    assert lines == list(range(1, steps + 1))
+
+
+def test_a_run_that_fails_leaves_the_others_alone(place: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(place)
+    words = ["tiny.yml", "--name", "broken", "--devices", "cpu", "--sizes", "small", "--seeds", "1"]
+    runs = Path("runs/broken")
+    # A folder where the checkpoint should be a file's: the save of this run cannot succeed.
+    (runs / "metala-small-seed1").mkdir(parents=True)
+    (runs / "metala-small-seed1" / "checkpoints").write_text("in the way")
+    assert main(words) == 1
+    captured = capsys.readouterr()
+    assert "metala-small-seed1 failed:" in captured.err
+    assert "the whole log: runs/broken/metala-small-seed1/train.log" in captured.err
+    assert (runs / "softmax-small-seed1" / "summary.json").is_file()
+    assert "| softmax" in captured.out

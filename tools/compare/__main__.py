@@ -1,0 +1,188 @@
+"""Trains several models by one recipe, side by side, and compares them: `python -m tools.compare FILE.yml`."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tools.compare.plan import Comparison, Run
+
+EPILOG = """examples:
+  python -m tools.compare configs/experiments/compare_lm.yml --plan             what would be trained, nothing more
+  python -m tools.compare configs/experiments/compare_lm.yml                    all of it, on every GPU that there is
+  python -m tools.compare configs/experiments/compare_masked.yml --workers 3 --minutes 8
+  python -m tools.compare configs/experiments/compare_lm.yml --models metala,softmax --sizes small --seeds 1 \\
+    --name trial --devices cpu schedule.train_steps=50 batch.global_batch_size=4 batch.micro_batch_size=4
+  python -m tools.compare configs/experiments/compare_lm.yml --data data/c4.yml   another text
+
+Every run is one that `python train.py runs/NAME/RUN/run.yml` would do; its folder holds what a run's folder holds,
+and train.log. What was stopped (--minutes, Ctrl-C, a kill) goes on when the same command is given again. The table
+and the figures show what is complete: runs/NAME/results.md, results.json and *.png. docs/comparing.md has the details.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0 when all runs are complete, 1 when some are not, 2 for what cannot be run."""
+    options = _parser().parse_intermixed_args(arguments)
+    from megatron_lite.config import ConfigError
+    from tools.compare.plan import plan_runs, read_comparison
+
+    try:
+        comparison = read_comparison(options.file)
+        changes: dict[str, Any] = {"name": options.name, "data": options.data, "workers": options.workers}
+        changes["time_budget_minutes"] = options.minutes
+        comparison = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
+        runs = plan_runs(
+            comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
+        )
+        print(_plan_text(comparison, runs))
+        if options.plan:
+            return 0
+        failed = {} if options.table else _train(comparison, runs, options)
+        write_results(comparison, runs)
+        for name, text in failed.items():
+            print(f"\n{name} failed:\n{text}", file=sys.stderr)
+        return 0 if all(run.complete for run in runs) else 1
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
+    """Prints the tables, and writes them, the figures and every number of the complete runs beside the runs."""
+    from megatron_lite.checkpoint import versions
+    from tools.compare.figures import draw
+    from tools.compare.results import plan_table, progress_note, read_results, rows_of, tables
+
+    results = read_results(runs)
+    rows = rows_of(results)
+    note = progress_note(runs)
+    reference = comparison.equal_parameters and comparison.equal_parameters.reference
+    text = tables(rows, reference) if rows else "No run is complete yet.\n"
+    print("\n" + text + (f"\n{note}\n" if note else ""))
+    machine, date = _machine(), datetime.date.today().isoformat()
+    document = f"# {comparison.title}\n\n{machine}; {date}.\n\n{text}\n{note}\n\n## Trained\n\n{plan_table(runs)}"
+    content = {
+        "title": comparison.title,
+        "date": date,
+        "machine": machine,
+        "versions": versions(),
+        "command": ["python", "-m", "tools.compare", *sys.argv[1:]],
+        "runs": [
+            {
+                "run": result.run.name,
+                "model": result.run.model,
+                "size": result.run.size,
+                "seed": result.run.seed,
+                "parameters": result.run.parameters,
+                "body_parameters": result.run.body,
+                "tokens": result.tokens,
+                "step_seconds": round(result.seconds, 2),
+                "final": result.final,
+                "course": result.course,
+            }
+            for result in results
+        ],
+    }
+    comparison.folder.mkdir(parents=True, exist_ok=True)
+    _write(comparison.folder / "results.md", document)
+    _write(comparison.folder / "results.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    written = [comparison.folder / "results.md", comparison.folder / "results.json"]
+    if rows:
+        written += draw(results, rows, comparison.folder, comparison.title, reference)
+    print("\n".join(map(str, written)))
+
+
+def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> dict[str, str]:
+    from tools.compare.run import prepare, run_all
+
+    prepare(runs)
+    devices = _devices(options.devices or comparison.devices)
+    outcome = run_all(
+        runs,
+        devices=devices,
+        workers=comparison.workers,
+        minutes=comparison.time_budget_minutes,
+        progress=sys.stderr.isatty(),
+    )
+    if outcome.stopped:
+        print(f"stopped ({outcome.stopped}): the same command goes on from there", file=sys.stderr)
+    return outcome.failed
+
+
+def _plan_text(comparison: Comparison, runs: Sequence[Run]) -> str:
+    from tools.compare.results import plan_table
+
+    complete = sum(run.complete for run in runs)
+    words = f"{len(runs)} runs in {comparison.folder}" + (f", {complete} of them complete" if complete else "")
+    return f"{comparison.title}: {words}\n\n{plan_table(runs)}"
+
+
+def _devices(asked: Sequence[int | str] | None) -> list[str]:
+    """Names for CUDA_VISIBLE_DEVICES, or "cpu"."""
+    if asked:
+        return [str(device) for device in asked]
+    import torch
+
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return visible or [str(i) for i in range(torch.cuda.device_count())] or ["cpu"]
+
+
+def _machine() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        place = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    else:
+        place = f"{os.cpu_count()} processor cores"
+    return f"{place}, torch {torch.__version__}"
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.aside")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.compare",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, help="the comparison, such as configs/experiments/compare_lm.yml")
+    parser.add_argument("override", nargs="*", metavar="key.sub=value", help="values of every run, as for train.py")
+    parser.add_argument("--models", type=_words, default=[], metavar="A,B", help="only these")
+    parser.add_argument("--sizes", type=_words, default=[], metavar="A,B", help="only these")
+    parser.add_argument("--seeds", type=_numbers, default=[], metavar="1,2", help="default: the file's")
+    parser.add_argument("--data", metavar="FILE", help="a data file instead of the comparison's, as configs/data/*.yml")
+    parser.add_argument("--name", help="folder under runs/ (default: the file's)")
+    parser.add_argument("--devices", type=_words, default=[], metavar="0,1", help="GPUs, or cpu (default: all GPUs)")
+    parser.add_argument("--workers", type=int, metavar="N", help="runs at a time on each device")
+    parser.add_argument("--minutes", type=float, metavar="M", help="after so long every run saves and stops")
+    parser.add_argument("--plan", action="store_true", help="print what would be trained, with parameters; stop")
+    parser.add_argument("--table", action="store_true", help="no training: the table and figures of what is complete")
+    return parser
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in _words(text)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

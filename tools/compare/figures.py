@@ -1,0 +1,174 @@
+"""The figures of a comparison: what every model reached, how it got there, over sizes, and by source of the text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.compare.results import Result, Row
+from tools.plot import COLORS, STYLE
+
+
+def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path, title: str, reference: str | None) -> list[Path]:
+    """Writes results.png, and where they say something scaling.png and sources.png; returns what was written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    styles = _styles([row.model for row in rows])
+    with plt.rc_context(STYLE):
+        written = [_results(plt, results, rows, styles, folder / "results.png", title)]
+        if len({row.size for row in rows}) > 1:
+            written.append(_scaling(plt, rows, styles, folder / "scaling.png", title))
+        if len(styles) > 1 and any(len(_sources(row)) > 1 for row in rows):
+            written.append(_by_source(plt, rows, styles, folder / "sources.png", title, reference))
+    return written
+
+
+def _styles(models: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A colour a model, with another line and mark once the colours begin again."""
+    names = dict.fromkeys(models)
+    return {
+        name: {
+            "color": COLORS[i % len(COLORS)],
+            "ls": "-" if i < len(COLORS) else "--",
+            "marker": "o" if i < len(COLORS) else "s",
+        }
+        for i, name in enumerate(names)
+    }
+
+
+def _results(
+    plt: Any, results: Sequence[Result], rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str
+) -> Path:
+    """A column a size: seeds and mean of every model at the end, under it the course on the way."""
+    sizes = list(dict.fromkeys(row.size for row in rows))
+    masked = any("accuracy" in row.values for row in rows)
+    metric, scale = ("accuracy", 100.0) if masked else ("loss", 1.0)
+    words = "masked tokens found, %" if masked else "validation loss (nats a token)"
+    most = max(sum(row.size == size for row in rows) for size in sizes)
+    figure, axes = plt.subplots(
+        2,
+        len(sizes),
+        figsize=(2.0 + 4.4 * len(sizes), 3.6 + 0.28 * most),
+        height_ratios=[0.28 * most + 0.4, 3.0],
+        layout="constrained",
+        squeeze=False,
+    )
+    for column, size in enumerate(sizes):
+        here = sorted((row for row in rows if row.size == size), key=lambda row: row.mean("loss"))
+        top, below = axes[0, column], axes[1, column]
+        for place, row in enumerate(here):
+            color = styles[row.model]["color"]
+            values = [scale * value for value in row.values[metric].values()]
+            top.plot(values, [place] * len(values), ls="", marker="o", ms=4, mfc="none", color=color, alpha=0.7)
+            top.plot([scale * row.mean(metric)], [place], ls="", marker="|", ms=13, mew=2.2, color=color)
+        top.set_yticks(range(len(here)), [row.label for row in here])
+        top.set_ylim(len(here) - 0.4, -0.6)
+        top.grid(axis="y", visible=False)
+        top.set(xlabel=f"{words}; circles: seeds", title=size)
+        late = []
+        for row in here:
+            curve = _course(results, row, metric, scale)
+            if curve is None:
+                continue
+            tokens, low, mean, high = curve
+            style = styles[row.model]
+            below.plot(tokens, mean, color=style["color"], ls=style["ls"], label=row.label, lw=1.3)
+            below.fill_between(tokens, low, high, color=style["color"], alpha=0.15, lw=0)
+            late.append(mean[len(mean) // 3 :])
+        if late:
+            shown = np.concatenate(late)
+            margin = 0.08 * max(float(np.ptp(shown)), 1e-6)
+            below.set_ylim(shown.min() - margin, shown.max() + margin)
+        below.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M")
+        below.set(xlabel="tokens; on the way a part of the text is read", ylabel=words)
+    handles, labels = axes[1, 0].get_legend_handles_labels()
+    if handles:
+        axes[1, -1].legend(handles, labels, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+    figure.suptitle(title, fontsize=10.5)
+    return _save(plt, figure, out)
+
+
+def _course(results: Sequence[Result], row: Row, metric: str, scale: float) -> tuple[Any, Any, Any, Any] | None:
+    """Tokens, and lowest, mean and highest value over the seeds, at the validations that all of them have."""
+    runs = [r for r in results if (r.run.model, r.run.size) == (row.model, row.size) and r.final is not None]
+    points = [{int(line["tokens"]): scale * float(line[metric]) for line in r.course} for r in runs]
+    common = sorted(set.intersection(*(set(p) for p in points))) if points else []
+    if len(common) < 2:
+        return None
+    values = np.array([[p[t] for t in common] for p in points])
+    return np.array(common), values.min(0), values.mean(0), values.max(0)
+
+
+def _scaling(plt: Any, rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str) -> Path:
+    """Loss against parameters, mean and range over the seeds."""
+    figure, axes = plt.subplots(figsize=(6.6, 4.2), layout="constrained")
+    for model in dict.fromkeys(row.model for row in rows):
+        mine = sorted((row for row in rows if row.model == model), key=lambda row: row.body)
+        means = [row.mean("loss") for row in mine]
+        below = [mean - min(row.values["loss"].values()) for mean, row in zip(means, mine, strict=True)]
+        above = [max(row.values["loss"].values()) - mean for mean, row in zip(means, mine, strict=True)]
+        axes.errorbar(
+            [row.body for row in mine],
+            means,
+            yerr=[below, above],
+            label=mine[0].label,
+            ms=4,
+            lw=1.3,
+            elinewidth=0.8,
+            **styles[model],
+        )
+    axes.set_xscale("log")
+    ticks = sorted({row.body for row in rows if row.model == rows[0].model})
+    axes.set_xticks(ticks, [f"{tick / 1e6:.3g} M" for tick in ticks])
+    axes.minorticks_off()
+    axes.set(xlabel="parameters without embeddings", ylabel="validation loss (nats a token)", title=title)
+    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+    return _save(plt, figure, out)
+
+
+def _by_source(
+    plt: Any, rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str, reference: str | None
+) -> Path:
+    """Loss of every source less the reference's, for the largest size; bars are standard errors over the seeds."""
+    largest = max(rows, key=lambda row: row.body).size
+    here = [row for row in rows if row.size == largest]
+    base = next((row for row in here if row.model == reference), here[0])
+    sources = [metric for metric in _sources(base) if all(metric in row.values for row in here)]
+    others = [row for row in here if row is not base]
+    figure, axes = plt.subplots(figsize=(7.2, 1.2 + 0.62 * len(sources)), layout="constrained")
+    for number, row in enumerate(others):
+        offset = 0.7 * ((number + 0.5) / len(others) - 0.5)
+        pairs = [row.less(base, metric) for metric in sources]
+        axes.errorbar(
+            [mean for mean, _ in pairs],
+            [place + offset for place in range(len(sources))],
+            xerr=[0.0 if math.isnan(error) else error for _, error in pairs],
+            ms=4,
+            elinewidth=0.9,
+            label=row.label,
+            **{**styles[row.model], "ls": ""},
+        )
+    axes.axvline(0, color="#555555", lw=1)
+    axes.set_yticks(range(len(sources)), [metric.removeprefix("loss/") for metric in sources])
+    axes.set_ylim(len(sources) - 0.4, -0.6)
+    axes.set(xlabel=f"loss less that of {base.label} (nats a token)", title=f"{title}{largest and f', {largest}'}")
+    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+    return _save(plt, figure, out)
+
+
+def _sources(row: Row) -> list[str]:
+    return [metric for metric in row.values if metric.startswith("loss/")]
+
+
+def _save(plt: Any, figure: Any, out: Path) -> Path:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+    plt.close(figure)
+    return out

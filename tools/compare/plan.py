@@ -1,0 +1,242 @@
+"""From a comparison's YAML file to the configurations of its runs: every model in every size with every seed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_lite.config import ConfigError, load_config
+from megatron_lite.config_files import CONFIGS, Sources, parse_yaml, read_sources
+from megatron_lite.config_schema import Config
+from models.config import ModelConfig
+from models.lm import count_parameters
+from tools.compare.width import equal_width
+from tools.vocabulary import vocabulary_override
+
+Tree = dict[str, Any]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ComparedModel(_Part):
+    """A model: what tables call it, and what its configuration has of its own."""
+
+    label: str | None = None
+    files: tuple[str, ...] = ()
+    config: Tree = {}
+
+
+class EqualParameters(_Part):
+    """The MLP's width of every model is solved for as many parameters as the reference has, embeddings left out."""
+
+    reference: str
+    tolerance: float = Field(default=0.01, gt=0, lt=1)
+    multiple: int = Field(default=16, ge=1)
+
+
+class Comparison(_Part):
+    """A comparison's file. Configurations are laid over one another in the order `files`, `data`, the model's files,
+    `config`, the size, the model's `config`, the values of the command line."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
+    title: str
+    files: tuple[str, ...] = ()
+    data: str | None = None
+    config: Tree = {}
+    sizes: dict[str, Tree] = {"": {}}
+    seeds: tuple[int, ...] = Field(min_length=1)
+    models: dict[str, ComparedModel] = Field(min_length=1)
+    equal_parameters: EqualParameters | None = None
+    workers: int = Field(default=1, ge=1)
+    devices: tuple[int | str, ...] | None = None
+    time_budget_minutes: float | None = Field(default=None, gt=0)
+
+    @property
+    def folder(self) -> Path:
+        """Where its runs, tables and figures lie."""
+        return Path("runs") / self.name
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a comparison.
+
+    Attributes:
+        text: its configuration file, which `python train.py` reads.
+        parameters: of the model; body: of them without the embeddings.
+    """
+
+    model: str
+    label: str
+    size: str
+    seed: int
+    folder: Path
+    text: str
+    config: Config[ModelConfig]
+    parameters: int
+    body: int
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def file(self) -> Path:
+        """Where `text` is written."""
+        return self.folder / "run.yml"
+
+    @property
+    def complete(self) -> bool:
+        """Whether it was trained and validated to its end."""
+        return (self.folder / "summary.json").is_file()
+
+
+def read_comparison(path: Path) -> Comparison:
+    """Reads a comparison's file. Raises ValueError naming the key, or OSError."""
+    read = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    if read.problems:
+        raise ConfigError(read.problems)
+    try:
+        found = Comparison.model_validate(read.tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path}: {key} = {first['input']!r}: {first['msg']}") from None
+    reference = found.equal_parameters and found.equal_parameters.reference
+    if reference is not None and reference not in found.models:
+        raise ValueError(
+            f"{path}: equal_parameters.reference = {reference}: no model of this file; there are {', '.join(found.models)}"
+        )
+    return found
+
+
+def plan_runs(
+    comparison: Comparison,
+    *,
+    overrides: Sequence[str] = (),
+    models: Sequence[str] = (),
+    sizes: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+) -> list[Run]:
+    """The runs of a comparison, or those of some of its models, sizes and seeds; seed by seed, so that what is cut
+    short has every model.
+
+    Raises:
+        ValueError: an unknown model or size, or no width that gives equal parameters.
+        ConfigError: a configuration that cannot run.
+    """
+    models = _chosen("models", models, list(comparison.models))
+    sizes = _chosen("sizes", sizes, list(comparison.sizes))
+    names = dict.fromkeys((size, model) for size in sizes for model in models)
+    cells = {(size, model): _cell(comparison, size, model, overrides) for size, model in names}
+    equal = comparison.equal_parameters
+    if equal is not None:
+        for size in sizes:
+            model = equal.reference
+            reference = cells.get((size, model)) or _cell(comparison, size, model, overrides)
+            for name in models:
+                if name != equal.reference:
+                    cells[size, name] = _widened(cells[size, name], reference, equal)
+    return [
+        _run(comparison, size, model, seed, *cells[size, model])
+        for size, seed, model in itertools.product(sizes, seeds or comparison.seeds, models)
+    ]
+
+
+def differing_keys(one: str, other: str) -> Iterator[str]:
+    """The keys that two run files give different values, as "key: ONE there, OTHER here"."""
+    flat_one, flat_other = (dict(_flat(yaml.safe_load(text))) for text in (one, other))
+    for key in {**flat_one, **flat_other}:
+        if flat_one.get(key) != flat_other.get(key):
+            yield f"{key}: {flat_one.get(key)} there, {flat_other.get(key)} here"
+
+
+_Cell = tuple[list[str], Tree, Config[ModelConfig]]
+
+
+def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]) -> _Cell:
+    """The included files of a model in a size, what is laid over them, and the configuration that they make."""
+    model = comparison.models[name]
+    data = () if comparison.data is None else (comparison.data,)
+    files = [_found(file) for file in (*comparison.files, *data, *model.files)]
+    merged = Sources()
+    for tree in (comparison.config, comparison.sizes[size], model.config, read_sources((), overrides).tree):
+        for key, value in tree.items():
+            merged.set((key,), value, "")
+    merged.problems.extend(read_sources((), overrides).problems)
+    if merged.problems:
+        raise ConfigError(merged.problems)
+    for word in vocabulary_override(files, _words(merged.tree)):
+        merged.set(("model", "vocab_size"), int(word.partition("=")[2]), "")
+    return files, merged.tree, _load(files, merged.tree)
+
+
+def _widened(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
+    files, tree, config = cell
+    width = equal_width(config.model, _body(reference[2].model), multiple=equal.multiple, tolerance=equal.tolerance)
+    merged = Sources(tree=json.loads(json.dumps(tree)))
+    merged.set(("model", "intermediate_size"), width, "")
+    return files, merged.tree, config.model_copy(update={"model": replace(config.model, intermediate_size=width)})
+
+
+def _run(
+    comparison: Comparison, size: str, model: str, seed: int, files: list[str], tree: Tree, config: Config[ModelConfig]
+) -> Run:
+    name = "-".join(filter(None, (model, size, f"seed{seed}")))
+    folder = comparison.folder / name
+    own = {**tree, "run": {**tree.get("run", {}), "name": name, "directory": str(folder), "seed": seed}}
+    text = yaml.safe_dump({"include": files, **own}, sort_keys=False, allow_unicode=True)
+    return Run(
+        model,
+        comparison.models[model].label or model,
+        size,
+        seed,
+        folder,
+        text,
+        config,
+        count_parameters(config.model),
+        _body(config.model),
+    )
+
+
+def _load(files: Sequence[str], tree: Tree) -> Config[ModelConfig]:
+    return load_config(files, _words(tree), model_type=ModelConfig, world_size=1)
+
+
+def _words(tree: Tree) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in tree.items()]
+
+
+def _found(file: str) -> str:
+    """A name relative to configs/ as it is, one of the working folder as an absolute path."""
+    return file if (CONFIGS / file).is_file() or not Path(file).is_file() else str(Path(file).resolve())
+
+
+def _body(config: ModelConfig) -> int:
+    """Parameters without embedding and output projection."""
+    tables = 1 if config.tie_embeddings else 2
+    return count_parameters(config) - tables * config.vocab_size * config.hidden_size
+
+
+def _chosen(what: str, asked: Sequence[str], known: list[str]) -> list[str]:
+    for name in asked:
+        if name not in known:
+            raise ValueError(f"--{what} {name}: the comparison has {', '.join(filter(None, known)) or 'one size'}")
+    return [name for name in known if name in asked] if asked else known
+
+
+def _flat(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in (tree or {}).items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

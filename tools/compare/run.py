@@ -1,0 +1,215 @@
+"""Trains the runs of a comparison side by side: worker processes on every device, one progress bar over all steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron_lite.metrics import FILE_NAME
+from tools.compare.plan import Run, differing_keys
+
+_ROOT = Path(__file__).parents[2]
+# A checkpoint of a large model takes a while to write.
+_SECONDS_TO_SAVE = 180.0
+
+
+@dataclass
+class Outcome:
+    """How the runs ended: names of those that failed, with the end of their log; and whether all were given time."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    stopped: str = ""
+
+
+def prepare(runs: Sequence[Run]) -> None:
+    """Writes the file of every run, and prepares their corpora once, before several processes ask for them.
+
+    Raises ValueError where a run was begun with other values, and as `tools.load_model.prepared_data`.
+    """
+    from tools.load_model import prepared_data
+
+    for run in runs:
+        if run.file.is_file() and (kept := run.file.read_text(encoding="utf-8")) != run.text:
+            begun = run.complete or (run.folder / FILE_NAME).is_file()
+            if begun:
+                differing = list(differing_keys(kept, run.text))
+                raise ValueError(
+                    f"{run.folder} was begun with other values ({'; '.join(differing[:3])}). Give the comparison another "
+                    "--name, or remove the folder"
+                )
+    for run in runs:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        aside = run.file.with_name(".run.yml.aside")
+        aside.write_text(run.text, encoding="utf-8")
+        os.replace(aside, run.file)
+    data = {run.config.data.model_dump_json(): run for run in runs}
+    for run in data.values():
+        prepared_data(run.config.data, run.config.model.vocab_size)
+
+
+def run_all(
+    runs: Sequence[Run],
+    *,
+    devices: Sequence[str],
+    workers: int = 1,
+    minutes: float | None = None,
+    progress: bool = True,
+) -> Outcome:
+    """Trains what is not complete.
+
+    Args:
+        devices: "cpu", or numbers of GPUs. workers: processes on each.
+        minutes: after them every run saves and stops; the same call goes on from there.
+
+    A run that fails is noted and the others go on. SIGINT and SIGTERM save and stop.
+    """
+    outcome = Outcome()
+    waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
+    left = [run for run in runs if not run.complete]
+    for run in left:
+        waiting.put(run)
+    stop = threading.Event()
+    slots = [_Slot(device, stop) for _ in range(workers) for device in devices][: len(left)]
+    threads_each = max(1, (os.cpu_count() or 1) // max(1, len(slots)))
+
+    def serve(slot: _Slot) -> None:
+        while not stop.is_set():
+            try:
+                run = waiting.get_nowait()
+            except queue.Empty:
+                break
+            status = slot.train(run, threads_each)
+            if not run.complete and not stop.is_set():
+                outcome.failed[run.name] = _end_of_log(run, status)
+                tqdm.write(f"{run.name} failed: {outcome.failed[run.name].splitlines()[-1]}", file=sys.stderr)
+        slot.close()
+
+    def interrupted(number: int, _frame: object) -> None:
+        outcome.stopped = signal.Signals(number).name
+        stop.set()
+
+    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = [threading.Thread(target=serve, args=(slot,), daemon=True) for slot in slots]
+    started = time.monotonic()
+    total = sum(run.config.schedule.train_steps for run in runs)
+    try:
+        with tqdm(
+            total=total, unit="step", desc="compare", disable=not progress, dynamic_ncols=True, smoothing=0.05
+        ) as bar:
+            bar.update(_show(bar, runs, waiting.qsize))
+            bar.initial = bar.n
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads):
+                if minutes is not None and time.monotonic() - started > 60 * minutes and not stop.is_set():
+                    outcome.stopped = f"the {minutes:g} minutes are over"
+                    stop.set()
+                if stop.wait(0.5):
+                    break
+                bar.update(_show(bar, runs, waiting.qsize) - bar.n)
+            for slot in slots if stop.is_set() else ():
+                slot.interrupt()
+            for thread in threads:
+                thread.join(_SECONDS_TO_SAVE)
+            bar.update(_show(bar, runs, waiting.qsize) - bar.n)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for slot in slots:
+            slot.kill()
+    return outcome
+
+
+class _Slot:
+    """A place on a device, with its worker process."""
+
+    def __init__(self, device: str, stop: threading.Event) -> None:
+        self.device, self._stop = device, stop
+        self._process: subprocess.Popen[str] | None = None
+
+    def train(self, run: Run, threads: int) -> int:
+        """Trains one run and returns its exit status; a worker that died is replaced before the next."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start(threads)
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(f"{run.file}\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        return int(answer) if answer else process.wait()
+
+    def interrupt(self) -> None:
+        """The run that is under way saves and ends."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def close(self) -> None:
+        """No more runs: the worker ends."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """Ends the worker if it has not ended by itself."""
+        if self._process is None:
+            return
+        self.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self, threads: int) -> subprocess.Popen[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        environment |= {"CUDA_VISIBLE_DEVICES": "" if self.device == "cpu" else self.device}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        return subprocess.Popen(
+            [sys.executable, "-m", "tools.compare.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which tells the others
+        )
+
+
+def steps_done(run: Run) -> int:
+    """Steps in the run's metrics."""
+    file = run.folder / FILE_NAME
+    if not file.is_file():
+        return 0
+    with file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - 65536))
+        for line in reversed(lines.read().split(b"\n")):
+            try:
+                return int(json.loads(line)["step"])
+            except (ValueError, KeyError, TypeError):
+                continue
+    return 0
+
+
+def _show(bar: tqdm, runs: Sequence[Run], waiting: Callable[[], int]) -> int:
+    complete = sum(run.complete for run in runs)
+    bar.set_postfix_str(f"{complete} of {len(runs)} runs complete, {waiting()} waiting", refresh=False)
+    return sum(steps_done(run) for run in runs)
+
+
+def _end_of_log(run: Run, status: int) -> str:
+    log = run.folder / "train.log"
+    text = log.read_text(encoding="utf-8", errors="replace").rstrip() if log.is_file() else ""
+    return "\n".join([*text.splitlines()[-8:], f"exit status {status}; the whole log: {log}"])
