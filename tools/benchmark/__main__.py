@@ -4,6 +4,8 @@ python -m tools.benchmark kernels     # LION and MetaLA's epilogue against softm
 python -m tools.benchmark choice      # LION's two kernels over length and memory of the decays: what "auto" rests on; CUDA
 python -m tools.benchmark mixers      # every mixer at one model shape, forward and backward; CUDA or CPU
 python -m tools.benchmark layouts --gpus 4   # one model by data, tensor, pipeline and context parallelism; CUDA
+python -m tools.benchmark train       # whole training steps beside flash-linear-attention's models and Llama; CUDA or CPU
+python -m tools.benchmark profile     # where a training step's time goes, by part and by kernel; CUDA or CPU
 python -m tools.benchmark decode      # tokens a second over context, beside Hugging Face's Llama with its cache; CUDA or CPU
 python -m tools.benchmark masked      # training steps of LION's masked models beside BERT's, by length; CUDA or CPU
 python -m tools.benchmark mixers --hidden 64 --heads 4 --length 128 --batch 2      # a small shape, on a CPU in a minute
@@ -21,6 +23,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .training import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("choice", "LION's tile and chunk kernel over length and memory"),
         ("mixers", "every mixer at one model shape"),
         ("layouts", "training speed of one model in each kind of parallelism, beside one GPU"),
+        ("train", "training steps beside flash-linear-attention's GLA, HGRN2, RetNet and Hugging Face's Llama"),
+        ("profile", "the training step by part and by kernel"),
         ("masked", "training steps of LION's masked models beside softmax BERT's, in BERT's shapes"),
         ("decode", "decoding speed and memory over context, beside Hugging Face's Llama of the same shape"),
     ):
@@ -50,6 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             command.add_argument("--steps", type=int, default=4, help="timed steps of a layout (%(default)s)")
             command.add_argument("--only", default="", metavar="TEXT", help="layouts whose name holds this")
+        if name == "train":
+            _train_arguments(command)
+        if name == "profile":
+            command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
+            command.add_argument("--shape", default="2048x8", metavar="LENGTHxBATCH", help="(%(default)s)")
+            command.add_argument("--steps", type=int, default=3, help="profiled steps (%(default)s)")
+            command.add_argument("--top", type=int, default=25, help="kernels in the table (%(default)s)")
+            command.add_argument("--trace", action="store_true", help="also keep the trace, for ui.perfetto.dev")
+            command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
+            command.add_argument("override", nargs="*", metavar="key=value", help="of the configuration")
         if name == "masked":
             command.add_argument("--size", default="large", help="base or large (%(default)s)")
             command.add_argument(
@@ -80,9 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 help="flash-linear-attention's kernels in their first configuration; tuning takes a minute or two a mixer",
             )
             command.add_argument("--only", nargs="+", metavar="MIXER", help="these mixers and attention alone")
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Ahead of the options, one of which would take them for more of its own values.
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    options = parser.parse_args([*words[:1], *overrides, *(word for word in words[1:] if word not in overrides)])
     # After the arguments, so that --help does not wait for torch.
-    from . import decode, kernels, layouts, masked, mixers
+    from . import decode, kernels, layouts, masked, mixers, profile, training
 
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -103,6 +124,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif options.command == "masked":
             shapes = [_shape(word) for word in options.shapes]
             masked.run(options.output, options.size, shapes, options.steps, options.rounds, options.override)
+        elif options.command == "train":
+            training.run(options.output, _training_plan(options))
+        elif options.command == "profile":
+            profile.run(
+                options.output,
+                options.config,
+                options.override,
+                *_shape(options.shape, "--shape"),
+                steps=options.steps,
+                top=options.top,
+                trace=options.trace,
+                device=options.device,
+            )
         elif options.command == "decode":
             decode.run(
                 options.output,
@@ -121,10 +155,86 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"tools.benchmark: {error}")
 
 
-def _shape(word: str) -> tuple[int, int]:
+def _train_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--config",
+        type=Path,
+        default=Path("configs/metala_1.4b.yml"),
+        help="the project's model, whose size the peers get (%(default)s)",
+    )
+    command.add_argument(
+        "--shapes", nargs="+", metavar="LENGTHxBATCH", help="(default: 2048x8 16384x1, or those of --lengths)"
+    )
+    command.add_argument(
+        "--lengths", nargs="+", type=int, metavar="LENGTH", help="at a constant number of tokens a step"
+    )
+    command.add_argument(
+        "--tokens", type=int, metavar="NUMBER", help="a step of --lengths (default: those of the longest)"
+    )
+    command.add_argument("--subjects", nargs="+", metavar="NAME", help="(default: all; an unknown name lists them)")
+    command.add_argument(
+        "--peer-precision",
+        nargs="+",
+        default=["bf16"],
+        choices=["bf16", "mixed"],
+        help="weights, gradients and moments in bf16, or all in float32 with products in bf16 (%(default)s)",
+    )
+    command.add_argument(
+        "--peer-loss",
+        default="linear",
+        choices=["linear", "logits"],
+        help="flash-linear-attention's cross entropy: fused with the projection, or over whole logits (%(default)s)",
+    )
+    command.add_argument("--steps", type=int, default=10, help="timed steps of a shape (%(default)s)")
+    command.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="for one subject (%(default)s)")
+    command.add_argument("--cold", action="store_true", help="also the first step of each with empty kernel caches")
+    command.add_argument(
+        "--no-tuning", action="store_true", help="Triton's kernels in their first configuration, for all"
+    )
+    command.add_argument("--peak", type=float, metavar="TFLOPS", help="for MFU (default: a matrix product's, measured)")
+    command.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="(%(default)s)")
+    command.add_argument("--resume", action="store_true", help="go on where train.jsonl in --output ends")
+    command.add_argument("override", nargs="*", metavar="key=value", help="of the configuration")
+
+
+def _training_plan(options: argparse.Namespace) -> Plan:
+    import torch
+
+    from .training import Plan
+    from .training_subjects import SUBJECTS
+
+    shapes = [_shape(word) for word in options.shapes or []]
+    lengths = options.lengths or []
+    tokens = options.tokens or max(lengths, default=0)
+    for length in lengths:
+        if not 0 < length <= tokens or tokens % length:
+            raise ValueError(f"--lengths {length}: must divide --tokens {tokens}")
+        shapes.append((length, tokens // length))
+    shapes = shapes or [(2048, 8), (16384, 1)]
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Plan(
+        config=options.config,
+        overrides=tuple(options.override),
+        shapes=tuple(dict.fromkeys(shapes)),
+        subjects=tuple(options.subjects or SUBJECTS),
+        precisions=tuple(options.peer_precision),
+        peer_loss=options.peer_loss,
+        steps=options.steps,
+        limit=options.limit,
+        cold=options.cold,
+        tuned=not options.no_tuning,
+        peak=options.peak and 1e12 * options.peak,
+        device=device,
+        resume=options.resume,
+    )
+
+
+def _shape(word: str, option: str = "--shapes") -> tuple[int, int]:
     length, _, batch = word.partition("x")
     if not (length.isdecimal() and batch.isdecimal() and int(length) and int(batch)):
-        raise ValueError(f"--shapes {word}: LENGTHxBATCH is allowed, for example 128x32")
+        raise ValueError(f"{option} {word}: LENGTHxBATCH is allowed, for example 128x32")
     return int(length), int(batch)
 
 

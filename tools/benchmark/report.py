@@ -37,7 +37,10 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def plot_lines(path: Path, rows: Sequence[Mapping[str, Any]], panels: Mapping[str, str], title: str) -> None:
     """One panel for each column in `panels` (its words: the axis) against length, one line a method; None is left out."""
     plt = _pyplot()
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), constrained_layout=True)
+    figure, grid = plt.subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 4.2), constrained_layout=True, squeeze=False
+    )
+    axes = grid[0]
     for method in dict.fromkeys(row["method"] for row in rows):
         for axis, column in zip(axes, panels, strict=True):
             points = [

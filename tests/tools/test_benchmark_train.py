@@ -1,0 +1,217 @@
+"""The training benchmark with its subjects in processes of their own, and the profile of a step, on a CPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.benchmark.__main__ import main
+from tools.benchmark.profile import Piece, by_kernel, by_part
+from tools.benchmark.profile_parts import part_of
+
+TINY = [
+    "model.num_layers=1",
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "model.intermediate_size=64",
+    "model.vocab_size=256",
+    "precision.dtype=fp32",
+]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.open(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that is ended by SIGTERM after its first subject, and what it printed."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    words = ["train", "--output", str(folder), "--subjects", "metalion", "llama", "--steps", "2"]
+    # The second shape does not fit into the address space that the process is given.
+    words += ["--shapes", "16x2", "16x400000000", "32x1", *TINY]
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30)); "
+    limit += "sys.argv[0] = 'benchmark'; runpy.run_module('tools.benchmark', run_name='__main__')"
+    process = subprocess.Popen([sys.executable, "-c", limit, *words], stdout=subprocess.PIPE, text=True)
+    record = folder / "train.jsonl"
+    end = time.monotonic() + 120
+    while not (record.exists() and record.read_text(encoding="utf-8").count('"row"') >= 3):
+        assert process.poll() is None, "ended too early"
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return folder, out
+
+
+def test_what_was_measured_before_a_signal_is_kept(interrupted: tuple[Path, str]) -> None:
+    folder, out = interrupted
+    rows = read(folder / "train.csv")
+    assert [(row["method"], row["length"]) for row in rows[:2]] == [("metalion", "16"), ("metalion", "16")]
+    assert float(rows[0]["tokens/s"]) == pytest.approx(32 / float(rows[0]["step s"]))
+    assert 0 < float(rows[0]["MFU"]) < 1
+    assert 0.5 < float(rows[0]["to first step s"]) < 60
+    assert float(rows[0]["first loss"]) == pytest.approx(5.545, abs=0.6)  # ln 256
+    assert rows[0]["keeps"] == "float32 master weights, float32 moments"
+    assert "16 | 2 |" in out
+
+
+def test_a_shape_that_does_not_fit_is_a_row(interrupted: tuple[Path, str]) -> None:
+    folder, out = interrupted
+    rows = read(folder / "train.csv")
+    assert rows[1]["batch"] == "400000000"
+    assert rows[1]["error"] == "out of memory"
+    assert rows[1]["tokens/s"] == ""
+    assert "| metalion | 16 | 400,000,000 | out of memory | - |" in out
+    assert float(rows[2]["tokens/s"]) > 0  # and the next one is measured
+
+
+def test_resumed_beside_its_peers(interrupted: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = interrupted
+    before = [line for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines() if '"row"' in line]
+    words = ["train", "--output", str(folder), "--steps", "2", "--shapes", "16x2", "--resume", *TINY]
+    with pytest.raises(SystemExit, match=r"--resume: .*train.jsonl was measured with .*num_layers=1.*ask for the same"):
+        main([*words, "model.norm=rmsnorm", "--subjects", "metalion"])
+    main([*words, "--subjects", "metalion", "llama", "gla"])
+    lines = [line for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines() if '"row"' in line]
+    assert lines[: len(before)] == before
+    assert [json.loads(line)["row"]["method"] for line in lines[len(before) :]] == ["llama", "gla"]
+    rows = {row["method"]: row for row in read(folder / "train.csv")}
+    assert rows["gla"]["error"].startswith("not here: ")
+    ratio = float(rows["llama"]["metalion / it, tokens/s"])
+    assert ratio == pytest.approx(float(rows["metalion"]["tokens/s"]) / float(rows["llama"]["tokens/s"]))
+    assert rows["llama"]["keeps"] == "float32 weights, float32 moments"
+    # 6 FLOPs a parameter and token, but for the embedding's; attention's causal half.
+    parameters = int(rows["llama"]["parameters"])
+    flops = json.loads(lines[-2])["row"]["flops a token"]
+    assert flops == 6 * (parameters - 256 * 32) + 6 * 32 * 16
+    assert (folder / "train.png").stat().st_size > 5_000
+    out = capsys.readouterr().out
+    assert "llama: 0.0 M parameters; kept between steps: float32 weights, float32 moments" in out
+
+
+def test_a_subject_over_its_limit_leaves_the_others(tmp_path: Path) -> None:
+    words = ["train", "--output", str(tmp_path), "--subjects", "metalion", "--steps", "1000000", "--limit", "5"]
+    main([*words, "--shapes", "16x2", "8x2", *TINY])
+    assert [row["error"] for row in read(tmp_path / "train.csv")] == ["over 5 s", "over 5 s"]
+
+
+def test_errors_name_the_value(tmp_path: Path) -> None:
+    common = ["train", "--output", str(tmp_path)]
+    with pytest.raises(SystemExit, match="--subjects mambo: known are metalion, gla, hgrn2, retnet, llama, llama-comp"):
+        main([*common, "--subjects", "mambo"])
+    with pytest.raises(SystemExit, match="--lengths 3000: must divide --tokens 4096"):
+        main([*common, "--lengths", "3000", "4096"])
+    with pytest.raises(SystemExit, match="num_heads = 5 does not divide"):
+        main([*common, "model.num_heads=5"])
+    with pytest.raises(SystemExit, match="--shape 2048: LENGTHxBATCH"):
+        main(["profile", "--output", str(tmp_path), "--shape", "2048"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile", "--output", str(tmp_path), "--steps", "2", "--trace", "--shape", "64x2", *TINY]
+    main([*words, "model.num_layers=2", "model.hidden_size=64"])
+    parts = {row["part"]: row for row in read(tmp_path / "profile_parts.csv")}
+    whole = float(parts.pop("whole step")["ms a step"])
+    assert sum(float(row["ms a step"]) for row in parts.values()) == pytest.approx(whole, rel=0.02)
+    expected = {"matrix products", "recurrence", "convolution", "norms", "cross entropy", "optimizer"}
+    assert expected | {"mixer, elementwise", "MLP, elementwise"} <= set(parts)
+    kernels = read(tmp_path / "profile_kernels.csv")
+    products = [row for row in kernels if row["kernel"] in ("aten::mm", "aten::addmm")]
+    # Of 2 layers: 5 products of the mixer and 3 of the MLP forward, twice as many backward, 3 of the head.
+    assert sum(int(row["launches"]) for row in products) == 2 * 8 * 3 + 3
+    assert {row["part"] for row in products} == {"matrix products"}
+    assert 0 < float(products[0]["TFLOP/s"]) < 10
+    assert (tmp_path / "profile.json.gz").stat().st_size > 1_000
+    assert (tmp_path / "profile.png").stat().st_size > 5_000
+    assert "| gap |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "operators", "module", "part"),
+    [
+        (
+            "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT",
+            ("aten::mm", "aten::linear"),
+            "block.mlp.up_proj",
+            "matrix products",
+        ),
+        ("nvjet_hsh_64x8", ("aten::mm", "_CrossEntropySum"), "head", "matrix products"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4>",
+            ("aten::exp_", "_CrossEntropySum"),
+            "head",
+            "cross entropy",
+        ),
+        ("chunk_gla_fwd_kernel_o", ("ChunkGLAFunction",), "block.mixer", "recurrence"),
+        ("_backward", ("_ConvolutionBackward", "autograd::engine::evaluate_function: x"), "", "convolution"),
+        ("_backward", ("_EpilogueBackward", "autograd::engine::evaluate_function: x"), "", "epilogue"),
+        ("Memcpy DtoD (Device -> Device)", ("aten::copy_", "aten::to"), "block.mixer", "copies and casts"),
+        ("vectorized_elementwise_kernel", ("aten::mul", "x"), "block.mlp", "MLP, elementwise"),
+        ("multi_tensor_apply_kernel", ("aten::_fused_adamw_", "Optimizer.step#AdamW.step"), "", "optimizer"),
+        ("vectorized_elementwise_kernel", ("aten::mul_",), "", "around the model"),
+        ("vectorized_elementwise_kernel", ("aten::mul", "block.norm1"), "block.norm1", "norms"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", (), "", "communication"),
+        ("triton_poi_fused_mul_silu_0", ("CompiledFunction",), "block", "fused by torch.compile"),
+        ("vectorized_elementwise_kernel", ("aten::add",), "block", "other"),
+    ],
+)
+def test_every_kernel_has_its_part(kernel: str, operators: tuple[str, ...], module: str, part: str) -> None:
+    assert part_of(kernel, operators, module) == part
+
+
+def test_rates_follow_from_the_shapes() -> None:
+    product = Piece("gemm", ("aten::mm",), "block.mlp", 100.0, 2e9, None)
+    copy = Piece("copy", ("aten::copy_",), "block.mlp", 50.0, None, 1e8)
+    kernels = by_kernel([product, product, copy, copy], steps=2, whole=1.0)
+    assert [row["kernel"] for row in kernels] == ["gemm", "copy"]
+    assert kernels[0]["TFLOP/s"] == pytest.approx(20)
+    assert kernels[1]["GB/s"] == pytest.approx(2000)
+    parts = by_part([product, product, copy, copy], 2, 1.0, 0.85)
+    assert [row["part"] for row in parts] == ["matrix products", "copies and casts", "gap", "whole step"]
+    assert [row["share"] for row in parts] == pytest.approx([0.1, 0.05, 0.85, 1.0])
+
+
+def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
+    words = [
+        "train",
+        "--output",
+        str(tmp_path),
+        "--subjects",
+        "metalion",
+        "--steps",
+        "1000000",
+        "--shapes",
+        "16x2",
+        *TINY,
+    ]
+    parent = subprocess.Popen([sys.executable, "-m", "tools.benchmark", *words], stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not _children(parent.pid) or not (tmp_path / "train.log").exists():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    time.sleep(1.0)
+    (child,) = _children(parent.pid)
+    parent.kill()
+    parent.wait()
+    while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            pytest.fail("the worker goes on without its parent")
+        time.sleep(0.1)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]

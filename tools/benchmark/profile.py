@@ -1,0 +1,285 @@
+"""Where a training step's time goes: the trainer's own step under torch.profiler, by part and by kernel.
+
+On CUDA the time is that of kernels on the device, on a CPU that of operators without what they call. The step's own time
+is measured without the profiler; what no kernel covers is given as the gap: the device waits for the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from .profile_parts import PARTS, part_of
+from .report import machine, plot_bars, table, write_csv
+from .training_subjects import own_batch, own_config, own_engine
+
+WARM_UP, TIMED = 3, 5
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One kernel (on a CPU: one operator) that ran once.
+
+    Attributes:
+        name: of the kernel; operators: what started it, innermost first; place: the module whose forward or backward
+            pass it belongs to, as "mixer.conv" or "" for none.
+        flops, bytes: None where they do not follow from the shapes; a lower bound of the bytes.
+    """
+
+    name: str
+    operators: tuple[str, ...]
+    place: str
+    microseconds: float
+    flops: float | None
+    bytes: float | None
+
+
+def run(
+    output: Path,
+    config_file: Path,
+    overrides: Sequence[str],
+    length: int,
+    batch: int,
+    *,
+    steps: int,
+    top: int,
+    trace: bool,
+    device: str,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Prints both tables; writes profile_parts.csv, profile_kernels.csv, profile.png and, asked for, profile.json.gz.
+
+    ValueError for a configuration that cannot run.
+    """
+    from megatron_lite.engine import faster_dtype
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    config = own_config(str(config_file), overrides, length, batch)
+    dtype = config.precision.dtype
+    if dtype == "auto":
+        dtype = faster_dtype(place, config.model.hidden_size, length * batch)
+    engine = own_engine(config, place, dtype)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.model.vocab_size, (batch, length + 1), generator=generator)
+
+    def step() -> float:
+        begin = time.perf_counter()
+        engine.train_step([own_batch(tokens)], lr=1e-5)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    with tqdm(total=WARM_UP + TIMED + steps + 1, unit="step") as bar:
+
+        def next_step(words: str) -> float:
+            bar.set_postfix_str(words)
+            seconds = step()
+            bar.update()
+            return seconds
+
+        for _ in range(WARM_UP):
+            next_step("warm-up")
+        milliseconds = 1e3 * statistics.median(next_step("timed") for _ in range(TIMED))
+        with _named(engine.layers) if not config.parallel.compile else contextlib.nullcontext():
+            next_step("before the profile")
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if device == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            with torch.profiler.profile(activities=activities, record_shapes=True, with_flops=True) as profiler:
+                profiled = 1e3 * sum(next_step("profiled") for _ in range(steps)) / steps
+    if trace:
+        profiler.export_chrome_trace(str(output / "profile.json.gz"))
+    pieces = list(_pieces(profiler, device))
+    busy = _busy(profiler) / steps / 1e3 if device == "cuda" else sum(p.microseconds for p in pieces) / steps / 1e3
+    # On a CPU the profiler slows the step itself, so that shares are of the step that was profiled.
+    whole = milliseconds if device == "cuda" else profiled
+    parts, kernels = by_part(pieces, steps, whole, max(0.0, whole - busy)), by_kernel(pieces, steps, whole)
+    engine.close()
+    title = f"{config_file.stem}{''.join(f', {word}' for word in overrides)}, {length} x {batch}, {dtype}"
+    print(table(parts, f"{title}, {milliseconds:.1f} ms a step ({profiled:.1f} under the profiler)"))
+    print(table(kernels[:top], "the longest kernels" if device == "cuda" else "the longest operators"))
+    write_csv(output / "profile_parts.csv", parts)
+    write_csv(output / "profile_kernels.csv", kernels)
+    bars = [{**row, "method": row["part"]} for row in parts if row["part"] != "whole step"]
+    plot_bars(output / "profile.png", bars, {"ms a step": "milliseconds a step"}, f"{title}, {machine()}")
+    print(f"\n{output / 'profile_parts.csv'}, profile_kernels.csv and profile.png written")
+    return parts, kernels
+
+
+def by_part(pieces: Sequence[Piece], steps: int, whole: float, gap: float) -> list[dict[str, Any]]:
+    """One row a part of `PARTS` that took any time, the gap, and the whole step of `whole` milliseconds."""
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(part_of(piece.name, piece.operators, piece.place), []).append(piece)
+    rows = [{"part": part, **_sums(groups[part], steps, whole)} for part in PARTS if part in groups]
+    rows.sort(key=lambda row: -row["ms a step"])
+    nothing = {"launches": None, "TFLOP/s": None, "GB/s": None}
+    rows.append({"part": "gap", "ms a step": gap, "share": gap / whole, **nothing})
+    rows.append({"part": "whole step", "ms a step": whole, "share": 1.0, **nothing})
+    return rows
+
+
+def by_kernel(pieces: Sequence[Piece], steps: int, whole: float) -> list[dict[str, Any]]:
+    """One row a kernel and part, the longest first."""
+    groups: dict[tuple[str, str], list[Piece]] = {}
+    for piece in pieces:
+        key = _without_template(piece.name), part_of(piece.name, piece.operators, piece.place)
+        groups.setdefault(key, []).append(piece)
+    rows = []
+    for (name, part), group in groups.items():
+        sums = _sums(group, steps, whole)
+        mean = sum(piece.microseconds for piece in group) / len(group)
+        rows.append({"kernel": name, "part": part, **sums, "us each": mean})
+    return sorted(rows, key=lambda row: -row["ms a step"])
+
+
+def _sums(group: Sequence[Piece], steps: int, whole: float) -> dict[str, Any]:
+    milliseconds = sum(piece.microseconds for piece in group) / steps / 1e3
+    row: dict[str, Any] = {"ms a step": milliseconds, "share": milliseconds / whole, "launches": len(group) // steps}
+    for column, unit, amount in (("TFLOP/s", 1e6, "flops"), ("GB/s", 1e3, "bytes")):
+        known = [piece for piece in group if getattr(piece, amount) is not None]
+        busy = sum(piece.microseconds for piece in known)
+        # Only where it describes the row, not a few of its kernels.
+        told = busy > 0.8 * sum(piece.microseconds for piece in group) > 0
+        row[column] = sum(getattr(piece, amount) for piece in known) / busy / unit if told else None
+    return row
+
+
+@contextlib.contextmanager
+def _named(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Every module's forward pass under its name, as a range of the profiler."""
+    handles, ranges = [], []
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            ranges.append(torch.profiler.record_function(f"module {name}"))
+            ranges[-1].__enter__()
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        ranges.pop().__exit__(None, None, None)
+
+    for layer in layers:
+        for name, module in layer.named_modules():
+            words = f"{type(layer).__name__.lower()}.{name}".rstrip(".")
+            handles += [module.register_forward_pre_hook(enter(words)), module.register_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pieces(profiler: Any, device: str) -> Iterator[Piece]:
+    events = profiler.events()
+    recorded = profiler.profiler.kineto_results.events()
+    types = {event.correlation_id(): event.dtypes() for event in recorded if event.linked_correlation_id() == 0}
+    cpu = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
+    chains = {id(event): _chain(event) for event in cpu}
+    places: dict[int, str] = {}
+    for event in sorted(cpu, key=lambda event: event.time_range.start):
+        if event.sequence_nr >= 0 and not any(name.startswith("autograd::") for name in chains[id(event)]):
+            # The last operator that saw a number is the one that made the node of the backward pass with it.
+            places[event.sequence_nr] = _module(chains[id(event)])
+    told: Counter[str] = Counter()
+    for event in cpu:
+        if event.name.startswith("module "):
+            continue
+        chain = chains[id(event)]
+        place = _module(chain)
+        if not place:
+            place = next((places.get(e.sequence_nr, "") for e in _up(event) if e.name.startswith("autograd::")), "")
+        flops = event.flops if event.name in _PRODUCTS else None
+        size = _bytes(event.name, event.input_shapes, types.get(event.id))
+        if device == "cpu":
+            # The time of a function in Python without what it calls is the interpreter's.
+            size = size if event.name.startswith("aten::") else None
+            yield Piece(event.name, chain, place, event.self_cpu_time_total, flops, size)
+            continue
+        # What an operator computes is its longest kernel's.
+        kernels = [kernel for kernel in event.kernels if kernel.name != event.name]  # a range of the profiler's
+        for number, kernel in enumerate(sorted(kernels, key=lambda kernel: -kernel.duration)):
+            told[kernel.name] += 1
+            yield Piece(kernel.name, chain, place, kernel.duration, *((None, None) if number else (flops, size)))
+    for event in _device_events(profiler):  # of CUDA graphs, which no operator starts
+        if told[event.name]:
+            told[event.name] -= 1
+        else:
+            yield Piece(event.name, (), "", event.time_range.elapsed_us(), None, None)
+
+
+def _device_events(profiler: Any) -> list[Any]:
+    cuda = torch.autograd.DeviceType.CUDA
+    return [e for e in profiler.events() if e.device_type == cuda and not getattr(e, "is_user_annotation", False)]
+
+
+def _busy(profiler: Any) -> float:
+    """Microseconds in which at least one kernel ran."""
+    total, until = 0.0, 0.0
+    for begin, end in sorted((e.time_range.start, e.time_range.end) for e in _device_events(profiler)):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def _up(event: Any) -> Iterator[Any]:
+    while event is not None:
+        yield event
+        event = event.cpu_parent
+
+
+def _chain(event: Any) -> tuple[str, ...]:
+    return tuple(above.name for above in _up(event))
+
+
+def _module(chain: Sequence[str]) -> str:
+    return next((name.removeprefix("module ") for name in chain if name.startswith("module ")), "")
+
+
+def _bytes(name: str, shapes: Any, types: Any) -> float | None:
+    """Inputs once, and a result of the largest one's size: what an operator moves at least."""
+    if not shapes or not types or len(shapes) != len(types) or _NOTHING_MOVED.fullmatch(name):
+        return None
+    sizes = []
+    for shape, kind in zip(shapes, types, strict=True):
+        if shape and all(isinstance(extent, int) for extent in shape) and kind in _ELEMENT:
+            sizes.append(float(torch.Size(shape).numel() * _ELEMENT[kind]))
+    if not sizes:
+        return None
+    return sum(sizes) + (0.0 if name == "aten::copy_" else sizes[0] if name.endswith("_") else max(sizes))
+
+
+# Operators that only describe their input anew, or leave the work to another one.
+_NOTHING_MOVED = re.compile(
+    r"aten::(view|select|slice|narrow|transpose|t|permute|expand|unsqueeze|squeeze|reshape|flatten|unflatten|unbind|split"
+    r"|chunk|detach|alias|as_strided|resolve_conj|resolve_neg|matmul|linear|to|empty\w*)"
+)
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+_ELEMENT: Mapping[str, int] = {
+    "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "long": 8, "int": 4, "bool": 1,
+}  # fmt: skip
+
+
+def _without_template(name: str) -> str:
+    """A C++ kernel's name up to its template arguments, and the functor that tells elementwise kernels apart."""
+    head = name.removeprefix("void ").split("<", 1)[0].split("(", 1)[0]
+    functor = next((word for word in _words(name) if "Functor" in word or word.endswith("_kernel_cuda")), "")
+    return f"{head} {functor}".strip() if functor and functor not in head else head
+
+
+def _words(name: str) -> list[str]:
+    for mark in "<>(),:&":
+        name = name.replace(mark, " ")
+    return name.split()

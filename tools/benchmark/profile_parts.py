@@ -1,0 +1,61 @@
+"""Which part of the training step a kernel belongs to, by its name, the operators that started it and its module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+# In the order in which they are tried: products inside the recurrence are its own, those of the head are products.
+_BY_NAME: tuple[tuple[str, str], ...] = (
+    ("communication", r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_?scatter"),
+    (
+        "recurrence",
+        r"_Factorised|StateScan|[Rr]ecurren|ChunkGLA|SimpleGLA|chunk_gla|chunk_simple|^chunk_|FusedRecurrent",
+    ),
+    ("convolution", r"_Convol|causal_conv|conv1d"),
+    ("epilogue", r"[Ee]pilogue"),
+    ("optimizer", r"Optimizer\.step|_fused_adam|FusedAdam"),
+    ("matrix products", r"^aten::(addmm|mm|bmm|baddbmm)$|gemm|cutlass|cublas|nvjet|xmma|splitK"),
+    ("attention", r"scaled_dot_product|flash|fmha"),
+    ("cross entropy", r"[Cc]ross_?[Ee]ntropy|nll_loss|log_softmax"),
+    ("norms", r"[Ll]ayer_?[Nn]orm|[Rr][Mm][Ss]_?[Nn]orm"),
+    ("gradients gathered", r"AccumulateGrad"),
+)
+_COPY = re.compile(
+    r"aten::(copy_|_to_copy|to|clone|contiguous|fill_|zero_|cat)$|Memcpy|Memset|^direct_copy|FillFunctor"
+)
+
+PARTS = (
+    *(part for part, _ in _BY_NAME),
+    "copies and casts",
+    "mixer, elementwise",
+    "MLP, elementwise",
+    "embedding",
+    "fused by torch.compile",
+    "around the model",
+    "other",
+)
+
+
+def part_of(kernel: str, operators: Sequence[str], module: str) -> str:
+    """kernel: its name, on a CPU the operator's; operators: those it lies in, innermost first; module: as
+    "block.mixer.conv", "" outside the model's forward and backward pass."""
+    names = (kernel, *operators)
+    for part, pattern in _COMPILED:
+        if any(pattern.search(name) for name in names):
+            return part
+    if kernel.startswith("triton_"):
+        return "fused by torch.compile"
+    if not module and not any(name.startswith("autograd::") for name in operators):
+        return "around the model"
+    if module.rpartition(".")[2].startswith("norm"):
+        return "norms"
+    if _COPY.search(kernel) or (operators and _COPY.search(operators[0])):
+        return "copies and casts"
+    for word, part in (("mixer", "mixer, elementwise"), ("mlp", "MLP, elementwise"), ("embedding", "embedding")):
+        if word in module.split("."):
+            return part
+    return "other"
+
+
+_COMPILED = tuple((part, re.compile(pattern)) for part, pattern in _BY_NAME)

@@ -1,0 +1,349 @@
+"""The project's training step beside its peers': tokens/s, MFU, memory and time to the first step, in one run.
+
+A step is forward, backward, clipping and AdamW on random tokens. Every subject has a process of its own, one after the
+other; what is measured goes to train.jsonl at once, so that a run that is stopped keeps it and can be resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .report import plot_bars, plot_lines, table, write_csv
+from .training_subjects import OWN, PRECISIONS, SUBJECTS, own_config
+
+ROOT = Path(__file__).parents[2]
+Shape = tuple[int, int]  # length and batch
+
+# Where kernels that were compiled or tuned once are kept: Triton, Inductor, CUDA, torch's extensions, and the rest.
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for.
+
+    Attributes:
+        shapes: (length, batch) of a step, one micro batch.
+        subjects: of `SUBJECTS`; precisions: of the peers, `PRECISIONS`.
+        steps: timed ones of a shape.
+        limit: seconds for one subject, its start included.
+        cold: also start each subject with an empty kernel cache, to its first step.
+        tuned: False has Triton's kernels take their first configuration, everybody's alike.
+        peak: FLOP/s that MFU is against; None measures a matrix product's.
+        resume: go on with train.jsonl where it has been left.
+    """
+
+    config: Path
+    overrides: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    subjects: tuple[str, ...]
+    precisions: tuple[str, ...]
+    peer_loss: str
+    steps: int
+    limit: float
+    cold: bool
+    tuned: bool
+    peak: float | None
+    device: str
+    resume: bool
+
+    def settings(self) -> dict[str, Any]:
+        """What two runs must agree on to stand in one table."""
+        words = {"config": str(self.config), "overrides": list(self.overrides), "tuned": self.tuned}
+        return words | {"peer loss": self.peer_loss, "device": self.device}
+
+
+def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
+    """Prints the table; writes train.jsonl while it measures, then train.csv and train.png.
+
+    ValueError for an unknown subject and for a configuration that cannot run.
+    """
+    if unknown := [name for name in plan.subjects if name not in SUBJECTS]:
+        raise ValueError(f"--subjects {' '.join(unknown)}: known are {', '.join(SUBJECTS)}")
+    config = own_config(str(plan.config), plan.overrides, *plan.shapes[0])
+    size = {
+        "vocab_size": config.model.vocab_size,
+        "num_layers": config.model.num_layers,
+        "hidden_size": config.model.hidden_size,
+        "num_heads": config.model.num_heads,
+        "mlp_width": config.model.mlp_width,
+        "tied": config.model.tie_embeddings,
+    }
+    record = output / "train.jsonl"
+    earlier = _earlier(record, plan)
+    with record.open("a", encoding="utf-8") as file, _log(output) as log:
+        machine = next((line["machine"] for line in earlier if "machine" in line), None)
+        if machine is None:
+            tokens = plan.shapes[0][0] * plan.shapes[0][1]
+            task = {"device": plan.device, "dtype": config.precision.dtype, "hidden_size": size["hidden_size"]}
+            for line in _messages({**task, "tokens": tokens}, {}, log, time.monotonic() + 300):
+                machine = line.get("machine", machine)
+            if machine is None:
+                raise ValueError(f"the machine could not be described; the reason is in {log.name}")
+            _write(file, {"settings": plan.settings()})
+            _write(file, {"machine": machine})
+        rows = [line["row"] for line in earlier if "row" in line]
+        settings = {
+            "size": size,
+            "config": str(plan.config),
+            "overrides": list(plan.overrides),
+            "dtype": machine["dtype"],
+            "peer_loss": plan.peer_loss,
+            "longest": max(length for length, _ in plan.shapes),
+        }
+        cases = [
+            (name, precision)
+            for name in plan.subjects
+            for precision in (plan.precisions if name != OWN else PRECISIONS[:1])
+        ]
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            _interrupted_by_sigterm(),
+            tqdm(total=len(cases) * len(plan.shapes), unit="case", file=sys.stderr) as bar,
+        ):
+            for name, precision in cases:
+                task = {"subject": name, "steps": plan.steps, "tuned": plan.tuned, "device": plan.device}
+                task["settings"] = {**settings, "precision": precision}
+                for row in _subject(task, plan, rows, bar, log):
+                    rows.append(row)
+                    _write(file, {"row": row})
+    return _report(output, plan, rows, machine)
+
+
+def method_of(name: str, precision: str) -> str:
+    return name if precision == "bf16" else f"{name}, {precision}"
+
+
+def _subject(
+    task: dict[str, Any], plan: Plan, rows: Sequence[Mapping[str, Any]], bar: Any, log: Any
+) -> Iterator[dict[str, Any]]:
+    """The rows of one subject that `rows` does not hold yet."""
+    method = method_of(task["subject"], task["settings"]["precision"])
+    done = {(row["length"], row["batch"]) for row in rows if row["method"] == method}
+    left = [shape for shape in plan.shapes if shape not in done]
+    bar.update(len(plan.shapes) - len(left))
+    if not left:
+        return
+    end = time.monotonic() + plan.limit
+    with contextlib.ExitStack() as stack:
+        caches: dict[str, str] = {}
+        empty = None
+        if plan.cold:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-cache-"))
+            caches = {key: str(Path(folder, key.lower())) for key in CACHES}
+            for line in _launch(
+                {**task, "first_only": True}, left[:1], caches, log, end, bar, f"{method}, empty cache"
+            ):
+                empty = line.get("row", {}).get("to first step s")
+        while left:
+            begun, ended = left[0], False
+            for line in _launch({**task, "first_only": False}, left, caches, log, end, bar, method):
+                if "begun" in line:
+                    begun = line["begun"]["length"], line["begun"]["batch"]
+                if "row" in line:
+                    row = {"method": method, **line["row"], "empty cache s": empty}
+                    left.remove((row["length"], row["batch"]))
+                    empty = None
+                    bar.update()
+                    yield row
+                ended = "ended" in line
+            if left and (time.monotonic() >= end or begun in left):
+                # Over the limit nothing more is tried; a shape that ended the process is not tried again.
+                over = time.monotonic() >= end
+                for length, batch in list(left) if over else [begun]:
+                    left.remove((length, batch))
+                    words = f"over {plan.limit:.0f} s" if over else f"failed, see {Path(log.name).name}"
+                    bar.update()
+                    yield {"method": method, "length": length, "batch": batch, "error": words, "empty cache s": empty}
+            elif left and not ended:
+                raise RuntimeError(f"{method}: the process ended without a word; see {log.name}")
+
+
+def _launch(
+    task: dict[str, Any], shapes: Sequence[Shape], caches: dict[str, str], log: Any, end: float, bar: Any, words: str
+) -> Iterator[dict[str, Any]]:
+    at = ""
+    for line in _messages({**task, "shapes": list(shapes)}, caches, log, end):
+        if "begun" in line:
+            at = f"{line['begun']['length']}x{line['begun']['batch']}"
+        bar.set_postfix_str(f"{words} {at}" + (f" step {line['step']}" if "step" in line else ""))
+        yield line
+
+
+def _messages(task: dict[str, Any], caches: dict[str, str], log: Any, end: float) -> Iterator[dict[str, Any]]:
+    """The lines of JSON of a worker, which is ended at `end`; its other output goes to the log."""
+    log.write(f"\n== {json.dumps(task)}\n")
+    log.flush()
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "tools.benchmark.training_worker", json.dumps({**task, "launched": time.time()})],
+        cwd=ROOT,
+        env={**os.environ, **caches, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+    )
+    assert worker.stdout is not None
+
+    def stop() -> None:
+        # Its whole session: Triton and Inductor compile in processes of their own.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+
+    timer = threading.Timer(max(0.0, end - time.monotonic()), stop)
+    timer.start()
+    try:
+        for line in worker.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+            else:
+                log.write(line)
+        if worker.wait() == 0:
+            yield {"ended": True}
+    finally:
+        timer.cancel()
+        stop()
+        worker.wait()
+
+
+def _earlier(record: Path, plan: Plan) -> list[dict[str, Any]]:
+    """Lines of the run that is resumed; without that, an old file is put aside."""
+    if not record.exists():
+        return []
+    if not plan.resume:
+        number = 1
+        while (aside := record.with_name(f"train.{number}.jsonl")).exists():
+            number += 1
+        record.rename(aside)
+        return []
+    lines = []
+    for text in record.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):  # the line at which a run was stopped
+            lines.append(json.loads(text))
+    settings = next((line["settings"] for line in lines if "settings" in line), None)
+    if settings is not None and settings != plan.settings():
+        other = [f"{key} {settings[key]!r}" for key, value in plan.settings().items() if settings.get(key) != value]
+        raise ValueError(
+            f"--resume: {record} was measured with {', '.join(other)}; ask for the same, or leave --resume out"
+        )
+    return lines
+
+
+def _report(
+    output: Path, plan: Plan, rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    peak = plan.peak or machine["peak"]
+    order = [(method_of(name, p), shape) for shape in plan.shapes for name in SUBJECTS for p in PRECISIONS]
+    by_case = {(row["method"], (row["length"], row["batch"])): row for row in rows}
+    cases = [by_case[case] for case in order if case in by_case]
+    own = {(row["length"], row["batch"]): _figures(row, peak) for row in cases if row["method"] == OWN}
+    full = []
+    for row in cases:
+        figures, reference = _figures(row, peak), own.get((row["length"], row["batch"]), {})
+        for column in ("tokens/s", "peak GiB"):
+            both = figures[column] and reference.get(column)
+            figures[f"{OWN} / it, {column}"] = reference[column] / figures[column] if both else None
+        full.append({"method": row["method"], "length": row["length"], "batch": row["batch"], **figures})
+    if not full:
+        print("nothing was measured")
+        return []
+    write_csv(output / "train.csv", full)
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    title = f"{plan.config.stem}, training step, {'' if plan.tuned else 'Triton kernels not tuned, '}"
+    title += f"MFU against {peak / 1e12:.4g} TFLOP/s, {versions}"
+    hidden = ("error", "spread", "first loss", "first step s", "parameters", "keeps")
+    shown = [{key: value for key, value in row.items() if key not in hidden} for row in full]
+    for row, cells in zip(full, shown, strict=True):
+        cells["tokens/s"] = row["error"] or row["tokens/s"]
+    print(table(shown, title))
+    for method in dict.fromkeys(row["method"] for row in full):
+        found = next((row for row in full if row["method"] == method and row["keeps"]), None)
+        if found is not None:
+            print(f"{method}: {found['parameters'] / 1e6:.1f} M parameters; kept between steps: {found['keeps']}")
+    _plot(output / "train.png", full, f"{plan.config.stem}, {machine['name']}")
+    print(f"\n{output / 'train.csv'} and train.png written")
+    return full
+
+
+def _figures(row: Mapping[str, Any], peak: float) -> dict[str, Any]:
+    """Columns of the table; None where the subject did not come so far."""
+    steps = row.get("steps s")
+    median = statistics.median(steps) if steps else None
+    speed = row["length"] * row["batch"] / median if median else None
+    return {
+        "tokens/s": speed,
+        "MFU": speed * row["flops a token"] / peak if speed else None,
+        "step s": median,
+        "peak GiB": row.get("peak GiB"),
+        "held GiB": row.get("held GiB"),
+        "to first step s": row.get("to first step s"),
+        "the same, empty cache": row.get("empty cache s"),
+        "spread": (max(steps) - min(steps)) / median if median else None,
+        "first step s": row.get("first step s"),
+        "first loss": row.get("first loss"),
+        "parameters": row.get("parameters"),
+        "keeps": row.get("keeps"),
+        "error": row.get("error"),
+    }
+
+
+def _plot(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Against length where one number of tokens a step was measured at several lengths, else bars."""
+    columns = {"tokens/s": "tokens a second"}
+    if any(row["peak GiB"] for row in rows):
+        columns["peak GiB"] = "peak memory, GiB"
+    measured = [row for row in rows if row["tokens/s"]]
+    if not measured:
+        return
+    lengths: dict[int, set[int]] = {}
+    for row in measured:
+        lengths.setdefault(row["length"] * row["batch"], set()).add(row["length"])
+    tokens = max(lengths, key=lambda tokens: len(lengths[tokens]))
+    if len(lengths[tokens]) > 1:
+        chosen = [row for row in measured if row["length"] * row["batch"] == tokens]
+        plot_lines(path, chosen, columns, f"{title}, {tokens:,} tokens a step")
+    else:
+        bars = [{**row, "method": f"{row['method']}, {row['length']} x {row['batch']}"} for row in measured]
+        plot_bars(path, bars, columns, title)
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """A time limit's signal ends the measurements, and the table of what there is follows."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _write(file: Any, line: Mapping[str, Any]) -> None:
+    file.write(json.dumps(line) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _log(output: Path) -> Iterator[Any]:
+    """What the subjects say besides their figures, warnings and the reasons of failures."""
+    with (output / "train.log").open("a", encoding="utf-8") as file:
+        yield file

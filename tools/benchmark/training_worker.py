@@ -1,0 +1,139 @@
+"""One subject of `python -m tools.benchmark train` in a process of its own: a line of JSON for every shape, as it comes.
+
+python -m tools.benchmark.training_worker '{"launched": ..., "subject": ..., "shapes": [[length, batch], ...], ...}'
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from .training_subjects import Settings, Size, Training, build
+
+WARM_UP = 2  # steps after the first that are not timed either
+
+
+def main(task: dict[str, Any]) -> None:
+    """task: `launched` (time.time() of the start), `subject`, `shapes` (of length and batch), `steps`, `first_only`,
+    `tuned`, `settings` (of `Settings` without length and batch), `device`. Without `subject`: describes the machine."""
+    device = torch.device(task["device"])
+    cuda = device.type == "cuda"
+    if "subject" not in task:
+        _say({"machine": _machine(device, task)})
+        return
+    if not task["tuned"]:
+        from .mixers import _without_tuning
+
+        _without_tuning()
+    shapes = [tuple(shape) for shape in task["shapes"]]
+    fields = {**task["settings"], "size": Size(**task["settings"]["size"])}
+    fields["overrides"] = tuple(fields["overrides"])
+    training: Training | None = None
+    launched: float | None = task["launched"]
+    for length, batch in shapes:
+        key = {"length": length, "batch": batch}
+        _say({"begun": key})
+        try:
+            if training is None:
+                training = build(task["subject"], Settings(**fields, length=length, batch=batch), device)
+            row = _measure(training, length, batch, task, launched, device)
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
+            row = {"error": "out of memory"}
+        except ImportError as error:
+            _say({"row": {**key, "error": f"not here: {error}"}})
+            continue
+        _say({"row": {**key, **row}})
+        launched = None
+        if "error" in row:
+            # What a step left half done is not worth mending.
+            if training is not None:
+                training.close()
+            training = None
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+                if torch.cuda.memory_allocated() > 1 << 30:
+                    break  # the parent goes on in a new process
+        if cuda:
+            torch.cuda.empty_cache()
+
+
+def _measure(
+    training: Training, length: int, batch: int, task: dict[str, Any], launched: float | None, device: torch.device
+) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    vocabulary = task["settings"]["size"]["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+    times: list[float] = []
+    loss = first_step = None
+    for number in range(1 if task["first_only"] else 1 + WARM_UP + task["steps"]):
+        tokens = torch.randint(0, vocabulary, (batch, length + 1), generator=generator)
+        if number == 1 + WARM_UP and cuda:
+            torch.cuda.reset_peak_memory_stats()
+        if cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        value = training.step(tokens)
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+        if number == 0:
+            loss, first_step = value, None if launched is None else time.time() - launched
+        _say({"step": number + 1})
+    return {
+        "parameters": training.parameters,
+        "keeps": training.keeps,
+        "flops a token": training.flops_per_token(length),
+        "to first step s": first_step,
+        "first step s": times[0],
+        "steps s": times[1 + WARM_UP :],
+        "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "held GiB": torch.cuda.memory_allocated() / 2**30 if cuda else None,
+        "first loss": loss,
+    }
+
+
+def _machine(device: torch.device, task: dict[str, Any]) -> dict[str, Any]:
+    """Its name and versions, the number format to train in, and the FLOP/s that a matrix product reaches in it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from megatron_lite.engine import faster_dtype
+    from megatron_lite.flops import measure_peak_flops
+
+    from .report import machine
+
+    dtype = task["dtype"]
+    if dtype == "auto":
+        dtype = faster_dtype(device, task["hidden_size"], task["tokens"])
+    packages = {}
+    for name in ("transformers", "flash-linear-attention", "deepspeed"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "absent"
+    return {"name": machine(), "dtype": dtype, "peak": measure_peak_flops(device, dtype, 1.0), "packages": packages}
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return "can't allocate memory" in text or "out of memory" in text or "Out of memory" in text
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to save, and a large process takes seconds to take itself apart
