@@ -115,6 +115,8 @@ def test_errors_name_the_value(tmp_path: Path) -> None:
         main([*common, "--lengths", "3000", "4096"])
     with pytest.raises(SystemExit, match="num_heads = 5 does not divide"):
         main([*common, "model.num_heads=5"])
+    with pytest.raises(SystemExit, match=r"bert_base.yml trains a masked model, which .* masked` measures"):
+        main([*common, "--config", "configs/bert_base.yml", "--shapes", "512x2"])
     with pytest.raises(SystemExit, match="--shape 2048: LENGTHxBATCH"):
         main(["profile", "--output", str(tmp_path), "--shape", "2048"])
     assert not list(tmp_path.iterdir())

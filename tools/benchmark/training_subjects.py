@@ -89,30 +89,20 @@ def own_config(config: str, overrides: Sequence[str], length: int, batch: int) -
         *overrides,
     ]
     try:
-        return load_config([config], settings, model_type=ModelConfig, world_size=1)
+        loaded = load_config([config], settings, model_type=ModelConfig, world_size=1)
     except ConfigError as error:
         raise ValueError(str(error)) from error
+    if loaded.data.objective == "masked":
+        raise ValueError(f"{config} trains a masked model, which `python -m tools.benchmark masked` measures")
+    return loaded
 
 
 def own_engine(config: Any, device: torch.device, dtype: str) -> Any:
     """What train.py builds for this configuration, of one process."""
-    from megatron_lite.engine import Engine
     from megatron_lite.grid import init_grid
-    from models.lm import build_layer, layer_specs
+    from tools.build_engine import build_engine
 
-    return Engine(
-        layer_specs(config.model),
-        build_layer,
-        seed=1,
-        grid=init_grid(device.type),
-        dtype=dtype,
-        micro_batch_size=config.batch.micro_batch_size,
-        accumulation=1,
-        optimizer=config.optimizer,
-        parallel=config.parallel,
-        precision=config.precision,
-        sequence_length=config.batch.sequence_length,
-    )
+    return build_engine(config, init_grid(device.type), dtype)
 
 
 def own_batch(tokens: Tensor) -> dict[str, Tensor]:
@@ -126,7 +116,7 @@ def _own(settings: Settings, device: torch.device) -> Training:
 
     config = own_config(settings.config, settings.overrides, settings.length, settings.batch)
     engine = own_engine(config, device, settings.dtype)
-    state = next(iter(engine.fragments())).tensors
+    state = next(iter(engine.optimizer_state.fragments())).tensors
     weights = next(engine.layers[0].parameters()).dtype
     kept = [f"{_short(weights)} weights"] if weights != state["weight"].dtype else []
     kept += [f"{_short(state['weight'].dtype)} master weights", f"{_short(state['exp_avg'].dtype)} moments"]
