@@ -92,7 +92,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `lion_tile.backward`."""
     den, b, states, sums = saved
-    delta = per_token(case, q) if case.scaled else None
+    delta = None if den is None else torch.empty_like(den)
     if states is None:
         states, sums = states_between_chunks(case, False, k, v, b, segments)
     d_states, d_sums = states_between_chunks(case, True, q, dy, b, segments, y, den, delta)

@@ -99,12 +99,12 @@ def backward(
     den, c = saved
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dgate = None if gate is None else torch.empty_like(gate)
-    dc = None if gate is None else per_token(case, q)
+    dc = None if c is None else torch.empty_like(c)
     whole, gradients, gate_gradient = _backward_launches(case)
     if whole:
         gradients(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, dc)
         return dq, dk, dv, dgate
-    delta = per_token(case, q) if case.scaled else None
+    delta = None if den is None else torch.empty_like(den)
     if case.scaled:
         row_inner(case)(dy, y, delta)
     gradients(dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc)
