@@ -1,0 +1,148 @@
+"""What the Transformers models of `models.hf` share: embedding and blocks, padding, cache, gradient checkpointing, loading."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .embedding import Embedding
+from .hf_cache import RecurrentCache
+from .hf_config import MetalionConfig, is_causal
+from .lm import layer_specs
+from .recurrence import leave_out_of_graphs
+
+
+class MetalionPreTrainedModel(PreTrainedModel):
+    """Embedding and blocks under a `head` that a subclass adds."""
+
+    config_class = MetalionConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _is_stateful = True
+    embedding: Any
+    head: Any
+
+    def __init__(self, config: MetalionConfig) -> None:
+        super().__init__(config)
+        leave_out_of_graphs()
+        self.gradient_checkpointing = False
+        model_config = config.model_config()
+        self._causal = is_causal(model_config)
+        self._specs = {spec.name: spec for spec in layer_specs(model_config)}
+        self.embedding = Embedding(model_config)
+        self.blocks = nn.ModuleList(self._specs[f"blocks.{i}"].build() for i in range(config.num_layers))
+
+    def post_init(self) -> None:
+        """As Transformers', after noting what the layers gave themselves when they were built."""
+        self._buffers_built = {n: b.clone() for n, b in self.named_buffers() if b.device.type != "meta"}
+        for parameter in self.parameters():
+            if parameter.device.type != "meta":
+                parameter._is_hf_initialized = True
+        super().post_init()
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initial values for what a checkpoint did not bring, as the layers draw them when they are built."""
+        for name, buffer in self.named_buffers():
+            buffer.copy_(self._buffers_built[name])
+        for name, spec in self._specs.items():
+            layer = self.get_submodule(name)
+            missing = {n: p for n, p in layer.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
+            if missing and all(parameter.device.type != "meta" for parameter in missing.values()):
+                fresh = dict(spec.build().named_parameters())
+                for parameter_name, parameter in missing.items():
+                    parameter.copy_(fresh[parameter_name])
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding; its `weight` is [vocab_size, hidden_size]."""
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Exchange the embedding for a module with a `weight` of [vocab_size, hidden_size]."""
+        self.embedding.weight = value.weight
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        # generate() would hand a cache of keys and values to forward, which makes its own instead.
+        return False
+
+    def _run(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
+        past_key_values: RecurrentCache | None,
+        use_cache: bool,
+        collect: bool,
+    ) -> tuple[Tensor, Tensor | None, RecurrentCache | None, list[Tensor]]:
+        """Embedding and blocks: hidden states before the last norm, the mask of these positions, cache, and the inputs of
+        all blocks if they are to be collected."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, one of the two")
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        mask = _mask_of(attention_mask, given.shape[1])
+        cache = past_key_values
+        if use_cache and cache is None:
+            cache = RecurrentCache()
+        before = cache.states if cache is not None and cache.states else [None] * (len(self.blocks) + 1)
+        hidden, new_state = self._embed(input_ids, inputs_embeds, mask, before[0], use_cache)
+        new_states, collected = [new_state], []
+        recompute = self.gradient_checkpointing and self.training
+        for block, state in zip(self.blocks, before[1:], strict=True):
+            if collect:
+                collected.append(hidden)
+            if use_cache:
+                hidden, new_state = block(hidden, mask=mask, state=state, return_state=True)
+                new_states.append(new_state)
+            elif recompute:
+                hidden = self._gradient_checkpointing_func(block.__call__, hidden, mask, None, state)
+            else:
+                hidden = block(hidden, mask=mask, state=state)
+        if use_cache and cache is not None:
+            cache.states = new_states
+            cache.seen += hidden.shape[1]
+        return hidden, mask, cache if use_cache else None, collected
+
+    def _embed(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        mask: Tensor | None,
+        state: dict[str, Tensor] | None,
+        use_cache: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if inputs_embeds is None:
+            if use_cache:
+                return self.embedding(input_ids, mask=mask, state=state, return_state=True)
+            # A tensor alone: Transformers and PEFT put hooks on the embedding that expect one.
+            return self.embedding(input_ids, mask=mask, state=state), {}
+        if self.embedding.positions is None:
+            return inputs_embeds, {}
+        vectors, end = self.embedding.positions(inputs_embeds, mask, None, (state or {}).get("position"))
+        return inputs_embeds + vectors, {"position": end}
+
+    def _caches(self, use_cache: bool | None) -> bool:
+        """A model under training keeps no states, and one that sees both directions has none."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return bool(use_cache) and not (self.gradient_checkpointing and self.training) and self._causal
+
+
+def _mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """[batch, length] bool of the last positions, None where all are real. ValueError for another shape."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] < length:
+        raise ValueError(
+            f"attention_mask {list(attention_mask.shape)}: expected [batch, {length}] with 1 for real tokens, or longer by "
+            "what the cache has seen"
+        )
+    mask = attention_mask[:, -length:].bool()
+    if not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return mask
