@@ -8,10 +8,8 @@ keep their side when others are added. Exact repeats are dropped before it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections import Counter
@@ -22,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from .cache import built_folder
 from .corpora import Corpus, SourceFile, source_files
 from .files import naming
 from .indexed import IndexedWriter, token_dtype
@@ -87,21 +86,7 @@ def prepare_corpus(
         progress,
     )
     description = json.dumps(recipe.description())
-    folder = Path(cache_directory) / f"corpus-{hashlib.sha256(description.encode()).hexdigest()[:24]}"
-    if not folder.is_dir():
-        aside = folder.with_name(f".{folder.name}.{os.getpid()}.aside")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        try:
-            _build(recipe, aside)
-            aside.rename(folder)
-        except OSError:
-            # Another process may have been first; what it built is the same.
-            if not folder.is_dir():
-                raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    return _prepared(folder)
+    return _prepared(built_folder(cache_directory, "corpus", description, lambda aside: _build(recipe, aside)))
 
 
 def _prepared(folder: Path) -> Prepared:

@@ -14,9 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_lite.grid import Grid
+from megatron_lite.grid import Grid, gather
 
 Facts = Mapping[str, Mapping[str, str]]
 
@@ -37,11 +35,11 @@ def require_agreement(facts: Facts, grid: Grid) -> None:
     if grid.world_size == 1:
         return
     digests = {subject: _digest(json.dumps(values, sort_keys=True).encode()) for subject, values in facts.items()}
-    everyone = _gather(digests, grid)
+    everyone = gather(digests, grid)
     differing = [subject for subject in facts if len({digest[subject] for digest in everyone}) > 1]
     if differing:
         hosts, values = zip(
-            *_gather((socket.gethostname(), {subject: facts[subject] for subject in differing}), grid), strict=True
+            *gather((socket.gethostname(), {subject: facts[subject] for subject in differing}), grid), strict=True
         )
         raise DisagreementError(difference(values, hosts))
 
@@ -121,12 +119,6 @@ def rank_words(ranks: Sequence[int]) -> str:
             runs.append([rank])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
-
-
-def _gather(value: Any, grid: Grid) -> list[Any]:
-    values: list[Any] = [None] * grid.world_size
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _digest(content: bytes) -> str:

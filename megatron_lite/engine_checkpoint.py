@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -34,7 +33,7 @@ from megatron_lite.checkpoint import (
     write_text,
 )
 from megatron_lite.engine import Engine
-from megatron_lite.grid import Grid, barrier
+from megatron_lite.grid import barrier, gather
 
 
 def save(engine: Engine, directory: Path, *, step: int, state: Mapping[str, Any], config_yaml: str) -> Path:
@@ -67,7 +66,7 @@ def save(engine: Engine, directory: Path, *, step: int, state: Mapping[str, Any]
             pieces, files = _write_own(engine, aside)
     except (OSError, SafetensorError) as error:
         problem = str(error)
-    everyone = _gather((problem, pieces, files), grid)
+    everyone = gather((problem, pieces, files), grid)
     problem = next((text for text, _, _ in everyone if text), "")
     if not problem and grid.is_main:
         try:
@@ -79,7 +78,7 @@ def save(engine: Engine, directory: Path, *, step: int, state: Mapping[str, Any]
             write_text(directory / "latest", final.name + "\n")
         except OSError as error:
             problem = str(error)
-    problem = next((text for text in _gather(problem, grid) if text), "")
+    problem = next((text for text in gather(problem, grid) if text), "")
     if problem:
         if grid.is_main:
             shutil.rmtree(aside, ignore_errors=True)
@@ -179,11 +178,3 @@ def _check_shapes(model: Mapping[str, tuple[int, ...]], stored: Mapping[str, tup
 def _host_copy(view: Tensor) -> Tensor:
     # A copy also on the CPU: safetensors refuses tensors that share memory, and fragments are views of one buffer.
     return torch.empty(view.shape, dtype=torch.float32).copy_(view.detach())
-
-
-def _gather(value: Any, grid: Grid) -> list[Any]:
-    if grid.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * grid.world_size
-    dist.all_gather_object(values, value)
-    return values

@@ -180,6 +180,15 @@ def broadcast(value: Any, grid: Grid) -> Any:
     return box[0]
 
 
+def gather(value: Any, grid: Grid) -> list[Any]:
+    """Every process's value, in the order of their ranks, on every process. The values are pickled as in `broadcast`."""
+    if grid.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * grid.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
 def barrier(grid: Grid) -> None:
     """Wait for every process of the run."""
     if grid.world_size > 1:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.grid import Grid
+from megatron_lite.grid import Grid, gather
 
 SLOW = 1.3  # times the median of the stage
 LEAST_SECONDS = 2e-3  # over the median: less is noise
@@ -89,8 +89,7 @@ class SpreadMeter:
             data_seconds: time that this process waited for the data of the step.
         """
         if not self._hosts:
-            self._hosts = [""] * self._grid.world_size
-            dist.all_gather_object(self._hosts, socket.gethostname())
+            self._hosts = gather(socket.gethostname(), self._grid)
         values = [self._grid.pipe_rank, data_seconds, self._forward_seconds(), self._probe_seconds()]
         own = torch.tensor(values, dtype=torch.float64, device=self._grid.device)
         rows = [torch.empty_like(own) for _ in range(self._grid.world_size)]

@@ -20,10 +20,7 @@ def fla_recurrence(
         from fla.ops.gla import chunk_gla, fused_recurrent_gla
         from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
     except ImportError as error:
-        raise ImportError(
-            "CUDA training in 16 bits needs flash-linear-attention and Triton: pip install flash-linear-attention "
-            "(or train with precision.dtype=fp32, which uses plain PyTorch)"
-        ) from error
+        raise missing_package() from error
     inputs = (q, k, v, log_decay) if initial_state is None else (q, k, v, log_decay, initial_state)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     common = {
@@ -47,6 +44,14 @@ def fla_recurrence(
     if short:
         return fused_recurrent_gla(q, k, v, gk=log_decay, **common)
     return chunk_gla(q, k, v, log_decay, **common)
+
+
+def missing_package() -> ImportError:
+    """The error of a kernel that is asked for without flash-linear-attention: what to install, or to set instead."""
+    return ImportError(
+        "CUDA training in 16 bits needs flash-linear-attention and Triton: pip install flash-linear-attention "
+        "(or train with precision.dtype=fp32, which uses plain PyTorch)"
+    )
 
 
 def _fixed(log_decay: Tensor) -> bool:

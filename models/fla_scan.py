@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .fla_backend import missing_package
+
 # Up to here one kernel that goes token by token is faster, forward and backward, than two that go by chunks of 128.
 _RECURRENT_LENGTH = 256
 
@@ -16,10 +18,7 @@ def fla_scan(x: Tensor, log_decay: Tensor) -> Tensor:
     try:
         from fla.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
     except ImportError as error:
-        raise ImportError(
-            "CUDA training in 16 bits needs flash-linear-attention and Triton: pip install flash-linear-attention "
-            "(or train with precision.dtype=fp32, which uses plain PyTorch)"
-        ) from error
+        raise missing_package() from error
     # The kernels' own states are left unused: the one by chunks gives their gradients up.
     scan = fused_recurrent_hgrn if x.shape[1] <= _RECURRENT_LENGTH else chunk_hgrn
     return scan(x.contiguous(), log_decay.contiguous())[0]
