@@ -93,12 +93,7 @@ class ModelConfig:
                 "set the longest sequence" if self.max_positions is None else "leave it out, or positions = learned"
             )
             raise ValueError(f"model.max_positions = {self.max_positions} with positions = {self.positions}: {advice}")
-        if self.hidden_size % self.num_heads:
-            legal = nearest_divisors(self.hidden_size, self.num_heads)
-            raise ValueError(
-                f"model.num_heads = {self.num_heads} does not divide model.hidden_size = {self.hidden_size}; "
-                f"nearest head counts that do: {_words(legal)}"
-            )
+        require_divisor("model.num_heads", self.num_heads, "model.hidden_size", self.hidden_size)
         self._check_mixers()
 
     def _check_mixers(self) -> None:
@@ -208,6 +203,13 @@ def _type_words(allowed: Any) -> str:
     return ", ".join(_type_words(kind) for kind in kinds) if kinds else names[allowed]
 
 
+def require_divisor(key: str, value: int, what: str, number: float) -> None:
+    """ValueError that names the nearest legal values unless `value`, of the key `key`, divides `number`, which is `what`."""
+    if number % value:
+        legal = _words(nearest_divisors(max(int(number), 1), value))
+        raise ValueError(f"{key} = {value} does not divide {what} = {number:g}; nearest that do: {legal}")
+
+
 def nearest_divisors(number: int, wanted: int) -> list[int]:
     """The largest divisor of `number` under `wanted` and the smallest over it, as far as they exist."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
@@ -218,13 +220,8 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
 
 def check_key_width(mixer: str, config: ModelConfig, expand_k: float) -> None:
     """ValueError where keys of width expand_k * hidden_size over all heads cannot be cut into heads of equal width."""
-    width = round(config.hidden_size * expand_k)
-    if width != config.hidden_size * expand_k or width % config.num_heads:
-        legal = _words(nearest_divisors(max(width, 1), config.num_heads))
-        raise ValueError(
-            f"model.num_heads = {config.num_heads} does not divide the key width of {mixer}, model.hidden_size * "
-            f"{expand_k:g} = {config.hidden_size * expand_k:g}; nearest head counts that do: {legal}"
-        )
+    what = f"the key width of {mixer}, model.hidden_size * {expand_k:g}"
+    require_divisor("model.num_heads", config.num_heads, what, config.hidden_size * expand_k)
 
 
 _CHOICES = {

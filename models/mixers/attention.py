@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, nearest_divisors
+from ..config import ModelConfig, require_divisor
 from ..init import linear
 
 
@@ -65,13 +65,9 @@ class Attention(nn.Module):
     @staticmethod
     def check(config: ModelConfig, options: AttentionOptions) -> None:
         """ValueError when the heads of keys do not divide those of queries."""
-        kv_heads = options.num_kv_heads
-        if kv_heads is not None and config.num_heads % kv_heads:
-            legal = " or ".join(str(n) for n in nearest_divisors(config.num_heads, kv_heads))
-            raise ValueError(
-                f"model.mixer_options.attention.num_kv_heads = {kv_heads} does not divide model.num_heads = "
-                f"{config.num_heads}; nearest that do: {legal}"
-            )
+        if options.num_kv_heads is not None:
+            key = "model.mixer_options.attention.num_kv_heads"
+            require_divisor(key, options.num_kv_heads, "model.num_heads", config.num_heads)
 
     @staticmethod
     def cut_sizes(config: ModelConfig, options: AttentionOptions) -> dict[str, int]:

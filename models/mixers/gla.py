@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig, check_key_width
 from ..convolution import CausalConvolution
 from ..init import linear
+from ..padding import without_padding
 from ..precision import wide
 from ..recurrence import recurrence
 
@@ -121,9 +122,7 @@ class GLA(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
         log_decay = F.logsigmoid(wide(self.decay_up(self.decay_down(x)))) / self.options.temperature
         log_decay = log_decay.unflatten(-1, (-1, self.head_dim_k))
-        if mask is not None:
-            padding = ~mask[:, :, None, None]
-            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        log_decay, k = without_padding(mask, log_decay, k)
         o, new_state["recurrent"] = recurrence(
             q,
             k,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..init import linear
+from ..padding import without_padding
 from ..precision import wide
 from ..scan import scan
 
@@ -108,9 +109,7 @@ class HGRN(nn.Module):
             log_decay = torch.complex(log_decay, wide(self.theta).expand_as(log_decay))
             initial = None if initial is None else torch.view_as_complex(initial.contiguous())
         v = gate * v
-        if mask is not None:
-            padding = ~mask.unsqueeze(-1)
-            log_decay, v = log_decay.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        log_decay, v = without_padding(mask, log_decay, v)
         h, recurrent = scan(v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens, compute_dtype=candidate.dtype)
         if self.theta is not None:
             h, recurrent = torch.view_as_real(h).flatten(-2), torch.view_as_real(recurrent)

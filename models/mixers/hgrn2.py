@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..init import linear
+from ..padding import without_padding
 from ..precision import wide
 from ..recurrence import recurrence
 
@@ -117,9 +118,7 @@ class HGRN2(nn.Module):
         q = F.silu(wide(q)).to(v.dtype)
         log_decay, k = (t.unflatten(-1, (-1, self.head_dim)) for t in self._gates(wide(self.f_proj(x))))
         k = k.to(v.dtype)
-        if mask is not None:
-            padding = ~mask[:, :, None, None]
-            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        log_decay, k = without_padding(mask, log_decay, k)
         o, recurrent = recurrence(
             q, k, v, log_decay, initial_state=(state or {}).get("recurrent"), cu_seqlens=cu_seqlens
         )

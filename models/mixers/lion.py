@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..bidirectional import CONVENTIONS, ProjectedGate, bidirectional
 from ..config import ModelConfig
 from ..init import init_std, linear
+from ..padding import without_padding
 from ..precision import ROW_SUM_EPS, wide
 from ..recurrence import recurrence
 from ..row_sum import recurrence_with_row_sum
@@ -211,9 +212,7 @@ class Lion(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         log_decay = wide(q).new_zeros(()).expand(q.shape[:3]) if logits is None else F.logsigmoid(logits)
         log_decay = log_decay.unsqueeze(-1)
-        if mask is not None:
-            padding = ~mask[:, :, None, None]
-            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        log_decay, k = without_padding(mask, log_decay, k)
         if not self.options.scaled:
             return recurrence(q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens)
         num, den, state = recurrence_with_row_sum(

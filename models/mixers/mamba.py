@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, nearest_divisors
+from ..config import ModelConfig, require_divisor
 from ..convolution import CausalConvolution
 from ..init import init_std, linear
 from ..precision import wide
@@ -89,13 +89,8 @@ class Mamba(nn.Module):
     @staticmethod
     def check(config: ModelConfig, options: MambaOptions) -> None:
         """ValueError when the groups do not divide the channels."""
-        inner = options.expand * config.hidden_size
-        if inner % options.groups:
-            legal = " or ".join(str(n) for n in nearest_divisors(inner, options.groups))
-            raise ValueError(
-                f"model.mixer_options.mamba.groups = {options.groups} does not divide expand * model.hidden_size = "
-                f"{inner}; nearest that do: {legal}"
-            )
+        key = "model.mixer_options.mamba.groups"
+        require_divisor(key, options.groups, "expand * model.hidden_size", options.expand * config.hidden_size)
 
     @staticmethod
     def cut_sizes(config: ModelConfig, options: MambaOptions) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, nearest_divisors
+from ..config import ModelConfig, require_divisor
 from ..convolution import CausalConvolution
 from ..init import linear
 from ..precision import wide
@@ -89,13 +89,8 @@ class Mamba2(nn.Module):
     @staticmethod
     def check(config: ModelConfig, options: Mamba2Options) -> None:
         """ValueError when the heads do not divide the channels."""
-        inner = options.expand * config.hidden_size
-        if inner % config.num_heads:
-            legal = " or ".join(str(n) for n in nearest_divisors(inner, config.num_heads))
-            raise ValueError(
-                f"model.num_heads = {config.num_heads} does not divide the channels of mamba2, expand * "
-                f"model.hidden_size = {inner}; nearest head counts that do: {legal}"
-            )
+        what = "the channels of mamba2, expand * model.hidden_size"
+        require_divisor("model.num_heads", config.num_heads, what, options.expand * config.hidden_size)
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from ..config import ModelConfig
 from ..convolution import CausalConvolution
 from ..init import linear
 from ..kernels.metala_epilogue import metala_epilogue
+from ..padding import without_padding
 from ..precision import wide
 from ..recurrence import local_recurrence
 from ..sequence_shards import current_shards
@@ -111,9 +112,7 @@ class MetaLABidirectional(nn.Module):
         # sigmoid(a)^(1/16), and 1 - that, in float32.
         log_decay = (F.logsigmoid(wide(self.a_proj(x))) / 16).unflatten(-1, (-1, self.head_dim_k))
         k = -torch.expm1(log_decay)
-        if mask is not None:
-            padding = ~mask[:, :, None, None]
-            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        log_decay, k = without_padding(mask, log_decay, k)
         scale = self.head_dim_k**-0.5 if self.options.preset == "released" else 1.0
         shards = current_shards()
         if shards is None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..init import linear
+from ..padding import without_padding
 from ..precision import wide
 from ..scan import scan
 
@@ -89,9 +90,7 @@ class QLSTM(nn.Module):
             log_decay = -wide(self.log_exponent).exp() * F.softplus(forget)
         update = self.update_proj(x)
         v = wide(self.input_proj(x)).sigmoid() * wide(update)
-        if mask is not None:
-            padding = ~mask.unsqueeze(-1)
-            log_decay, v = log_decay.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        log_decay, v = without_padding(mask, log_decay, v)
         h, recurrent = scan(
             v,
             log_decay,

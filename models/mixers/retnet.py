@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, nearest_divisors
+from ..config import ModelConfig, require_divisor
 from ..init import head_numbers, linear
+from ..padding import without_padding
 from ..positions import token_positions
 from ..precision import wide
 from ..recurrence import recurrence
@@ -81,13 +82,8 @@ class RetNet(nn.Module):
     @staticmethod
     def check(config: ModelConfig, options: RetNetOptions) -> None:
         """ValueError when a head has no pairs of channels to rotate."""
-        half, odd = divmod(config.hidden_size, 2)
-        if odd or half % config.num_heads:
-            legal = " or ".join(str(n) for n in nearest_divisors(half, config.num_heads))
-            raise ValueError(
-                f"model.num_heads = {config.num_heads}: retnet rotates pairs of channels, so model.hidden_size / "
-                f"model.num_heads = {config.hidden_size / config.num_heads:g} must be even; nearest head counts: {legal}"
-            )
+        what = "the pairs of channels that retnet rotates, model.hidden_size / 2"
+        require_divisor("model.num_heads", config.num_heads, what, config.hidden_size / 2)
 
     def forward(
         self,
@@ -108,9 +104,7 @@ class RetNet(nn.Module):
         position, end = token_positions(x, mask, cu_seqlens, state.get("position"))
         q, k = _rotate(q, k, position, self.options.rotary_base)
         log_decay = torch.log1p(-torch.exp2(-5 - self.head_index.to(wide(q).dtype)))[:, None].expand(*q.shape[:3], 1)
-        if mask is not None:
-            padding = ~mask[:, :, None, None]
-            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        log_decay, k = without_padding(mask, log_decay, k)
         o, recurrent = recurrence(
             q,
             k,

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, nearest_divisors
+from ..config import ModelConfig, require_divisor
 from ..convolution import CausalConvolution
 from ..init import linear
+from ..padding import without_padding
 from ..precision import wide
 from ..scan import scan
 
@@ -81,12 +82,7 @@ class RGLRU(nn.Module):
     def check(config: ModelConfig, options: RGLRUOptions) -> None:
         """ValueError when the heads do not divide the width into blocks."""
         width = options.width or config.hidden_size
-        if width % config.num_heads:
-            legal = " or ".join(str(n) for n in nearest_divisors(width, config.num_heads))
-            raise ValueError(
-                f"model.num_heads = {config.num_heads} does not divide model.mixer_options.rg_lru.width = {width}; "
-                f"nearest head counts that do: {legal}"
-            )
+        require_divisor("model.num_heads", config.num_heads, "model.mixer_options.rg_lru.width", width)
 
     def forward(
         self,
@@ -109,9 +105,7 @@ class RGLRU(nn.Module):
         # 1 - a^2; at 0 the root has no slope.
         scale = (-torch.expm1(2 * log_decay)).clamp_min(torch.finfo(log_decay.dtype).tiny).sqrt()
         v = scale * input_gate * wide(u)
-        if mask is not None:
-            padding = ~mask.unsqueeze(-1)
-            log_decay, v = log_decay.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        log_decay, v = without_padding(mask, log_decay, v)
         h, recurrent = scan(
             v, log_decay, initial_state=state.get("recurrent"), cu_seqlens=cu_seqlens, compute_dtype=u.dtype
         )

@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig, nearest_divisors
+from ..config import ModelConfig, require_divisor
 from ..init import linear
+from ..padding import without_padding
 from ..precision import wide
 from ..scan import scan
 
@@ -77,12 +78,7 @@ class S5(nn.Module):
     def check(config: ModelConfig, options: S5Options) -> None:
         """ValueError when the heads, by which a layer is cut, do not divide the states."""
         states = options.state_size or config.hidden_size
-        if states % config.num_heads:
-            legal = " or ".join(str(n) for n in nearest_divisors(states, config.num_heads))
-            raise ValueError(
-                f"model.num_heads = {config.num_heads} does not divide model.mixer_options.s5.state_size = {states}; "
-                f"nearest head counts that do: {legal}"
-            )
+        require_divisor("model.num_heads", config.num_heads, "model.mixer_options.s5.state_size", states)
 
     def forward(
         self,
@@ -100,9 +96,7 @@ class S5(nn.Module):
         u = self.b_proj(x)
         v = torch.view_as_complex(wide(u).unflatten(-1, (-1, 2)).contiguous()) * wide(self.log_gamma).exp()
         log_decay = torch.complex(-wide(self.nu).exp(), wide(self.theta).exp()).expand_as(v)
-        if mask is not None:
-            padding = ~mask.unsqueeze(-1)
-            log_decay, v = log_decay.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
+        log_decay, v = without_padding(mask, log_decay, v)
         initial = (state or {}).get("recurrent")
         if initial is not None:
             initial = torch.view_as_complex(initial.contiguous())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from ..init import head_numbers, linear
+from ..padding import without_padding
 from ..positions import token_positions
 from ..precision import wide
 from ..recurrence import recurrence
@@ -101,9 +102,7 @@ class TransNormer(nn.Module):
             cos, sin = angle.cos(), angle.sin()
             q, k = (torch.cat([t * cos, t * sin], -1) for t in (q, k))
         log_decay = (self.rate * self.head_index.to(q.dtype))[:, None].expand(*q.shape[:3], 1)
-        if mask is not None:
-            padding = ~mask[:, :, None, None]
-            log_decay, k = log_decay.masked_fill(padding, 0.0), k.masked_fill(padding, 0.0)
+        log_decay, k = without_padding(mask, log_decay, k)
         o, recurrent = recurrence(
             q.to(v.dtype),
             k.to(v.dtype),

@@ -270,7 +270,7 @@ def test_options_that_cannot_be(mixer: str, options: dict[str, Any], message: st
 
 @pytest.mark.parametrize("mixer", ["gla", "retnet", "metala_bidirectional"])
 def test_heads_that_do_not_fit(mixer: str) -> None:
-    with pytest.raises(ValueError, match=r"nearest head counts.* 4"):
+    with pytest.raises(ValueError, match=r"num_heads = 8 does not divide .*; nearest that do: .*4"):
         build((mixer, {}), size=8, heads=8)
 
 
