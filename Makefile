@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-$(shell cksum < requirements.txt | cut -d' ' -f1)
 
-.PHONY: help setup train test test-huggingface lint data-pile-sample data-c4-sample data-masked-sample clean
+.PHONY: help setup train test test-huggingface lint data-pile-sample data-c4-sample data-text-sample clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -39,6 +39,7 @@ lint: setup  ## ruff and mypy
 # SAMPLES holds pile_sample/train/*.jsonl.zst, pile_sample/val.jsonl.zst, c4_sample/*.json.gz and
 # tokenizers/bert-base-uncased/vocab.txt: any files of the Pile's and C4's formats under these names.
 SAMPLES ?= samples
+TEXT_SAMPLE = $(SAMPLES)/pile_sample/train $(SAMPLES)/pile_sample/val.jsonl.zst '$(SAMPLES)/c4_sample/*.json.gz'
 PREPROCESS = $(BIN)/python -m tools.preprocess_data --append-eod
 
 data-pile-sample: setup  ## tokenizer and token files of a sample of the Pile: make data-pile-sample SAMPLES=FOLDER
@@ -60,14 +61,16 @@ data-c4-sample: setup  ## token files of a sample of C4 in BERT's vocabulary: ma
 	  --vocab-file corpora/c4_sample/vocab.txt --output-prefix corpora/c4_sample/validation
 	@echo "now: $(BIN)/python train.py configs/c4_sample.yml"
 
-data-masked-sample: setup  ## token files of both samples in BERT's vocabulary, for masked models: ... SAMPLES=FOLDER
-	mkdir -p corpora/masked_sample
-	cp $(SAMPLES)/tokenizers/bert-base-uncased/vocab.txt corpora/masked_sample/vocab.txt
-	$(PREPROCESS) --input $(SAMPLES)/pile_sample/train '$(SAMPLES)/c4_sample/c4-train.*.json.gz' --deduplicate \
-	  --tokenizer-type wordpiece --vocab-file corpora/masked_sample/vocab.txt --output-prefix corpora/masked_sample/train
-	$(PREPROCESS) --input $(SAMPLES)/pile_sample/val.jsonl.zst '$(SAMPLES)/c4_sample/c4-validation.*.json.gz' \
-	  --tokenizer-type wordpiece --vocab-file corpora/masked_sample/vocab.txt --output-prefix corpora/masked_sample/validation
-	@echo "now: $(BIN)/python -m tools.compare configs/experiments/compare_masked.yml"
+data-text-sample: setup  ## token files of both samples together, causal and masked: make data-text-sample SAMPLES=FOLDER
+	mkdir -p corpora/text_sample
+	cp $(SAMPLES)/tokenizers/bert-base-uncased/vocab.txt corpora/text_sample/vocab.txt
+	$(BIN)/python -m tools.train_tokenizer --input $(SAMPLES)/pile_sample/train --vocab-size 4096 \
+	  --sample-characters 8000000 --output corpora/text_sample/tokenizer.model
+	$(PREPROCESS) --input $(TEXT_SAMPLE) --deduplicate --split 85,15 --tokenizer-type sentencepiece \
+	  --vocab-file corpora/text_sample/tokenizer.model --output-prefix corpora/text_sample/text
+	$(PREPROCESS) --input $(TEXT_SAMPLE) --deduplicate --split 85,15 --tokenizer-type wordpiece \
+	  --vocab-file corpora/text_sample/vocab.txt --output-prefix corpora/text_sample/mlm
+	@echo "now: $(BIN)/python -m tools.compare configs/experiments/compare_lm.yml   # or compare_masked.yml"
 
 clean:  ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -47,8 +47,14 @@ def test_every_model_size_and_seed_once_with_the_right_values() -> None:
     runs = plan_runs(comparison(), overrides=["optimizer.lr=2e-3"])
     assert len(runs) == 8
     assert len({run.folder for run in runs}) == 8
-    # All models of a seed before the next seed.
-    assert [(run.model, run.seed) for run in runs[:4]] == [("metala", 1), ("retnet", 1), ("metala", 2), ("retnet", 2)]
+    # Everything of a seed before the next seed.
+    assert [(run.model, run.size) for run in runs[:4]] == [
+        ("metala", "s"),
+        ("retnet", "s"),
+        ("metala", "m"),
+        ("retnet", "m"),
+    ]
+    assert [run.seed for run in runs] == [1] * 4 + [2] * 4
     run = next(run for run in runs if run.folder.name == "retnet-m-seed2")
     assert run.config.model.mixers == ("retnet",)
     assert run.config.model.hidden_size == 128
@@ -135,6 +141,27 @@ def test_the_masked_comparison(tmp_path: Path, monkeypatch) -> None:
         assert run.config.optimizer == runs[0].config.optimizer
         assert run.config.schedule == runs[0].config.schedule
         assert run.config.batch == runs[0].config.batch
+
+
+def test_the_language_model_comparison(tmp_path: Path, monkeypatch) -> None:
+    """Every model of the comparison in three sizes, equal to 1 % without the embeddings, alike but for their mixer."""
+    monkeypatch.chdir(tmp_path)
+    runs = plan_runs(read_comparison(EXPERIMENTS / "compare_lm.yml"), seeds=[1], overrides=["model.vocab_size=4096"])
+    assert {run.config.model.mixers for run in runs} == {
+        (name,) for name in ("metala", "gla", "retnet", "mamba2", "lion", "attention")
+    }
+    assert len(runs) == 3 * 10
+    for size in ("small", "medium", "large"):
+        here = {run.model: run for run in runs if run.size == size}
+        for run in here.values():
+            assert not run.config.model.two_sided_mixers()
+            assert abs(run.body / here["metala"].body - 1) < 0.01
+            assert run.config.model.num_layers == here["metala"].config.model.num_layers
+            assert run.config.optimizer == here["metala"].config.optimizer
+            assert run.config.schedule == here["metala"].config.schedule
+    bodies = [run.body for run in runs if run.model == "metala"]
+    assert bodies[1] > 2 * bodies[0]
+    assert bodies[2] > 2 * bodies[1]
 
 
 def test_help_needs_no_torch(monkeypatch, capsys) -> None:

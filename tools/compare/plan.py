@@ -128,7 +128,7 @@ def plan_runs(
     seeds: Sequence[int] = (),
 ) -> list[Run]:
     """The runs of a comparison, or those of some of its models, sizes and seeds; seed by seed, so that what is cut
-    short has every model.
+    short has every model in every size.
 
     Raises:
         ValueError: an unknown model or size, or no width that gives equal parameters.
@@ -148,7 +148,7 @@ def plan_runs(
                     cells[size, name] = _widened(cells[size, name], reference, equal)
     return [
         _run(comparison, size, model, seed, *cells[size, model])
-        for size, seed, model in itertools.product(sizes, seeds or comparison.seeds, models)
+        for seed, size, model in itertools.product(seeds or comparison.seeds, sizes, models)
     ]
 
 
