@@ -142,7 +142,10 @@ def progress_note(runs: Sequence[Run]) -> str:
     open_runs = [run for run in runs if not run.complete]
     if not open_runs:
         return ""
-    words = (f"{run.name} at step {steps_done(run):,} of {run.config.schedule.train_steps:,}" for run in open_runs)
+    steps = [(run, steps_done(run)) for run in open_runs]
+    words = [f"{run.name} at step {at:,} of {run.config.schedule.train_steps:,}" for run, at in steps if at]
+    if not_begun := sum(not at for _, at in steps):
+        words.append(f"{not_begun} not begun")
     return f"{len(open_runs)} of {len(runs)} runs are not complete: {', '.join(words)}."
 
 
