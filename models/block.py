@@ -40,12 +40,16 @@ class Block(nn.Module):
         """
         if current_shards() is not None:
             self._check_shards(state is not None or return_state)
-        mixed = self.mixer(self.norm1(x), mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
+        normed, x = self.norm1(x, return_sum=True)
+        mixed = self.mixer(normed, mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
         new_state: dict[str, Tensor] = {}
         if return_state:
             mixed, new_state = mixed
-        hidden = x + mixed
-        y = hidden + self.mlp(self.norm2(x if self.parallel_residual else hidden))
+        if self.parallel_residual:
+            y = x + mixed + self.mlp(self.norm2(x))
+        else:
+            normed, hidden = self.norm2(x, mixed, return_sum=True)
+            y = hidden + self.mlp(normed)
         return (y, new_state) if return_state else y
 
     def _check_shards(self, with_state: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -11,12 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .kernels import takes
 from .precision import wide
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import left_neighbour, packing
 
 # Elements of a tile on a CPU: 2^17 float32 are 512 KiB, and about four such tensors live at a time.
 _TILE_ELEMENTS = 1 << 17
+# Of the weights that the kernels take.
+_LONGEST = 4
 
 
 class CausalConvolution(nn.Module):
@@ -59,19 +61,19 @@ class CausalConvolution(nn.Module):
         past = self.weight.shape[1] - 1
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
-        before = x.new_zeros(x.shape[0], past, x.shape[2]) if history is None else history.to(x.dtype)
-        if mask is not None and history is not None:
+        before = None if history is None else history.to(x.dtype)
+        if mask is not None and before is not None:
             # The history belongs directly before the first real token.
             padded = F.pad(x, (0, 0, past, 0)).scatter(1, _window(mask.int().argmax(1), before), before)
             before, x = padded[:, :past], padded[:, past:]
         y = _convolve(before, x, self.weight, self.silu)
         if not return_history:
             return y, None
-        padded = torch.cat([before, x], 1)
+        padded = _behind(before, x, past)
         if mask is None:
             return y, padded[:, x.shape[1] :]
         end = (mask * torch.arange(1, x.shape[1] + 1, device=x.device)).amax(1)
-        return y, padded.gather(1, _window(end, before))
+        return y, padded.gather(1, _window(end, padded[:, :past]))
 
     def _over_shards(self, shards: SequenceShards, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """The stretch on the left sends its last kernel - 1 inputs."""
@@ -118,16 +120,21 @@ def _window(start: Tensor, like: Tensor) -> Tensor:
     return places.unsqueeze(-1).expand(like.shape)
 
 
-def _convolve(before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-    """before: [batch, kernel - 1, channels], x: [batch, length, channels] -> [batch, length, channels]."""
-    if not torch.compiler.is_compiling():
-        if x.device.type == "cpu":
-            return _Convolve.apply(before, x, weight, silu)
-        if x.is_cuda and x.dtype != torch.float64 and find_spec("triton"):
-            from .kernels.causal_convolution import causal_convolution
+def _behind(before: Tensor | None, x: Tensor, past: int) -> Tensor:
+    """x behind the inputs before it, zeros if None: [batch, past + length, channels]."""
+    return F.pad(x, (0, 0, past, 0)) if before is None else torch.cat([before, x], 1)
 
-            return causal_convolution(before, x, weight, silu)
-    padded = torch.cat([before, x], 1).transpose(1, 2)
+
+def _convolve(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    """before: [batch, kernel - 1, channels] or None for zeros, x: [batch, length, channels] -> x's shape."""
+    if takes(x) and weight.shape[1] <= _LONGEST:
+        from .kernels.causal_convolution import causal_convolution
+
+        return causal_convolution(before, x, weight, silu)
+    past = weight.shape[1] - 1
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _Convolve.apply(x.new_zeros(x.shape[0], past, x.shape[2]) if before is None else before, x, weight, silu)
+    padded = _behind(before, x, past).transpose(1, 2)
     y = F.conv1d(padded, weight.unsqueeze(1), groups=weight.shape[0]).transpose(1, 2)
     return F.silu(y) if silu else y
 

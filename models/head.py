@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from .config import ModelConfig
 from .init import init_std, linear
+from .kernels import takes
 from .norm import Norm
 
 IGNORED_LABEL = -100
@@ -144,12 +145,14 @@ def cross_entropy_sum(
         hidden = hidden.masked_fill((weights == 0)[:, None], 0.0)
     if chunk is None:
         chunk = max(1, _CHUNK_ELEMENTS[hidden.is_cuda] // weight.shape[0])
+        parts = max(1, -(-len(hidden) // chunk))
+        chunk = max(1, -(-len(hidden) // parts))
     return _CrossEntropySum.apply(hidden, weight, bias, labels, weights, right, chunk, vocabulary)
 
 
-# Logits held at a time, on a CPU and on CUDA: 16 MiB of float32, which caches hold, and 512 MiB, so that the weight and
-# its gradient, read and written once a chunk, cost little beside the products.
-_CHUNK_ELEMENTS = (1 << 22, 1 << 27)
+# Logits held at a time, on a CPU and on CUDA: 16 MiB of float32, which caches hold, and 512 MiB of 16 bits, so that the
+# weight and its gradient, read and written once a chunk, cost little beside the products.
+_CHUNK_ELEMENTS = (1 << 22, 1 << 28)
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -176,41 +179,50 @@ class _CrossEntropySum(torch.autograd.Function):
         unit = weights.abs().amax() if len(weights) else total
         unit = torch.where(unit == 0, 1.0, unit)
         narrow = hidden.new_empty(min(chunk, len(hidden)), len(weight))
-        # The same memory where both would be of one type.
-        wide = narrow if narrow.dtype == weights.dtype else torch.empty_like(narrow, dtype=weights.dtype)
+        kernels = takes(hidden)
+        # The same memory where both would be of one type; the kernels need no other.
+        shared = kernels or narrow.dtype == weights.dtype
+        wide = narrow if shared else torch.empty_like(narrow, dtype=weights.dtype)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             x, label, token_weight = hidden[rows], labels[rows, None], weights[rows, None]
             logits, p = narrow[: len(x)], wide[: len(x)]
             torch.mm(x, weight.t(), out=logits)
-            p.copy_(logits)
-            if bias is not None:
-                p += bias
             here: Tensor | None = None
-            share: Tensor | float = 1.0
             if vocabulary is not None:
                 label = label - vocabulary.index * len(weight)
                 here = (label >= 0) & (label < len(weight))
                 label = label.masked_fill(~here, 0)
-            found: Tensor | None = None
-            if right is None:
-                largest = p.amax(-1, keepdim=True)
+            best: Tensor | None = None
+            if kernels:
+                from .kernels.cross_entropy import row_statistics
+
+                largest, best, mass, chosen = (y[:, None] for y in row_statistics(logits, bias, label.squeeze(-1)))
             else:
-                largest, best = p.max(-1, keepdim=True)
+                p.copy_(logits)
+                if bias is not None:
+                    p += bias
+                if right is None:
+                    largest = p.amax(-1, keepdim=True)
+                else:
+                    largest, best = p.max(-1, keepdim=True)
+                chosen = p.gather(-1, label)
+                mass = p.sub_(largest).exp_().sum(-1, keepdim=True)
+            found: Tensor | None = None
+            if right is not None and best is not None:
                 found = best == label if here is None else (best == label) & here
-            chosen = p.gather(-1, label)
-            mass = p.sub_(largest).exp_().sum(-1, keepdim=True)
+            own = largest
             if vocabulary is not None and here is not None:
-                # p and mass are relative to the largest logit of this part: bring them to that of all parts.
+                # largest and mass are this part's: bring them to what they are over all parts.
                 columns = [largest, mass, chosen.masked_fill(~here, 0.0)]
                 parts = vocabulary.gather(torch.cat(columns if found is None else [*columns, found.to(mass.dtype)], -1))
-                own, (largest, winner) = largest, parts[..., :1].max(0)
+                largest, winner = parts[..., :1].max(0)
                 mass = (parts[..., 1:2] * (parts[..., :1] - largest).exp()).sum(0)
                 chosen = parts[..., 2:3].sum(0)
                 if found is not None:
                     found = parts[..., 3:].gather(0, winner[None])[0] > 0
-                share = (own - largest).exp()
-            nll = mass.log() + largest - chosen
+            log_sum = mass.log() + largest
+            nll = log_sum - chosen
             total += (nll * token_weight).sum()
             if right is not None and found is not None:
                 right += (token_weight * found).sum()
@@ -219,15 +231,21 @@ class _CrossEntropySum(torch.autograd.Function):
             if d_hidden is None and d_weight is None and d_bias is None:
                 continue
             token_weight = token_weight / unit
-            p.mul_(token_weight * share / mass)
-            p.scatter_add_(-1, label, -token_weight if here is None else -token_weight * here)
+            if kernels:
+                from .kernels.cross_entropy import gradient_in_place
+
+                place = label if here is None else label.masked_fill(~here, -1)
+                gradient_in_place(logits, bias, *(y.squeeze(-1) for y in (place, log_sum, token_weight)))
+            else:
+                p.mul_(token_weight * (own - largest).exp() / mass)
+                p.scatter_add_(-1, label, -token_weight if here is None else -token_weight * here)
+                logits.copy_(p)
             if d_bias is not None:
-                d_bias += p.sum(0)
-            gradient = logits.copy_(p)
+                d_bias += p.sum(0, dtype=d_bias.dtype)
             if d_hidden is not None:
-                torch.mm(gradient, weight, out=d_hidden[rows])
+                torch.mm(logits, weight, out=d_hidden[rows])
             if d_weight is not None:
-                d_weight += gradient.t() @ x
+                d_weight += logits.t() @ x
         ctx.save_for_backward(d_hidden, d_weight, d_bias, unit, every_nll)
         ctx.weight_dtype = weight.dtype
         return total

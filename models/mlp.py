@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .init import linear
+from .kernels import takes
 
 
 class SwiGLU(nn.Module):
@@ -27,11 +28,20 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden_size] -> the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""
         return self._flops
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up."""
+    if takes(up) and gate.dtype == up.dtype:
+        from .kernels.swiglu import swiglu as kernel
+
+        return kernel(gate, up)
+    return F.silu(gate) * up
 
 
 class GELU(nn.Module):

@@ -9,6 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .kernels import takes
+
+# Channels of a row that one program of the kernel holds.
+_LARGEST = 16384
 
 
 class Norm(nn.Module):
@@ -28,8 +32,23 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size)) if config.norm_affine else None
         self.bias = nn.Parameter(torch.zeros(size)) if config.norm_affine and self.centred else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., hidden_size] -> the same shape and dtype."""
+    def forward(
+        self, x: Tensor, delta: Tensor | None = None, return_sum: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of h = x + delta, or of x, and h when asked for: both [..., hidden_size] in x's dtype.
+
+        A residual stream that goes on with the h of here has its two gradients added where the norm's is formed.
+        """
+        if takes(x) and x.shape[-1] <= _LARGEST and (return_sum or not self.centred):
+            from .kernels.add_norm import add_norm
+
+            h, y = add_norm(x, delta, self.weight, self.bias, self.eps, self.centred)
+        else:
+            h = x if delta is None else x + delta
+            y = self._of(h)
+        return (y, h) if return_sum else y
+
+    def _of(self, x: Tensor) -> Tensor:
         if self.centred:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         wide = x if x.dtype == torch.float64 else x.float()

@@ -23,28 +23,33 @@ try:
 except ImportError as error:
     raise ImportError("the convolution's kernels need Triton: pip install triton") from error
 
-# Tokens and channels of a program. A channel's tokens are read `kernel` times each, from the cache.
-_ROWS, _COLUMNS = 16, 256
+# Tokens and channels of a program, forward and backward.
+_FORWARD, _BACKWARD = (8, 128), (64, 256)
 
 
-def causal_convolution(before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     """y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}), computed in float32.
 
-    before: [batch, kernel - 1, channels], the inputs before x: [batch, length, channels]; weight: [channels, kernel];
-    f is SiLU or the identity. Returns y in x's shape and dtype.
+    before: [batch, kernel - 1, channels], the inputs before x: [batch, length, channels], None for zeros; weight:
+    [channels, kernel <= 4]; f is SiLU or the identity. Returns y in x's shape and dtype.
     """
     return _Convolution.apply(before, x, weight, silu)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-        before, x, weight = before.contiguous(), x.contiguous(), weight.contiguous()
+    def forward(ctx: Any, before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+        before = None if before is None else before.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
         y = torch.empty_like(x)
         batch, length, channels = x.shape
-        grid = (triton.cdiv(length, _ROWS), triton.cdiv(channels, _COLUMNS), batch)
+        tokens, columns = _FORWARD
+        grid = (triton.cdiv(length, tokens), triton.cdiv(channels, columns), batch)
         if x.numel():
-            _forward[grid](before, x, weight, y, length, channels, weight.shape[1], silu, _ROWS, _COLUMNS, num_warps=4)
+            _forward[grid](
+                before, x, weight, y, length, channels, weight.shape[1], silu, before is not None, tokens, columns,
+                num_warps=4,
+            )  # fmt: skip
         ctx.save_for_backward(before, x, weight)
         ctx.silu = silu
         return y
@@ -55,86 +60,123 @@ class _Convolution(torch.autograd.Function):
         before, x, weight = ctx.saved_tensors
         batch, length, channels = x.shape
         kernel = weight.shape[1]
-        d_before, dx = torch.empty_like(before), torch.empty_like(x)
-        # The tokens before x are rows of the same problem: they take part in the sums and have a gradient.
-        rows = triton.cdiv(length + kernel - 1, _ROWS)
-        partial = torch.zeros(batch, rows, kernel, channels, dtype=torch.float32, device=x.device)
-        grid = (rows, triton.cdiv(channels, _COLUMNS), batch)
+        dx = torch.empty_like(x)
+        d_before = None if before is None else torch.empty_like(before)
+        # The tokens before x are tokens of the same problem: they take part in the sums and have a gradient.
+        rows = length if before is None else length + kernel - 1
+        tokens, columns = _BACKWARD
+        programs = triton.cdiv(rows, tokens)
+        partial = torch.empty(batch, programs, kernel, channels, dtype=torch.float32, device=x.device)
         if rows:
-            _backward[grid](
-                dy.contiguous(), before, x, weight, d_before, dx, partial, length, channels, kernel, ctx.silu, _ROWS,
-                _COLUMNS, num_warps=4,
+            _backward[(programs, triton.cdiv(channels, columns), batch)](
+                dy.contiguous(), before, x, weight, d_before, dx, partial, length, channels, kernel, ctx.silu,
+                before is not None, tokens, columns, num_warps=2,
             )  # fmt: skip
         return d_before, dx, partial.sum((0, 1)).t().to(weight.dtype), None
 
 
 @triton.jit
-def _read(before, x, batch, row, column, length, channels, KERNEL: tl.constexpr):
-    """Inputs at `row` from -(KERNEL - 1) on, zero outside, float32; column is masked by the caller's bound."""
-    inside = ((row >= 0) & (row < length))[:, None] & (column < channels)[None, :]
-    earlier = ((row < 0) & (row >= 1 - KERNEL))[:, None] & (column < channels)[None, :]
-    at = (batch * length + row).to(tl.int64)[:, None] * channels + column[None, :]
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if KERNEL > 1:
-        at = (batch * (KERNEL - 1) + row + KERNEL - 1).to(tl.int64)[:, None] * channels + column[None, :]
-        value += tl.load(before + at, mask=earlier, other=0.0).to(tl.float32)
+def _token(x, before, t, column, length, channels, KERNEL: tl.constexpr, HISTORY: tl.constexpr):
+    """Input t of a sequence, from -(KERNEL - 1) on, zero outside, float32."""
+    known = column < channels
+    place = tl.cast(t, tl.int64) * channels
+    value = tl.load(x + place + column, mask=known & (t >= 0) & (t < length), other=0.0).to(tl.float32)
+    if HISTORY:
+        place = (t + (KERNEL - 1)) * channels
+        value += tl.load(before + place + column, mask=known & (t < 0) & (t >= 1 - KERNEL), other=0.0).to(tl.float32)
     return value
 
 
 @triton.jit
-def _sum(before, x, weight, batch, row, column, length, channels, KERNEL: tl.constexpr):
-    """The convolution at `row`, before the activation."""
-    total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
-    for j in tl.static_range(KERNEL):
-        tap = tl.load(weight + column * KERNEL + j, mask=column < channels, other=0.0).to(tl.float32)
-        total += tap[None, :] * _read(before, x, batch, row + (j + 1 - KERNEL), column, length, channels, KERNEL)
-    return total
+def _tap(weight, column, channels, J: tl.constexpr, KERNEL: tl.constexpr):
+    """The weight of the input J tokens back."""
+    if J < KERNEL:
+        return tl.load(weight + column * KERNEL + (KERNEL - 1 - J), mask=column < channels, other=0.0).to(tl.float32)
+    return tl.zeros((column.shape[0],), tl.float32)
 
 
 @triton.jit
 def _forward(
     before, x, weight, y, length, channels,
-    KERNEL: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    batch = tl.program_id(2)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = _sum(before, x, weight, batch, row, column, length, channels, KERNEL)
+    first, batch = tl.program_id(0) * TOKENS, tl.program_id(2).to(tl.int64)
+    row, column = tl.arange(0, TOKENS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = (column < channels)[None, :]
+    if HISTORY:
+        before += batch * (KERNEL - 1) * channels
+    place = (batch * length + first) * channels
+    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    for j in tl.static_range(KERNEL):
+        t = first + (row - j)
+        at = (row - j)[:, None] * channels + column[None, :]
+        value = tl.load(x + place + at, mask=((t >= 0) & (t < length))[:, None] & known, other=0.0).to(tl.float32)
+        if HISTORY:
+            at = (t + (KERNEL - 1))[:, None] * channels + column[None, :]
+            value += tl.load(before + at, mask=(t < 0)[:, None] & known, other=0.0).to(tl.float32)
+        total += _tap(weight, column, channels, j, KERNEL)[None, :] * value
     if SILU:
         total = total * tl.sigmoid(total)
-    at = (batch * length + row).to(tl.int64)[:, None] * channels + column[None, :]
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=(row < length)[:, None] & (column < channels)[None, :])
+    inside = (first + row < length)[:, None] & known
+    tl.store(y + place + (row[:, None] * channels + column[None, :]), total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(
     dy, before, x, weight, d_before, dx, partial, length, channels,
-    KERNEL: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    block, batch = tl.program_id(0), tl.program_id(2)
-    row = block * ROWS + tl.arange(0, ROWS) + (1 - KERNEL)
+    """Token by token, with the last three inputs and the last three gradients of the sums at hand."""
+    batch = tl.program_id(2).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = column < channels
-    d_input = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for i in tl.static_range(KERNEL):
-        # The output i tokens on, which reads this row with its tap KERNEL - 1 - i.
-        later = row + i
-        valid = ((later >= 0) & (later < length))[:, None] & known[None, :]
-        at = (batch * length + later).to(tl.int64)[:, None] * channels + column[None, :]
-        gradient = tl.load(dy + at, mask=valid, other=0.0).to(tl.float32)
+    x, dy, dx = x + batch * length * channels, dy + batch * length * channels, dx + batch * length * channels
+    first = tl.program_id(0) * TOKENS
+    if HISTORY:
+        before += batch * (KERNEL - 1) * channels
+        d_before += batch * (KERNEL - 1) * channels
+        first += 1 - KERNEL
+    w0, w1 = _tap(weight, column, channels, 0, KERNEL), _tap(weight, column, channels, 1, KERNEL)
+    w2, w3 = _tap(weight, column, channels, 2, KERNEL), _tap(weight, column, channels, 3, KERNEL)
+    x3 = _token(x, before, first - 3, column, length, channels, KERNEL, HISTORY)
+    x2 = _token(x, before, first - 2, column, length, channels, KERNEL, HISTORY)
+    x1 = _token(x, before, first - 1, column, length, channels, KERNEL, HISTORY)
+    d1, d2, d3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
+    of_w0, of_w1, of_w2, of_w3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
+    x0 = _token(x, before, first, column, length, channels, KERNEL, HISTORY)
+    d0 = _token(dy, before, first, column, length, channels, KERNEL, False)
+    for n in range(TOKENS + 3):
+        t = first + n
+        # Loaded a turn ahead, so that memory answers while this turn computes.
+        next_x = _token(x, before, t + 1, column, length, channels, KERNEL, HISTORY)
+        next_d = _token(dy, before, t + 1, column, length, channels, KERNEL, False)
         if SILU:
-            total = _sum(before, x, weight, batch, later, column, length, channels, KERNEL)
+            total = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
             gate = tl.sigmoid(total)
-            gradient *= gate * (1.0 + total * (1.0 - gate))
-        tap = tl.load(weight + column * KERNEL + (KERNEL - 1 - i), mask=known, other=0.0).to(tl.float32)
-        d_input += tap[None, :] * gradient
-        value = _read(before, x, batch, row, column, length, channels, KERNEL)
-        place = ((batch * tl.num_programs(0) + block) * KERNEL + (KERNEL - 1 - i)).to(tl.int64) * channels
-        tl.store(partial + place + column, tl.sum(gradient * value, 0), mask=known)
-    at = (batch * length + row).to(tl.int64)[:, None] * channels + column[None, :]
-    inside = ((row >= 0) & (row < length))[:, None] & known[None, :]
-    tl.store(dx + at, d_input.to(dx.dtype.element_ty), mask=inside)
+            d0 *= gate * (1.0 + total * (1.0 - gate))
+        # Sums of the three tokens after the program's own are its neighbour's to count.
+        counted = d0 * tl.where(n < TOKENS, 1.0, 0.0)
+        of_w0 += counted * x0
+        of_w1 += counted * x1
+        of_w2 += counted * x2
+        of_w3 += counted * x3
+        # The input three tokens back has met all the sums that it is part of.
+        back = t - 3
+        d_input = w0 * d3 + w1 * d2 + w2 * d1 + w3 * d0
+        place = tl.cast(back, tl.int64) * channels
+        inside = known & (n >= 3) & (back >= 0) & (back < length)
+        tl.store(dx + place + column, d_input.to(dx.dtype.element_ty), mask=inside)
+        if HISTORY:
+            place = (back + (KERNEL - 1)) * channels
+            earlier = known & (n >= 3) & (back < 0)
+            tl.store(d_before + place + column, d_input.to(d_before.dtype.element_ty), mask=earlier)
+        x3, x2, x1, x0 = x2, x1, x0, next_x
+        d3, d2, d1, d0 = d2, d1, d0, next_d
+    place = partial + (batch * tl.num_programs(0) + tl.program_id(0)) * KERNEL * channels + column
+    tl.store(place + (KERNEL - 1) * channels, of_w0, mask=known)
     if KERNEL > 1:
-        at = (batch * (KERNEL - 1) + row + KERNEL - 1).to(tl.int64)[:, None] * channels + column[None, :]
-        earlier = ((row < 0) & (row >= 1 - KERNEL))[:, None] & known[None, :]
-        tl.store(d_before + at, d_input.to(d_before.dtype.element_ty), mask=earlier)
+        tl.store(place + (KERNEL - 2) * channels, of_w1, mask=known)
+    if KERNEL > 2:
+        tl.store(place + (KERNEL - 3) * channels, of_w2, mask=known)
+    if KERNEL > 3:
+        tl.store(place + (KERNEL - 4) * channels, of_w3, mask=known)

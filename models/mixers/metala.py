@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig, check_key_width
 from ..convolution import CausalConvolution
 from ..init import linear
+from ..kernels import takes
 from ..kernels.metala_epilogue import metala_epilogue
 from ..precision import wide
 from ..recurrence import recurrence
@@ -131,11 +132,8 @@ class MetaLA(nn.Module):
                 new_state["conv"] = history
         q = _heads(self.q_proj(x), self.head_dim_k)
         v = _heads(self.v_proj(x), self.head_dim_v)
-        log_decay = _heads(_log_decay(self._decay_logits(x)), self.head_dim_k)
-        if self.k_proj is None:
-            # In float32 until here: 1 - exp(g) formed in bfloat16 would be wrong by 3 % and more.
-            k = (-torch.expm1(log_decay)).to(v.dtype)
-        else:
+        log_decay, k = (_heads(y, self.head_dim_k) for y in decay_and_key(self._decay_logits(x)))
+        if self.k_proj is not None:
             k = _heads(self.k_proj(x), self.head_dim_k)
         if mask is not None:
             padding = ~mask[:, :, None, None]
@@ -176,6 +174,12 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim))
 
 
-def _log_decay(a: Tensor) -> Tensor:
-    """log alpha, alpha = sigmoid(a)^(1/16), in float32 (float64 for float64)."""
-    return F.logsigmoid(wide(a)) / 16
+def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
+    """log alpha, alpha = sigmoid(a)^(1/16), in float32 (float64 for float64), and k = 1 - alpha in a's dtype."""
+    if takes(a):
+        from ..kernels.metala_gate import decay_and_key as kernel
+
+        return kernel(a)
+    log_decay = F.logsigmoid(wide(a)) / 16
+    # In float32 until here: 1 - exp(g) formed in bfloat16 would be wrong by 3 % and more.
+    return log_decay, (-torch.expm1(log_decay)).to(a.dtype)

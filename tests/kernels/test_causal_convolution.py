@@ -15,8 +15,8 @@ def reference(before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("kernel", [1, 2, 4])
-@pytest.mark.parametrize(("batch", "length", "channels"), [(2, 1, 3), (1, 16, 256), (2, 37, 270)])
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4])
+@pytest.mark.parametrize(("batch", "length", "channels"), [(2, 1, 3), (1, 16, 128), (2, 150, 140)])
 def test_values_and_gradients(device: str, batch: int, length: int, channels: int, kernel: int, silu: bool) -> None:
     from models.kernels.causal_convolution import causal_convolution
 
@@ -32,3 +32,21 @@ def test_values_and_gradients(device: str, batch: int, length: int, channels: in
     for wanted, found in zip(*results, strict=True):
         if wanted.numel():
             assert ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-9)).item() < 1e-5
+
+
+@pytest.mark.parametrize("length", [5, 129])
+def test_nothing_before_is_zeros_before(device: str, length: int) -> None:
+    from models.kernels.causal_convolution import causal_convolution
+
+    generator = torch.Generator().manual_seed(length)
+    x, weight, dy = (
+        torch.randn(*s, generator=generator).to(device) for s in ((2, length, 20), (20, 4), (2, length, 20))
+    )
+    results = []
+    for before in (None, torch.zeros(2, 3, 20, device=device)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+        y = causal_convolution(before, *leaves, True)
+        y.backward(dy)
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for wanted, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)

@@ -125,8 +125,10 @@ def test_a_projected_gate_and_its_gradients(device: str, form: str, biased: bool
         y = bidirectional(*leaves[:3], gate=gate, mask=mask, form=kind)
         (y * torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()
         results.append([y.detach(), *(t.grad for t in leaves[: 6 if biased else 5])])
+    # A gate's gradient is a difference of sums, and a GPU's exponentials are right to 1e-6.
+    bound = 2e-5 if device == "cpu" else 1e-4
     for i, (found, expected) in enumerate(zip(*results, strict=True)):
-        assert ((found.double() - expected).norm() / expected.norm()).item() < 2e-5, i
+        assert ((found.double() - expected).norm() / expected.norm()).item() < bound, i
 
 
 def test_far_tiles_are_skipped_without_a_trace(device: str) -> None:

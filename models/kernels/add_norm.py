@@ -1,0 +1,154 @@
+"""Residual sum and norm in one kernel, and their gradients in one. Reference: `models.norm.Norm`.
+
+    h = x + d      y = norm(h) * weight + bias      dx = dd = dh + (gradient of the norm for dy)
+Statistics and products in float32. The gradients of weight and bias are summed by every program over its own rows, and over
+programs afterwards, so that they do not depend on the programs' order.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the norm's kernels need Triton: pip install triton") from error
+
+# Of the backward pass, four for every multiprocessor of the largest devices.
+_PROGRAMS = 528
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """h = x + delta (x itself where delta is None) and y, both of x's shape [..., size] and dtype."""
+    return _AddNorm.apply(x, delta, weight, bias, eps, centred)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
+    ) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        size = x.shape[-1]
+        y = torch.empty_like(x)
+        h = x
+        if delta is not None:
+            delta, h = delta.contiguous(), torch.empty_like(x)
+        rows = x.numel() // size
+        if rows:
+            _forward[(rows,)](
+                x, delta, weight, bias, h, y, size, eps, triton.next_power_of_2(size), delta is not None,
+                weight is not None, bias is not None, centred, num_warps=_warps(size),
+            )  # fmt: skip
+        ctx.save_for_backward(h, weight, bias)
+        ctx.eps, ctx.centred, ctx.added = eps, centred, delta is not None
+        return h, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        h, weight, bias = ctx.saved_tensors
+        size = h.shape[-1]
+        rows = h.numel() // size
+        programs = min(rows, _PROGRAMS)
+        dx = torch.empty_like(h)
+        sums = [
+            None if p is None else torch.empty(programs, size, dtype=torch.float32, device=h.device)
+            for p in (weight, bias)
+        ]
+        if rows:
+            _backward[(programs,)](
+                dh.contiguous(), dy.contiguous(), h, weight, dx, *sums, rows, size, ctx.eps,
+                triton.next_power_of_2(size), weight is not None, bias is not None, ctx.centred,
+                num_warps=_warps(size),
+            )  # fmt: skip
+        d_weight, d_bias = (
+            None if total is None else total.sum(0).to(p.dtype) for total, p in zip(sums, (weight, bias), strict=True)
+        )
+        return dx, dx if ctx.added else None, d_weight, d_bias, None, None
+
+
+def _warps(size: int) -> int:
+    return min(16, max(1, triton.next_power_of_2(size) // 512))
+
+
+@triton.jit
+def _normalised(h, inside, size, eps, CENTRED: tl.constexpr):
+    """The row before weight and bias, 0 outside; and 1 / its deviation."""
+    if CENTRED:
+        h = tl.where(inside, h - tl.sum(h, 0) / size, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(h * h, 0) / size + eps)
+    return h * inverse, inverse
+
+
+@triton.jit
+def _forward(
+    x, delta, weight, bias, h, y, size, eps,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, BLOCK)
+    inside = i < size
+    at = tl.program_id(0).to(tl.int64) * size + i
+    row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        row += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        # The norm is that of the sum as it is stored.
+        rounded = row.to(h.dtype.element_ty)
+        tl.store(h + at, rounded, mask=inside)
+        row = rounded.to(tl.float32)
+    out, _ = _normalised(row, inside, size, eps, CENTRED)
+    if WEIGHT:
+        out *= tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        out += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    dh, dy, h, weight, dx, d_weight, d_bias, rows, size, eps,
+    BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, BLOCK)
+    inside = i < size
+    if WEIGHT:
+        scale = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+        of_weight = tl.zeros((BLOCK,), tl.float32)
+    if BIAS:
+        of_bias = tl.zeros((BLOCK,), tl.float32)
+    for r in range(tl.program_id(0), rows, tl.num_programs(0)):
+        at = tl.cast(r, tl.int64) * size + i
+        row = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        through = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
+        normal, inverse = _normalised(row, inside, size, eps, CENTRED)
+        if BIAS:
+            of_bias += d
+        if WEIGHT:
+            of_weight += d * normal
+            d *= scale
+        d_row = d - normal * (tl.sum(d * normal, 0) / size)
+        if CENTRED:
+            d_row -= tl.sum(d, 0) / size
+        tl.store(dx + at, (through + d_row * inverse).to(dx.dtype.element_ty), mask=inside)
+    at = tl.program_id(0) * size + i
+    if WEIGHT:
+        tl.store(d_weight + at, of_weight, mask=inside)
+    if BIAS:
+        tl.store(d_bias + at, of_bias, mask=inside)

@@ -1,0 +1,83 @@
+"""MetaLA's log decay and key from its gate projection, one kernel forward and one backward.
+
+    g = logsigmoid(a) / 16      k = 1 - exp(g)      da = (dg - dk exp(g)) sigmoid(-a) / 16
+Reference: `models.mixers.metala.decay_and_key`. a has 16 bits, g float32: formed by PyTorch's kernels the float32 values in
+between are read and written six times.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("MetaLA's kernels need Triton: pip install triton") from error
+
+_BLOCK = 1024
+
+
+def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
+    """log decay in float32 and key in a's dtype, both of a's shape."""
+    return _DecayAndKey.apply(a)
+
+
+class _DecayAndKey(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> tuple[Tensor, Tensor]:
+        a = a.contiguous()
+        log_decay, key = torch.empty_like(a, dtype=torch.float32), torch.empty_like(a)
+        if a.numel():
+            _forward[(triton.cdiv(a.numel(), _BLOCK),)](a, log_decay, key, a.numel(), _BLOCK, num_warps=4)
+        ctx.save_for_backward(a)
+        return log_decay, key
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_log_decay: Tensor, d_key: Tensor) -> Tensor:
+        (a,) = ctx.saved_tensors
+        da = torch.empty_like(a)
+        if a.numel():
+            grid = (triton.cdiv(a.numel(), _BLOCK),)
+            _backward[grid](
+                d_log_decay.contiguous(), d_key.contiguous(), a, da, a.numel(), _BLOCK, num_warps=4
+            )  # fmt: skip
+        return da
+
+
+@triton.jit
+def _log_decay(a):
+    z = tl.exp(-tl.abs(a))
+    # log(1 + z) to full relative precision: what rounding 1 + z loses is lost in the divisor too.
+    rounded = 1.0 + z
+    log1p = tl.where(rounded == 1.0, z, tl.log(rounded) * (z / tl.where(rounded == 1.0, 1.0, rounded - 1.0)))
+    return (tl.minimum(a, 0.0) - log1p) * 0.0625
+
+
+@triton.jit
+def _forward(a, log_decay, key, N, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = _log_decay(tl.load(a + i, mask=i < N, other=0.0).to(tl.float32))
+    tl.store(log_decay + i, g, mask=i < N)
+    # 1 - exp(g) loses its digits where g is small; the series ends where the next term is under 1e-8 of the sum.
+    series = -g * (1.0 + g * (0.5 + g * (1.0 / 6 + g * (1.0 / 24 + g * (1.0 / 120 + g * (1.0 / 720))))))
+    k = tl.where(g > -0.125, series, 1.0 - tl.exp(g))
+    tl.store(key + i, k.to(key.dtype.element_ty), mask=i < N)
+
+
+@triton.jit
+def _backward(d_log_decay, d_key, a, da, N, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(a + i, mask=i < N, other=0.0).to(tl.float32)
+    dg = tl.load(d_log_decay + i, mask=i < N, other=0.0)
+    dk = tl.load(d_key + i, mask=i < N, other=0.0).to(tl.float32)
+    d = (dg - dk * tl.exp(_log_decay(x))) * tl.sigmoid(-x) * 0.0625
+    tl.store(da + i, d.to(da.dtype.element_ty), mask=i < N)

@@ -1,0 +1,70 @@
+"""The kernels of the cross entropy against PyTorch, and the whole loss of the head with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models import head
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("vocab", [7, 5000])
+def test_statistics_and_gradient(device: str, vocab: int, with_bias: bool) -> None:
+    from models.kernels.cross_entropy import gradient_in_place, row_statistics
+
+    generator = torch.Generator().manual_seed(vocab)
+    rows = 5
+    logits = (4 * torch.randn(rows, vocab, generator=generator)).to(device)
+    logits[1, 3:] = -torch.inf
+    logits[2, 2], logits[2, vocab - 2] = 50.0, 50.0  # the first of equals is the best
+    bias = torch.randn(vocab, generator=generator).to(device) if with_bias else None
+    if bias is not None:
+        bias[2] = bias[vocab - 2] = 0.0
+    label = torch.tensor([0, 1, vocab - 1, 3, 5], device=device)
+    z = logits.double() if bias is None else logits.double() + bias.double()
+    largest, best, mass, chosen = row_statistics(logits, bias, label)
+    torch.testing.assert_close(largest.double(), z.amax(1))
+    assert best.tolist() == z.argmax(1).tolist()
+    torch.testing.assert_close(mass.log().double() + largest.double(), z.logsumexp(1))
+    torch.testing.assert_close(chosen.double(), z.gather(1, label[:, None])[:, 0])
+    weight = torch.linspace(0, 1, rows, device=device)
+    there = torch.where(torch.arange(rows, device=device) == 3, -1, label)
+    wanted = z.softmax(1)
+    wanted[torch.arange(rows), label] -= (there >= 0).double()
+    wanted *= weight[:, None].double()
+    gradient_in_place(logits, bias, there, mass.log() + largest, weight)
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_nan_is_not_hidden(device: str) -> None:
+    from models.kernels.cross_entropy import row_statistics
+
+    logits = torch.zeros(2, 9, device=device)
+    logits[1, 4] = torch.nan
+    mass = row_statistics(logits, None, torch.zeros(2, dtype=torch.int64, device=device))[2]
+    assert mass.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_loss_with_kernels_is_the_loss(device: str, monkeypatch: pytest.MonkeyPatch, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(11, 16, generator=generator), torch.randn(40, 16, generator=generator)
+    bias = torch.randn(40, generator=generator) if with_bias else None
+    labels = torch.randint(0, 40, (11,), generator=generator)
+    labels[4] = -100
+    loss_weight = torch.rand(11, generator=generator)
+    results = []
+    for kernels in (False, True):
+        monkeypatch.setattr(head, "takes", lambda x, kernels=kernels: kernels)
+        leaves = [
+            None if x is None else x.to(device).clone().requires_grad_() for x in (hidden, weight, bias, loss_weight)
+        ]
+        right = torch.zeros((), device=device)
+        loss = head.cross_entropy_sum(
+            leaves[0], leaves[1], labels.to(device), leaves[3], bias=leaves[2], right=right, chunk=4
+        )
+        (3 * loss).backward()
+        results.append([loss.detach(), right, *(x.grad for x in leaves if x is not None)])
+    for wanted, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

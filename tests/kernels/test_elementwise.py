@@ -1,0 +1,97 @@
+"""The fused kernels around the products (SwiGLU, MetaLA's gate, residual sum with norm) against PyTorch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.mixers.metala import decay_and_key
+from models.mlp import swiglu
+from models.norm import Norm
+
+Function = Callable[..., tuple[Tensor | None, ...]]
+
+
+def compare(exact: Function, kernels: Function, inputs: list[Tensor | None], bound: float = 1e-6) -> None:
+    """Outputs and gradients of `exact` in float64 beside those of `kernels` in float32."""
+    results = []
+    for function, dtype in ((exact, torch.float64), (kernels, torch.float32)):
+        leaves = [None if x is None else x.to(dtype).clone().requires_grad_() for x in inputs]
+        outputs = [y for y in function(*leaves) if y is not None]
+        # Each output has a gradient of its own direction.
+        total = sum(
+            (y * torch.linspace(-1, 2 + i, y.numel(), device=y.device, dtype=y.dtype).view_as(y)).sum()
+            for i, y in enumerate(outputs)
+        )
+        total.backward()
+        results.append([*(y.detach() for y in outputs), *(x.grad for x in leaves if x is not None)])
+    for number, (wanted, found) in enumerate(zip(*results, strict=True)):
+        assert ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-9)).item() < bound, number
+
+
+def random(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).float().to(device)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (2, 1500)])
+def test_swiglu(device: str, shape: tuple[int, ...]) -> None:
+    from models.kernels.swiglu import swiglu as kernel
+
+    inputs = [3 * random(*shape, seed=1, device=device), random(*shape, seed=2, device=device)]
+    compare(lambda a, b: (swiglu(a, b),), lambda a, b: (kernel(a, b),), inputs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_decay_and_key(device: str, scale: float) -> None:
+    from models.kernels.metala_gate import decay_and_key as kernel
+
+    compare(decay_and_key, kernel, [scale * random(3, 700, seed=3, device=device)], 2e-6)
+
+
+def test_decay_and_key_keep_their_digits(device: str) -> None:
+    from models.kernels.metala_gate import decay_and_key as kernel
+
+    a = torch.linspace(-90, 80, 3001, device=device)
+    for found, wanted in zip(kernel(a), decay_and_key(a.double()), strict=True):
+        # Below float32's smallest normal number there are no digits to keep.
+        sized = wanted.abs() > 1e-36
+        assert ((found.double() / wanted - 1).abs()[sized]).max().item() < (2e-6 if device == "cpu" else 1e-5)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_add_norm(device: str, kind: str, affine: bool, add: bool) -> None:
+    from models.kernels.add_norm import add_norm
+
+    size = 48
+    config = ModelConfig(
+        vocab_size=8, num_layers=1, hidden_size=size, num_heads=2, norm=kind, norm_affine=affine, norm_eps=1e-5
+    )
+    norm = Norm(config).double()
+    centred = kind == "layernorm"
+    shape = (2, 300, size)
+
+    def exact(x: Tensor, delta: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
+        norm.weight, norm.bias = None, None
+        h = x if delta is None else x + delta
+        y = norm(h)
+        if weight is not None:
+            y = y * weight
+        return h * 1.0, y if bias is None else y + bias
+
+    def kernels(x: Tensor, delta: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return add_norm(x, delta, weight, bias, 1e-5, centred)
+
+    inputs = [
+        2 * random(*shape, seed=4, device=device) + 1,
+        random(*shape, seed=5, device=device) if add else None,
+        random(size, seed=6, device=device) if affine else None,
+        random(size, seed=7, device=device) if affine and centred else None,
+    ]
+    compare(exact, kernels, inputs, 3e-6)
