@@ -91,7 +91,7 @@ def _uses(config: Config[Any]) -> list[str]:
             f"  python -m tools.convert_hf export {folder} EXPORT   # for transformers",
         ]
     return [
-        f'  python -m tools.generate {folder} --prompt "{config.evaluation.prompt}"   # write',
+        f"  python -m tools.generate {folder} --prompt {shlex.quote(config.evaluation.prompt)}   # write",
         f"  python eval.py {folder}   # evaluate",
     ]
 
@@ -128,14 +128,14 @@ def _resharded(engine: Engine, source: Path) -> str:
 
 def complete_message(config: Config[Any], source: Path, step: int) -> str:
     """What a run that has nothing left to do says."""
-    return (
-        f"the run {config.run.name} is complete: {step} steps, {source}\n"
-        f"  train longer:   python train.py ... schedule.train_steps={2 * step}\n"
-        f"  another run:    python train.py ... run.name={config.run.name}-2\n"
-        f"  over again:     python train.py ... checkpoint.resume=never\n"
-        f"  write with it:  python -m tools.generate {config.run.directory} --prompt {config.evaluation.prompt!r}\n"
-        f"  evaluate it:    python eval.py {config.run.directory}"
-    )
+    lines = [
+        f"the run {config.run.name} is complete: {step} steps, {source}",
+        f"  python train.py ... schedule.train_steps={2 * step}   # train longer",
+        f"  python train.py ... run.name={config.run.name}-2   # another run",
+        "  python train.py ... checkpoint.resume=never   # over again",
+        *_uses(config),
+    ]
+    return "\n".join(lines)
 
 
 def compressed_bits_per_byte(text: bytes) -> dict[str, float]:

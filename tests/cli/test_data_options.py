@@ -104,6 +104,11 @@ def test_a_masked_language_model(arguments, files, tmp_path, layout, capsys):
     assert f"masked tokens found: {validation['accuracy']:.2%}" in said
     unigram = json.loads((tmp_path / layout / "summary.json").read_text())["unigram"]
     assert f"{unigram['accuracy']:.2%} (loss {unigram['loss']:.4f})" in said
-    assert f"tools.masked_length {tmp_path / layout}" in said
+    assert train.main(arguments(layout, **changes)) == 0
+    again = capsys.readouterr().out
+    assert "is complete: 12 steps" in again
+    for words in (said, again):
+        assert f"tools.masked_length {tmp_path / layout}" in words
+        assert "tools.generate" not in words
     tokens = 40 * 32
     assert 0.02 * tokens < validation["evaluated_tokens"] < 3 * tokens
