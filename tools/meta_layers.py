@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite import tensor_parallel
+from megatron_lite import grid, tensor_parallel
 from megatron_lite.activation_checkpointing import checkpointed
 from megatron_lite.config_schema import ParallelConfig
 from megatron_lite.layout import Layout
@@ -51,7 +51,8 @@ def layer_costs(
     costs: list[LayerCost] = []
     known: dict[str, LayerCost] = {}
     stand_ins = kernels_of_cuda() if device == "meta" else contextlib.nullcontext()
-    with stand_ins, mock.patch.object(tensor_parallel, "dist", _NoCollectives):
+    alone = [mock.patch.object(module, "dist", _NoCollectives) for module in (tensor_parallel, grid)]
+    with stand_ins, alone[0], alone[1]:
         for index, spec in enumerate(specs):
             block = 0 < index < len(specs) - 1
             recomputed = (index - 1) % parallel.activation_checkpointing.every == 0
