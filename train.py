@@ -196,7 +196,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         sources=samples.sources,
         state=state,
         config_yaml=dump_config(config),
-        flops_per_token=training_flops_per_token(engine.model, config.batch.sequence_length),
+        flops_per_token=training_flops_per_token(engine.model, config.batch.sequence_length, config.data.asked_share),
         peak_flops=peak_flops(grid.device, dtype) if grid.is_main else None,
         sample=sample if _writes_samples(config, grid) else None,
         suites=suites,

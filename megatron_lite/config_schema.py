@@ -173,6 +173,11 @@ class DataConfig(Section):
         """`train` as a list."""
         return (self.train,) if isinstance(self.train, str) else self.train or ()
 
+    @property
+    def asked_share(self) -> float:
+        """Expected share of a training batch's tokens at which a token is to be predicted."""
+        return self.masked.rate if self.objective == "masked" else 1.0
+
 
 class RampConfig(Section):
     """A batch that grows: from `start` samples a step to `batch.global_batch_size`, over the first `samples` samples."""

@@ -80,13 +80,20 @@ def _ramp(batch: BatchConfig) -> Iterator[tuple[KeyPath, str]]:
 
 def _samples(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
     data = config.data
-    two_sided: list[str] = getattr(config.model, "two_sided_mixers", list)()
-    if data.objective == "causal" and two_sided:
-        yield (
-            ("data", "objective"),
-            f"= causal: {', '.join(two_sided)} sees the token that is to be predicted; masked is allowed, or the mixer's "
-            "option causal = true",
-        )
+    if hasattr(config.model, "two_sided_mixers"):
+        two_sided, mixers = config.model.two_sided_mixers(), ", ".join(dict.fromkeys(config.model.mixers))
+        if data.objective == "causal" and two_sided:
+            yield (
+                ("data", "objective"),
+                f"= causal: {', '.join(two_sided)} sees the token that is to be predicted; masked is allowed, or the "
+                "mixer's option causal = true",
+            )
+        if data.objective == "masked" and not two_sided:
+            yield (
+                ("data", "objective"),
+                f"= masked: {mixers} sees nothing of what follows a hidden token; causal is allowed, or a mixer that sees "
+                "both sides (the option causal = false, docs/mixers.md)",
+            )
     if data.objective == "masked" and data.masked.layout == "padded" and data.reset_at_documents:
         text = "= true: padded rows hold one document each; it goes with data.masked.layout = packed"
         yield ("data", "reset_at_documents"), text

@@ -21,6 +21,7 @@ from megatron_lite.activation_checkpointing import checkpointed
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.context_parallel import ContextShards, context_shards, own_stretch
 from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear
+from megatron_lite.flops import forward_flops
 from megatron_lite.grid import Grid, reduce_sum
 from megatron_lite.optimizer import build_optimizer, parameter_kind
 from megatron_lite.optimizer_state import OptimizerState, Placed
@@ -111,6 +112,7 @@ class Engine:
         split_sequence: a context in which the layers take their sequences for one process's stretch; needed with
             context parallelism.
         count_right: also count the tokens that are predicted right, in training and evaluation.
+        asked_share: of the tokens at which a token is to be predicted, for what the last layer costs.
 
     Attributes:
         model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
@@ -134,6 +136,7 @@ class Engine:
         sequence_length: int = 2048,
         split_sequence: Callable[[ContextShards], contextlib.AbstractContextManager[None]] | None = None,
         count_right: bool = False,
+        asked_share: float = 1.0,
     ) -> None:
         if dtype == "fp16" and grid.device.type == "cpu":
             raise ValueError("precision.dtype: fp16 does not train on a CPU; use bf16 or fp32")
@@ -147,7 +150,7 @@ class Engine:
         if grid.pipe_size > 1:
             from megatron_lite.pipeline import stage_bounds
 
-            bounds = stage_bounds([layer.flops_per_token(sequence_length) for layer in self.model], grid.pipe_size)
+            bounds = stage_bounds(forward_flops(self.model, sequence_length, asked_share), grid.pipe_size)
         own = range(bounds[grid.pipe_rank], bounds[grid.pipe_rank + 1])
         self._shards = context_shards(grid)
         if self._shards is not None and split_sequence is None:

@@ -22,9 +22,9 @@ from megatron_lite.engine import asked_for
 from megatron_lite.grid import Grid
 
 
-def stage_bounds(costs: Sequence[int], stages: int) -> list[int]:
+def stage_bounds(costs: Sequence[float], stages: int) -> list[int]:
     """First layer of every stage, and one past the last: stages as equal in cost as contiguous layers allow."""
-    return [int(bound) for bound in partition_balanced([max(1, cost) for cost in costs], stages)]
+    return [int(bound) for bound in partition_balanced([max(1, round(cost)) for cost in costs], stages)]
 
 
 def topology(grid: Grid) -> PipeModelDataParallelTopology:

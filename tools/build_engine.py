@@ -33,4 +33,5 @@ def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
         sequence_length=config.batch.sequence_length,
         split_sequence=sequence_shards,
         count_right=config.data.objective == "masked",
+        asked_share=config.data.asked_share,
     )

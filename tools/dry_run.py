@@ -39,7 +39,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
     if specs[-1].tied_to is not None:
         sizes[-1] -= layers[-1].weight.numel()
     parameters = sum(sizes)
-    flops = training_flops_per_token(layers, batch.sequence_length)
+    flops = training_flops_per_token(layers, batch.sequence_length, config.data.asked_share)
     activations, seconds = _measure(config, specs, device, DTYPES[dtype])
     stage = max(1, config.parallel.zero_stage)
     memory = state_bytes(parameters, Setting(dtype, stage, batch.data_ranks))

@@ -164,7 +164,7 @@ def layouts(
 
 def memory(
     layers: list[LayerCost],
-    flops: Sequence[int],
+    flops: Sequence[float],
     config: Config[ModelConfig],
     layout: Layout,
     dtype: str,
@@ -192,7 +192,7 @@ def memory(
     return max(stages, key=lambda parts: sum(parts.values()))
 
 
-def workload(config: Config[ModelConfig], flops: Sequence[int], dtype: str) -> Workload:
+def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) -> Workload:
     """What the model of communication needs to know."""
     from megatron_lite.communication import Workload
     from models.lm import count_parameters
@@ -209,7 +209,7 @@ def workload(config: Config[ModelConfig], flops: Sequence[int], dtype: str) -> W
         sequence_length=batch.sequence_length,
         micro_batch_size=batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
-        flops_per_token=3.0 * sum(flops),
+        flops_per_token=3 * sum(flops),
         width=4 if dtype == "fp32" else 2,
         recompute=config.parallel.activation_checkpointing.mode == "full",
     )
@@ -282,15 +282,16 @@ def _layers(config: Config[ModelConfig], layout: Layout, dtype: str) -> list[Lay
     )
 
 
-def layer_flops(config: Config[ModelConfig]) -> list[int]:
+def layer_flops(config: Config[ModelConfig]) -> list[float]:
     """Forward FLOPs a token of every layer."""
     import torch
 
+    from megatron_lite.flops import forward_flops
     from models.lm import build_layer, layer_specs
 
     with torch.device("meta"):
-        layers = [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(config.model))]
-    return [layer.flops_per_token(config.batch.sequence_length) for layer in layers]  # type: ignore[operator]
+        layers: list[Any] = [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(config.model))]
+    return forward_flops(layers, config.batch.sequence_length, config.data.asked_share)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,11 +47,13 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     from tqdm import tqdm
 
     from megatron_lite import checkpoint
+    from megatron_lite.flops import forward_flops
     from megatron_lite.layout import Layout, layout_problems, limits_of
     from megatron_lite.partition import shard_of
     from megatron_lite.pipeline import stage_bounds
     from models.config import ModelConfig
     from models.lm import build_layer, layer_specs
+    from tools.load_model import data_config
 
     source = checkpoint.resolve(source)
     if data < 1 or tensor < 1 or pipeline < 1:
@@ -64,8 +67,8 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
 
     specs = layer_specs(model)
     with torch.device("meta"):
-        costs = [build_layer(spec, index, 0).flops_per_token(length) for index, spec in enumerate(specs)]
-    bounds = stage_bounds(costs, pipeline)
+        layers: list[Any] = [build_layer(spec, index, 0) for index, spec in enumerate(specs)]
+    bounds = stage_bounds(forward_flops(layers, length, data_config(settings).asked_share), pipeline)
     stage_of = {
         spec.name: next(stage for stage in range(pipeline) if index < bounds[stage + 1])
         for index, spec in enumerate(specs)

@@ -35,6 +35,10 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
         ),
         (LION, "data.objective = causal: lion sees the token that is to be predicted; masked is allowed"),
         (
+            ("data.objective=masked",),
+            "data.objective = masked: metala sees nothing of what follows a hidden token; causal is allowed",
+        ),
+        (
             (*MASKED, "data.reset_at_documents=true"),
             "data.reset_at_documents = true: padded rows hold one document each; it goes with data.masked.layout = packed",
         ),

@@ -5,6 +5,7 @@ import torch
 
 from megatron_lite.flops import (
     PEAK_TERAFLOPS,
+    forward_flops,
     listed_peak_flops,
     measure_peak_flops,
     peak_flops,
@@ -29,6 +30,12 @@ def test_training_is_three_forward_passes() -> None:
     weights = 8 * 4 + 16 * 8
     assert training_flops_per_token(layers, 0) == 6 * weights
     assert training_flops_per_token(layers, 10) == 6 * weights + 60
+
+
+def test_the_head_of_a_masked_model_is_needed_where_a_token_is_asked_for() -> None:
+    body, head = Product(8, 4), Product(16, 8)
+    assert forward_flops([body, head], 10, 0.25) == [2 * 8 * 4 + 10, 0.25 * (2 * 16 * 8 + 10)]
+    assert training_flops_per_token([body, head], 0, 0.25) == 6 * (8 * 4 + 0.25 * 16 * 8)
 
 
 def test_a_real_model_is_near_six_flops_a_weight() -> None:

@@ -19,9 +19,8 @@ from tests.parallel.worker import engine_of, grid_of, own, rate
 def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], first: int) -> None:
     """Steps `first`, `first` + 1, ... of each relay, a step a layout; histories go to `folder/NAME.FIRST.json`."""
     config = layouts.model_config(model)
-    settings = yaml.safe_dump(
-        {"model": asdict(config) | {"mixers": list(config.mixers)}, "batch": {"sequence_length": 24}}
-    )
+    whole = {"model": asdict(config) | {"mixers": list(config.mixers)}, "batch": {"sequence_length": 24}, "data": {}}
+    settings = yaml.safe_dump(whole)
     for name, legs in relays.items():
         history = []
         for step, parallel in enumerate(legs, first):

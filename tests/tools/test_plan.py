@@ -56,6 +56,14 @@ def test_a_masked_model_is_planned_like_any_other():
     assert half.parameters == head.parameters - 256
 
 
+def test_the_head_of_a_masked_model_counts_for_the_tokens_that_are_asked_for():
+    words = ["configs/lion_s_base.yml", "run.device=cpu"]
+    *body, head = plan.layer_flops(plan.read_config(words, 1))
+    *same, all_asked = plan.layer_flops(plan.read_config([*words, "data.masked.rate=0.5"], 1))
+    assert body == same
+    assert head / all_asked == pytest.approx(0.3 / 0.5)
+
+
 def test_an_estimate_that_is_off_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(measure_memory, "allocation", lambda *_: 1e9)
     monkeypatch.setattr(measure_memory, "estimate", lambda *_: 1.2e9)
