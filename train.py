@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -270,4 +271,11 @@ def _steps_in_budget(config: Config[Any], engine: Any, steps: Steps, grid: Grid)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except SystemExit as end:
+        # A launcher that starts a crash again sees the status of whichever process died last; this file tells it that
+        # one of them refused to run at all.
+        if end.code == 2 and (mark := os.environ.get("METALION_REFUSED")):
+            Path(mark).touch()
+        raise

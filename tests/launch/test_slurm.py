@@ -141,6 +141,19 @@ def test_a_crash_is_tried_again_so_many_times_and_a_wrong_configuration_is_not(j
     assert requeued(tmp_path) == ["4711", "4711"]
 
 
+def test_a_refusal_is_no_crash_where_a_slower_process_is_killed(job, tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/usr/bin/env bash\n[[ $RANK == 0 ]] && exec {sys.executable} "$@"\nexec sleep 60\n')
+    fake.chmod(0o755)
+    for word in ("model.num_heads=5", "--no-such-option"):
+        process = job(word, PYTHON=str(fake))
+        output, _ = process.communicate(timeout=40)
+        assert process.returncode == 2, output
+        assert "error: " in output
+    assert requeued(tmp_path) == []
+    assert not list((tmp_path / "project").glob("*.crashes"))
+
+
 def test_the_shell_is_sound():
     checker = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
     if checker is None:
