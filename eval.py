@@ -22,6 +22,18 @@ Metrics = Mapping[str, float]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if any(word.startswith("--suite") for word in words):
+        from tools.synthetic.command import synthetic_command, synthetic_suite
+
+        try:
+            if synthetic_suite(words):
+                return synthetic_command(words)
+        except (OSError, ValueError) as error:
+            print(error, file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("\ninterrupted: the same command goes on with the runs that are not finished", file=sys.stderr)
+            return 130
     options = None if words[:1] in (["compare"], ["table"]) else _parser().parse_args(words)
     from tools.load_model import CheckpointError
 
@@ -173,7 +185,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     suites = parser.add_argument_group("suites")
     suites.add_argument(
-        "--suite", type=_words, default=[], metavar="A,B", help="superglue, commonsense, or a YAML file"
+        "--suite",
+        type=_words,
+        default=[],
+        metavar="A,B",
+        help="superglue, commonsense, or a YAML file; mqar, mad (no checkpoint: --suite mqar --help)",
     )
     suites.add_argument("--tasks", type=_words, default=[], metavar="A,B", help="any tasks of the harness, by name")
     suites.add_argument("--without", type=_words, default=[], metavar="A,B", help="tasks of the suites to leave out")
@@ -236,6 +252,8 @@ EPILOG = """examples:
   python eval.py runs/default --data pile/test.jsonl.zst --text-key text
   python eval.py runs/default --data pile/test_text_document    token files, without extension
   python eval.py runs/default --by-position                loss by position, beyond the trained length too
+  python eval.py --suite mqar                              train small models on generated tasks: what mixers recall
+  python eval.py --suite mad --help                        how
 
 An evaluation that was interrupted goes on when the same command is given again.
 Bits per byte = nats / ln 2 / bytes of UTF-8: it compares models with different tokenizers, and with

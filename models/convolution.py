@@ -142,8 +142,8 @@ def _convolve(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> T
 class _Convolve(torch.autograd.Function):
     """The same on a CPU, where torch's depthwise convolution is slow and wants the channels first.
 
-    A tile of tokens at a time, so that it stays in the cache; in float32 (float64 for float64); the sum before the
-    activation is recomputed in the backward pass.
+    A tile of tokens at a time, of several short rows or a part of a long one, so that it stays in the cache; in float32
+    (float64 for float64); the sum before the activation is recomputed in the backward pass.
     """
 
     @staticmethod
@@ -152,9 +152,9 @@ class _Convolve(torch.autograd.Function):
         ctx.silu = silu
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         taps = wide(weight).t().contiguous()
-        for row, tile in _tiles_of(x, taps):
-            total = _weighted(_window_of(before, x, row, tile, taps), taps)
-            y[row, tile] = F.silu(total, inplace=True) if silu else total
+        for rows, tile in _tiles_of(x, taps):
+            total = _weighted(_window_of(before, x, rows, tile, taps), taps)
+            y[rows, tile] = F.silu(total, inplace=True) if silu else total
         return y
 
     @staticmethod
@@ -167,48 +167,49 @@ class _Convolve(torch.autograd.Function):
         d_taps = torch.zeros_like(taps)
         past = len(taps) - 1
         carry = None
-        for row, tile in reversed(list(_tiles_of(x, taps))):
-            window = _window_of(before, x, row, tile, taps)
-            size = len(window) - past
-            d_total = wide(d_y[row, tile])
+        for rows, tile in reversed(list(_tiles_of(x, taps))):
+            window = _window_of(before, x, rows, tile, taps)
+            size = window.shape[1] - past
+            d_total = wide(d_y[rows, tile])
             if ctx.silu:
                 d_total = torch.ops.aten.silu_backward(d_total, _weighted(window, taps))
             d_window = torch.zeros_like(window)
             if carry is not None:
                 # What the tile after this one gave to the tokens before it.
-                d_window[size:] = carry
+                d_window[:, size:] = carry
             for j, tap in enumerate(taps):
-                d_window[j : j + size].addcmul_(d_total, tap)
-                d_taps[j] += (d_total * window[j : j + size]).sum(0)
-            d_x[row, tile] = d_window[past:]
-            carry = d_window[:past]
+                d_window[:, j : j + size].addcmul_(d_total, tap)
+                d_taps[j] += (d_total * window[:, j : j + size]).sum((0, 1))
+            d_x[rows, tile] = d_window[:, past:]
+            carry = d_window[:, :past]
             if tile.start == 0:
-                d_before[row] = carry
+                d_before[rows] = carry
                 carry = None
         return d_before, d_x, d_taps.t().to(weight.dtype), None
 
 
-def _tiles_of(x: Tensor, taps: Tensor) -> Iterator[tuple[int, slice]]:
-    """Tiles of every batch row; none but a row's last is shorter than the convolution's past."""
-    length, channels = x.shape[1:]
+def _tiles_of(x: Tensor, taps: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Tiles of the batch's rows; none but a row's last is shorter than the convolution's past."""
+    batch, length, channels = x.shape
     step = max(len(taps), _TILE_ELEMENTS // channels)
-    for row in range(x.shape[0]):
+    together = max(1, step // max(1, length))
+    for row in range(0, batch, together):
         for start in range(0, length, step):
-            yield row, slice(start, min(start + step, length))
+            yield slice(row, min(row + together, batch)), slice(start, min(start + step, length))
 
 
-def _window_of(before: Tensor, x: Tensor, row: int, tile: slice, taps: Tensor) -> Tensor:
-    """The inputs that the tile's outputs read: [past + tile, channels] in the dtype of taps."""
+def _window_of(before: Tensor, x: Tensor, rows: slice, tile: slice, taps: Tensor) -> Tensor:
+    """The inputs that the tile's outputs read: [rows, past + tile, channels] in the dtype of taps."""
     past = len(taps) - 1
-    window = torch.empty(past + tile.stop - tile.start, x.shape[2], dtype=taps.dtype)
-    window[:past] = x[row, tile.start - past : tile.start] if tile.start else before[row]
-    window[past:] = x[row, tile]
+    window = torch.empty(rows.stop - rows.start, past + tile.stop - tile.start, x.shape[2], dtype=taps.dtype)
+    window[:, :past] = x[rows, tile.start - past : tile.start] if tile.start else before[rows]
+    window[:, past:] = x[rows, tile]
     return window
 
 
 def _weighted(window: Tensor, taps: Tensor) -> Tensor:
-    size = len(window) - len(taps) + 1
-    total = window[:size] * taps[0]
+    size = window.shape[1] - len(taps) + 1
+    total = window[:, :size] * taps[0]
     for j in range(1, len(taps)):
-        total.addcmul_(window[j : j + size], taps[j])
+        total.addcmul_(window[:, j : j + size], taps[j])
     return total

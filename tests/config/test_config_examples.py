@@ -32,7 +32,7 @@ def name_of(path: Path) -> str:
 def test_every_file_is_tested() -> None:
     suites = list((CONFIGS / "eval").glob("*.yml"))  # tests/evaluation reads these
     recipes = list((CONFIGS / "finetune").glob("*.yml"))  # tests/masked reads these
-    experiments = list((CONFIGS / "experiments").glob("*.yml"))  # tests/compare reads these
+    experiments = list((CONFIGS / "experiments").glob("*.yml"))  # tests/compare and tests/synthetic read these
     assert sorted(CONFIGS.rglob("*.yml")) == sorted([*RUNS, *MODELS, *PARTS, *suites, *recipes, *experiments])
     assert {path.stem for path in RUNS} >= {"default", "metala_360m", "metala_1.3b", "metala_1.4b", "transformer_410m"}
 

@@ -37,7 +37,7 @@ def run(
 ) -> None:
     """Prints the table; writes mixers.csv and mixers.png. ValueError for an unknown mixer or an impossible shape."""
     if not tuned:
-        _without_tuning()
+        without_tuning()
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         name: (name, {}) for name in [PEER, *(name for name in MIXERS if name != PEER)]
     } | FURTHER
@@ -114,7 +114,7 @@ def _time(timer: Any, step: Step, leaves: list[torch.Tensor]) -> float:
     return timer(step, leaves)
 
 
-def _without_tuning() -> None:
+def without_tuning() -> None:
     try:
         from triton.runtime.autotuner import Autotuner
     except ImportError:

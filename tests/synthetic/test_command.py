@@ -1,0 +1,165 @@
+"""`python eval.py --suite mqar` from the words to the table and the figure."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import eval as evaluation
+from tools.synthetic.command import synthetic_suite
+from tools.synthetic.experiment import Experiment, load_experiment, plan, sweeps
+from tools.synthetic.report import cells_of, figure, mad_scores, markdown
+from tools.synthetic.results import Results, line_of
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["data.train_examples=128", "data.test_examples=64", "epochs=1"]
+
+
+def test_which_suites_are_meant() -> None:
+    assert synthetic_suite(["--suite", "mqar", "epochs=3"]) == "mqar"
+    assert synthetic_suite(["epochs=3", "--suite=mad"]) == "mad"
+    assert synthetic_suite(["runs/a", "--suite", "superglue,commonsense"]) is None
+    assert synthetic_suite(["runs/mqar"]) is None
+    with pytest.raises(ValueError, match="mqar trains models of its own; give it alone"):
+        synthetic_suite(["--suite", "superglue,mqar"])
+
+
+def test_help_teaches_and_is_quick() -> None:
+    begin = time.perf_counter()
+    words = [sys.executable, "eval.py", "--suite", "mqar", "--help"]
+    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert time.perf_counter() - begin < 1.5
+    for word in ("--dry-run", "--check", "--report", "results.jsonl", "configs/experiments/mqar.yml", "tasks=[512x80]"):
+        assert word in text
+    text = subprocess.run(
+        [sys.executable, "eval.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "python eval.py --suite mqar" in text
+
+
+def test_from_words_to_a_table(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--suite", "mqar", *words, *QUICK, "models=[metala,attention]", "lrs=[1e-3,5e-3]"]
+    assert evaluation.main([*command, "--dry-run"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.splitlines()[1].split() == ["8x2", "metala", "32", "2", "0", "2", "2", "4"]
+    assert "4 runs, 8 steps left at most; learning rates 0.001, 0.005" in listed
+    assert not (tmp_path / "out").exists()
+    assert evaluation.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "4 runs to do, 8 steps at most; 0 are in" in printed
+    lines = [json.loads(text) for text in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [(line["model"], line["lr"]) for line in lines] == [
+        (model, lr) for model in ("metala", "attention") for lr in (1e-3, 5e-3)
+    ]
+    assert lines[0]["versions"]["torch"]
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert "Length 8, 2 pairs" in table
+    best = max(line["accuracy"] for line in lines if line["model"] == "metala")
+    assert f"| metala | {100 * best:.1f} (" in table
+    assert (tmp_path / "out" / "results.png").read_bytes()[:4] == b"\x89PNG"
+    assert evaluation.main(command) == 0
+    assert "0 runs to do" in capsys.readouterr().out
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluation.main(["--suite", "mqar", *words, "batch_size=4", "--check"]) == 0
+    assert "1 checked, 0 with a problem" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluation.main(["--suite", "mqar", *words, "models=[metalla]"]) == 2
+    assert capsys.readouterr().err == "models: 'metalla' is not defined; nearest: metala\n"
+    assert evaluation.main(["--suite", "mqar", *words, "definitions.metala.num_heads=5"]) == 2
+    assert "model.num_heads = 5 does not divide" in capsys.readouterr().err
+    assert evaluation.main(["--suite", "mqar,superglue"]) == 2
+    assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
+    assert "nothing of this grid is in" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_ends_with_1(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluation.main(["--suite", "mqar", *words, "tasks=[8x3]"]) == 1
+    assert "failed: 8x3 metala d=32 lr 0.005: ValueError: length 8 with 3 pairs" in capsys.readouterr().err
+
+
+def test_an_interrupted_experiment_goes_on(words: list[str], tmp_path: Path) -> None:
+    rates = "lrs=[1e-3,2e-3]"
+    command = [sys.executable, "eval.py", "--suite", "mqar", *words, rates, "target=null", "data.test_examples=20"]
+    results = tmp_path / "out" / "results.jsonl"
+    # The second run of the sweep would take far longer than the first.
+    process = subprocess.Popen(
+        [*command, "data.train_examples=320", "epochs=40"], cwd=ROOT, text=True, stderr=subprocess.PIPE
+    )
+    for _ in range(600):
+        if results.is_file() and results.read_text().endswith("\n"):
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted: the same command goes on with the runs that are not finished"
+    first = results.read_text()
+    assert first.count("\n") == 1
+    left = subprocess.run(
+        [*command, "data.train_examples=320", "epochs=40", "--dry-run"],
+        cwd=ROOT, text=True, capture_output=True, check=True,
+    ).stdout  # fmt: skip
+    assert left.splitlines()[1].split()[3:6] == ["2", "1", "1"]
+
+
+@pytest.fixture
+def measured(small: Callable[..., Experiment], tmp_path: Path) -> Callable[..., tuple[Experiment, Results]]:
+    def fill(experiment: Experiment, accuracy: Callable[[int], float], without: int = 0) -> tuple[Experiment, Results]:
+        results = Results(tmp_path / "results.jsonl")
+        runs = plan(experiment, "fp32")
+        for number, run in enumerate(runs[: len(runs) - without]):
+            value = accuracy(number)
+            results.add(line_of(run, {"accuracy": value, "best_accuracy": value}, {}))
+        return experiment, results
+
+    return fill
+
+
+def test_the_table_stands_beside_the_paper(small: Callable[..., Experiment], measured, tmp_path: Path) -> None:
+    experiment = small(
+        "tasks=[512x80]", "widths=[64,128]", "batch_size={512: 64}", "lrs=[1e-3]", "more_lrs.lrs=[]", "seeds=[0,1]"
+    )
+    _, results = measured(experiment, lambda number: [0.2, 0.4, 0.9, 0.95][number], without=1)
+    cells = cells_of(sweeps(plan(experiment, "fp32")), results)
+    assert cells["512x80", "metala", 64].accuracy == pytest.approx(30)
+    assert cells["512x80", "metala", 64].spread == pytest.approx(14.142, abs=1e-3)
+    text = markdown(experiment, cells)
+    assert "| metala | 30.0 ± 14.1 (0.001) | 90.0 * (0.001) |" in text
+    assert "| MetaLA (paper) | 28.5 | 90.4 |" in text
+    assert "runs of the sweep are missing" in text
+    figure(experiment, cells, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_mad_score_is_the_mean_over_settings(measured, tmp_path: Path) -> None:
+    """Of every setting the best run of the sweep; the average over tasks where all are there."""
+    words = ["models=[metala]", "lrs=[1e-3,2e-3]", "weight_decays=[0]"]
+    experiment = load_experiment("mad", words)
+    _, results = measured(experiment, lambda number: 0.5 if number % 2 else 0.2 + number / 1000)
+    grouped = sweeps(plan(experiment, "fp32"))
+    scores = mad_scores(experiment, cells_of(grouped, results), grouped)
+    for task in experiment.mad:
+        assert scores[task, "metala", 128].accuracy == pytest.approx(50)
+    assert scores["average", "metala", 128].accuracy == pytest.approx(50)
+    text = markdown(experiment, scores)
+    assert "| metala | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 |" in text
+    assert "| MetaLA (paper) | 99.87 | 15.18 |" in text
+    assert "*" not in text.replace("**", "")
+    figure(experiment, scores, tmp_path / "b.png")
+    part = load_experiment("mad", [*words, "tasks=[compression]"])
+    few = sweeps(plan(part, "fp32"))
+    scores = mad_scores(part, cells_of(few, results), few)
+    assert list(scores) == [("compression", "metala", 128)]

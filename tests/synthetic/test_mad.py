@@ -1,0 +1,175 @@
+"""The tasks of MAD by their definitions: what can be read off a row, and that a reader of the context answers all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.synthetic.examples import UNLABELLED, Examples
+from data.synthetic.mad import TASKS
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def test_shapes_are_those_of_the_paper() -> None:
+    """Recall leaves the last token out: it is only a label."""
+    shapes = {name: task(3).tokens.shape for name, task in TASKS.items() if name != "noisy_recall"}
+    assert shapes == {
+        "in_context_recall": (3, 127),
+        "fuzzy_recall": (3, 128),
+        "memorization": (3, 32),
+        "compression": (3, 32),
+        "selective_copying": (3, 256),
+    }
+
+
+def whole(examples: Examples) -> np.ndarray:
+    """The rows with the token that is only a label."""
+    return np.concatenate([examples.tokens, examples.labels[:, -1:]], 1)
+
+
+def both(task: str, **options: Any) -> tuple[Examples, Examples]:
+    """The same rows, labelled for training and for testing."""
+    return TASKS[task](6, **options, training=True), TASKS[task](6, **options, training=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(4, 40), st.integers(2, 30), st.sampled_from([0.0, 0.2, 0.8]))
+def test_in_context_recall(seed: int, vocabulary: int, half_length: int, noise: float) -> None:
+    options: dict[str, Any] = {"length": 2 * half_length, "seed": seed, "vocabulary": vocabulary}
+    if noise:
+        options |= {"noise": noise, "noise_vocabulary": 16, "vocabulary": vocabulary + 16}
+    train, test = both("noisy_recall", **options)
+    tokens = whole(train)
+    assert (train.labels == tokens[:, 1:]).all()
+    assert (test.tokens == train.tokens).all()
+    keys = vocabulary // 2
+    for row, labels in zip(tokens, test.labels, strict=True):
+        pairs = row.reshape(-1, 2)
+        noisy = (pairs >= vocabulary).any(1)
+        assert (pairs[noisy] >= vocabulary).all()
+        assert not noisy[-1]
+        assert (~noisy[:-1]).any()
+        table: dict[int, int] = {}
+        for place, (key, value) in enumerate(pairs):
+            asked = key in table and not noisy[place]
+            assert labels[2 * place] == (value if asked else UNLABELLED)
+            if not noisy[place]:
+                assert key < keys <= value < vocabulary
+                assert table.setdefault(key, value) == value
+        assert (labels[1::2] == UNLABELLED).all()
+        assert labels[-1] == table[pairs[-1, 0]]
+
+
+def runs(row: np.ndarray, keys: int) -> Iterator[tuple[bool, int, tuple[int, ...]]]:
+    """Stretches of key tokens and of value tokens: is it a key, where it begins, and its tokens."""
+    start = 0
+    for end in range(1, len(row) + 1):
+        if end == len(row) or (row[end] < keys) != (row[start] < keys):
+            yield bool(row[start] < keys), start, tuple(row[start:end])
+            start = end
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(8, 40), st.integers(19, 80), st.booleans())
+def test_fuzzy_recall(seed: int, vocabulary: int, length: int, training: bool) -> None:
+    """Reading keys and values as wholes answers every label."""
+    examples = TASKS["fuzzy_recall"](6, vocabulary=vocabulary, length=length, seed=seed, training=training)
+    keys, pad = (vocabulary - 1) // 2, vocabulary - 1
+    for row, labels in zip(whole(examples), examples.labels, strict=True):
+        if training:
+            assert (labels == row[1:]).all()
+        filled = int((row == pad).sum())
+        assert (row[:filled] == pad).all()
+        table: dict[tuple[int, ...], tuple[int, ...]] = {}
+        expected = np.full(len(row), UNLABELLED)
+        key: tuple[int, ...] = ()
+        for is_key, start, ids in runs(row[filled:], keys):
+            assert len(set(ids)) == len(ids) <= 3
+            if is_key:
+                key = ids
+                assert training or len(ids) == 3
+            else:
+                if key in table:
+                    expected[filled + start : filled + start + len(ids)] = table[key]
+                assert table.setdefault(key, ids) == ids
+        assert training or (labels == expected[1:]).all()
+        assert expected[-1] == row[-1], "the last key was shown"
+
+
+def test_fuzzy_keys_have_every_length() -> None:
+    rows = whole(TASKS["fuzzy_recall"](300, seed=1))
+    sizes = [len(ids) for row in rows for is_key, _, ids in runs(row[row != 15], 7) if is_key]
+    assert np.allclose(np.bincount(sizes)[1:] / len(sizes), 1 / 3, atol=0.03)
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS, st.integers(4, 600))
+def test_memorization_has_one_table(seed: int, vocabulary: int) -> None:
+    table: dict[int, int] = {}
+    for tokens, labels in (TASKS["memorization"](20, vocabulary=vocabulary, seed=s) for s in (seed, seed + 1)):
+        assert (tokens[:, 1::2] == vocabulary - 1).all()
+        assert (labels[:, ::2] == UNLABELLED).all()
+        for key, value in zip(tokens[:, ::2].flat, labels[:, 1::2].flat, strict=True):
+            assert key < (vocabulary - 1) // 2 <= value < vocabulary - 1
+            assert table.setdefault(key, value) == value
+    assert len(set(table.values())) == len(table)
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS, st.integers(3, 50), st.integers(2, 60))
+def test_compression(seed: int, vocabulary: int, length: int) -> None:
+    tokens, labels = TASKS["compression"](4, vocabulary=vocabulary, length=length, seed=seed)
+    assert (tokens == labels).all()
+    assert (tokens[:, -1] == vocabulary - 1).all()
+    assert (tokens[:, :-1] < vocabulary - 1).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, st.integers(1, 20), st.integers(1, 60), st.integers(3, 40))
+def test_selective_copying(seed: int, copied: int, blanks: int, vocabulary: int) -> None:
+    length = 2 * copied + 1 + blanks
+    options = {"copied": copied, "length": length, "vocabulary": vocabulary, "seed": seed}
+    for row, labels in zip(*TASKS["selective_copying"](6, **options), strict=True):
+        first, copy, rest = np.split(row, [length - copied - 1, length - copied])
+        assert copy == vocabulary - 1
+        assert (rest == vocabulary - 2).all()
+        ids = first[first < vocabulary - 2]
+        assert len(ids) == copied
+        assert first[-1] < vocabulary - 2, "blanks stand before the ids"
+        assert (labels[:-copied] == UNLABELLED).all()
+        assert (labels[-copied:] == ids).all()
+
+
+def test_blanks_are_spread_evenly() -> None:
+    rows = TASKS["selective_copying"](4_000, copied=4, length=17, seed=3).tokens[:, :12]
+    before = np.diff(np.nonzero(rows < 14)[1].reshape(-1, 4), axis=1, prepend=-1) - 1
+    assert np.allclose(before.mean(0), 2, atol=0.1)
+
+
+def test_a_seed_is_a_data_set() -> None:
+    for name, task in TASKS.items():
+        options = {"vocabulary": 32, "noise_vocabulary": 16, "noise": 0.2} if name == "noisy_recall" else {}
+        first, again, other = (task(30, **options, seed=[seed, 0]).tokens for seed in (3, 3, 4))
+        assert (first == again).all()
+        assert (first != other).any()
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "message"),
+    [
+        ("in_context_recall", {"length": 15}, "length 15: an even number"),
+        ("noisy_recall", {"noise": 0.2}, "set noise_vocabulary"),
+        ("fuzzy_recall", {"vocabulary": 5}, "has 2"),
+        ("fuzzy_recall", {"length": 18}, "more than 18"),
+        ("selective_copying", {"length": 33}, "more than 2 x copied"),
+    ],
+)
+def test_settings_that_cannot_be(task: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TASKS[task](1, **options)

@@ -1,0 +1,197 @@
+"""Training side by side: it learns, it is the plain loop, and the scores are those of their definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.synthetic.examples import UNLABELLED, Examples
+from tools.synthetic.batches import generate, on_device
+from tools.synthetic.experiment import Run, load_experiment, plan
+from tools.synthetic.lane import Lane, _macro
+from tools.synthetic.network import Network
+from tools.synthetic.training import SideBySide, train_together, training_device
+
+CPU = torch.device("cpu")
+Runs = Callable[..., list[Run]]
+
+
+def test_metala_learns_and_stops_at_the_target(runs: Runs) -> None:
+    (run,) = runs("epochs=8")
+    told: list[int] = []
+    (found,) = train_together([run], generate(run), CPU, progress=lambda steps, text: told.append(steps))
+    assert found["accuracy"] == found["best_accuracy"] == found["history"][-1] >= 0.99
+    assert found["history"][0] < 0.9
+    assert found["stopped"] == "99 % was reached"
+    assert found["epochs"] == len(found["history"]) < 8
+    assert found["steps"] == 40 * found["epochs"] == sum(told)
+    assert found["graph"] == "CPU"
+
+
+def test_side_by_side_is_each_alone(runs: Runs) -> None:
+    """And a run is the same when it is run again."""
+    every = runs("lrs=[1e-3,5e-3]", "epochs=2", "data.train_examples=640", "target=null")
+    examples = generate(every[0])
+    together = train_together(every, examples, CPU)
+    alone = [train_together([run], examples, CPU)[0] for run in every]
+    for one, other in zip(together, alone, strict=True):
+        assert one["history"] == other["history"]
+        assert one["loss"] == other["loss"]
+    assert together[0]["loss"] != together[1]["loss"]
+
+
+def test_it_is_the_plain_loop(runs: Runs) -> None:
+    """Whole logits, torch's cross entropy and AdamW: five steps of the same losses."""
+    (run,) = runs("data.train_examples=320", "epochs=1")
+    examples = generate(run)
+    losses = SideBySide([run], examples, CPU).losses_of_steps(5)
+    model = Network(run).model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, weight_decay=0.1)
+    tokens, labels = (torch.from_numpy(x).long() for x in examples[0])
+    for step, (loss,) in enumerate(losses):
+        batch = slice(64 * step, 64 * step + 64)
+        expected = F.cross_entropy(model(tokens[batch]).flatten(0, 1), labels[batch].flatten(), ignore_index=UNLABELLED)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_every_epoch_sees_every_example_once_in_a_new_order(runs: Runs) -> None:
+    (run,) = runs("data.train_examples=320", "epochs=1")
+    steps = SideBySide([run], generate(run), CPU)
+    orders = []
+    for epoch in range(2):
+        steps.train_epoch(epoch)
+        orders.append(steps._order.flatten().tolist())
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(320))
+    assert orders[0] != orders[1]
+
+
+def test_the_rate_is_a_cosine_over_epochs(runs: Runs) -> None:
+    (run,) = runs("epochs=4", "min_lr=1e-4")
+    lane = Lane(run, CPU)
+    rates = []
+    for epoch in range(4):
+        lane.begin_epoch(epoch)
+        rates += [group["lr"] for group in lane._optimizer.param_groups]
+    assert rates == pytest.approx([1e-4 + (5e-3 - 1e-4) * (1 + math.cos(math.pi * e / 4)) / 2 for e in range(4)])
+
+
+def test_what_is_decayed(runs: Runs) -> None:
+    def decays(run: Run) -> dict[float, int]:
+        return {g["weight_decay"]: len(g["params"]) for g in Lane(run, CPU)._optimizer.param_groups}
+
+    (run,) = runs()
+    count = len(list(Network(run).parameters()))
+    vectors = sum(p.ndim < 2 for p in Network(run).parameters())
+    assert decays(run) == {0.1: count}
+    assert decays(replace(run, decayed="matrices")) == {0.1: count - vectors, 0.0: vectors}
+    assert vectors > 5
+
+
+def test_a_run_that_diverges_ends(runs: Runs) -> None:
+    (run,) = runs("lrs=[1e30]", "epochs=5", "data.train_examples=128")
+    (found,) = train_together([run], generate(run), CPU)
+    assert (found["loss"], found["stopped"], found["epochs"]) == (None, "no loss was finite", 1)
+
+
+def test_bf16_keeps_float32_weights(runs: Runs) -> None:
+    run = replace(runs("data.train_examples=640", "epochs=1")[0], precision="bf16")
+    steps = SideBySide([run], generate(run), CPU)
+    exact = SideBySide([replace(run, precision="fp32")], generate(run), CPU).losses_of_steps(10)
+    rounded = steps.losses_of_steps(10)
+    assert rounded != exact
+    assert np.allclose(rounded, exact, rtol=0.03)
+    (lane,) = steps.lanes
+    assert {p.dtype for p in lane.network.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in lane.masters} == {torch.float32}
+    for weight, master in zip(lane.weights, lane.masters, strict=True):
+        assert torch.equal(weight, master.bfloat16())
+
+
+def test_asked_positions_are_the_labelled_ones(runs: Runs) -> None:
+    (run,) = runs("tasks=[16x2]", "data.train_examples=6")
+    examples = generate(run)[0]
+    few = on_device(examples, CPU, multiple=4)
+    assert few.positions is not None
+    assert few.labels.shape == few.positions.shape == (8, 2)
+    assert (few.labels[6:] == UNLABELLED).all()
+    for row in range(6):
+        asked = np.nonzero(examples.labels[row] != UNLABELLED)[0]
+        assert few.positions[row].tolist() == asked.tolist()
+        assert few.labels[row].tolist() == examples.labels[row, asked].tolist()
+    everywhere = on_device(Examples(examples.tokens, examples.tokens), CPU)
+    assert everywhere.positions is None
+    network = Network(run)
+    dense = network.loss(torch.from_numpy(examples.tokens).long(), None, torch.from_numpy(examples.labels).long())
+    assert network.loss(*few.batch(torch.arange(8))).item() == pytest.approx(dense.item(), rel=1e-6)
+
+
+def test_the_score_of_looking_up_and_of_guessing(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = runs("tasks=[64x4]", "data.vocabulary=64", "data.test_examples=3000")
+    steps = SideBySide([run], generate(run), CPU)
+
+    def look_up(network: Network, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        assert positions is not None
+        query = tokens.gather(1, positions)
+        same = tokens[:, None, :8:2] == query[:, :, None]
+        return tokens[:, 1:8:2].gather(1, same.int().argmax(-1))
+
+    def guess(network: Network, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        return torch.randint(32, 64, positions.shape, generator=generator)
+
+    generator = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(Network, "answers", look_up)
+    assert steps.evaluate()[0] == [1.0]
+    monkeypatch.setattr(Network, "answers", guess)
+    assert steps.evaluate()[0][0] == pytest.approx(1 / 32, abs=0.006)
+
+
+def test_macro_accuracy_is_the_mean_over_classes() -> None:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 6, (4, 10), generator=generator)
+    labels[labels == 5] = UNLABELLED
+    labels[labels == 3] = 2
+    answers = torch.where(torch.rand(4, 10, generator=generator) < 0.5, labels.clamp_min(0), 7)
+    counted = labels != UNLABELLED
+    mean, batches = _macro(answers, labels, (answers == labels) & counted, counted, 9).tolist()
+    expected = [((answers == c) & (labels == c)).sum() / (labels == c).sum() for c in (0, 1, 2, 4)]
+    # Class 7 is answered and never right; 3, 5, 6 and 8 do not occur.
+    assert mean == pytest.approx(float(sum(expected)) / 5)
+    assert batches == 1
+
+
+def test_mad_trains_and_averages_batches() -> None:
+    words = ["models=[metala]", "widths=[32]", "lrs=[5e-3]", "weight_decays=[0]", "epochs=60", "evaluate_every=20"]
+    words += ["tasks=[memorization/baseline]", "data.test_examples=256", "mad.memorization.baseline.vocabulary=16"]
+    (run,) = plan(load_experiment("mad", words), "fp32")
+    (found,) = train_together([run], generate(run), CPU)
+    assert found["history"][-1] >= 0.999
+    assert found["stopped"] == "99.9 % was reached"
+
+
+def test_the_compression_model_reads_the_last_position_alone() -> None:
+    words = ["models=[metala]", "widths=[32]", "lrs=[5e-3]", "weight_decays=[0]", "tasks=[compression/baseline]"]
+    (run,) = plan(load_experiment("mad", words), "fp32")
+    network = Network(run)
+    data = on_device(generate(replace(run, data={**run.data, "train_examples": 2}))[0], CPU)
+    seen: list[Tensor] = []
+    assert network.decoder is not None
+    network.decoder.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    rows = network.rows(data.tokens.long(), None)
+    assert seen[0].shape == (2, 32)
+    assert rows.shape == (2, 32, 32)
+    assert not torch.allclose(rows[:, 0], rows[:, 1]), "positions differ"
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="devices: cuda:99 does not exist"):
+        training_device("cuda:99")

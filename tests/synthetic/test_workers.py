@@ -1,0 +1,123 @@
+"""Results that grow by whole lines, runs over processes, and what happens when something breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.synthetic.experiment import Run, sweeps
+from tools.synthetic.results import Line, Results, line_of
+from tools.synthetic.workers import Group, groups_of, train_groups
+
+Runs = Callable[..., list[Run]]
+QUICK = ("data.train_examples=128", "data.test_examples=64", "epochs=1")
+
+
+def line(run: Run, accuracy: float = 0.5) -> Line:
+    return line_of(run, {"accuracy": accuracy, "best_accuracy": accuracy}, {})
+
+
+def test_a_torn_line_is_cut_off_by_the_next(runs: Runs, tmp_path: Path) -> None:
+    first, second, third = runs("lrs=[1e-3,2e-3,3e-3]")
+    path = tmp_path / "deep" / "results.jsonl"
+    results = Results(path)
+    results.add(line(first))
+    results.add(line(second))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    again = Results(path)
+    assert list(again.lines) == [first.id]
+    again.add(line(third))
+    assert [json.loads(text)["id"] for text in path.read_text().splitlines()] == [first.id, third.id]
+    assert list(Results(path).lines) == [first.id, third.id]
+
+
+def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"id": "a"}\n[]\n')
+    with pytest.raises(ValueError, match=r"results\.jsonl:2 is no result of a run: '\[\]'"):
+        Results(path)
+
+
+def test_what_is_left(runs: Runs, tmp_path: Path) -> None:
+    """A sweep of which one run has reached the target is done; the others lack the runs that are not there."""
+    grouped = sweeps(runs("lrs=[1e-3,2e-3,3e-3]", "widths=[16,32]"))
+    results = Results(tmp_path / "results.jsonl")
+    assert [len(group.runs) for group in groups_of(grouped, results, None)] == [3, 3]
+    assert [len(group.runs) for group in groups_of(grouped, results, 2)] == [2, 1, 2, 1]
+    results.add(line(grouped[0][1], 0.98))
+    results.add(line(grouped[1][2], 0.99))
+    (group,) = groups_of(grouped, results, None)
+    assert group.runs == (grouped[0][0], grouped[0][2])
+    assert group.sweep == tuple(grouped[0])
+    assert results.reached(grouped[1])
+    assert not results.reached(replace(run, target=None) for run in grouped[1])
+
+
+def train(groups: list[Group], results: Results, devices: list[str]) -> tuple[list[str], int]:
+    told = [0]
+
+    def progress(steps: int, text: str) -> None:
+        told[0] += steps
+
+    return train_groups(groups, results, devices, progress=progress), told[0]
+
+
+def test_finished_runs_are_skipped_and_progress_adds_up(runs: Runs, tmp_path: Path) -> None:
+    """Also over the runs of a sweep that were not needed any more."""
+    grouped = sweeps(runs(*QUICK, "lrs=[1e-3,2e-3]", "target=0.01"))
+    results = Results(tmp_path / "results.jsonl")
+    groups = groups_of(grouped, results, 1)
+    assert train(groups, results, ["cpu"]) == ([], sum(group.steps for group in groups))
+    assert list(results.lines) == [grouped[0][0].id]
+    assert groups_of(grouped, Results(results.path), 1) == []
+
+
+def test_processes_find_what_one_finds(runs: Runs, tmp_path: Path) -> None:
+    grouped = sweeps(runs(*QUICK, "widths=[16,32]", "models=[metala,attention]"))
+    found = []
+    for name, devices in (("one", ["cpu"]), ("two", ["cpu", "cpu"])):
+        results = Results(tmp_path / name / "results.jsonl")
+        groups = groups_of(grouped, results, None)
+        assert train(groups, results, devices) == ([], sum(group.steps for group in groups))
+        keys = ("accuracy", "history", "loss", "steps", "parameters", "data", "network")
+        found.append({i: [own[key] for key in keys] for i, own in results.lines.items()})
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+
+
+class _EndsTheProcess(dict[str, Any]):
+    """Unpickled by a worker, it ends it, as the kernel does where memory is short."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (9,)
+
+
+def test_what_fails_is_told_and_the_rest_goes_on(runs: Runs, tmp_path: Path) -> None:
+    good, also_good = runs(*QUICK, "widths=[16,32]")
+    bad = replace(good, data={**good.data, "pairs": 3})
+    results = Results(tmp_path / "results.jsonl")
+    failed, _ = train([Group((run,), (run,)) for run in (bad, good)], results, ["cpu"])
+    assert failed == [
+        "8x2 metala d=16 lr 0.005: ValueError: length 8 with 3 pairs: an even length of at least 4 x pairs = 12 "
+        "(data/synthetic/mqar.py:26)"
+    ]
+    assert list(results.lines) == [good.id]
+    deadly = replace(good, network={**good.network, "mlp": _EndsTheProcess()})
+    failed, _ = train([Group((run,), (run,)) for run in (deadly, also_good)], results, ["cpu", "cpu"])
+    assert failed == ["8x2 metala d=16 lr 0.005: its process ended with status 9"]
+    assert list(results.lines) == [good.id, also_good.id]
+
+
+def test_no_device_no_result(runs: Runs, tmp_path: Path) -> None:
+    (run,) = runs(*QUICK)
+    results = Results(tmp_path / "results.jsonl")
+    failed, _ = train([Group((run,), (run,))], results, ["cuda:98", "cuda:99"])
+    assert failed == ["8x2 metala d=32 lr 0.005: ValueError: devices: cuda:98 does not exist; there are 0 GPUs"]
+    assert not results.lines

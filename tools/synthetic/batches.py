@@ -1,0 +1,75 @@
+"""A task's examples on the device, with what is asked: generated once, read in batches without a host in between."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.synthetic.examples import UNLABELLED, Examples
+from data.synthetic.mad import TASKS
+from data.synthetic.mqar import mqar
+
+from .experiment import Run
+
+Batch = tuple[Tensor, Tensor | None, Tensor]
+
+
+def generate(run: Run) -> tuple[Examples, Examples]:
+    """Training and test examples of a run. Raises as the generators, and TypeError for an argument that they lack."""
+    data: dict[str, Any] = {key: value for key, value in run.data.items() if not key.endswith("_examples")}
+    counts = (int(run.data["train_examples"]), int(run.data["test_examples"]))
+    if run.suite == "mqar":
+        train, test = (mqar(n, run.length, seed=[run.seed, i], **data) for i, n in enumerate(counts))
+        return train, test
+    task = run.task.partition("/")[0]
+    if task == "memorization":
+        data["table_seed"] = run.seed
+    train, test = (
+        TASKS[task](n, length=run.length, training=not i, seed=[run.seed, i], **data) for i, n in enumerate(counts)
+    )
+    return train, test
+
+
+def data_key(run: Run) -> tuple[Any, ...]:
+    """Equal where `generate` gives equal examples."""
+    return (run.suite, run.task, run.length, run.seed, tuple(sorted(run.data.items())))
+
+
+class Asked(NamedTuple):
+    """Examples on a device.
+
+    tokens: [examples, length] int32. positions: [examples, asked] int64, or None where all positions may be asked;
+    labels: [examples, asked or length] int64, UNLABELLED counts nothing.
+    """
+
+    tokens: Tensor
+    positions: Tensor | None
+    labels: Tensor
+
+    def batch(self, rows: Tensor) -> Batch:
+        """The examples `rows` [batch] int64: tokens [batch, length], positions, labels."""
+        positions = None if self.positions is None else self.positions.index_select(0, rows)
+        return self.tokens.index_select(0, rows).long(), positions, self.labels.index_select(0, rows)
+
+
+def on_device(examples: Examples, device: torch.device, multiple: int = 1) -> Asked:
+    """Examples with the asked positions set apart where these are fewer than half of all.
+
+    Rows without labels are added up to a multiple of `multiple` examples.
+    """
+    tokens, labels = examples
+    short = -len(tokens) % multiple
+    tokens = np.pad(tokens, ((0, short), (0, 0)))
+    labels = np.pad(labels, ((0, short), (0, 0)), constant_values=UNLABELLED)
+    asked = labels != UNLABELLED
+    most = int(asked.sum(1).max())
+    positions = None
+    if 2 * most <= tokens.shape[1]:
+        # The asked positions in their order, then others to fill the row.
+        order = np.argsort(~asked, axis=1, kind="stable")[:, :most]
+        labels = np.take_along_axis(labels, order, 1)
+        positions = torch.from_numpy(order).to(device)
+    return Asked(torch.from_numpy(tokens).to(device), positions, torch.from_numpy(labels).long().to(device))

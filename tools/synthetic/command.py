@@ -1,0 +1,226 @@
+"""`python eval.py --suite mqar` and `--suite mad`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # --help answers at once
+    from .experiment import Experiment, Run
+    from .results import Line, Results
+    from .workers import Group
+
+NAMES = ("mqar", "mad")
+
+EPILOG = """\
+examples:
+  python eval.py --suite mqar --dry-run                    the runs, and their steps
+  python eval.py --suite mqar --check                      a minute on a GPU: every model's steps, with and without graphs
+  python eval.py --suite mqar                              the paper's grid; the same command goes on where it was stopped
+  python eval.py --suite mqar tasks=[256x16,512x64] widths=[64,128,256]
+  python eval.py --suite mqar tasks=[512x80]               Table A7
+  python eval.py --suite mqar tasks=[64x4] models=[metala] widths=[64] epochs=8 devices=[cpu] data.train_examples=20000
+  python eval.py --suite mad models=[metala]               six tasks, 66 settings, six runs each
+  python eval.py --suite mad tasks=[memorization,compression/baseline]
+  python eval.py --suite mqar --report                     tables and figure of what is there
+
+Every run is a line of OUTPUT/results.jsonl, by its settings: what is there is not run again, and a sweep whose best run
+has reached the target is done. Beside it lie results.md, with the papers' numbers, and results.png. On CUDA the runs of a
+sweep are trained side by side, a step of all of them in one graph; several processes share the GPUs.
+docs/synthetic.md has the definitions."""
+
+
+def synthetic_suite(words: Sequence[str]) -> str | None:
+    """Which of NAMES the words of a command line ask for with --suite, if any. ValueError where it is asked with others."""
+    for before, word in zip(["", *words], words, strict=False):
+        given = word if before == "--suite" else word.removeprefix("--suite=") if word.startswith("--suite=") else ""
+        names = given.split(",")
+        found = [name for name in names if name in NAMES]
+        if found and len(names) > 1:
+            raise ValueError(f"--suite {given}: {found[0]} trains models of its own; give it alone")
+        if found:
+            return found[0]
+    return None
+
+
+def synthetic_command(words: Sequence[str]) -> int:
+    """The command line after `python eval.py`. Returns 1 where a run failed or a check found a difference."""
+    options = _parser(synthetic_suite(words) or "mqar").parse_intermixed_args(list(words))
+    from .experiment import load_experiment, plan, sweeps
+    from .results import Results
+
+    experiment = load_experiment(options.suite, options.override, options.config)
+    precision, devices = _machine(experiment)
+    runs = plan(experiment, precision)
+    results = Results(experiment.output / "results.jsonl")
+    if options.dry_run:
+        print(_listing(runs, results))
+        return 0
+    if options.check:
+        return _check(experiment, runs, devices[0])
+    failed = [] if options.report else _train(experiment, sweeps(runs), results, devices, options.progress)
+    _report(experiment, runs, results)
+    for text in failed:
+        print(f"failed: {text}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _train(
+    experiment: Experiment, all_sweeps: list[list[Run]], results: Results, devices: list[str], progress: bool
+) -> list[str]:
+    from tqdm import tqdm
+
+    from .network import model_config
+    from .workers import groups_of, train_groups
+
+    for sweep in all_sweeps:
+        model_config(sweep[0])  # what cannot be built is said before anything is trained
+    together = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
+    groups = groups_of(all_sweeps, results, together)
+    total = sum(group.steps for group in groups)
+    done = sum(len(results.of(sweep)) for sweep in all_sweeps)
+    print(f"{sum(len(g.runs) for g in groups)} runs to do, {total:,} steps at most; {done} are in {results.path}\n")
+    with tqdm(total=total, unit="step", unit_scale=True, disable=not progress or not sys.stderr.isatty()) as bar:
+
+        def show(steps: int, text: str) -> None:
+            bar.update(steps)
+            if text:
+                bar.set_postfix_str(text)
+
+        def finished(group: Group, lines: list[Line]) -> None:
+            best = max(lines, key=lambda line: line["accuracy"])
+            note = f", {best['stopped']}" if best["stopped"] else ""
+            graph = "" if best["graph"] is True else f", no graph: {best['graph']}"
+            tqdm.write(
+                f"{group.runs[0].name}: {100 * best['accuracy']:.1f} % at lr {best['lr']:g}{note}; {best['epochs']} epochs, "
+                f"{best['side_by_side']} x {best['steps_per_second']:,.0f} steps/s{graph}"
+            )
+
+        return train_groups(groups, results, devices, graph=experiment.graph, progress=show, finished=finished)
+
+
+def _check(experiment: Experiment, runs: list[Run], device: str) -> int:
+    """The first task and width of every model, or each that is named, and the row of each."""
+    from tqdm import tqdm
+
+    from .check import check_sweep
+    from .experiment import sweeps
+    from .training import training_device
+    from .workers import prepare_kernels
+
+    chosen: dict[tuple[str, str], list[Run]] = {}
+    for sweep in sweeps(runs):
+        chosen.setdefault((sweep[0].task.partition("/")[0] if experiment.suite == "mad" else "", sweep[0].model), sweep)
+    where = training_device(device)
+    prepare_kernels(where)
+    header = [
+        "task",
+        "model",
+        "width",
+        "runs",
+        "one by one ms",
+        "together ms",
+        "seconds to prepare",
+        "loss",
+        "difference",
+    ]
+    header += ["float32", "graph", "problem"]
+    wrong = 0
+    print(" | ".join(header))
+    for sweep in tqdm(list(chosen.values()), unit="model", disable=not sys.stderr.isatty()):
+        together = experiment.side_by_side or (len(sweep) if where.type == "cuda" else 1)
+        try:
+            row = check_sweep(sweep[:together], where, graph=experiment.graph)
+        except Exception as error:
+            row = {"task": sweep[0].task, "model": sweep[0].model, "width": sweep[0].width}
+            row["problem"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        wrong += bool(row["problem"])
+        cells = [row.get(key, "") for key in header]
+        tqdm.write(" | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    print(f"{len(chosen)} checked, {wrong} with a problem")
+    return 1 if wrong else 0
+
+
+def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
+    from .experiment import sweeps
+    from .report import cells_of, figure, mad_scores, markdown
+
+    grouped = sweeps(runs)
+    cells = cells_of(grouped, results)
+    if not cells:
+        print(f"nothing of this grid is in {results.path} yet")
+        return
+    if experiment.suite == "mad":
+        cells = mad_scores(experiment, cells, grouped)
+    text = markdown(experiment, cells)
+    target = results.path.with_suffix(".md")
+    aside = target.with_name(f".{target.name}.aside")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(target)
+    figure(experiment, cells, results.path.with_suffix(".png"))
+    print(f"\n{text}\n{results.path}\n{target}\n{results.path.with_suffix('.png')}")
+
+
+def _listing(runs: list[Run], results: Results) -> str:
+    """A line a model of a task: what is swept, what is there, and the steps that are left at most."""
+    from .experiment import sweeps
+
+    rows: dict[tuple[str, str], list[list[Run]]] = {}
+    for sweep in sweeps(runs):
+        rows.setdefault((sweep[0].task, sweep[0].model), []).append(sweep)
+    lines = [["task", "model", "widths", "runs", "in the file", "left", "steps a run", "steps left"]]
+    left = 0
+    for (task, model), own in rows.items():
+        pending = [run for sweep in own for run in results.pending(sweep)]
+        steps = sum(run.steps for run in pending)
+        left += steps
+        widths = ",".join(str(w) for w in dict.fromkeys(sweep[0].width for sweep in own))
+        there = sum(len(results.of(sweep)) for sweep in own)
+        counts = [sum(map(len, own)), there, len(pending)]
+        lines.append([task, model, widths, *map(str, counts), f"{own[0][0].steps:,}", f"{steps:,}"])
+    size = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = "\n".join(
+        "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, size, strict=True)))
+        for line in lines
+    )
+    rates = ", ".join(f"{rate:g}" for rate in sorted({run.lr for run in runs}))
+    return f"{text}\n\n{len(runs)} runs, {left:,} steps left at most; learning rates {rates}; {results.path}"
+
+
+def _machine(experiment: Experiment) -> tuple[str, list[str]]:
+    """Precision, and a device for every process."""
+    import torch
+
+    names = list(experiment.devices) if experiment.devices != "auto" else []
+    if not names:
+        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    cuda = names[0].startswith("cuda")
+    precision = experiment.precision
+    if precision == "auto":
+        precision = "bf16" if cuda else "fp32"
+    workers = experiment.workers or (2 if cuda else 1)
+    # The devices in turn, so that the first sweeps are spread over all of them.
+    return precision, names * workers
+
+
+def _parser(suite: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python eval.py --suite {suite}",
+        description="Train small models on generated tasks and measure what their mixers store and retrieve: mqar, "
+        "multi-query associative recall; mad, six tasks of token manipulation.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("override", nargs="*", metavar="key=value", help=f"values of configs/experiments/{suite}.yml")
+    parser.add_argument("--suite", choices=NAMES, required=True, help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="another experiment instead")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs and their steps, train nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="20 steps of every model with and without graphs; writes nothing"
+    )
+    parser.add_argument("--report", action="store_true", help="tables and figure of what is there, train nothing")
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    return parser

@@ -1,0 +1,265 @@
+"""What is trained: a grid of tasks, models, widths and learning rates in one YAML file, and the runs that it means."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_lite.config_files import CONFIGS, ConfigError, read_sources
+
+SUITES = ("mqar", "mad")
+FOLDER = CONFIGS / "experiments"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MoreRates(_Section):
+    """Learning rates beside `lrs` for some models on some tasks."""
+
+    tasks: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    lrs: tuple[float, ...] = ()
+
+
+class Only(_Section):
+    """The part of the grid that a task keeps; null keeps all."""
+
+    models: tuple[str, ...] | None = None
+    widths: tuple[int, ...] | None = None
+
+
+class MadTask(_Section):
+    """Settings of a MAD task, and the single changes that it is repeated with."""
+
+    baseline: dict[str, Any] = Field(default_factory=dict)
+    changes: dict[str, tuple[int | float, ...]] = Field(default_factory=dict)
+
+
+class PaperRow(_Section):
+    """A published number: percent of a task, at a width where the task has several."""
+
+    model: str
+    task: str
+    width: int | None = None
+    accuracy: float
+
+
+class Paper(_Section):
+    """Published numbers to stand beside."""
+
+    source: str = ""
+    rows: tuple[PaperRow, ...] = ()
+
+
+class Experiment(_Section):
+    """One of configs/experiments/*.yml, where every key is explained."""
+
+    suite: Literal["mqar", "mad"]
+    title: str
+    output: Path
+    tasks: tuple[str, ...]
+    models: tuple[str, ...]
+    widths: tuple[int, ...]
+    lrs: tuple[float, ...]
+    more_lrs: MoreRates = MoreRates()
+    min_lr: float = Field(default=0.0, ge=0)
+    weight_decays: tuple[float, ...]
+    decayed: Literal["all", "matrices"]
+    seeds: tuple[int, ...] = (0,)
+    epochs: int = Field(ge=1)
+    evaluate_every: int = Field(default=1, ge=1)
+    target: float | None = Field(default=None, gt=0, le=1)
+    batch_size: int | dict[int, int]
+    data: dict[str, Any] = Field(default_factory=dict)
+    only: dict[str, Only] = Field(default_factory=dict)
+    mad: dict[str, MadTask] = Field(default_factory=dict)
+    network: dict[str, Any]
+    definitions: dict[str, dict[str, Any]]
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    devices: Literal["auto"] | tuple[str, ...] = "auto"
+    workers: int | None = Field(default=None, ge=1)
+    side_by_side: int | None = Field(default=None, ge=1)
+    graph: bool = True
+    paper: Paper = Paper()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: everything that its result depends on.
+
+    data: arguments of the task's generator beside `length`, and train_examples, test_examples. network: keys of
+    `models.config.ModelConfig`.
+    """
+
+    suite: str
+    task: str
+    model: str
+    width: int
+    lr: float
+    weight_decay: float
+    seed: int
+    length: int
+    epochs: int
+    evaluate_every: int
+    target: float | None
+    batch_size: int
+    min_lr: float
+    decayed: str
+    precision: str
+    data: dict[str, Any]
+    network: dict[str, Any]
+
+    @cached_property
+    def id(self) -> str:
+        """12 hexadecimal digits; another one with any other setting."""
+        return _digest(asdict(self))
+
+    @cached_property
+    def sweep(self) -> str:
+        """What is the same for all learning rates and weight decays, of which the best counts."""
+        return _digest({key: value for key, value in asdict(self).items() if key not in ("lr", "weight_decay")})
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole batches; what is left over is another part of the examples in every epoch."""
+        return max(1, int(self.data["train_examples"]) // self.batch_size)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps where nothing ends the run early."""
+        return self.steps_per_epoch * self.epochs
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.task} {self.model} d={self.width}"
+
+
+def load_experiment(suite: str, overrides: Sequence[str] = (), path: Path | None = None) -> Experiment:
+    """configs/experiments/<suite>.yml, or `path`, with `key=value` over it. ConfigError lists what cannot be."""
+    path = path or FOLDER / f"{suite}.yml"
+    sources = read_sources([path.resolve()], overrides)
+    problems = list(sources.problems)
+    if not problems:
+        try:
+            return Experiment.model_validate({**sources.tree, "suite": sources.tree.get("suite", suite)})
+        except ValidationError as error:
+            for detail in error.errors(include_url=False):
+                key = ".".join(str(part) for part in detail["loc"])
+                if detail["type"] == "extra_forbidden":
+                    problems.append(f"{key} is an unknown key; {nearest(key, Experiment.model_fields)}")
+                else:
+                    problems.append(f"{key} = {detail['input']!r}: {detail['msg']}")
+    raise ConfigError(problems)
+
+
+def plan(experiment: Experiment, precision: str) -> list[Run]:
+    """The runs of an experiment, a sweep's runs next to one another. ValueError for what cannot be and for no run at all.
+
+    precision: what the models compute in, "bf16" or "fp32".
+    """
+    for model in experiment.models:
+        if model not in experiment.definitions:
+            raise ValueError(f"models: {model!r} is not defined; {nearest(model, experiment.definitions)}")
+    runs = []
+    for name in experiment.tasks:
+        for task, length, data in _settings_of(experiment, name):
+            only = experiment.only.get(name, Only())
+            models = [m for m in experiment.models if only.models is None or m in only.models]
+            widths = [w for w in experiment.widths if only.widths is None or w in only.widths]
+            for model, width, seed in product(models, widths, experiment.seeds):
+                more = experiment.more_lrs
+                extra = more.lrs if name in more.tasks and model in more.models else ()
+                rates = sorted({*experiment.lrs, *extra})
+                for lr, decay in product(rates, experiment.weight_decays):
+                    runs.append(
+                        Run(
+                            suite=experiment.suite,
+                            task=task,
+                            model=model,
+                            width=width,
+                            lr=lr,
+                            weight_decay=decay,
+                            seed=seed,
+                            length=length,
+                            epochs=experiment.epochs,
+                            evaluate_every=experiment.evaluate_every,
+                            target=experiment.target,
+                            batch_size=_batch_size(experiment, length),
+                            min_lr=experiment.min_lr,
+                            decayed=experiment.decayed,
+                            precision=precision,
+                            data=data,
+                            network={**experiment.network, **experiment.definitions[model]},
+                        )
+                    )
+    if not runs:
+        raise ValueError(
+            f"no run is left of tasks = {list(experiment.tasks)}, models = {list(experiment.models)}, widths = "
+            f"{list(experiment.widths)}; what tasks keep of models and widths stands in `only`: "
+            f"{ {name: only.model_dump(exclude_none=True) for name, only in experiment.only.items()} }"
+        )
+    return runs
+
+
+def sweeps(runs: Iterable[Run]) -> list[list[Run]]:
+    """The runs of which the best counts, together."""
+    return [list(group) for _, group in groupby(runs, key=lambda run: run.sweep)]
+
+
+def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict[str, Any]]]:
+    """A task's settings: full name, length, arguments of its generator."""
+    if experiment.suite == "mqar":
+        length, _, pairs = name.partition("x")
+        if not (length.isdecimal() and pairs.isdecimal()):
+            raise ValueError(f"tasks: {name!r}: LENGTHxPAIRS is expected, for example 256x16")
+        return [(name, int(length), {**experiment.data, "pairs": int(pairs)})]
+    base, _, wanted = name.partition("/")
+    if base not in experiment.mad:
+        raise ValueError(f"tasks: {name!r} is unknown; {nearest(name, experiment.mad)}")
+    task = experiment.mad[base]
+    found = {base: task.baseline}
+    found |= {f"{base}/{key}={v}": {**task.baseline, key: v} for key, values in task.changes.items() for v in values}
+    if wanted == "baseline":
+        found = {base: task.baseline}
+    elif wanted:
+        if name not in found:
+            raise ValueError(f"tasks: {name!r} is unknown; {nearest(name, [*found, f'{base}/baseline'])}")
+        found = {name: found[name]}
+    settings = []
+    for full, values in found.items():
+        data = {**experiment.data, **values}
+        settings.append((full, int(data.pop("length")), data))
+    return settings
+
+
+def _batch_size(experiment: Experiment, length: int) -> int:
+    if isinstance(experiment.batch_size, int):
+        return experiment.batch_size
+    if length not in experiment.batch_size:
+        raise ValueError(
+            f"batch_size has none for length {length}: add batch_size.{length}=N; there are {experiment.batch_size}"
+        )
+    return experiment.batch_size[length]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words for an error: the nearest known names, or all when none is near."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"nearest: {', '.join(close)}" if close else f"allowed are {', '.join(names)}"
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,85 @@
+"""The model of a run: the project's layers, asked at some positions only, and MAD's decoder for its compression task."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.head import IGNORED_LABEL
+from models.init import linear
+from models.lm import LanguageModel, LayerSpec, build_layer
+from models.norm import Norm
+
+from .experiment import Run
+
+
+def model_config(run: Run) -> ModelConfig:
+    """The shape of a run's model. ValueError naming the key of `network` or `definitions` that cannot be."""
+    keys = dict(run.network)
+    if "head_dim" in keys:
+        keys["num_heads"] = max(1, run.width // keys.pop("head_dim"))
+    if keys.get("positions") == "learned":
+        keys["max_positions"] = run.length
+    try:
+        return ModelConfig(vocab_size=int(run.data["vocabulary"]), hidden_size=run.width, **keys)
+    except TypeError as error:
+        raise ValueError(f"definitions.{run.model} or network: {error}; the keys are those of `model`") from None
+
+
+class Network(nn.Module):
+    """A language model that answers at some positions."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        config = model_config(run)
+        self.model = LanguageModel(config, seed=run.seed)
+        self.decoder: nn.Module | None = None
+        if run.task.partition("/")[0] == "compression":
+            spec = LayerSpec("decoder", partial(Decoder, config, run.length))
+            self.decoder = build_layer(spec, config.num_layers + 2, run.seed)
+
+    def rows(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """tokens: [batch, length] -> what the head reads at positions [batch, asked], or everywhere: [batch, asked, d]."""
+        x = self.model.embedding(tokens)
+        for block in self.model.blocks:
+            x = block(x)
+        if self.decoder is not None:
+            x = self.decoder(x[:, -1])
+        return x if positions is None else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+    def loss(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> Tensor:
+        """Mean cross entropy over the labels [batch, asked] that are not IGNORED_LABEL."""
+        total = self.model.head(self.rows(tokens, positions), labels=labels)
+        return total / (labels != IGNORED_LABEL).sum()
+
+    def answers(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """The ids of the largest logits [batch, asked]. In float32: 16-bit logits would often be equal."""
+        head = self.model.head
+        hidden = head.norm(self.rows(tokens, positions))
+        return F.linear(hidden.float(), head.weight.float()).argmax(-1)
+
+
+class Decoder(nn.Module):
+    """All positions of a sequence from one vector, the last position's, as MAD-Lab's autoencoder does it.
+
+    GELU(W2 norm(GELU(W1 norm(x + p_i)))) for position i, with fixed sines and cosines p.
+    """
+
+    def __init__(self, config: ModelConfig, length: int) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.layers = nn.Sequential(
+            *(layer for _ in range(2) for layer in (Norm(config), linear(config, size, size, bias=True), nn.GELU()))
+        )
+        frequency = torch.exp(-math.log(10_000) * torch.arange(size // 2) / (size // 2 - 1))
+        angle = torch.arange(length)[:, None] * frequency
+        self.register_buffer("positions", torch.cat([angle.sin(), angle.cos()], 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, hidden_size] -> [batch, length, hidden_size]."""
+        return self.layers(x.unsqueeze(1) + self.positions)

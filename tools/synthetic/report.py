@@ -1,0 +1,239 @@
+"""Tables and figures of measured runs, beside the papers' numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .experiment import Experiment, Run
+from .results import Results
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The best of a sweep, over seeds their mean.
+
+    Attributes:
+        accuracy: in percent.
+        spread: standard deviation over seeds, None for one.
+        lr: of the best run (of the first seed).
+        complete: whether all runs of the sweep are there, or one has reached the target.
+    """
+
+    accuracy: float
+    spread: float | None
+    lr: float | None
+    complete: bool
+
+    def text(self) -> str:
+        spread = "" if self.spread is None else f" ± {self.spread:.1f}"
+        return f"{self.accuracy:.1f}{spread}{'' if self.complete else ' *'}"
+
+
+Cells = dict[tuple[str, str, int], Cell]
+
+
+def cells_of(sweeps: Sequence[Sequence[Run]], results: Results) -> Cells:
+    """(task, model, width) -> its cell, of sweeps of which at least one run is there."""
+    seeds: dict[tuple[str, str, int], list[tuple[float, float, bool]]] = {}
+    wanted: dict[tuple[str, str, int], int] = {}
+    for sweep in sweeps:
+        first = sweep[0]
+        key = (first.task, first.model, first.width)
+        wanted[key] = wanted.get(key, 0) + 1
+        lines = results.of(sweep)
+        if lines:
+            best = max(lines, key=lambda line: line["accuracy"])
+            seeds.setdefault(key, []).append((100 * best["accuracy"], best["lr"], not results.pending(sweep)))
+    return {
+        key: Cell(
+            statistics.mean(accuracy for accuracy, _, _ in found),
+            statistics.stdev(accuracy for accuracy, _, _ in found) if len(found) > 1 else None,
+            found[0][1],
+            len(found) == wanted[key] and all(complete for _, _, complete in found),
+        )
+        for key, found in seeds.items()
+    }
+
+
+def mad_scores(experiment: Experiment, cells: Cells, sweeps: Sequence[Sequence[Run]]) -> Cells:
+    """A task's score: the mean over its settings; "average": over the tasks, where a model has them all."""
+    settings: dict[tuple[str, str, int], set[str]] = {}
+    for sweep in sweeps:
+        first = sweep[0]
+        settings.setdefault((first.task.partition("/")[0], first.model, first.width), set()).add(first.task)
+    scores: Cells = {}
+    for (task, model, width), wanted in settings.items():
+        found = [cells[name, model, width] for name in wanted if (name, model, width) in cells]
+        if found:
+            whole = len(found) == len(wanted) and all(cell.complete for cell in found)
+            scores[task, model, width] = Cell(statistics.mean(cell.accuracy for cell in found), None, None, whole)
+    for model, width in {(model, width) for _, model, width in settings}:
+        own = [scores.get((task, model, width)) for task in experiment.mad]
+        present = [cell for cell in own if cell is not None]
+        if len(present) == len(experiment.mad):
+            mean = statistics.mean(cell.accuracy for cell in present)
+            scores["average", model, width] = Cell(mean, None, None, all(cell.complete for cell in present))
+    return scores
+
+
+def markdown(experiment: Experiment, cells: Cells) -> str:
+    """One table a task of MQAR, by width; one table of MAD, by task. A star: runs of the sweep are missing."""
+    parts = [f"# {experiment.title}"]
+    if experiment.suite == "mqar":
+        for task in dict.fromkeys(task for task, _, _ in cells):
+            own = {(model, width): cell for (name, model, width), cell in cells.items() if name == task}
+            columns = sorted({width for _, width in own})
+            length, _, pairs = task.partition("x")
+            parts.append(f"Length {length}, {pairs} pairs: test accuracy in percent, best learning rate in brackets.")
+            parts.append(
+                _table("model", [f"d = {width}" for width in columns], _mqar_rows(experiment, task, own, columns))
+            )
+    else:
+        tasks = [task for task in [*experiment.mad, "average"] if any(name == task for name, _, _ in cells)]
+        parts.append("Mean over a task's settings of the best test accuracy of a sweep, in percent.")
+        rows = [
+            [_labelled(cells, model, width), *(_text(cells.get((task, model, width))) for task in tasks)]
+            for model, width in dict.fromkeys((model, width) for _, model, width in cells)
+        ]
+        rows += _paper_rows(experiment, tasks)
+        parts.append(_table("model", [task.replace("_", " ") for task in tasks], rows))
+    if any(not cell.complete for cell in cells.values()):
+        parts.append("\\* runs of the sweep are missing.")
+    if experiment.paper.source:
+        parts.append(f"Paper: {experiment.paper.source}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def figure(experiment: Experiment, cells: Cells, out: Path) -> None:
+    """MQAR: a panel a task, accuracy against the width, a line a model. MAD: a group of bars a task, a bar a model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from tools.plot import STYLE
+
+    with plt.rc_context(STYLE):
+        drawn = (_lines if experiment.suite == "mqar" else _bars)(plt, experiment, cells)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside = out.with_name(f".{out.stem}.aside{out.suffix}")
+        drawn.savefig(aside)
+        aside.replace(out)
+        plt.close(drawn)
+
+
+def _lines(plt: Any, experiment: Experiment, cells: Cells) -> Any:
+    tasks = list(dict.fromkeys(task for task, _, _ in cells))
+    models = list(dict.fromkeys(model for _, model, _ in cells))
+    drawn, panels = plt.subplots(
+        1, len(tasks), figsize=(3.1 * len(tasks) + 1.6, 3.0), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, task in zip(panels[0], tasks, strict=True):
+        widths = sorted({width for name, _, width in cells if name == task})
+        for number, model in enumerate(models):
+            points = [(w, cells[task, model, w]) for w in widths if (task, model, w) in cells]
+            axes.errorbar(
+                [w for w, _ in points],
+                [cell.accuracy for _, cell in points],
+                yerr=[c.spread or 0.0 for _, c in points] if any(c.spread for _, c in points) else None,
+                label=model.replace("_", " "),
+                **_style(number),
+            )
+        for row in experiment.paper.rows:
+            if row.task == task and row.width in widths:
+                axes.plot(row.width, row.accuracy, "x", color="#555555", ms=6, zorder=5)
+                axes.annotate(row.model, (row.width, row.accuracy), (4, 4), textcoords="offset points", fontsize=6)
+        length, _, pairs = task.partition("x")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(widths, [str(width) for width in widths])
+        axes.minorticks_off()
+        axes.set(title=f"length {length}, {pairs} pairs", xlabel="width d", ylim=(-3, 104))
+    panels[0, 0].set_ylabel("test accuracy, percent")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    known = dict(zip(labels, handles, strict=True))
+    for axes in panels[0, 1:]:
+        known |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    drawn.legend(known.values(), known.keys(), loc="outside right upper", fontsize=8)
+    return drawn
+
+
+def _bars(plt: Any, experiment: Experiment, cells: Cells) -> Any:
+    from tools.plot import COLORS
+
+    tasks = [task for task in [*experiment.mad, "average"] if any(name == task for name, _, _ in cells)]
+    rows = list(dict.fromkeys((model, width) for _, model, width in cells))
+    published = list(dict.fromkeys(row.model for row in experiment.paper.rows))
+    bars: list[tuple[str, dict[str, float], float]] = [
+        (
+            _labelled(cells, model, width),
+            {task: cells[task, model, width].accuracy for task in tasks if (task, model, width) in cells},
+            1.0,
+        )
+        for model, width in rows
+    ]
+    bars += [(name, {r.task: r.accuracy for r in experiment.paper.rows if r.model == name}, 0.45) for name in published]
+    drawn, axes = plt.subplots(figsize=(1.5 * len(tasks) + 3.2, 3.2), layout="constrained")
+    width = 0.84 / len(bars)
+    for number, (label, values, alpha) in enumerate(bars):
+        shown = [(i + (number - (len(bars) - 1) / 2) * width, values[t]) for i, t in enumerate(tasks) if t in values]
+        if shown:
+            x, heights = zip(*shown, strict=True)
+            axes.bar(x, heights, 0.92 * width, label=label, color=COLORS[number % len(COLORS)], alpha=alpha)
+    axes.set_xticks(range(len(tasks)), [task.replace("_", " ") for task in tasks], fontsize=8)
+    axes.set(title="MAD: mean over a task's settings of the best test accuracy", ylabel="percent", ylim=(0, 104))
+    axes.grid(axis="x", visible=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    return drawn
+
+
+def _style(number: int) -> dict[str, Any]:
+    from tools.plot import COLORS
+
+    markers = "osD^vP*Xh<>"
+    return {
+        "color": COLORS[number % len(COLORS)],
+        "marker": markers[number % len(markers)],
+        "ls": "-" if number < len(COLORS) else "--",
+        "ms": 4.5,
+        "capsize": 2,
+    }
+
+
+def _mqar_rows(
+    experiment: Experiment, task: str, own: dict[tuple[str, int], Cell], columns: Sequence[int]
+) -> list[list[str]]:
+    rows = []
+    for model in dict.fromkeys(model for model, _ in own):
+        found = [own.get((model, width)) for width in columns]
+        rows.append([model.replace("_", " "), *("-" if c is None else f"{c.text()} ({c.lr:.2g})" for c in found)])
+    for name in dict.fromkeys(row.model for row in experiment.paper.rows if row.task == task):
+        values = {row.width: row.accuracy for row in experiment.paper.rows if (row.model, row.task) == (name, task)}
+        rows.append([name, *(f"{values[width]:.1f}" if width in values else "-" for width in columns)])
+    return rows
+
+
+def _paper_rows(experiment: Experiment, tasks: Sequence[str]) -> list[list[str]]:
+    rows = []
+    for name in dict.fromkeys(row.model for row in experiment.paper.rows):
+        values = {row.task: row.accuracy for row in experiment.paper.rows if row.model == name}
+        rows.append([name, *(f"{values[task]:.2f}" if task in values else "-" for task in tasks)])
+    return rows
+
+
+def _labelled(cells: Cells, model: str, width: int) -> str:
+    """A model's name, and its width where there are several."""
+    several = len({w for _, _, w in cells}) > 1
+    return model.replace("_", " ") + (f", d = {width}" if several else "")
+
+
+def _text(cell: Cell | None) -> str:
+    return "-" if cell is None else cell.text()
+
+
+def _table(corner: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join([corner, *columns])} |", "|---|" + "---:|" * len(columns)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

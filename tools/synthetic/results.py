@@ -1,0 +1,85 @@
+"""What has been measured: a line of JSON a run, in one file that grows by whole lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .experiment import Run
+
+Line = dict[str, Any]
+
+
+class Results:
+    """The lines of a results file, by the id of their run. Written by one process.
+
+    Raises ValueError for a line that is no result; an unfinished last line, of a process that was killed, is cut off when
+    the next one is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: dict[str, Line] = {}
+        self._whole = 0
+        if path.is_file():
+            self._read()
+
+    def add(self, line: Line) -> None:
+        """Appends a line; it is on the disk when this returns."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = (json.dumps(line) + "\n").encode()
+        with self.path.open("r+b" if self.path.is_file() else "xb") as file:
+            file.truncate(self._whole)
+            file.seek(self._whole)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        self._whole += len(text)
+        self.lines[line["id"]] = line
+
+    def of(self, runs: Iterable[Run]) -> list[Line]:
+        """The lines of those of the runs that were finished."""
+        return [self.lines[run.id] for run in runs if run.id in self.lines]
+
+    def reached(self, sweep: Iterable[Run]) -> bool:
+        """Whether one of a sweep's runs has reached the target, so that the rest need not run."""
+        return any(
+            run.target is not None and run.id in self.lines and self.lines[run.id]["best_accuracy"] >= run.target
+            for run in sweep
+        )
+
+    def pending(self, sweep: Iterable[Run]) -> list[Run]:
+        """What a sweep still needs."""
+        runs = list(sweep)
+        return [] if self.reached(runs) else [run for run in runs if run.id not in self.lines]
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        self._whole = content.rfind(b"\n") + 1
+        for number, text in enumerate(content[: self._whole].decode().splitlines(), 1):
+            try:
+                line = json.loads(text)
+                self.lines[line["id"]] = line
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(
+                    f"{self.path}:{number} is no result of a run: {text[:80]!r}; take the line out, or set output=FOLDER"
+                ) from None
+
+
+def line_of(run: Run, found: Mapping[str, Any], about: Mapping[str, Any]) -> Line:
+    """A run's settings, then what was found, then about what it ran on."""
+    settings = {
+        "id": run.id,
+        "suite": run.suite,
+        "task": run.task,
+        "model": run.model,
+        "width": run.width,
+        "lr": run.lr,
+        "weight_decay": run.weight_decay,
+        "seed": run.seed,
+    }
+    rest = {"batch_size": run.batch_size, "precision": run.precision, "network": run.network, "data": run.data}
+    return {**settings, **found, **rest, **about}

@@ -1,0 +1,228 @@
+"""The runs of a sweep side by side: on CUDA one graph holds a step of all of them, each on a branch of its own.
+
+Models of this size are so small that starting their kernels takes the host longer than running them. A graph is started
+at once, and its branches share the device.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from data.synthetic.examples import Examples
+
+from .batches import on_device
+from .experiment import Run
+from .lane import Lane
+
+Progress = Callable[[int, str], None]
+
+
+def train_together(
+    runs: Sequence[Run],
+    examples: tuple[Examples, Examples],
+    device: torch.device,
+    *,
+    graph: bool = True,
+    progress: Progress = lambda steps, text: None,
+) -> list[dict[str, Any]]:
+    """Trains the runs of one sweep, all on the same batches, until the last epoch or one of them reaches the target.
+
+    progress is told the optimizer steps since its last call, of all runs, and how far they are. Returns for every run
+    what was found: `accuracy` (of the last evaluation), `best_accuracy`, `history`, `loss` (mean of the last epoch, None
+    where it is not finite), `epochs`, `steps`, `stopped` (why before the last epoch, or None), `graph` (True, or why not).
+    """
+    started = time.perf_counter()
+    first = runs[0]
+    steps = SideBySide(runs, examples, device, graph=graph)
+    prepared = time.perf_counter()
+    history: list[list[float]] = [[] for _ in runs]
+    losses: list[float] = []
+    epoch, stopped = 0, ""
+    for epoch in range(1, first.epochs + 1):
+        steps.train_epoch(epoch - 1)
+        text = f"{first.name} epoch {epoch}"
+        if epoch % first.evaluate_every == 0 or epoch == first.epochs:
+            accuracies, losses = steps.evaluate()
+            for own, accuracy in zip(history, accuracies, strict=True):
+                own.append(accuracy)
+            text += f" {100 * max(accuracies):.1f} %"
+            if first.target is not None and max(accuracies) >= first.target:
+                stopped = f"{100 * first.target:g} % was reached"
+            elif not any(math.isfinite(loss) for loss in losses):
+                stopped = "no loss was finite"
+        progress(first.steps_per_epoch * len(runs), text)
+        if stopped:
+            break
+    seconds = time.perf_counter() - prepared
+    taken = epoch * first.steps_per_epoch
+    return [
+        {
+            "accuracy": own[-1],
+            "best_accuracy": max(own),
+            "history": own,
+            "loss": loss if math.isfinite(loss) else None,
+            "epochs": epoch,
+            "steps": taken,
+            "stopped": (stopped if epoch < first.epochs else None) or None,
+            "graph": steps.graph,
+            "parameters": lane.parameters,
+            "side_by_side": len(runs),
+            "seconds": round(seconds, 2),
+            "preparation_seconds": round(prepared - started, 2),
+            "steps_per_second": round(taken / seconds, 1),
+        }
+        for own, loss, lane in zip(history, losses, steps.lanes, strict=True)
+    ]
+
+
+class SideBySide:
+    """Lanes that take the same batches, and their training and test steps, as CUDA graphs where that works.
+
+    Attributes:
+        lanes: of the runs.
+        graph: True where steps are graphs, else why they are not.
+    """
+
+    def __init__(
+        self, runs: Sequence[Run], examples: tuple[Examples, Examples], device: torch.device, *, graph: bool = True
+    ) -> None:
+        first = runs[0]
+        self._device = device
+        self._seed = first.seed
+        self._size = min(first.batch_size, len(examples[0].tokens))
+        self._train = on_device(examples[0], device)
+        self._test = on_device(examples[1], device, multiple=self._size)
+        self._batches = first.steps_per_epoch
+        self._test_batches = len(self._test.tokens) // self._size
+        self._order = torch.arange(self._batches * self._size, device=device).view(-1, self._size)
+        self._test_order = torch.arange(len(self._test.tokens), device=device).view(-1, self._size)
+        # Which batch is next: on the device, so that a graph moves it on by itself.
+        self._place, self._test_place = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
+        self.lanes = [Lane(run, device) for run in runs]
+        self.graph: bool | str = "not asked for" if device.type == "cuda" else "CPU"
+        self._train_step: Callable[[], None] = self._train_all
+        self._test_step: Callable[[], None] = self._test_all
+        if device.type == "cuda" and graph:
+            self._capture()
+
+    def train_epoch(self, epoch: int) -> None:
+        """All batches in a new order, which depends on the seed and the epoch alone."""
+        generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
+        order = torch.randperm(len(self._train.tokens), generator=generator)[: self._order.numel()]
+        self._order.copy_(order.view_as(self._order))
+        self._place.zero_()
+        for lane in self.lanes:
+            lane.begin_epoch(epoch)
+        for _ in range(self._batches):
+            self._train_step()
+
+    def evaluate(self) -> tuple[list[float], list[float]]:
+        """Each lane's test accuracy, and its mean training loss since `train_epoch` began."""
+        self._test_place.zero_()
+        for _ in range(self._test_batches):
+            self._test_step()
+        accuracies = torch.stack([lane.take_score() for lane in self.lanes])
+        losses = torch.stack([lane.loss for lane in self.lanes]) / self._batches
+        # The one time that the host waits for the device.
+        found = torch.stack([accuracies, losses]).tolist()
+        return found[0], found[1]
+
+    def losses_of_steps(self, count: int) -> list[list[float]]:
+        """For a check: the losses of the lanes in each of the first `count` steps from the start, to which it goes back.
+
+        Batches are the examples in order where `train_epoch` was not called yet.
+        """
+        self._restart()
+        found = []
+        for _ in range(count):
+            for lane in self.lanes:
+                lane.loss.zero_()
+            self._train_step()
+            found.append(torch.stack([lane.loss for lane in self.lanes]).tolist())
+        self._restart()
+        return found
+
+    def _train_all(self) -> None:
+        batch = self._train.batch(self._order.index_select(0, self._place)[0])
+        self._place += 1
+        self._on_branches(lambda lane: lane.train(*batch))
+
+    def _test_all(self) -> None:
+        batch = self._test.batch(self._test_order.index_select(0, self._test_place)[0])
+        self._test_place += 1
+        self._on_branches(lambda lane: lane.test(*batch))
+
+    def _on_branches(self, work: Callable[[Lane], None]) -> None:
+        if self._device.type != "cuda":
+            for lane in self.lanes:
+                work(lane)
+            return
+        trunk = torch.cuda.current_stream()
+        for lane in self.lanes:
+            assert lane.stream is not None
+            lane.stream.wait_stream(trunk)
+            with torch.cuda.stream(lane.stream):
+                work(lane)
+        for lane in self.lanes:
+            assert lane.stream is not None
+            trunk.wait_stream(lane.stream)
+
+    def _capture(self) -> None:
+        """Steps as graphs; where one cannot be captured, as they are, and `graph` says why."""
+        self._warm_up()
+        try:
+            self._train_step, self._test_step = _graph(self._train_all), _graph(self._test_all)
+            self.graph = True
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            self.graph = str(error).strip().split("\n")[0]
+            for lane in self.lanes:
+                lane.stream = torch.cuda.Stream(self._device)
+        self._restart()
+
+    def _warm_up(self) -> None:
+        """Before a capture: kernels are compiled, the optimizer's state exists."""
+        trunk = torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(trunk)
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._place.zero_()
+                self._train_all()
+                self._test_place.zero_()
+                self._test_all()
+        trunk.wait_stream(stream)
+        torch.cuda.synchronize()
+
+    def _restart(self) -> None:
+        for lane in self.lanes:
+            lane.restart()
+        self._place.zero_()
+        self._test_place.zero_()
+
+
+def _graph(step: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay() -> None:
+        graph.replay()
+
+    return replay
+
+
+def training_device(name: str) -> torch.device:
+    """A device by name, the current one from here on. ValueError where it does not exist."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"devices: {name} does not exist; there are {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device

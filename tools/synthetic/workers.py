@@ -1,0 +1,226 @@
+"""Runs over several processes: a parent that hands out sweeps and writes results, workers that train."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from .experiment import Run
+from .results import Line, Results, line_of
+
+# A worker's message: what it is about, and what it says.
+Message = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one sweep that are trained side by side."""
+
+    runs: tuple[Run, ...]
+    sweep: tuple[Run, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(run.steps for run in self.runs)
+
+    @property
+    def name(self) -> str:
+        rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(run.lr for run in self.runs))
+        return f"{self.runs[0].name} lr {rates}"
+
+
+def groups_of(sweeps: Sequence[Sequence[Run]], results: Results, side_by_side: int | None) -> list[Group]:
+    """What is left to do, in the order of the sweeps. side_by_side: at most so many runs a group, None for a sweep's all."""
+    found = []
+    for sweep in sweeps:
+        pending = results.pending(sweep)
+        size = side_by_side or max(1, len(pending))
+        for start in range(0, len(pending), size):
+            found.append(Group(tuple(pending[start : start + size]), tuple(sweep)))
+    return found
+
+
+def train_groups(
+    groups: Sequence[Group],
+    results: Results,
+    devices: Sequence[str],
+    *,
+    graph: bool = True,
+    progress: Callable[[int, str], None] = lambda steps, text: None,
+    finished: Callable[[Group, list[Line]], None] = lambda group, lines: None,
+) -> list[str]:
+    """Trains the groups on `devices`, one process a device named there (a device may be named twice), and adds results.
+
+    One device alone is used by this process. progress is told steps done, or no longer needed, and how far they are.
+    Returns what failed, a line each with its reason; the other groups go on.
+    """
+    todo = list(groups)
+    failed: list[str] = []
+
+    def next_group() -> Group | None:
+        while todo:
+            group = todo.pop(0)
+            if not results.reached(group.sweep):
+                return group
+            progress(group.steps, "")
+        return None
+
+    def take(group: Group, told: list[int], message: Message) -> bool:
+        """Whether the group has ended with this message."""
+        kind, content = message
+        if kind == "progress":
+            told[0] += content[0]
+            progress(*content)
+            return False
+        progress(group.steps - told[0], "")
+        if kind == "failed":
+            failed.append(f"{group.name}: {content}")
+        else:
+            for line in content:
+                results.add(line)
+            finished(group, content)
+        return True
+
+    if len(devices) == 1:
+        trainer = Trainer(devices[0], graph, 1)
+        while (group := next_group()) is not None:
+            trainer.train(group, partial(take, group, [0]))
+        return failed
+    with _worker_processes(devices, graph) as workers:
+        busy: dict[Any, tuple[Group, list[int]]] = {}
+        idle = list(workers)
+        while True:
+            while idle and (group := next_group()) is not None:
+                connection = idle.pop(0)
+                connection.send(group)
+                busy[connection] = (group, [0])
+            if not busy:
+                return failed
+            ready: list[Any] = wait(list(busy))
+            for connection in ready:
+                group, told = busy[connection]
+                try:
+                    message = connection.recv()
+                except EOFError:
+                    message = ("failed", f"its process ended with status {_status(workers[connection])}")
+                    del workers[connection]
+                if take(group, told, message):
+                    del busy[connection]
+                    if connection in workers:
+                        idle.append(connection)
+            if not workers:
+                return [*failed, *(f"{group.name}: no process is left to train it" for group in todo)]
+
+
+class Trainer:
+    """Trains groups on one device and keeps the examples of the last one."""
+
+    def __init__(self, device: str, graph: bool, processes: int) -> None:
+        import torch
+
+        from .training import training_device
+
+        self._device = training_device(device)
+        self._graph = graph
+        self._examples: tuple[Any, Any] | None = None
+        if processes > 1:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+        prepare_kernels(self._device)
+
+    def train(self, group: Group, tell: Callable[[Message], object]) -> None:
+        """Tells ("progress", (steps, text)) now and then, then ("done", lines) or ("failed", reason)."""
+        from .batches import data_key, generate
+        from .training import train_together
+
+        try:
+            key = data_key(group.runs[0])
+            if self._examples is None or self._examples[0] != key:
+                self._examples = (key, generate(group.runs[0]))
+            found = train_together(
+                group.runs,
+                self._examples[1],
+                self._device,
+                graph=self._graph,
+                progress=lambda steps, text: _tell_progress(tell, steps, text),
+            )
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            tell(("failed", f"{type(error).__name__}: {reason} ({os.path.relpath(place.filename)}:{place.lineno})"))
+            return
+        about = self._about()
+        tell(("done", [line_of(run, one, about) for run, one in zip(group.runs, found, strict=True)]))
+
+    def _about(self) -> dict[str, Any]:
+        import torch
+
+        from megatron_lite.checkpoint import versions
+
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else platform.machine()
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        return {"device": name, "date": date, "versions": versions()}
+
+
+def prepare_kernels(device: Any) -> None:
+    """On CUDA the first configuration of every FLA kernel: timing them takes minutes for every shape, and more in chorus."""
+    if device.type == "cuda":
+        from tools.benchmark.mixers import without_tuning
+
+        without_tuning()
+
+
+@contextmanager
+def _worker_processes(devices: Sequence[str], graph: bool) -> Iterator[dict[Any, Any]]:
+    """A process a device, each by the connection to it; ended when left."""
+    context = multiprocessing.get_context("spawn")
+    workers: dict[Any, Any] = {}
+    try:
+        for device in devices:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, device, graph, len(devices)), daemon=True)
+            process.start()
+            theirs.close()
+            workers[ours] = process
+        yield workers
+    finally:
+        for connection, process in workers.items():
+            connection.close()
+            process.terminate()
+            process.join()
+
+
+def _work(connection: Connection, device: str, graph: bool, processes: int) -> None:
+    import signal
+
+    # An interrupt from the keyboard is for the parent, which ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trainer: Trainer | None = None
+    while True:
+        try:
+            group = connection.recv()
+        except EOFError:
+            return
+        try:
+            trainer = trainer or Trainer(device, graph, processes)
+        except Exception as error:
+            connection.send(("failed", f"{type(error).__name__}: {error}"))
+            continue
+        trainer.train(group, connection.send)
+
+
+def _tell_progress(tell: Callable[[Message], object], steps: int, text: str) -> None:
+    tell(("progress", (steps, text)))
+
+
+def _status(process: Any) -> Any:
+    process.join(timeout=10)
+    return process.exitcode
