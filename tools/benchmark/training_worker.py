@@ -28,9 +28,9 @@ def main(task: dict[str, Any]) -> None:
         _say({"machine": _machine(device, task)})
         return
     if not task["tuned"]:
-        from .mixers import _without_tuning
+        from .mixers import without_tuning
 
-        _without_tuning()
+        without_tuning()
     shapes = [tuple(shape) for shape in task["shapes"]]
     fields = {**task["settings"], "size": Size(**task["settings"]["size"])}
     fields["overrides"] = tuple(fields["overrides"])
