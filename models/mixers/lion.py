@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..bidirectional import CONVENTIONS, ProjectedGate, bidirectional
 from ..config import ModelConfig
 from ..init import init_std, linear
+from ..kernels import takes
 from ..padding import without_padding
 from ..precision import ROW_SUM_EPS, wide
 from ..recurrence import recurrence
@@ -173,7 +174,9 @@ class Lion(nn.Module):
             )
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         logits = self._decay_logits(x)
-        q, k = _phi(wide(q), self.options.phi), _phi(wide(k), self.options.phi)
+        # Keys that another gate multiplies are rounded after it.
+        gated = self.input_gate is not None or self.options.variant == "grfa"
+        q, k = _phi(q, self.options.phi, keep=False), _phi(k, self.options.phi, keep=gated)
         if self.options.phi == "none":
             k = k * self.head_dim**-0.5
         if self.input_gate is not None:
@@ -256,7 +259,13 @@ class _LayerNorm(nn.LayerNorm):
     parameter_kinds: ClassVar[dict[str, str]] = {"weight": "norm", "bias": "norm"}
 
 
-def _phi(x: Tensor, name: str) -> Tensor:
+def _phi(x: Tensor, name: str, *, keep: bool) -> Tensor:
+    """The feature map in float32; where kernels take it, in x's dtype unless it is to be kept in float32."""
+    if name in ("silu", "silu_paper") and takes(x):
+        from ..kernels.feature_map import normalised_silu
+
+        return normalised_silu(x, name == "silu_paper", torch.float32 if keep else x.dtype)
+    x = wide(x)
     if name == "elu":
         return F.elu(x) + 1
     if name == "none":

@@ -1,4 +1,4 @@
-"""The fused kernels around the products (SwiGLU, MetaLA's gate, residual sum with norm) against PyTorch in float64."""
+"""The fused kernels around the products (SwiGLU, gates, feature map, residual sum with norm) against PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.mixers.lion import _phi
 from models.mixers.metala import decay_and_key
 from models.mlp import swiglu
 from models.norm import Norm
@@ -44,6 +45,17 @@ def test_swiglu(device: str, shape: tuple[int, ...]) -> None:
 
     inputs = [3 * random(*shape, seed=1, device=device), random(*shape, seed=2, device=device)]
     compare(lambda a, b: (swiglu(a, b),), lambda a, b: (kernel(a, b),), inputs)
+
+
+@pytest.mark.parametrize("name", ["silu", "silu_paper"])
+@pytest.mark.parametrize("shape", [(3, 5, 64), (1, 70, 24)])
+def test_feature_map(device: str, name: str, shape: tuple[int, ...]) -> None:
+    from models.kernels.feature_map import normalised_silu
+
+    def kernel(x: Tensor) -> tuple[Tensor]:
+        return (normalised_silu(x, name == "silu_paper", torch.float32),)
+
+    compare(lambda x: (_phi(x, name, keep=True),), kernel, [2 * random(*shape, seed=8, device=device)], 2e-6)
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
