@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers 
     from tools.perplexity import TokenText
 
 RESULTS_FILE = "results.json"
+NEEDLE = "needle"  # a suite of its own: no task of the harness
 Metrics = Mapping[str, float]
 
 
@@ -42,11 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from tools.evaluation.command import compare_command, table_command
 
             return (compare_command if words[0] == "compare" else table_command)(words[1:])
+        asked = bool(options.suite or options.tasks)
+        if NEEDLE in options.suite:
+            from tools.evaluation.needle import needle_command
+
+            needle_command(options)
+            options.suite.remove(NEEDLE)
         if options.suite or options.tasks:
             from tools.evaluation.command import run_suites
 
             run_suites(options)
-        if options.data or options.by_position or not (options.suite or options.tasks):
+        if options.data or options.by_position or not asked:
             run_texts(options)
     except (CheckpointError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -189,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_words,
         default=[],
         metavar="A,B",
-        help="superglue, commonsense, or a YAML file; mqar, mad (no checkpoint: --suite mqar --help)",
+        help="superglue, commonsense, needle, or a YAML file; mqar, mad (no checkpoint: --suite mqar --help)",
     )
     suites.add_argument("--tasks", type=_words, default=[], metavar="A,B", help="any tasks of the harness, by name")
     suites.add_argument("--without", type=_words, default=[], metavar="A,B", help="tasks of the suites to leave out")
@@ -213,6 +220,14 @@ def _parser() -> argparse.ArgumentParser:
         "--trust-remote-code", action="store_true", help="run the code that a Hugging Face folder brings"
     )
     suites.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    needle = parser.add_argument_group("needle in a haystack (--suite needle)")
+    needle.add_argument(
+        "--lengths", type=_numbers, metavar="N,N", help="tokens of a text (default 2048,4096,8192,16384)"
+    )
+    needle.add_argument("--depths", type=_numbers, metavar="P,P", help="percent (default 0,10,...,100)")
+    needle.add_argument("--needles", type=_positive, default=5, metavar="N", help="facts a cell (default 5)")
+    needle.add_argument("--filler", type=Path, metavar="FILE", help="a text; default: the run's validation text")
+    needle.add_argument("--seed", type=int, default=0, help="of the facts (default 0)")
     texts = parser.add_argument_group("perplexity")
     texts.add_argument(
         "--data",
@@ -244,6 +259,7 @@ EPILOG = """examples:
   python eval.py runs/default --suite superglue,commonsense --data-dir DATA
                                                            zero-shot tables, beside the paper's rows
   python eval.py EleutherAI/pythia-410m --suite commonsense    any Hugging Face model, in the same table
+  python eval.py runs/default --suite needle               a fact in a long text, by length and depth, as a heat map
   python eval.py runs/default --tasks piqa,arc_easy        any tasks of the harness
   torchrun --nproc-per-node 8 eval.py runs/big --suite superglue   eight GPUs share the requests
   python eval.py table a/results.json b/results.json       several models in one table
@@ -264,6 +280,10 @@ docs/evaluation.md has the details."""
 
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in _words(text)]
 
 
 def _positive(text: str) -> int:

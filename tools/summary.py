@@ -86,13 +86,14 @@ def _uses(config: Config[Any]) -> list[str]:
     folder = config.run.path
     if config.data.objective == "masked":
         return [
-            f"  python -m tools.masked_length {folder}   # accuracy on longer texts",
+            f"  python -m tools.length {folder}   # accuracy on longer texts",
             f"  python -m tools.finetune_glue {folder} --tasks sst2,mrpc,rte   # fine-tune",
             f"  python -m tools.convert_hf export {folder} EXPORT   # for transformers",
         ]
     return [
         f"  python -m tools.generate {folder} --prompt {shlex.quote(config.evaluation.prompt)}   # write",
         f"  python eval.py {folder}   # evaluate",
+        f"  python -m tools.length {folder}   # the loss at other lengths than in training",
     ]
 
 

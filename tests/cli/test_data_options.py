@@ -108,7 +108,7 @@ def test_a_masked_language_model(arguments, files, tmp_path, layout, capsys):
     again = capsys.readouterr().out
     assert "is complete: 12 steps" in again
     for words in (said, again):
-        assert f"tools.masked_length {tmp_path / layout}" in words
+        assert f"tools.length {tmp_path / layout}" in words
         assert "tools.generate" not in words
     tokens = 40 * 32
     assert 0.02 * tokens < validation["evaluated_tokens"] < 3 * tokens

@@ -14,8 +14,8 @@ import pytest
 
 import eval as command
 from tests.cli.test_data_parallel import ROOT, environment
-from tools.evaluation.command import checkpoint_hash
 from tools.evaluation.harness import read_results
+from tools.evaluation.opening import checkpoint_hash
 from tools.evaluation.report import latex, plain, suite_table
 from tools.evaluation.suites import read_suite
 from tools.load_model import load_model

@@ -10,13 +10,14 @@ import torch
 
 from data.masked import MaskedDataset
 from data.masking import masking_of
-from tools import masked_forms, masked_length
+from tools import masked_forms
+from tools.length import __main__ as length_tool
 from tools.load_model import load_model
 
 
 def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "length.png"
-    assert masked_length.main([str(masked_run), "--lengths", "16", "64", "-o", str(out)]) == 0
+    assert length_tool.main([str(masked_run), "--lengths", "16", "64", "-o", str(out)]) == 0
     assert "accuracy" in capsys.readouterr().out
     (rows,) = json.loads(out.with_suffix(".json").read_text()).values()
     assert out.stat().st_size > 5000
@@ -42,7 +43,7 @@ def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:
 
 
 def test_what_cannot_be_evaluated(masked_run: Path, capsys) -> None:
-    assert masked_length.main([str(masked_run), "--lengths", "24", "64"]) == 2
+    assert length_tool.main([str(masked_run), "--lengths", "24", "64"]) == 2
     assert "--lengths 24: does not divide the longest, 64" in capsys.readouterr().err
 
 

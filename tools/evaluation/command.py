@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tools.evaluation.harness import (
     write_json,
     write_samples,
 )
+from tools.evaluation.opening import open_model, request_cache
 from tools.evaluation.report import (
     bar_chart,
     detail_rows,
@@ -34,12 +34,8 @@ Results = dict[str, Any]
 def run_suites(options: argparse.Namespace) -> Results | None:
     """Evaluates a model, prints the tables and writes everything beside `options.out`; None on helping processes.
 
-    Raises as `tools.load_model.load_model`, `HuggingFaceLM` and `prepare_tasks`.
+    Raises as `open_model` and `prepare_tasks`.
     """
-    from tools.evaluation.answers import AnswerFile
-    from tools.evaluation.huggingface import HuggingFaceLM, folder_hash, is_huggingface
-    from tools.evaluation.processes import join_processes
-
     request = Request(
         tuple(options.suite),
         tuple(options.tasks),
@@ -50,71 +46,20 @@ def run_suites(options: argparse.Namespace) -> Results | None:
         options.shots,
     )
     prepared = prepare_tasks(request)
-    shown = options.progress and sys.stderr.isatty()
-    if is_huggingface(options.checkpoint):
-        device = _device(options.device)
-        name = options.name or options.checkpoint.rstrip("/").rpartition("/")[2]
-        out = options.out or Path("runs") / "evaluation" / name / "results.json"
-        lm: Any = HuggingFaceLM(
-            options.checkpoint,
-            device=device,
-            dtype=options.dtype,
-            max_length=options.max_length,
-            trust_remote_code=options.trust_remote_code,
-        )
-        model = {"name": options.checkpoint, "sha256": folder_hash(options.checkpoint)}
-        cache = out.parent / "answers" / "requests"
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        results = evaluate(lm, prepared, use_cache=cache)
-        if results is not None:
-            for file in cache.parent.glob("requests_rank*"):
-                file.unlink()
-            _remove_if_empty(cache.parent)
-    else:
-        from tools.evaluation.adapter import ProjectLM
-        from tools.load_model import load_model
-
-        processes, device = join_processes(options.device)
-        loaded = load_model(options.checkpoint, device=device, dtype=options.dtype)
-        name = options.name or f"{loaded.run.name}, step {loaded.step:,}"
-        out = options.out or loaded.run / "evaluation" / loaded.checkpoint.name / "results.json"
-        digest = checkpoint_hash(loaded.checkpoint)
-        length = options.max_length or int(loaded.config["batch"]["sequence_length"])
-        dtype = str(next(loaded.model.parameters()).dtype)
-        answers = AnswerFile(out.parent / "answers", f"{digest}/{dtype}/{length}/{loaded.tokenizer.hash}", processes)
-        if len(answers) and processes.is_main:
-            print(f"going on with {len(answers):,} answers of an interrupted evaluation", file=sys.stderr)
-        lm = ProjectLM(
-            loaded.model,
-            loaded.tokenizer,
-            max_length=length,
-            name=name,
-            processes=processes,
-            answers=answers,
-            batch_tokens=options.batch_tokens or 0,
-            progress=shown,
-        )
-        model = {
-            "name": str(loaded.checkpoint.resolve()),
-            "step": loaded.step,
-            "sha256": digest,
-            "tokenizer": f"{loaded.tokenizer.type} {loaded.tokenizer.hash}",
-            "trained_length": int(loaded.config["batch"]["sequence_length"]),
-        }
-        results = evaluate(lm, prepared)
-        if results is not None:
-            _summarise(loaded.run, loaded.checkpoint, results, prepared)
+    opened = open_model(options, "results.json")
+    results = evaluate(opened.lm, prepared, use_cache=None if opened.loaded else request_cache(opened))
     if results is None:
         return None
-    results["metalion"].update(model=model, title=name)
+    if opened.loaded is not None:
+        _summarise(opened.loaded.run, opened.loaded.checkpoint, results, prepared)
+    results["metalion"].update(model=opened.facts, title=opened.name)
     samples = results.pop("samples")
-    write_json(out, results)
+    write_json(opened.out, results)
     if options.samples:
-        write_samples(out.parent, samples)
-    if not is_huggingface(options.checkpoint):
-        answers.remove()
+        write_samples(opened.out.parent, samples)
+    opened.finish()
     print(f"\n{plain(*detail_rows(results))}")
-    write_tables(prepared.suites, [(name, results)], out)
+    write_tables(prepared.suites, [(opened.name, results)], opened.out)
     return results
 
 
@@ -174,19 +119,6 @@ def compare_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def checkpoint_hash(checkpoint: Path) -> str:
-    """SHA-256 over those of a checkpoint's weight files, as its manifest holds them."""
-    import hashlib
-    import json
-
-    files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        if name.startswith("weights"):
-            digest.update(f"{name} {files[name]['sha256']}\n".encode())
-    return digest.hexdigest()
-
-
 def scores(results: Mapping[str, Any], suites: Sequence[Suite]) -> dict[str, float]:
     """What one follows over time: every column of the suites and their averages, by "suite/label", shares in percent."""
     found: dict[str, float] = {}
@@ -229,21 +161,8 @@ def _suites_of(models: Sequence[Mapping[str, Any]]) -> list[Suite]:
     return [*suites, *([task_suite(list(dict.fromkeys(rest)))] if rest else [])]
 
 
-def _device(name: str) -> str:
-    import torch
-
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.aside")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
-
-
-def _remove_if_empty(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()

@@ -1,0 +1,82 @@
+"""The loss of a causal model over length beside plain forward passes, and what cannot be measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.indexed import IndexedTokens
+from tests.masked.conftest import masked_run
+from tools.length.__main__ import main, measure_run
+from tools.load_model import load_model
+from tools.perplexity import validation_text
+
+__all__ = ["masked_run"]
+
+
+def test_every_token_at_every_length(trained_run: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "length.png"
+    words = [str(trained_run), "--device", "cpu", "--lengths", "16", "64", "128", "--tokens", "512", "-o", str(out)]
+    assert main(words) == 0
+    (result,) = json.loads(out.with_suffix(".json").read_text()).values()
+    assert [row["length"] for row in result["by_length"]] == [16, 32, 64, 128]  # the trained one is always there
+    loaded = load_model(trained_run, device="cpu")
+    file = IndexedTokens(validation_text(loaded).prefix)
+    stream = np.concatenate([[loaded.tokenizer.end_of_document_id], *(file[i] for i in range(len(file)))])
+    nll = {}
+    for length in (16, 32, 64, 128):
+        parts = []
+        for start in range(0, 512, length):
+            piece = torch.from_numpy(stream[start : start + length + 1].astype(np.int64))[None]
+            with torch.no_grad():
+                logits = loaded.model(piece[:, :-1])[0]
+            parts.append(F.cross_entropy(logits, piece[0, 1:], reduction="none"))
+        nll[length] = torch.cat(parts).view(4, 128).double()
+    for row in result["by_length"]:
+        expected = nll[row["length"]]
+        assert row["tokens"] == 512
+        assert row["loss"] == pytest.approx(expected.mean().item(), abs=1e-5)
+        pieces = (expected - nll[32]).mean(1)
+        assert row["change"] == pytest.approx(pieces.mean().item(), abs=1e-5)
+        assert row["change_stderr"] == pytest.approx(pieces.std().item() / 2, abs=1e-5)
+    assert [(row["from"], row["to"]) for row in result["by_position"]] == [(1, 16), (17, 32), (33, 64), (65, 128)]
+    for row in result["by_position"]:
+        part = slice(row["from"] - 1, row["to"])
+        assert row["loss"] == pytest.approx(nll[128][:, part].mean().item(), abs=1e-5)
+        assert row["change"] == pytest.approx((nll[128] - nll[32])[:, part].mean().item(), abs=1e-5)
+    assert abs(result["by_position"][1]["change"]) < 1e-6  # the same context
+    assert abs(result["by_position"][3]["change"]) > 1e-6
+    assert out.stat().st_size > 8000
+    assert "| 128            |     4 x |" in capsys.readouterr().out
+
+
+def test_defaults_are_multiples_as_far_as_the_text_goes(trained_run: Path) -> None:
+    loaded = load_model(trained_run, device="cpu")
+    result = measure_run(loaded, tokens=1)
+    size = IndexedTokens(validation_text(loaded).prefix).num_tokens
+    assert [row["length"] for row in result["by_length"]] == [n for n in (16, 32, 64, 128, 256, 512, 1024) if n <= size]
+    assert result["by_length"][0]["tokens"] == result["by_length"][-1]["length"]
+
+
+def test_several_models_and_what_cannot_be_measured(
+    trained_run: Path, masked_run: Path, tmp_path: Path, capsys
+) -> None:
+    step = next((trained_run / "checkpoints").glob("step_*"))
+    both = [str(trained_run), str(step), "--device", "cpu", "--tokens", "128", "-o", str(tmp_path / "both.png")]
+    assert main([*both, "--lengths", "64"]) == 0
+    assert len(json.loads((tmp_path / "both.json").read_text())) == 2
+    capsys.readouterr()
+
+    def said(*words: object) -> str:
+        assert main([str(word) for word in words]) == 2
+        return capsys.readouterr().err
+
+    assert "one picture holds one kind" in said(trained_run, masked_run)
+    assert "--lengths 24: does not divide the longest, 64" in said(trained_run, "--lengths", 24, 64)
+    assert "too few for pieces of 65,536" in said(trained_run, "--lengths", 65536)
+    assert "no checkpoint" in said(tmp_path).lower()

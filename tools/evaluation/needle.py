@@ -1,0 +1,256 @@
+"""A needle in a haystack: a fact at some depth of a long filler text, and the question for it at the end.
+
+After Kamradt 2023 (github.com/gkamradt/LLMTest_NeedleInAHaystack). The answer counts where greedy decoding writes it:
+each of its tokens is the likeliest after those before, which one pass over the answer shows. All texts of a table begin
+with the same filler, so that a model that keeps its state reads what is before the needles once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.evaluation.opening import OpenedModel, open_model, request_cache
+
+LENGTHS = (2048, 4096, 8192, 16384)
+DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
+# fmt: off
+_CITIES = (
+    "Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Delhi", "Tunis", "Accra", "Riga", "Sofia", "Dublin", "Prague",
+    "Vienna", "Bern", "Rome", "Madrid", "Paris", "Berlin", "London", "Moscow", "Tokyo", "Seoul", "Beijing", "Manila",
+    "Jakarta", "Sydney", "Lagos", "Nairobi", "Havana", "Bogota", "Santiago", "Toronto", "Boston", "Chicago", "Denver",
+    "Austin", "Miami", "Seattle", "Dallas",
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Question:
+    """One text of a table: what is read, what is to be written, and where the needle lies."""
+
+    length: int
+    depth: float
+    needle: int
+    context: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Filler:
+    """A text in pieces that end where a sentence or a line does, with the tokens of each."""
+
+    pieces: list[str]
+    tokens: list[int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.tokens)
+
+    def first(self, tokens: int) -> int:
+        """How many pieces hold at most so many tokens."""
+        return sum(1 for so_far in itertools.accumulate(self.tokens) if so_far <= tokens)
+
+
+def needle_command(options: argparse.Namespace) -> dict[str, Any] | None:
+    """`python eval.py MODEL --suite needle`: measures, prints the table, writes JSON, Markdown and the heat map.
+
+    Raises ValueError for a model that cannot be asked, or lengths that neither it nor the filler has; as `open_model`.
+    """
+    lengths, depths = sorted(set(options.lengths or LENGTHS)), sorted(set(options.depths or DEPTHS))
+    if any(not 0 <= depth <= 100 for depth in depths):
+        raise ValueError(f"--depths {','.join(f'{d:g}' for d in depths)}: percent of the filler, from 0 to 100")
+    opened = open_model(options, "needle.json", max_length=max(lengths))
+    if getattr(opened.lm, "masked", False):
+        raise ValueError(f"{opened.name} is a masked model: it sees both directions and writes no answer")
+    lengths = _readable(opened, lengths)
+    filler = split_filler(_filler_text(opened, options.filler, max(lengths)), opened.lm.tok_encode, max(lengths))
+    asked = [
+        question
+        for length in lengths
+        for question in questions(filler, length, depths, options.needles, options.seed, opened.lm.tok_encode)
+    ]
+    answers = _ask(opened, asked)
+    if not getattr(getattr(opened.lm, "processes", None), "is_main", True):
+        return None
+    results = {
+        "model": opened.facts,
+        "title": opened.name,
+        "lengths": lengths,
+        "depths": depths,
+        "needles": options.needles,
+        "seed": options.seed,
+        "filler": str(options.filler or "the run's validation text"),
+        "cells": cells(asked, answers),
+    }
+    text = table(results)
+    print(f"\n{text}")
+    _write(opened.out, results, text)
+    opened.finish()
+    return results
+
+
+def questions(
+    filler: Filler, length: int, depths: Sequence[float], needles: int, seed: int, encode: Any
+) -> list[Question]:
+    """The texts of one length: `needles` facts at every depth, the same ones at each, of about `length` tokens in all.
+
+    The facts depend on the seed alone. A needle stands between two pieces of the filler, nearest to its depth.
+
+    Raises ValueError where the filler is too short.
+    """
+    drawn = random.Random(seed)
+    cities = drawn.sample(_CITIES, len(_CITIES))
+    found = []
+    for number in range(needles):
+        city, secret = cities[number % len(cities)], drawn.randint(10000, 99999)
+        sentence = f"The secret number of {city} is {secret}.\n"
+        question = f"\n\nQuestion: What is the secret number of {city}?\nAnswer: The secret number of {city} is"
+        room = length - len(encode(sentence)) - len(encode(question + f" {secret}."))
+        if filler.total < room:
+            raise ValueError(
+                f"--lengths {length}: the filler has {filler.total:,} tokens; leave that length out, or name a longer text "
+                "with --filler"
+            )
+        pieces = filler.pieces[: filler.first(room)]
+        places = [0, *itertools.accumulate(filler.tokens[: len(pieces)])]
+        for depth in depths:
+            wanted = places[-1] * depth / 100
+            place = min(range(len(places)), key=lambda i: abs(places[i] - wanted))
+            text = "".join([*pieces[:place], sentence, *pieces[place:]]).rstrip()
+            found.append(Question(length, depth, number, text + question, f" {secret}"))
+    return found
+
+
+def split_filler(text: str, encode: Any, tokens: int) -> Filler:
+    """The beginning of a text, of at least so many tokens where it has them, cut after sentences and lines."""
+    pieces: list[str] = []
+    counts: list[int] = []
+    total = 0
+    for piece in re.findall(r"[^\n]*?(?:[.!?](?=\s)[^\S\n]*|\n+)|[^\n]+$", text):
+        if total >= tokens:
+            break
+        piece = piece if piece.endswith(("\n", " ")) else piece + " "
+        pieces.append(piece)
+        counts.append(len(encode(piece)))
+        total += counts[-1]
+    return Filler(pieces, counts)
+
+
+def cells(asked: Sequence[Question], answers: Sequence[tuple[float, bool]]) -> list[dict[str, Any]]:
+    """Accuracy and mean log-likelihood of the answers, in nats, of every length and depth."""
+    found = []
+    for length, depth in dict.fromkeys((question.length, question.depth) for question in asked):
+        here = [a for q, a in zip(asked, answers, strict=True) if (q.length, q.depth) == (length, depth)]
+        right = [bool(greedy) for _, greedy in here]
+        mean = statistics.mean(value for value, _ in here)
+        found.append({"length": length, "depth": depth, "accuracy": statistics.mean(right), "log_likelihood": mean})
+        found[-1]["right"] = right
+    return found
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown: accuracy in percent, a row a depth, a column a length, and the means."""
+    from tools.compare.results import markdown
+
+    by_place = {(cell["length"], cell["depth"]): cell["accuracy"] for cell in results["cells"]}
+    lengths, depths = results["lengths"], results["depths"]
+    rows = [[f"{depth:g}", *(f"{100 * by_place[length, depth]:.0f}" for length in lengths)] for depth in depths]
+    means = [statistics.mean(by_place[length, depth] for depth in depths) for length in lengths]
+    rows.append(["mean", *(f"{100 * mean:.1f}" for mean in means)])
+    header = ["depth, %", *(f"{length:,}" for length in lengths)]
+    words = f"{results['title']}: answers right, percent; {results['needles']} needles a cell, by tokens of text\n\n"
+    return words + markdown(header, rows)
+
+
+def heat_map(results: dict[str, Any], out: Path) -> None:
+    """Accuracy by length and depth as colours and numbers; the trained length is marked where it is known."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    from tools.plot import STYLE
+
+    lengths, depths = results["lengths"], results["depths"]
+    by_place = {(cell["length"], cell["depth"]): 100 * cell["accuracy"] for cell in results["cells"]}
+    values = np.array([[by_place[length, depth] for length in lengths] for depth in depths])
+    with plt.rc_context({**STYLE, "axes.grid": False}):
+        figure, axes = plt.subplots(figsize=(1.9 + 0.85 * len(lengths), 1.3 + 0.3 * len(depths)), layout="constrained")
+        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+        for row, column in itertools.product(range(len(depths)), range(len(lengths))):
+            shade = "black" if values[row, column] > 60 else "white"
+            axes.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", color=shade, fontsize=8)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+        trained = results["model"].get("trained_length")
+        words = "tokens of text" + (f" (trained at {trained:,})" if trained else "")
+        axes.set(xlabel=words, ylabel="depth of the needle, %", title=results["title"])
+        figure.colorbar(image, ax=axes, label="answers right, %")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out)
+        plt.close(figure)
+
+
+def _ask(opened: OpenedModel, asked: Sequence[Question]) -> list[tuple[float, bool]]:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import CachingLM
+
+    lm = opened.lm if opened.loaded is not None else CachingLM(opened.lm, str(request_cache(opened)))
+    requests = [
+        Instance("loglikelihood", {}, (question.context, question.answer), number, ("needle", number, 1))
+        for number, question in enumerate(asked)
+    ]
+    return lm.loglikelihood(requests)
+
+
+def _readable(opened: OpenedModel, lengths: Sequence[int]) -> list[int]:
+    """The lengths that the model's positions reach; those that they do not are named."""
+    limit = opened.loaded.model.config.max_positions if opened.loaded is not None else opened.lm.max_length
+    kept = [length for length in lengths if limit is None or length <= limit]
+    if not kept:
+        raise ValueError(f"{opened.name} reads {limit:,} tokens at most; --lengths begins at {lengths[0]:,}")
+    if len(kept) < len(lengths):
+        print(f"{opened.name} reads {limit:,} tokens at most: longer texts are left out")
+    return kept
+
+
+def _filler_text(opened: OpenedModel, file: Path | None, tokens: int) -> str:
+    """The named file, or the beginning of the run's validation text, longest documents first."""
+    if file is not None:
+        return Path(file).read_text(encoding="utf-8")
+    if opened.loaded is None:
+        raise ValueError("the filler of a Hugging Face model is a text that you name: --filler FILE")
+    import numpy as np
+
+    from data.indexed import IndexedTokens
+    from tools.perplexity import validation_text
+
+    text, tokenizer = validation_text(opened.loaded), opened.loaded.tokenizer
+    sequences = IndexedTokens(text.prefix)
+    parts: list[str] = []
+    for number in np.argsort(-np.asarray(sequences.sizes), kind="stable"):
+        ids = np.asarray(sequences[int(number)])
+        parts.append(tokenizer.decode(ids[ids != tokenizer.end_of_document_id].tolist()))
+        tokens -= len(ids)
+        if tokens <= 0:
+            break
+    return "\n".join(parts)
+
+
+def _write(out: Path, results: dict[str, Any], text: str) -> None:
+    from tools.evaluation.harness import write_json
+
+    write_json(out, results)
+    aside = out.with_name(f".{out.name}.aside")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(out.with_suffix(".md"))
+    heat_map(results, out.with_suffix(".png"))
+    print("\n".join(str(out.with_suffix(suffix)) for suffix in (".json", ".md", ".png")))

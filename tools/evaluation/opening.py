@@ -1,0 +1,136 @@
+"""The model that `eval.py` was given, ready to answer the harness's requests: a checkpoint, or a Hugging Face model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tools.load_model import LoadedModel
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model as the harness asks it.
+
+    Attributes:
+        lm: answers requests. name: what tables call it. out: the results file.
+        facts: what results say about the model. loaded: a checkpoint of this project; None for a Hugging Face model.
+        finish: removes the answers that were kept in case of an interruption.
+    """
+
+    lm: Any
+    name: str
+    out: Path
+    facts: dict[str, Any]
+    loaded: LoadedModel | None
+    finish: Callable[[], None]
+
+
+def open_model(options: argparse.Namespace, file: str, *, max_length: int | None = None) -> OpenedModel:
+    """Loads `options.checkpoint`.
+
+    Args:
+        file: name of the results file where `--out` does not say. max_length: tokens seen at once; None for
+            `--max-length`, or the trained length.
+
+    Raises as `tools.load_model.load_model` and `HuggingFaceLM`.
+    """
+    from tools.evaluation.huggingface import is_huggingface
+
+    length = max_length or options.max_length
+    return _huggingface(options, file, length) if is_huggingface(options.checkpoint) else _own(options, file, length)
+
+
+def request_cache(opened: OpenedModel) -> Path:
+    """Where the answers of a Hugging Face model are kept while it is evaluated; its folder exists."""
+    cache = opened.out.parent / "answers" / "requests"
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    return cache
+
+
+def checkpoint_hash(checkpoint: Path) -> str:
+    """SHA-256 over those of a checkpoint's weight files, as its manifest holds them."""
+    import hashlib
+    import json
+
+    files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        if name.startswith("weights"):
+            digest.update(f"{name} {files[name]['sha256']}\n".encode())
+    return digest.hexdigest()
+
+
+def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> OpenedModel:
+    from tools.evaluation.huggingface import HuggingFaceLM, folder_hash
+
+    name = options.name or options.checkpoint.rstrip("/").rpartition("/")[2]
+    out = options.out or Path("runs") / "evaluation" / name / file
+    lm = HuggingFaceLM(
+        options.checkpoint,
+        device=_device(options.device),
+        dtype=options.dtype,
+        max_length=length,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+    def finish() -> None:
+        folder = out.parent / "answers"
+        for kept in folder.glob("requests*"):
+            kept.unlink()
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+    return OpenedModel(
+        lm, name, out, {"name": options.checkpoint, "sha256": folder_hash(options.checkpoint)}, None, finish
+    )
+
+
+def _own(options: argparse.Namespace, file: str, length: int | None) -> OpenedModel:
+    from tools.evaluation.adapter import ProjectLM
+    from tools.evaluation.answers import AnswerFile
+    from tools.evaluation.processes import join_processes
+    from tools.load_model import load_model
+
+    processes, device = join_processes(options.device)
+    loaded = load_model(options.checkpoint, device=device, dtype=options.dtype)
+    name = options.name or f"{loaded.run.name}, step {loaded.step:,}"
+    out = options.out or loaded.run / "evaluation" / loaded.checkpoint.name / file
+    digest = checkpoint_hash(loaded.checkpoint)
+    trained = int(loaded.config["batch"]["sequence_length"])
+    length = length or trained
+    dtype = str(next(loaded.model.parameters()).dtype)
+    answers = AnswerFile(out.parent / "answers", f"{digest}/{dtype}/{length}/{loaded.tokenizer.hash}", processes)
+    if len(answers) and processes.is_main:
+        print(f"going on with {len(answers):,} answers of an interrupted evaluation", file=sys.stderr)
+    lm = ProjectLM(
+        loaded.model,
+        loaded.tokenizer,
+        max_length=length,
+        name=name,
+        processes=processes,
+        answers=answers,
+        batch_tokens=options.batch_tokens or 0,
+        progress=options.progress and sys.stderr.isatty(),
+    )
+    facts = {
+        "name": str(loaded.checkpoint.resolve()),
+        "step": loaded.step,
+        "sha256": digest,
+        "tokenizer": f"{loaded.tokenizer.type} {loaded.tokenizer.hash}",
+        "trained_length": trained,
+    }
+    return OpenedModel(lm, name, out, facts, loaded, answers.remove)
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,148 @@
+"""Models at lengths below and beyond that of training: a table, JSON and a plot.
+
+Causal models: the loss of the validation text in pieces of 0.5 to 32 times the trained length, and by position. Masked
+models: the tokens found in rows of 128 to 8192 tokens, hidden once. The text and what is asked of it are the same at
+every length; only how much of the text around it is in view differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tools.load_model import LoadedModel
+
+MASKED_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+
+EPILOG = """
+examples:
+  python -m tools.length runs/default                            0.5 to 32 times the trained length
+  python -m tools.length runs/metala runs/softmax -o length.png  several models in one picture
+  python -m tools.length runs/lion_s_base runs/bert_base         masked models: 128 to 8192 tokens
+  python -m tools.length runs/default --data corpora/books_text_document --tokens 4000000
+
+A model with learned positions is evaluated up to model.max_positions.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns 2 for what cannot be evaluated."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.length",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="runs, or step folders, of one kind")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens; default: see above")
+    parser.add_argument("--tokens", type=int, default=1 << 20, help="at most so many of the text (%(default)s)")
+    parser.add_argument("--data", metavar="PREFIX", help="token file; default: the run's validation text")
+    parser.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
+    parser.add_argument("--dtype", default="auto", help="fp32, bf16 ... (default: bf16 on a GPU)")
+    parser.add_argument("-o", "--out", type=Path, help="the plot; default: length.png in the first run's folder")
+    options = parser.parse_args(arguments)
+    from tools.load_model import CheckpointError
+
+    try:
+        results, masked = measure(options.runs, options)
+    except (CheckpointError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from tools.length.causal import loss_table
+    from tools.length.masked import accuracy_table
+    from tools.length.plot import plot_accuracy, plot_loss
+
+    lengths = sorted({row["length"] for rows in results.values() for row in (rows if masked else rows["by_length"])})
+    print(accuracy_table(results, lengths) if masked else loss_table(results))
+    out = options.out or options.runs[0] / "length.png"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    (plot_accuracy if masked else plot_loss)(results, out)
+    print(out)
+    return 0
+
+
+def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Results by run, and whether the models are masked ones. Raises ValueError for runs of both kinds, and as
+    `load_model` and `measure_run`."""
+    from tools.evaluation.masked import is_masked
+    from tools.load_model import load_model
+
+    results: dict[str, Any] = {}
+    kinds: dict[str, Path] = {}
+    for run in runs:
+        loaded = load_model(run, device=options.device, dtype=options.dtype)
+        kinds.setdefault("masked" if is_masked(loaded.model.config) else "causal", run)
+        if len(kinds) > 1:
+            words = " and ".join(f"{path} is a {kind} model" for kind, path in kinds.items())
+            raise ValueError(f"{words}: one picture holds one kind")
+        results[str(run)] = measure_run(loaded, options.lengths, data=options.data, tokens=options.tokens)
+    return results, "masked" in kinds
+
+
+def measure_run(
+    loaded: LoadedModel, asked: Sequence[int] | None = None, *, data: str | None = None, tokens: int = 1 << 20
+) -> Any:
+    """A masked model: a list of dicts, one a length. A causal one: {"by_length": ..., "by_position": ...}.
+
+    Raises ValueError where lengths do not divide the longest, the model or the text reads none of them, or there is
+    no text.
+    """
+    from data.indexed import IndexedTokens
+    from tools.evaluation.masked import is_masked
+    from tools.length.causal import MULTIPLES, loss_over_length, pieces_read
+    from tools.length.masked import masked_accuracy, readings
+    from tools.perplexity import validation_text
+
+    masked = is_masked(loaded.model.config)
+    prefix = data or str(validation_text(loaded).prefix)
+    size, trained = IndexedTokens(prefix).num_tokens, int(loaded.config["batch"]["sequence_length"])
+    default = MASKED_LENGTHS if masked else [int(trained * multiple) for multiple in MULTIPLES]
+    lengths = _readable(loaded, sorted({*(asked or default), *(() if masked else (trained,))}))
+    if masked:
+        longest, results = max(lengths), []
+        with _bar(loaded, len(lengths) * readings(size, longest, tokens)) as progress:
+            for length in lengths:
+                row = masked_accuracy(loaded, prefix, length, longest=longest, tokens=tokens, progress=progress)
+                results.append({**row, "trained_at": trained})
+        return results
+    lengths = [length for length in lengths if length <= size] if not asked else lengths
+    if not lengths or max(lengths) > size or trained not in lengths:
+        raise ValueError(f"{prefix} has {size:,} tokens, too few for pieces of {max(lengths or [trained]):,}")
+    with _bar(loaded, len(lengths) * pieces_read(size, max(lengths), tokens)) as progress:
+        found = loss_over_length(loaded, prefix, lengths, tokens=tokens, progress=progress)
+    return {"by_length": found.by_length(), "by_position": found.by_position()}
+
+
+def _readable(loaded: LoadedModel, lengths: Sequence[int]) -> list[int]:
+    limit = loaded.model.config.max_positions
+    kept = [length for length in lengths if limit is None or length <= limit]
+    if not kept:
+        raise ValueError(
+            f"{loaded.run} reads {limit} tokens at most (model.max_positions); --lengths begins at {lengths[0]}"
+        )
+    for length in kept:
+        if max(kept) % length:
+            raise ValueError(f"--lengths {length}: does not divide the longest, {max(kept)}")
+    return kept
+
+
+@contextmanager
+def _bar(loaded: LoadedModel, total: int) -> Iterator[Callable[[], Any]]:
+    """A progress bar over readings of the text, on a terminal; yields what moves it."""
+    from tqdm import tqdm
+
+    with tqdm(
+        total=total, desc=loaded.run.name, unit="piece", leave=False, disable=not sys.stderr.isatty()
+    ) as progress:
+        yield progress.update
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Loss over context: the same tokens of a text, predicted in pieces of each length.
+
+Every token is predicted once at each length, from what stands before it in its piece, so that nothing but the context
+differs. What a token gains from more context than in training is its own loss less its own loss in a piece of the
+trained length; standard errors are over the pieces of the greatest length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data.causal import SequentialDataset
+from tools.evaluation.positions import token_nll
+from tools.load_model import LoadedModel
+
+# Multiples of the trained length.
+MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class LossOverLength:
+    """Losses of one model.
+
+    Attributes:
+        lengths: of the pieces, the trained one among them; each divides the greatest.
+        nll: [lengths, pieces, greatest length] nats of every token.
+    """
+
+    trained: int
+    lengths: tuple[int, ...]
+    nll: NDArray[np.float32]
+
+    def by_length(self) -> list[dict[str, float]]:
+        """Loss, perplexity, and the loss less that of the trained length with its standard error, a dict a length."""
+        base = self.nll[self.lengths.index(self.trained)]
+        rows = []
+        for length, nll in zip(self.lengths, self.nll, strict=True):
+            loss = float(nll.mean(dtype=np.float64))
+            change, error = _mean_and_error((nll - base).mean(1, dtype=np.float64))
+            row = {"length": length, "loss": loss, "perplexity": math.exp(min(loss, 700.0)), "change": change}
+            rows.append({**row, "change_stderr": error, "tokens": nll.size, "trained_at": self.trained})
+        return rows
+
+    def by_position(self) -> list[dict[str, float]]:
+        """The greatest length by ranges of positions, counted from 1, that double: the loss, and what the context beyond
+        the trained length changes of it."""
+        base, longest = self.nll[self.lengths.index(self.trained)], self.nll[-1]
+        borders = [0, *(self.trained * 2**k // 2 for k in range(64) if self.trained * 2**k // 2 < longest.shape[1])]
+        rows = []
+        for low, high in itertools.pairwise([*borders, longest.shape[1]]):
+            part = longest[:, low:high]
+            change, error = _mean_and_error((part - base[:, low:high]).mean(1, dtype=np.float64))
+            loss = float(part.mean(dtype=np.float64))
+            rows.append({"from": low + 1, "to": high, "loss": loss, "change": change, "change_stderr": error})
+        return rows
+
+
+@torch.inference_mode()
+def loss_over_length(
+    loaded: LoadedModel, prefix: str, lengths: Sequence[int], *, tokens: int, progress: Any
+) -> LossOverLength:
+    """Predicts the first `tokens` of a token file, in whole pieces of the greatest length, at every length.
+
+    progress: called after each piece of each length.
+    """
+    trained, longest = int(loaded.config["batch"]["sequence_length"]), max(lengths)
+    pieces = SequentialDataset(prefix, sequence_length=longest, first_token=loaded.tokenizer.end_of_document_id)
+    count = pieces_read(pieces.num_tokens, longest, tokens)
+    nll = np.empty((len(lengths), count, longest), np.float32)
+    for number in range(count):
+        piece = pieces[number]
+        for place, length in enumerate(lengths):
+            rows = (piece[key].view(-1, length).to(loaded.device) for key in ("tokens", "labels"))
+            nll[place, number] = token_nll(loaded.model, *rows).flatten().cpu().numpy()
+            progress()
+    return LossOverLength(trained, tuple(lengths), nll)
+
+
+def pieces_read(tokens_in_file: int, longest: int, tokens: int) -> int:
+    """Whole pieces of the greatest length that are read: one at least where there is one."""
+    return min(tokens_in_file // longest, max(1, tokens // longest))
+
+
+def loss_table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+    """Markdown: a row a length for every run, then what lies beyond the trained length, by position."""
+    from tools.compare.results import markdown
+
+    parts = []
+    for run, result in results.items():
+        rows = result["by_length"]
+        trained = rows[0]["trained_at"]
+        body = [
+            [
+                f"{row['length']:,}",
+                f"{row['length'] / trained:g} x",
+                f"{row['loss']:.4f}",
+                f"{row['perplexity']:,.2f}",
+                _signed(row),
+            ]
+            for row in rows
+        ]
+        parts.append(f"{run}, {rows[0]['tokens']:,} tokens, each predicted once at every length\n")
+        parts.append(markdown(["tokens in view", "trained", "loss", "perplexity", "less trained"], body))
+        body = [[f"{r['from']:,} to {r['to']:,}", f"{r['loss']:.4f}", _signed(r)] for r in result["by_position"]]
+        header = [f"position in {rows[-1]['length']:,}", "loss", f"less with {int(trained):,} in view"]
+        parts.append(markdown(header, body))
+    return "\n".join(parts)
+
+
+def _signed(row: dict[str, float]) -> str:
+    if row["change"] == 0.0:
+        return "0"
+    error = row["change_stderr"]
+    return f"{row['change']:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
+
+
+def _mean_and_error(values: NDArray[np.float64]) -> tuple[float, float]:
+    error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return float(values.mean()), float(error)

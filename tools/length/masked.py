@@ -1,0 +1,56 @@
+"""Masked accuracy over length: tokens hidden once, the text cut into rows of each length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from data.masked import MaskedDataset
+from data.masking import masking_of
+from tools.load_model import LoadedModel
+
+
+@torch.inference_mode()
+def masked_accuracy(
+    loaded: LoadedModel, prefix: str, length: int, *, longest: int, tokens: int, progress: Any
+) -> dict[str, float]:
+    """Accuracy, loss, and the number of tokens asked for, with rows of one length.
+
+    prefix: of a token file, read in stretches of `longest`, a multiple of `length`. progress: called after each stretch.
+    """
+    masking = masking_of(loaded.tokenizer, loaded.config["data"]["masked"]["validation_rate"])
+    rows = MaskedDataset(
+        prefix, masking, loaded.tokenizer, sequence_length=longest, num_samples=None, seed=0, layout="packed"
+    )
+    nll = weight = 0.0
+    right = torch.zeros((), dtype=torch.float64, device=loaded.device)
+    for number in range(min(len(rows), -(-tokens // longest))):
+        row = rows[number]
+        batch = {key: row[key].view(-1, length).to(loaded.device) for key in ("tokens", "labels", "loss_weight")}
+        hidden = batch["tokens"]
+        for layer in (loaded.model.embedding, *loaded.model.blocks):
+            hidden = layer(hidden)
+        asked = {"labels": batch["labels"], "loss_weight": batch["loss_weight"], "right": right}
+        nll += loaded.model.head(hidden, **asked).item()
+        weight += batch["loss_weight"].sum().item()
+        progress()
+    accuracy = right.item() / weight if weight else math.nan
+    return {"length": length, "accuracy": accuracy, "loss": nll / max(weight, 1.0), "tokens": weight}
+
+
+def readings(tokens_in_file: int, longest: int, tokens: int) -> int:
+    """Stretches that `masked_accuracy` reads."""
+    return min(-(-tokens_in_file // longest), -(-tokens // longest))
+
+
+def accuracy_table(results: dict[str, list[dict[str, float]]], lengths: Sequence[int]) -> str:
+    """A line a run, a column a length."""
+    lines = ["tokens   " + "  ".join(f"{length:>7}" for length in lengths)]
+    for run, values in results.items():
+        by_length = {row["length"]: row for row in values}
+        cells = [f"{by_length[n]['accuracy']:7.2%}" if n in by_length else f"{'-':>7}" for n in lengths]
+        lines.append("accuracy " + "  ".join(cells) + f"   {run}, {int(values[0]['tokens']):,} tokens found or not")
+    return "\n".join(lines)
