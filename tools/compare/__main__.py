@@ -113,6 +113,7 @@ def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namesp
         devices=devices,
         workers=comparison.workers,
         minutes=comparison.time_budget_minutes,
+        tune_kernels=comparison.tune_kernels,
         progress=sys.stderr.isatty(),
     )
     if outcome.stopped:

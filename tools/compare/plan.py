@@ -45,7 +45,11 @@ class EqualParameters(_Part):
 
 class Comparison(_Part):
     """A comparison's file. Configurations are laid over one another in the order `files`, `data`, the model's files,
-    `config`, the size, the model's `config`, the values of the command line."""
+    `config`, the size, the model's `config`, the values of the command line.
+
+    tune_kernels: without it flash-linear-attention's kernels run in their first configuration: timing the others takes
+    a minute for every shape, and longer where many processes do it at once.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     title: str
@@ -57,6 +61,7 @@ class Comparison(_Part):
     models: dict[str, ComparedModel] = Field(min_length=1)
     equal_parameters: EqualParameters | None = None
     workers: int = Field(default=1, ge=1)
+    tune_kernels: bool = False
     devices: tuple[int | str, ...] | None = None
     time_budget_minutes: float | None = Field(default=None, gt=0)
 

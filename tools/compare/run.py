@@ -64,6 +64,7 @@ def run_all(
     devices: Sequence[str],
     workers: int = 1,
     minutes: float | None = None,
+    tune_kernels: bool = False,
     progress: bool = True,
 ) -> Outcome:
     """Trains what is not complete.
@@ -71,6 +72,7 @@ def run_all(
     Args:
         devices: "cpu", or numbers of GPUs. workers: processes on each.
         minutes: after them every run saves and stops; the same call goes on from there.
+        tune_kernels: see `Comparison`.
 
     A run that fails is noted and the others go on. SIGINT and SIGTERM save and stop.
     """
@@ -80,7 +82,7 @@ def run_all(
     for run in left:
         waiting.put(run)
     stop = threading.Event()
-    slots = [_Slot(device, stop) for _ in range(workers) for device in devices][: len(left)]
+    slots = [_Slot(device, tune_kernels) for _ in range(workers) for device in devices][: len(left)]
     threads_each = max(1, (os.cpu_count() or 1) // max(1, len(slots)))
 
     def serve(slot: _Slot) -> None:
@@ -134,8 +136,8 @@ def run_all(
 class _Slot:
     """A place on a device, with its worker process."""
 
-    def __init__(self, device: str, stop: threading.Event) -> None:
-        self.device, self._stop = device, stop
+    def __init__(self, device: str, tune_kernels: bool) -> None:
+        self.device, self._options = device, [] if tune_kernels else ["--untuned"]
         self._process: subprocess.Popen[str] | None = None
 
     def train(self, run: Run, threads: int) -> int:
@@ -179,7 +181,7 @@ class _Slot:
         environment |= {"CUDA_VISIBLE_DEVICES": "" if self.device == "cpu" else self.device}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         return subprocess.Popen(
-            [sys.executable, "-m", "tools.compare.worker"],
+            [sys.executable, "-m", "tools.compare.worker", *self._options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -15,6 +15,10 @@ from pathlib import Path
 
 def main() -> int:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    if "--untuned" in sys.argv:
+        from tools.benchmark.mixers import without_tuning
+
+        without_tuning()
     import train
 
     for line in sys.stdin:
