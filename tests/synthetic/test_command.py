@@ -65,13 +65,26 @@ def test_from_words_to_a_table(words: list[str], tmp_path: Path, capsys: pytest.
     assert f"| metala | {100 * best:.1f} (" in table
     assert (tmp_path / "out" / "results.png").read_bytes()[:4] == b"\x89PNG"
     assert evaluation.main(command) == 0
-    assert "0 runs to do" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "0 runs to do" in printed.out
+    assert printed.err == ""
+    assert evaluation.main([*command, "seeds=[1]", "--minutes", "0"]) == 1
+    assert capsys.readouterr().err == "4 runs are left: the same command goes on with them\n"
     assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
 
 
 def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluation.main(["--suite", "mqar", *words, "batch_size=4", "--check"]) == 0
-    assert "1 checked, 0 with a problem" in capsys.readouterr().out
+    command = ["--suite", "mqar", *words, "batch_size=4", "models=[metala,attention]", "--check"]
+    assert evaluation.main(command) == 0
+    alone = capsys.readouterr().out.splitlines()
+    assert alone[-1] == "2 checked, 0 with a problem"
+    assert evaluation.main([*command, "workers=2", "definitions.attention.num_heads=5"]) == 1
+    both = capsys.readouterr().out.splitlines()
+    assert both[-1] == "2 checked, 1 with a problem"
+    assert sum("ValueError: model.num_heads = 5 does not divide" in line for line in both) == 1
+    # The losses are those of one process.
+    metala = [next(line for line in lines if "metala" in line).split(" | ")[8] for lines in (alone, both)]
+    assert metala[0] == metala[1]
     assert not (tmp_path / "out").exists()
 
 
@@ -87,17 +100,20 @@ def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixt
 
 def test_a_run_that_fails_ends_with_1(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluation.main(["--suite", "mqar", *words, "tasks=[8x3]"]) == 1
-    assert "failed: 8x3 metala d=32 lr 0.005: ValueError: length 8 with 3 pairs" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "failed: 8x3 metala d=32 lr 0.005: ValueError: length 8 with 3 pairs" in errors
+    assert "1 runs are left" in errors
 
 
-def test_an_interrupted_experiment_goes_on(words: list[str], tmp_path: Path) -> None:
+def test_an_interrupted_experiment_goes_on(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rates = "lrs=[1e-3,2e-3]"
     command = [sys.executable, "eval.py", "--suite", "mqar", *words, rates, "target=null", "data.test_examples=20"]
     results = tmp_path / "out" / "results.jsonl"
     # The second run of the sweep would take far longer than the first.
-    process = subprocess.Popen(
-        [*command, "data.train_examples=320", "epochs=40"], cwd=ROOT, text=True, stderr=subprocess.PIPE
-    )
+    command += ["data.train_examples=64", "epochs=80", "evaluate_every=80"]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
     for _ in range(600):
         if results.is_file() and results.read_text().endswith("\n"):
             break
@@ -108,10 +124,8 @@ def test_an_interrupted_experiment_goes_on(words: list[str], tmp_path: Path) -> 
     assert errors.splitlines()[-1] == "interrupted: the same command goes on with the runs that are not finished"
     first = results.read_text()
     assert first.count("\n") == 1
-    left = subprocess.run(
-        [*command, "data.train_examples=320", "epochs=40", "--dry-run"],
-        cwd=ROOT, text=True, capture_output=True, check=True,
-    ).stdout  # fmt: skip
+    assert evaluation.main([*command[2:], "--dry-run"]) == 0
+    left = capsys.readouterr().out
     assert left.splitlines()[1].split()[3:6] == ["2", "1", "1"]
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.synthetic.examples import UNLABELLED, Examples
-from tools.synthetic.batches import generate, on_device
+from tools.synthetic.batches import generate, on_device, prepare
 from tools.synthetic.experiment import Run, load_experiment, plan
 from tools.synthetic.lane import Lane, _macro
 from tools.synthetic.network import Network
@@ -26,7 +26,7 @@ Runs = Callable[..., list[Run]]
 def test_metala_learns_and_stops_at_the_target(runs: Runs) -> None:
     (run,) = runs("epochs=8")
     told: list[int] = []
-    (found,) = train_together([run], generate(run), CPU, progress=lambda steps, text: told.append(steps))
+    (found,) = train_together([run], prepare(run, CPU), CPU, progress=lambda steps, text: told.append(steps))
     assert found["accuracy"] == found["best_accuracy"] == found["history"][-1] >= 0.99
     assert found["history"][0] < 0.9
     assert found["stopped"] == "99 % was reached"
@@ -38,7 +38,7 @@ def test_metala_learns_and_stops_at_the_target(runs: Runs) -> None:
 def test_side_by_side_is_each_alone(runs: Runs) -> None:
     """And a run is the same when it is run again."""
     every = runs("lrs=[1e-3,5e-3]", "epochs=2", "data.train_examples=640", "target=null")
-    examples = generate(every[0])
+    examples = prepare(every[0], CPU)
     together = train_together(every, examples, CPU)
     alone = [train_together([run], examples, CPU)[0] for run in every]
     for one, other in zip(together, alone, strict=True):
@@ -51,7 +51,7 @@ def test_it_is_the_plain_loop(runs: Runs) -> None:
     """Whole logits, torch's cross entropy and AdamW: five steps of the same losses."""
     (run,) = runs("data.train_examples=320", "epochs=1")
     examples = generate(run)
-    losses = SideBySide([run], examples, CPU).losses_of_steps(5)
+    losses = SideBySide([run], prepare(run, CPU), CPU).losses_of_steps(5)
     model = Network(run).model
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, weight_decay=0.1)
     tokens, labels = (torch.from_numpy(x).long() for x in examples[0])
@@ -66,7 +66,7 @@ def test_it_is_the_plain_loop(runs: Runs) -> None:
 
 def test_every_epoch_sees_every_example_once_in_a_new_order(runs: Runs) -> None:
     (run,) = runs("data.train_examples=320", "epochs=1")
-    steps = SideBySide([run], generate(run), CPU)
+    steps = SideBySide([run], prepare(run, CPU), CPU)
     orders = []
     for epoch in range(2):
         steps.train_epoch(epoch)
@@ -87,7 +87,9 @@ def test_the_rate_is_a_cosine_over_epochs(runs: Runs) -> None:
 
 def test_what_is_decayed(runs: Runs) -> None:
     def decays(run: Run) -> dict[float, int]:
-        return {g["weight_decay"]: len(g["params"]) for g in Lane(run, CPU)._optimizer.param_groups}
+        lane = Lane(run, CPU)
+        assert [g["weight_decay"] for g in lane._optimizer.param_groups] == [flat.decay for flat in lane.flats]
+        return {flat.decay: len(flat) for flat in lane.flats}
 
     (run,) = runs()
     count = len(list(Network(run).parameters()))
@@ -99,22 +101,24 @@ def test_what_is_decayed(runs: Runs) -> None:
 
 def test_a_run_that_diverges_ends(runs: Runs) -> None:
     (run,) = runs("lrs=[1e30]", "epochs=5", "data.train_examples=128")
-    (found,) = train_together([run], generate(run), CPU)
+    (found,) = train_together([run], prepare(run, CPU), CPU)
     assert (found["loss"], found["stopped"], found["epochs"]) == (None, "no loss was finite", 1)
 
 
 def test_bf16_keeps_float32_weights(runs: Runs) -> None:
     run = replace(runs("data.train_examples=640", "epochs=1")[0], precision="bf16")
-    steps = SideBySide([run], generate(run), CPU)
-    exact = SideBySide([replace(run, precision="fp32")], generate(run), CPU).losses_of_steps(10)
+    steps = SideBySide([run], prepare(run, CPU), CPU)
+    exact = SideBySide([replace(run, precision="fp32")], prepare(run, CPU), CPU).losses_of_steps(10)
     rounded = steps.losses_of_steps(10)
     assert rounded != exact
     assert np.allclose(rounded, exact, rtol=0.03)
     (lane,) = steps.lanes
     assert {p.dtype for p in lane.network.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in lane.masters} == {torch.float32}
-    for weight, master in zip(lane.weights, lane.masters, strict=True):
-        assert torch.equal(weight, master.bfloat16())
+    assert {flat.master.dtype for flat in lane.flats} == {torch.float32}
+    exact_start = Network(replace(run, precision="fp32")).state_dict()
+    for name, weight in lane.network.state_dict().items():
+        assert torch.equal(weight, exact_start[name].bfloat16()), name
+        assert weight.data_ptr() % 16 == 0
 
 
 def test_asked_positions_are_the_labelled_ones(runs: Runs) -> None:
@@ -137,7 +141,7 @@ def test_asked_positions_are_the_labelled_ones(runs: Runs) -> None:
 
 def test_the_score_of_looking_up_and_of_guessing(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     (run,) = runs("tasks=[64x4]", "data.vocabulary=64", "data.test_examples=3000")
-    steps = SideBySide([run], generate(run), CPU)
+    steps = SideBySide([run], prepare(run, CPU), CPU)
 
     def look_up(network: Network, tokens: Tensor, positions: Tensor | None) -> Tensor:
         assert positions is not None
@@ -173,7 +177,7 @@ def test_mad_trains_and_averages_batches() -> None:
     words = ["models=[metala]", "widths=[32]", "lrs=[5e-3]", "weight_decays=[0]", "epochs=60", "evaluate_every=20"]
     words += ["tasks=[memorization/baseline]", "data.test_examples=256", "mad.memorization.baseline.vocabulary=16"]
     (run,) = plan(load_experiment("mad", words), "fp32")
-    (found,) = train_together([run], generate(run), CPU)
+    (found,) = train_together([run], prepare(run, CPU), CPU)
     assert found["history"][-1] >= 0.999
     assert found["stopped"] == "99.9 % was reached"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,19 @@ def test_what_fails_is_told_and_the_rest_goes_on(runs: Runs, tmp_path: Path) -> 
     failed, _ = train([Group((run,), (run,)) for run in (deadly, also_good)], results, ["cpu", "cpu"])
     assert failed == ["8x2 metala d=16 lr 0.005: its process ended with status 9"]
     assert list(results.lines) == [good.id, also_good.id]
+
+
+def test_time_is_up(runs: Runs, tmp_path: Path) -> None:
+    """Processes are ended in the middle; one process finishes what it has begun."""
+    long = runs("epochs=100000", "target=null", "widths=[16,32]")
+    results = Results(tmp_path / "results.jsonl")
+    groups = [Group((run,), (run,)) for run in long]
+    begin = time.monotonic()
+    assert train_groups(groups, results, ["cpu", "cpu"], seconds=0.5) == []
+    assert time.monotonic() - begin < 30
+    short = [Group((run,), (run,)) for run in runs(*QUICK, "widths=[16,32]")]
+    assert train_groups(short, results, ["cpu"], seconds=0) == []
+    assert not results.lines
 
 
 def test_no_device_no_result(runs: Runs, tmp_path: Path) -> None:

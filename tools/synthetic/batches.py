@@ -17,6 +17,22 @@ from .experiment import Run
 Batch = tuple[Tensor, Tensor | None, Tensor]
 
 
+def prepare(run: Run, device: torch.device) -> tuple[Asked, Asked]:
+    """Training and test examples of a run on the device, the test's in whole batches. Raises as `generate`."""
+    train, test = generate(run)
+    return on_device(train, device), on_device(test, device, multiple=batch_size(run))
+
+
+def batch_size(run: Run) -> int:
+    """Examples of a batch, of which there is one at least."""
+    return min(run.batch_size, int(run.data["train_examples"]))
+
+
+def data_key(run: Run) -> tuple[Any, ...]:
+    """Equal where `prepare` gives equal examples."""
+    return (run.suite, run.task, run.length, run.seed, run.batch_size, tuple(sorted(run.data.items())))
+
+
 def generate(run: Run) -> tuple[Examples, Examples]:
     """Training and test examples of a run. Raises as the generators, and TypeError for an argument that they lack."""
     data: dict[str, Any] = {key: value for key, value in run.data.items() if not key.endswith("_examples")}
@@ -31,11 +47,6 @@ def generate(run: Run) -> tuple[Examples, Examples]:
         TASKS[task](n, length=run.length, training=not i, seed=[run.seed, i], **data) for i, n in enumerate(counts)
     )
     return train, test
-
-
-def data_key(run: Run) -> tuple[Any, ...]:
-    """Equal where `generate` gives equal examples."""
-    return (run.suite, run.task, run.length, run.seed, tuple(sorted(run.data.items())))
 
 
 class Asked(NamedTuple):
@@ -65,11 +76,15 @@ def on_device(examples: Examples, device: torch.device, multiple: int = 1) -> As
     tokens = np.pad(tokens, ((0, short), (0, 0)))
     labels = np.pad(labels, ((0, short), (0, 0)), constant_values=UNLABELLED)
     asked = labels != UNLABELLED
-    most = int(asked.sum(1).max())
+    counts = asked.sum(1)
+    most = int(counts.max())
     positions = None
     if 2 * most <= tokens.shape[1]:
-        # The asked positions in their order, then others to fill the row.
-        order = np.argsort(~asked, axis=1, kind="stable")[:, :most]
+        if (counts == most).all():
+            order = np.nonzero(asked)[1].reshape(len(tokens), most)
+        else:
+            # The asked positions in their order, then others to fill the row.
+            order = np.argsort(~asked, axis=1, kind="stable")[:, :most]
         labels = np.take_along_axis(labels, order, 1)
         positions = torch.from_numpy(order).to(device)
     return Asked(torch.from_numpy(tokens).to(device), positions, torch.from_numpy(labels).long().to(device))

@@ -2,20 +2,76 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .batches import generate
+from .batches import batch_size, prepare
 from .experiment import Run
-from .training import SideBySide
+from .training import SideBySide, training_device
+from .workers import prepare_kernels
 
 STEPS = 20
 # Sums are formed in another order in every run of some kernels; over 20 steps from the same start this is what is left.
 TOLERANCE = 0.02
+
+
+def check_sweeps(
+    sweeps: Sequence[Sequence[Run]], devices: Sequence[str], *, graph: bool = True
+) -> Iterator[dict[str, Any]]:
+    """`check_sweep` of each, a process a device named there, as they are ready; one device alone is used by this process.
+
+    What fails is a row with its reason as `problem`.
+    """
+    if len(devices) == 1:
+        _take_device(devices[0])
+        for sweep in sweeps:
+            yield _row(sweep, graph)
+        return
+    context = multiprocessing.get_context("spawn")
+    names = context.SimpleQueue()
+    for device in devices:
+        names.put(device)
+    with ProcessPoolExecutor(len(devices), context, _take_device_of, (names,)) as pool:
+        rows = {pool.submit(_row, sweep, graph): sweep for sweep in sweeps}
+        for future in as_completed(rows):
+            error = future.exception()
+            yield future.result() if error is None else _failed(rows[future], error)
+
+
+_device = torch.device("cpu")
+
+
+def _take_device(name: str) -> None:
+    global _device
+    _device = training_device(name)
+    prepare_kernels(_device)
+
+
+def _take_device_of(names: Any) -> None:
+    _take_device(names.get())
+
+
+def _row(sweep: Sequence[Run], graph: bool) -> dict[str, Any]:
+    try:
+        return check_sweep(sweep, _device, graph=graph)
+    except Exception as error:
+        return _failed(sweep, error)
+
+
+def _failed(sweep: Sequence[Run], error: BaseException) -> dict[str, Any]:
+    first, text = sweep[0], (str(error).strip() or "no message").splitlines()[0]
+    return {
+        "task": first.task,
+        "model": first.model,
+        "width": first.width,
+        "problem": f"{type(error).__name__}: {text}",
+    }
 
 
 def check_sweep(runs: Sequence[Run], device: torch.device, *, graph: bool = True) -> dict[str, Any]:
@@ -25,10 +81,10 @@ def check_sweep(runs: Sequence[Run], device: torch.device, *, graph: bool = True
     with graphs from the same run alone without. `float32`: of the first loss from the one that plain PyTorch computes.
     """
     first = runs[0]
-    size = min(first.batch_size, int(first.data["train_examples"]))
+    size = batch_size(first)
     data = {**first.data, "train_examples": STEPS * size, "test_examples": 2 * size}
     runs = [replace(run, data=data, epochs=1) for run in runs]
-    examples = generate(runs[0])
+    examples = prepare(runs[0], device)
     row: dict[str, Any] = {"task": first.task, "model": first.model, "width": first.width, "runs": len(runs)}
     alone = SideBySide(runs[:1], examples, device, graph=False)
     expected = alone.losses_of_steps(STEPS)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # --help answers at once
     from .workers import Group
 
 NAMES = ("mqar", "mad")
+# Between two words about progress where no bar can be shown.
+LOG_SECONDS = 20.0
 
 EPILOG = """\
 examples:
@@ -47,7 +49,7 @@ def synthetic_suite(words: Sequence[str]) -> str | None:
 
 
 def synthetic_command(words: Sequence[str]) -> int:
-    """The command line after `python eval.py`. Returns 1 where a run failed or a check found a difference."""
+    """The command line after `python eval.py`. Returns 1 where runs are left or a check found a difference."""
     options = _parser(synthetic_suite(words) or "mqar").parse_intermixed_args(list(words))
     from .experiment import load_experiment, plan, sweeps
     from .results import Results
@@ -60,17 +62,28 @@ def synthetic_command(words: Sequence[str]) -> int:
         print(_listing(runs, results))
         return 0
     if options.check:
-        return _check(experiment, runs, devices[0])
-    failed = [] if options.report else _train(experiment, sweeps(runs), results, devices, options.progress)
+        return _check(experiment, runs, devices)
+    grouped = sweeps(runs)
+    failed = [] if options.report else _train(experiment, grouped, results, devices, options)
     _report(experiment, runs, results)
     for text in failed:
         print(f"failed: {text}", file=sys.stderr)
-    return 1 if failed else 0
+    left = sum(len(results.pending(sweep)) for sweep in grouped)
+    if left and not options.report:
+        print(f"{left} runs are left: the same command goes on with them", file=sys.stderr)
+    return 1 if left and not options.report else 0
 
 
 def _train(
-    experiment: Experiment, all_sweeps: list[list[Run]], results: Results, devices: list[str], progress: bool
+    experiment: Experiment,
+    all_sweeps: list[list[Run]],
+    results: Results,
+    devices: list[str],
+    options: argparse.Namespace,
 ) -> list[str]:
+    import math
+    import time
+
     from tqdm import tqdm
 
     from .network import model_config
@@ -83,12 +96,22 @@ def _train(
     total = sum(group.steps for group in groups)
     done = sum(len(results.of(sweep)) for sweep in all_sweeps)
     print(f"{sum(len(g.runs) for g in groups)} runs to do, {total:,} steps at most; {done} are in {results.path}\n")
-    with tqdm(total=total, unit="step", unit_scale=True, disable=not progress or not sys.stderr.isatty()) as bar:
+    begin = told = time.monotonic()
+    with tqdm(
+        total=total, unit="step", unit_scale=True, disable=not options.progress or not sys.stderr.isatty()
+    ) as bar:
+        # A bar that is not shown does not count.
+        count = 0
 
         def show(steps: int, text: str) -> None:
+            nonlocal count, told
+            count += steps
             bar.update(steps)
             if text:
                 bar.set_postfix_str(text)
+            if bar.disable and options.progress and time.monotonic() - told > LOG_SECONDS:
+                told = time.monotonic()
+                print(f"{told - begin:,.0f} s: {count:,} of {total:,} steps, {text}", file=sys.stderr, flush=True)
 
         def finished(group: Group, lines: list[Line]) -> None:
             best = max(lines, key=lambda line: line["accuracy"])
@@ -99,47 +122,35 @@ def _train(
                 f"{best['side_by_side']} x {best['steps_per_second']:,.0f} steps/s{graph}"
             )
 
-        return train_groups(groups, results, devices, graph=experiment.graph, progress=show, finished=finished)
+        return train_groups(
+            groups,
+            results,
+            devices,
+            graph=experiment.graph,
+            seconds=math.inf if options.minutes is None else 60 * options.minutes,
+            progress=show,
+            finished=finished,
+        )
 
 
-def _check(experiment: Experiment, runs: list[Run], device: str) -> int:
-    """The first task and width of every model, or each that is named, and the row of each."""
-    from tqdm import tqdm
-
-    from .check import check_sweep
+def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
+    """The first setting of every model (of every kind of task in MAD), a row each."""
+    from .check import check_sweeps
     from .experiment import sweeps
-    from .training import training_device
-    from .workers import prepare_kernels
 
     chosen: dict[tuple[str, str], list[Run]] = {}
     for sweep in sweeps(runs):
-        chosen.setdefault((sweep[0].task.partition("/")[0] if experiment.suite == "mad" else "", sweep[0].model), sweep)
-    where = training_device(device)
-    prepare_kernels(where)
-    header = [
-        "task",
-        "model",
-        "width",
-        "runs",
-        "one by one ms",
-        "together ms",
-        "seconds to prepare",
-        "loss",
-        "difference",
-    ]
-    header += ["float32", "graph", "problem"]
+        kind = sweep[0].task.partition("/")[0] if experiment.suite == "mad" else ""
+        chosen.setdefault((kind, sweep[0].model), sweep)
+    together = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
+    header = ["task", "model", "width", "runs", "one by one ms", "together ms", "seconds to prepare", "GiB", "loss"]
+    header += ["difference", "float32", "graph", "problem"]
+    print(" | ".join(header), flush=True)
     wrong = 0
-    print(" | ".join(header))
-    for sweep in tqdm(list(chosen.values()), unit="model", disable=not sys.stderr.isatty()):
-        together = experiment.side_by_side or (len(sweep) if where.type == "cuda" else 1)
-        try:
-            row = check_sweep(sweep[:together], where, graph=experiment.graph)
-        except Exception as error:
-            row = {"task": sweep[0].task, "model": sweep[0].model, "width": sweep[0].width}
-            row["problem"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    for row in check_sweeps([sweep[:together] for sweep in chosen.values()], devices, graph=experiment.graph):
         wrong += bool(row["problem"])
         cells = [row.get(key, "") for key in header]
-        tqdm.write(" | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+        print(" | ".join(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells), flush=True)
     print(f"{len(chosen)} checked, {wrong} with a problem")
     return 1 if wrong else 0
 
@@ -222,5 +233,8 @@ def _parser(suite: str) -> argparse.ArgumentParser:
         "--check", action="store_true", help="20 steps of every model with and without graphs; writes nothing"
     )
     parser.add_argument("--report", action="store_true", help="tables and figure of what is there, train nothing")
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="end after M minutes, with the report; the same command goes on"
+    )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     return parser

@@ -13,12 +13,65 @@ from models.head import IGNORED_LABEL
 from .experiment import Run
 from .network import Network
 
+# Elements that a parameter's place in a flat tensor is a multiple of: kernels want addresses of whole 16 bytes.
+_ALIGNED = 64
+
+
+class Flat:
+    """Parameters in one piece of memory: what is done to all of them is a kernel or two, and not as many for each.
+
+    Attributes:
+        master: float32, what the optimizer moves; `grad` is what it reads.
+        decay: weight decay of these parameters.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], decay: float, dtype: torch.dtype) -> None:
+        """Takes the values of float32 parameters, which from here on are views of memory in dtype."""
+        starts = [0]
+        for p in parameters:
+            starts.append(starts[-1] + -(-p.numel() // _ALIGNED) * _ALIGNED)
+        places = [slice(start, start + p.numel()) for start, p in zip(starts, parameters, strict=False)]
+        device = parameters[0].device
+        values = torch.zeros(starts[-1], device=device)
+        for place, p in zip(places, parameters, strict=True):
+            values[place] = p.detach().flatten()
+        self.decay = decay
+        self.master = torch.nn.Parameter(values)
+        self.master.grad = torch.zeros_like(values)
+        self._start = values.clone()
+        self._parameters = parameters
+        self._weights, self._gradients = (torch.zeros_like(values, dtype=dtype) for _ in range(2))
+        self._gradient_of = [self._gradients[place].view_as(p) for place, p in zip(places, parameters, strict=True)]
+        for place, p in zip(places, parameters, strict=True):
+            p.data = self._weights[place].view_as(p)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def forget_gradients(self) -> None:
+        for p in self._parameters:
+            p.grad = None
+
+    def collect(self) -> None:
+        """The parameters' gradients into the master's."""
+        torch._foreach_copy_(self._gradient_of, [p.grad for p in self._parameters if p.grad is not None])
+        assert self.master.grad is not None
+        self.master.grad.copy_(self._gradients)
+
+    def spread(self) -> None:
+        """The master's values into the parameters."""
+        self._weights.copy_(self.master)
+
+    def restart(self) -> None:
+        self.master.copy_(self._start)
+        self.spread()
+
 
 class Lane:
     """A model with float32 weights, computed in bf16 or float32.
 
-    With bf16 the network holds rounded copies, as the project's trainer has it; gates, decays and norms are computed in
-    float32 by the layers. On CUDA every lane has a stream of its own.
+    The network holds the weights as it computes with them; with bf16 these are rounded copies, as the project's trainer has
+    them. Gates, decays and norms are computed in float32 by the layers. On CUDA every lane has a stream of its own.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
@@ -26,31 +79,31 @@ class Lane:
         self.network = Network(run).to(device)
         self.vocabulary = int(run.data["vocabulary"])
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.masters: list[Tensor] = [torch.nn.Parameter(p.detach().clone()) for p in self.network.parameters()]
-        if run.precision == "bf16":
-            self.network.bfloat16()
-        self.weights: list[Tensor] = list(self.network.parameters())
-        self._start = [p.detach().clone() for p in self.masters]
-        for master in self.masters:
-            master.grad = torch.zeros_like(master)
-        self._gradients = [master.grad for master in self.masters if master.grad is not None]
-        self._optimizer = _optimizer(run, self.masters, device)
+        parameters = list(self.network.parameters())
+        self.parameters = sum(p.numel() for p in parameters)
+        decayed = [p for p in parameters if run.decayed == "all" or p.ndim > 1]
+        rest = [p for p in parameters if run.decayed != "all" and p.ndim <= 1]
+        dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+        self.flats = [Flat(group, decay, dtype) for group, decay in ((decayed, run.weight_decay), (rest, 0.0)) if group]
+        self.network.to(dtype)
+        self.restart_weights()
+        self._optimizer = _optimizer(run, self.flats, device)
         self.loss = torch.zeros((), device=device)
         # What was right, and of how much; in MAD sums over test batches.
         self._score = torch.zeros(2, device=device)
 
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.masters)
+    @torch.no_grad()
+    def restart_weights(self) -> None:
+        for flat in self.flats:
+            flat.restart()
 
+    @torch.no_grad()
     def restart(self) -> None:
         """Back to the first step, in place."""
-        with torch.no_grad():
-            torch._foreach_copy_(self.masters, self._start)
-            torch._foreach_copy_(self.weights, self.masters)
-            for state in self._optimizer.state.values():
-                for value in state.values():
-                    value.zero_()
+        self.restart_weights()
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                value.zero_()
         self.loss.zero_()
         self._score.zero_()
 
@@ -67,15 +120,17 @@ class Lane:
 
     def train(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> None:
         """One optimizer step on a batch."""
-        for weight in self.weights:
-            weight.grad = None
+        for flat in self.flats:
+            flat.forget_gradients()
         loss = self.network.loss(tokens, positions, labels)
         loss.backward()
         with torch.no_grad():
             self.loss += loss.detach()
-            torch._foreach_copy_(self._gradients, [weight.grad for weight in self.weights if weight.grad is not None])
+            for flat in self.flats:
+                flat.collect()
             self._optimizer.step()
-            torch._foreach_copy_(self.weights, self.masters)
+            for flat in self.flats:
+                flat.spread()
 
     @torch.no_grad()
     def test(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> None:
@@ -108,12 +163,8 @@ def _macro(answers: Tensor, labels: Tensor, right: Tensor, counted: Tensor, clas
     return torch.stack([(found / asked.clamp_min(1)).sum() / seen.sum().clamp_min(1), found.new_ones(())])
 
 
-def _optimizer(run: Run, parameters: list[Tensor], device: torch.device) -> torch.optim.Optimizer:
-    decayed = [p for p in parameters if run.decayed == "all" or p.ndim > 1]
-    rest = [p for p in parameters if run.decayed != "all" and p.ndim <= 1]
-    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": run.weight_decay}]
-    if rest:
-        groups.append({"params": rest, "weight_decay": 0.0})
+def _optimizer(run: Run, flats: list[Flat], device: torch.device) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": [flat.master], "weight_decay": flat.decay} for flat in flats]
     if device.type == "cuda":
         # A rate that a captured step reads anew at every replay.
         return torch.optim.AdamW(groups, lr=torch.tensor(run.lr, device=device), fused=True, capturable=True)

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from data.synthetic.examples import Examples
-
-from .batches import on_device
+from .batches import Asked, batch_size
 from .experiment import Run
 from .lane import Lane
 
@@ -24,7 +22,7 @@ Progress = Callable[[int, str], None]
 
 def train_together(
     runs: Sequence[Run],
-    examples: tuple[Examples, Examples],
+    examples: tuple[Asked, Asked],
     device: torch.device,
     *,
     graph: bool = True,
@@ -32,6 +30,7 @@ def train_together(
 ) -> list[dict[str, Any]]:
     """Trains the runs of one sweep, all on the same batches, until the last epoch or one of them reaches the target.
 
+    examples: of `tools.synthetic.batches.prepare`.
     progress is told the optimizer steps since its last call, of all runs, and how far they are. Returns for every run
     what was found: `accuracy` (of the last evaluation), `best_accuracy`, `history`, `loss` (mean of the last epoch, None
     where it is not finite), `epochs`, `steps`, `stopped` (why before the last epoch, or None), `graph` (True, or why not).
@@ -89,14 +88,13 @@ class SideBySide:
     """
 
     def __init__(
-        self, runs: Sequence[Run], examples: tuple[Examples, Examples], device: torch.device, *, graph: bool = True
+        self, runs: Sequence[Run], examples: tuple[Asked, Asked], device: torch.device, *, graph: bool = True
     ) -> None:
         first = runs[0]
         self._device = device
         self._seed = first.seed
-        self._size = min(first.batch_size, len(examples[0].tokens))
-        self._train = on_device(examples[0], device)
-        self._test = on_device(examples[1], device, multiple=self._size)
+        self._size = batch_size(first)
+        self._train, self._test = examples
         self._batches = first.steps_per_epoch
         self._test_batches = len(self._test.tokens) // self._size
         self._order = torch.arange(self._batches * self._size, device=device).view(-1, self._size)
@@ -178,6 +176,8 @@ class SideBySide:
         try:
             self._train_step, self._test_step = _graph(self._train_all), _graph(self._test_all)
             self.graph = True
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             torch.cuda.synchronize()
             self.graph = str(error).strip().split("\n")[0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import platform
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,19 +57,22 @@ def train_groups(
     devices: Sequence[str],
     *,
     graph: bool = True,
+    seconds: float = math.inf,
     progress: Callable[[int, str], None] = lambda steps, text: None,
     finished: Callable[[Group, list[Line]], None] = lambda group, lines: None,
 ) -> list[str]:
     """Trains the groups on `devices`, one process a device named there (a device may be named twice), and adds results.
 
-    One device alone is used by this process. progress is told steps done, or no longer needed, and how far they are.
+    One device alone is used by this process. When `seconds` have passed, what is not finished is given up (in one process:
+    the next group is not begun). progress is told steps done, or no longer needed, and how far they are.
     Returns what failed, a line each with its reason; the other groups go on.
     """
     todo = list(groups)
+    end = time.monotonic() + seconds
     failed: list[str] = []
 
     def next_group() -> Group | None:
-        while todo:
+        while todo and time.monotonic() < end:
             group = todo.pop(0)
             if not results.reached(group.sweep):
                 return group
@@ -105,7 +110,9 @@ def train_groups(
                 busy[connection] = (group, [0])
             if not busy:
                 return failed
-            ready: list[Any] = wait(list(busy))
+            ready: list[Any] = wait(list(busy), None if end == math.inf else max(0.0, end - time.monotonic()))
+            if not ready:
+                return failed
             for connection in ready:
                 group, told = busy[connection]
                 try:
@@ -138,20 +145,14 @@ class Trainer:
 
     def train(self, group: Group, tell: Callable[[Message], object]) -> None:
         """Tells ("progress", (steps, text)) now and then, then ("done", lines) or ("failed", reason)."""
-        from .batches import data_key, generate
-        from .training import train_together
+        from .batches import data_key, prepare
 
         try:
             key = data_key(group.runs[0])
             if self._examples is None or self._examples[0] != key:
-                self._examples = (key, generate(group.runs[0]))
-            found = train_together(
-                group.runs,
-                self._examples[1],
-                self._device,
-                graph=self._graph,
-                progress=lambda steps, text: _tell_progress(tell, steps, text),
-            )
+                self._examples = None
+                self._examples = (key, prepare(group.runs[0], self._device))
+            found = self._together(list(group.runs), self._examples[1], tell)
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
             place = traceback.extract_tb(error.__traceback__)[-1]
@@ -159,6 +160,34 @@ class Trainer:
             return
         about = self._about()
         tell(("done", [line_of(run, one, about) for run, one in zip(group.runs, found, strict=True)]))
+
+    def _together(self, runs: list[Run], examples: Any, tell: Callable[[Message], object]) -> list[dict[str, Any]]:
+        """Side by side, or where memory does not suffice for all, first one half of them and then the other."""
+        import torch
+
+        from .training import train_together
+
+        try:
+            return train_together(
+                runs, examples, self._device, graph=self._graph, progress=partial(_tell_progress, tell)
+            )
+        except torch.OutOfMemoryError:
+            if len(runs) == 1:
+                raise
+        finally:
+            self._free_memory()
+        half = len(runs) // 2
+        return [one for part in (runs[:half], runs[half:]) for one in self._together(part, examples, tell)]
+
+    def _free_memory(self) -> None:
+        """What a group held is for the other processes on the device too."""
+        import gc
+
+        import torch
+
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _about(self) -> dict[str, Any]:
         import torch
