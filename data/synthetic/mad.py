@@ -116,7 +116,7 @@ def fuzzy_recall(
         codes[:, count] = code
         # The first pair of this key, itself where there is none before.
         first = (codes[:, : count + 1] == code[:, None]).argmax(1)
-        again = (first < count) & going
+        again = first < count
         values[:, count] = value
         value = np.take_along_axis(values, first[:, None, None], 1)[:, 0]
         end = _write(tokens, asked, end, key, value, going, again)

@@ -121,6 +121,13 @@ def test_bf16_keeps_float32_weights(runs: Runs) -> None:
         assert weight.data_ptr() % 16 == 0
 
 
+def test_examples_of_the_test_are_not_those_of_training(runs: Runs) -> None:
+    for run in (runs()[0], plan(load_experiment("mad", ["models=[metala]", "tasks=[fuzzy_recall]"]), "fp32")[0]):
+        train, test = generate(run)
+        assert [len(train.tokens), len(test.tokens)] == [run.data["train_examples"], run.data["test_examples"]]
+        assert (train.tokens[: len(test.tokens)] != test.tokens).any(1).mean() > 0.5
+
+
 def test_asked_positions_are_the_labelled_ones(runs: Runs) -> None:
     (run,) = runs("tasks=[16x2]", "data.train_examples=6")
     examples = generate(run)[0]
