@@ -103,9 +103,12 @@ class SideBySide:
         self._place, self._test_place = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
         self.lanes = [Lane(run, device) for run in runs]
         self.graph: bool | str = "not asked for" if device.type == "cuda" else "CPU"
+        if device.type == "cuda" and first.precision == "fp32":
+            # The plain forms choose their chunks by reading decays back, and a capture that fails spoils later ones.
+            self.graph = "float32"
         self._train_step: Callable[[], None] = self._train_all
         self._test_step: Callable[[], None] = self._test_all
-        if device.type == "cuda" and graph:
+        if device.type == "cuda" and graph and first.precision != "fp32":
             self._capture()
 
     def train_epoch(self, epoch: int) -> None:

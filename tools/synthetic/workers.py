@@ -9,7 +9,7 @@ import platform
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -187,7 +187,9 @@ class Trainer:
 
         if self._device.type == "cuda":
             gc.collect()
-            torch.cuda.empty_cache()
+            # After a capture that failed the allocator refuses.
+            with suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
     def _about(self) -> dict[str, Any]:
         import torch
