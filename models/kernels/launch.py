@@ -1,32 +1,100 @@
 """A kernel's launch for one case of sizes, prepared once.
 
-Triton looks at every argument of every launch, which takes the host longer than a short kernel takes the device. What
-it would find is fixed by the case here, so from the second time on the compiled kernel is started with addresses alone.
+Triton looks at every argument of every launch, and then for the device, its stream, hooks and scratch memory, which
+takes the host longer than a short kernel takes the device. What it would find is fixed by the case here, so from the
+second time on the C function that starts the compiled kernel is called with addresses alone.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
 class Launch:
     """kernel[grid](*pointers, *values, **options) with all but the pointers fixed.
 
-    The pointers' dtypes, which of them are None, and the device must be the same at every call, and addresses multiples
-    of 16 bytes: whoever keeps a Launch keeps it by what decides these.
+    The pointers' dtypes, which of them are None, and the device must be the same at every call, the first one not None,
+    and addresses multiples of 16 bytes: whoever keeps a Launch keeps it by what decides these. The kernel starts on
+    that device's current stream.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         self._kernel, self._grid, self._values, self._options = kernel, (*grid, 1, 1)[:3], values, options
-        self._start: Any = None
+        self._device = -1
+        self._ordinary: Any = None
+        self._straight: tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]] | None = None
+        self._hooks: Any = None
 
     def __call__(self, *pointers: Tensor | None) -> None:
-        if self._start is not None:
-            self._start(*[None if x is None else x.data_ptr() for x in pointers], *self._values)
+        if self._ordinary is None:
+            self._first(pointers)
+        elif torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                self(*pointers)
+        else:
+            arguments = *[None if x is None else x.data_ptr() for x in pointers], *self._values
+            if self._straight is None or _hooked(self._hooks):
+                self._ordinary(*arguments)
+            else:
+                start, before, after = self._straight
+                start(*before, torch._C._cuda_getCurrentRawStream(self._device), *after, *arguments)
+
+    def _first(self, pointers: tuple[Tensor | None, ...]) -> None:
+        assert pointers[0] is not None
+        self._device = pointers[0].get_device()
+        launch = self._kernel[self._grid]
+        if self._device < 0:
+            launch(*pointers, *self._values, **self._options)
             return
-        compiled = self._kernel[self._grid](*pointers, *self._values, **self._options)
-        # Triton's interpreter compiles nothing.
-        if compiled is not None:
-            self._start = compiled[self._grid]
+        with torch.cuda.device(self._device):
+            compiled = launch(*pointers, *self._values, **self._options)
+            # Triton's interpreter compiles nothing.
+            if compiled is not None:
+                from triton import knobs
+
+                self._hooks = knobs.runtime
+                self._straight = straight(compiled, self._grid, len(pointers) + len(self._values))
+                self._ordinary = compiled[self._grid]
+
+
+def straight(
+    compiled: Any, grid: tuple[int, ...], count: int
+) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]] | None:
+    """The C function behind a compiled kernel of `count` arguments, and its own before and after the stream.
+
+    Triton's releases differ in them, so its launcher is called once with that function replaced, to see what it passes
+    on. None where that is not a stream among fixed values and then the kernel's arguments one by one (Triton 3.7 packs
+    them), or where the kernel wants scratch memory, which every launch has to allocate.
+    """
+    launcher = compiled.run
+    start = getattr(launcher, "launch", None)
+    if start is None or any(getattr(launcher, f"{kind}_scratch_size", 0) for kind in ("global", "profile")):
+        return None
+    seen: list[Any] = []
+    stream, arguments = object(), [object() for _ in range(count)]
+    recorder = copy.copy(launcher)
+    recorder.launch = lambda *passed: seen.extend(passed)
+    try:
+        recorder(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    except (AttributeError, TypeError):
+        return None
+    fixed, last = seen[: len(seen) - count], seen[len(seen) - count :]
+    if len(seen) < count or any(x is not y for x, y in zip(last, arguments, strict=True)):
+        return None
+    places = [i for i, x in enumerate(fixed) if x is stream]
+    if len(places) != 1:
+        return None
+    return start, tuple(fixed[: places[0]]), tuple(fixed[places[0] + 1 :])
+
+
+def _hooked(runtime: Any) -> bool:
+    """Whether a profiler wants to hear of launches; Triton 3.4 has one hook or None, later ones have chains."""
+    return bool(
+        getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+    )

@@ -64,8 +64,10 @@ def base(x, bh, T, H, D):
 
 
 @triton.jit
-def load_rows(x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
-    """A tile [tokens, dims] at tokens t and channels d; x is a `base`; 0 outside."""
+def load_rows(x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr = False):
+    """A tile [tokens, dims] at tokens t and channels d; x is a `base`; 0 outside. EVEN: all of it lies inside."""
+    if EVEN:
+        return tl.load(x + t[:, None] * (H * D) + d[None, :])
     mask = (t < T)[:, None]
     if D % BD != 0:
         mask = mask & (d < D)[None, :]
@@ -82,19 +84,27 @@ def load_columns(x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def store_rows(x, value, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
-    mask = (t < T)[:, None]
-    if D % BD != 0:
-        mask = mask & (d < D)[None, :]
-    tl.store(x + t[:, None] * (H * D) + d[None, :], value.to(x.dtype.element_ty), mask=mask)
+def store_rows(x, value, t, d, T, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr = False):
+    value = value.to(x.dtype.element_ty)
+    if EVEN:
+        tl.store(x + t[:, None] * (H * D) + d[None, :], value)
+    else:
+        mask = (t < T)[:, None]
+        if D % BD != 0:
+            mask = mask & (d < D)[None, :]
+        tl.store(x + t[:, None] * (H * D) + d[None, :], value, mask=mask)
 
 
 @triton.jit
-def store_columns(x, value, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
-    mask = (t < T)[None, :]
-    if D % BD != 0:
-        mask = mask & (d < D)[:, None]
-    tl.store(x + t[None, :] * (H * D) + d[:, None], value.to(x.dtype.element_ty), mask=mask)
+def store_columns(x, value, t, d, T, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr = False):
+    value = value.to(x.dtype.element_ty)
+    if EVEN:
+        tl.store(x + t[None, :] * (H * D) + d[:, None], value)
+    else:
+        mask = (t < T)[None, :]
+        if D % BD != 0:
+            mask = mask & (d < D)[:, None]
+        tl.store(x + t[None, :] * (H * D) + d[:, None], value, mask=mask)
 
 
 @triton.jit

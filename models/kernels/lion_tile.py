@@ -1,7 +1,7 @@
 """LION for short sequences: tiles of (Q K^T * M) V, like flash attention without its running maximum.
 
 Every factor of M is at most 1, so nothing needs rescaling, and tiles whose largest factor is under e^-20 are skipped.
-Up to 128 tokens take one kernel forward and one backward, log decay and its running sum included.
+Up to 128 tokens take one kernel forward, log decay and its running sum included; those of `lion_whole` one backward too.
 Reference: `models.bidirectional` with form="parallel".
 
 Backward, with A = Q K^T * M, P = A / den, dP = dY V^T and delta_i = dy_i . y_i:
@@ -21,6 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from . import lion_whole
 from .launch import Launch
 from .lion_common import (
     NO_GATE,
@@ -48,7 +49,7 @@ try:
 except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
-# Up to this many tokens every program forms the running sums of its sequence itself.
+# Up to this many tokens every program of the forward pass forms the running sums of its sequence itself.
 _WHOLE = 128
 
 
@@ -76,6 +77,9 @@ def forward(
     y = torch.empty_like(v)
     den = per_token(case, q) if case.scaled else None
     c = None if gate is None else per_token(case, q)
+    if lion_whole.takes(case):
+        lion_whole.forward_launch(case)(q, k, v, gate, bias, c, segments, y, den)
+        return y, (den, c)
     running, outputs = _forward_launches(case)
     if running is not None:
         running(gate, bias, c)
@@ -100,10 +104,11 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dgate = None if gate is None else torch.empty_like(gate)
     dc = None if c is None else torch.empty_like(c)
-    whole, gradients, gate_gradient = _backward_launches(case)
-    if whole:
+    if lion_whole.takes(case):
+        gradients = lion_whole.backward_launch(case)
         gradients(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, dc)
         return dq, dk, dv, dgate
+    gradients, gate_gradient = _backward_launches(case)
     delta = None if den is None else torch.empty_like(den)
     if case.scaled:
         row_inner(case)(dy, y, delta)
@@ -115,7 +120,7 @@ def backward(
 
 @lru_cache(4096)
 def _forward_launches(case: Case) -> tuple[Launch | None, Launch]:
-    rows, columns, warps, stages = _forward_config(case.length, case.dim_k, case.dim_v, case.dtype)
+    rows, columns, warps, stages = _forward_config(case.dim_k, case.dim_v, case.dtype)
     whole = block(case.length) if case.length <= _WHOLE else 0
     running = None if whole or case.mode == NO_GATE else running_sum(case)
     outputs = Launch(
@@ -127,42 +132,33 @@ def _forward_launches(case: Case) -> tuple[Launch | None, Launch]:
 
 
 @lru_cache(4096)
-def _backward_launches(case: Case) -> tuple[bool, Launch, Launch]:
-    """Whether one program takes a whole sequence; the gradients; and, where it does not, the gate's."""
-    whole, rows, columns, warps, stages, registers = _backward_config(case.length, case.dim_k, case.dim_v, case.dtype)
+def _backward_launches(case: Case) -> tuple[Launch, Launch]:
+    rows, columns, warps, stages, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
     programs = case.batch * case.heads
     gradients = Launch(
-        _backward_whole if whole else _backward, (programs,) if whole else (-(-case.length // rows), programs),
+        _backward, (-(-case.length // rows), programs),
         *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns,
         *case.flags(), num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
-    return whole, gradients, Launch(_gate_gradient, (programs,), case.length, case.heads, case.mode, 256, num_warps=1)
+    return gradients, Launch(_gate_gradient, (programs,), case.length, case.heads, case.mode, 256, num_warps=1)
 
 
-def _forward_config(length: int, dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def _forward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Queries and keys of a tile, warps, pipeline stages."""
     dim = max(block(dim_k), block(dim_v))
     if dtype == torch.float32:
         return (64, 64, 4, 1) if dim <= 64 else (32, 32, 4, 1)
     if dim > 64:
         return 64, 64, 4, 1
-    return (128, 64, 8, 1) if length <= _WHOLE else (64, 64, 4, 3)
+    return 64, 64, 4, 3
 
 
-def _backward_config(
-    length: int, dim_k: int, dim_v: int, dtype: torch.dtype
-) -> tuple[bool, int, int, int, int, int | None]:
-    """Whether one program takes a whole sequence; then as forward; and the most registers of a thread.
-
-    That limit sets how many programs share a multiprocessor. A whole sequence in blocks of 32 keys is right with 8
-    warps and heads up to 64; with 4 warps, or with heads of 128, Triton 3.6 compiled it to something else on an H200.
-    """
+def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int, int | None]:
+    """As forward; and the most registers of a thread, which sets how many programs share a multiprocessor."""
     dim = max(block(dim_k), block(dim_v))
     if dtype == torch.float32:
-        return (False, 64, 32, 4, 1, None) if dim <= 64 else (False, 32, 32, 4, 1, None)
-    if dim > 64:
-        return False, 64, 32, 8, 1, None
-    return (True, 128, 32, 8, 1, 128) if length <= _WHOLE else (False, 64, 32, 4, 1, 168)
+        return (64, 32, 4, 1, None) if dim <= 64 else (32, 32, 4, 1, None)
+    return (64, 32, 8, 1, None) if dim > 64 else (64, 32, 4, 1, 168)
 
 
 @triton.jit
@@ -236,60 +232,6 @@ def _forward(
         out = out / (total + eps)[:, None]
         tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
     store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV)
-
-
-@triton.jit
-def _backward_whole(
-    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A whole sequence: all its queries at once, its keys BN at a time. of_keys: their part of dc on its way to rows."""
-    bh = tl.program_id(0)
-    t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
-    k, dk, v, dv = base(k, bh, T, H, K), base(dk, bh, T, H, K), base(v, bh, T, H, V), base(dv, bh, T, H, V)
-    query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK)
-    grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV)
-    key, value = load_rows(k, tl.arange(0, BN), ck, T, H, K, BK), load_rows(v, tl.arange(0, BN), cv, T, H, V, BV)
-    if GATE != 0:
-        c += bh.to(tl.int64) * T
-        of_keys += bh.to(tl.int64) * T
-    c_t = load_sums(c, t, T, GATE)
-    if SCALED:
-        out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV)
-        inner = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-        total = tl.load(den + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
-        scale = tl.where(total != 0.0, 1.0 / (total + eps), 0.0)
-    dc = tl.zeros([BM], tl.float32)
-    d_query = tl.zeros([BM, BK], tl.float32)
-    for begin in range(0, T, BN):
-        u = begin + tl.arange(0, BN)
-        # Loaded a turn ahead, so that memory answers while this turn computes.
-        next_key, next_value = load_rows(k, u + BN, ck, T, H, K, BK), load_rows(v, u + BN, cv, T, H, V, BV)
-        factor = decay_factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
-        a = tl.dot(query, tl.trans(key), input_precision=PRECISION) * factor
-        da = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
-        if SCALED:
-            da = (da - inner[:, None]) * scale[:, None]
-            p = (a * scale[:, None]).to(grad.dtype)
-        else:
-            p = a.to(grad.dtype)
-        d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
-        store_columns(dv, d_value, u, cv, T, H, V, BV)
-        if GATE != 0:
-            w = signed(a * da, t, u)
-            dc += tl.sum(w, 1)
-            tl.store(of_keys + u, tl.sum(w, 0), mask=u < T)
-        ds = (da * factor).to(query.dtype)
-        d_query = tl.dot(ds, key, d_query, input_precision=PRECISION)
-        d_key = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
-        store_columns(dk, d_key, u, ck, T, H, K, BK)
-        key, value = next_key, next_value
-    store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK)
-    if GATE != 0:
-        tl.debug_barrier()
-        dc -= tl.load(of_keys + t, mask=t < T, other=0.0)
-        store_gate_gradient(dgate, gate, bias, bh, tl.cumsum(dc, 0, reverse=True), t, T, H, GATE)
 
 
 @triton.jit

@@ -54,18 +54,17 @@ def test_shapes_that_do_not_fill_their_tiles(device: str, form: str, shape: tupl
 @pytest.mark.parametrize("decay", [None, "log_decay", "gate"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_whole_sequence_in_one_program(
-    device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backward kernel of short 16-bit sequences, which the interpreter can only run in float32."""
+    """The kernels of short 16-bit sequences, which the interpreter can only run in float32."""
     if device == "cuda":
         pytest.skip("tests/gpu runs it with the numbers and the launch that it is made for")
-    from models.kernels import lion_tile
+    from models.kernels import lion_whole
 
-    monkeypatch.setattr(lion_tile, "_backward_config", lambda *_: (True, 64, 32, 4, 1, None))
-    lion_tile._backward_launches.cache_clear()
-    request.addfinalizer(lion_tile._backward_launches.cache_clear)
-    for length in (20, 50, 64):
+    monkeypatch.setattr(lion_whole, "takes", lambda _: True)
+    for length in (2, 20, 50, 64):
         check(device, "triton_tile", (2, length, 2, 16, 24), decay=decay, scaled=scaled)
+    check(device, "triton_tile", (3, 64, 1, 16, 32), decay=decay, scaled=scaled)
     check(device, "triton_tile", (1, 60, 2, 16, 16), decay=decay, cu_seqlens=torch.tensor([0, 7, 40, 40, 60]))
 
 

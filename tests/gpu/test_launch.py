@@ -1,0 +1,55 @@
+"""A prepared launch starts where PyTorch's current stream is, and tells a profiler of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.bidirectional import bidirectional
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def inputs(length: int) -> list[Tensor]:
+    return [torch.rand(2, length, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+
+@pytest.mark.parametrize("length", [128, 300])
+def test_the_current_stream(length: int) -> None:
+    """What the kernels read is written late, on the stream that they are called on."""
+    values = inputs(length)
+    expected = bidirectional(*values)
+    late = [torch.zeros_like(x) for x in values]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for to, x in zip(late, values, strict=True):
+            to.copy_(x)
+        found = bidirectional(*late)
+    stream.synchronize()
+    assert torch.equal(found, expected)
+
+
+def test_hooks_hear_of_launches() -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    chain = knobs.runtime.launch_enter_hook
+    if not hasattr(chain, "add"):
+        pytest.skip("this Triton has one hook instead of a chain of them")
+    values = inputs(128)
+    expected = bidirectional(*values)
+    heard = []
+
+    def hook(metadata: object) -> None:
+        heard.append(metadata)
+
+    chain.add(hook)
+    try:
+        assert torch.equal(bidirectional(*values), expected)
+    finally:
+        chain.remove(hook)
+    count = len(heard)
+    assert count > 0
+    bidirectional(*values)
+    assert len(heard) == count

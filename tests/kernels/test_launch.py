@@ -1,0 +1,94 @@
+"""What Triton's launcher hands to the C function behind it, found for the forms that Triton's releases have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from models.kernels.launch import straight
+
+GRID = (7, 3, 1)
+
+
+class Launcher:
+    """As in Triton 3.5 and 3.6: the launch's own settings, one after the other, then the kernel's arguments."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def __call__(self, x: int, y: int, z: int, stream: object, function: int, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, False, True, None, None, *rest)
+
+
+class WithoutProfiler(Launcher):
+    """As in Triton 3.4."""
+
+    def __call__(self, x: int, y: int, z: int, stream: object, function: int, *rest: Any) -> None:
+        self.launch(x, y, z, stream, function, False, True, None, *rest)
+
+
+class Packed(Launcher):
+    """As in Triton 3.7: the kernel's arguments in a tuple."""
+
+    def __call__(
+        self, x: int, y: int, z: int, stream: object, function: int, metadata: Any, launch_metadata: Any,
+        enter: Any, leave: Any, *arguments: Any,
+    ) -> None:  # fmt: skip
+        self.launch(x, y, z, stream, function, False, True, metadata, launch_metadata, enter, leave, b"", arguments)
+
+
+class Scratch(Launcher):
+    global_scratch_size = 128
+
+
+class Swapped(Launcher):
+    """The same words in another order."""
+
+    def __call__(self, x: int, y: int, z: int, stream: object, function: int, *rest: Any) -> None:
+        self.launch(*reversed(rest), x, y, z, stream, function)
+
+
+class Strict(Launcher):
+    """What refuses stand-ins for numbers, as C code does."""
+
+    def __call__(self, x: int, y: int, z: int, stream: object, function: int, *rest: Any) -> None:
+        raise TypeError("an integer is required")
+
+
+def compiled(launcher: type[Launcher], calls: list[tuple[Any, ...]]) -> Any:
+    run = launcher(lambda *passed: calls.append(passed))
+    return SimpleNamespace(run=run, function=1234, packed_metadata=(4, 1, 2048))
+
+
+@pytest.mark.parametrize("launcher", [Launcher, WithoutProfiler])
+def test_a_straight_call_passes_what_the_launcher_would(launcher: type[Launcher]) -> None:
+    calls: list[tuple[Any, ...]] = []
+    kernel = compiled(launcher, calls)
+    found = straight(kernel, GRID, 5)
+    assert calls == []
+    assert found is not None
+    start, before, after = found
+    arguments = (4096, None, 8192, 128, 0.5)
+    start(*before, 77, *after, *arguments)
+    kernel.run(*GRID, 77, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("launcher", [Packed, Scratch, Swapped, Strict])
+def test_another_launcher_is_left_alone(launcher: type[Launcher]) -> None:
+    calls: list[tuple[Any, ...]] = []
+    kernel = compiled(launcher, calls)
+    assert straight(kernel, GRID, 5) is None
+    assert calls == []
+
+
+def test_a_launcher_without_that_function_is_left_alone() -> None:
+    def run(*arguments: Any) -> None:
+        raise AssertionError("launched")
+
+    assert straight(SimpleNamespace(run=run, function=1, packed_metadata=()), GRID, 2) is None
