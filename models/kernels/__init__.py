@@ -1,8 +1,9 @@
 """Triton kernels, imported only where a CUDA device (or Triton's interpreter) runs them.
 
 `lion.py` is LION's operator over `lion_tile.py` (short sequences, with `lion_whole.py` for the shortest) and
-`lion_chunk.py` (long ones); its plain PyTorch reference is `models/bidirectional.py`. `metala_epilogue.py` holds its reference itself and needs no Triton to import. The
-other kernels stand in for the lines of PyTorch beside which they are called.
+`lion_chunk.py` (long ones); its plain PyTorch reference is `models/bidirectional.py`. `metala_epilogue.py` holds its
+reference itself and needs no Triton to import. The other kernels stand in for the lines of PyTorch beside which they
+are called.
 """
 
 from __future__ import annotations
