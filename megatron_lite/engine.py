@@ -21,6 +21,7 @@ from megatron_lite.activation_checkpointing import checkpointed
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.context_parallel import ContextShards, context_shards, own_stretch
 from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear
+from megatron_lite.fan_out import join_fan_outs
 from megatron_lite.flops import forward_flops
 from megatron_lite.grid import Grid, reduce_sum
 from megatron_lite.optimizer import build_optimizer, parameter_kind
@@ -170,15 +171,19 @@ class Engine:
             return call
 
         self._tensor: TensorGroup | None = None
+        # ZeRO 3 gathers a module's weights when it is called, and torch.compile makes kernels of its own.
+        overlap = parallel.zero_stage < 3 and not parallel.compile
         if grid.tensor_group is not None:
             sequence = parallel.sequence_parallel
-            self._tensor = TensorGroup(grid.tensor_group, grid.tensor_rank, grid.tensor_size, sequence)
+            self._tensor = TensorGroup(grid.tensor_group, grid.tensor_rank, grid.tensor_size, sequence, overlap)
         layers: dict[int, nn.Module] = {}
         for index in own:
             with grid.device:
                 layers[index] = build_layer(specs[index], index, seed)
             if self._tensor is not None:
                 cut_layer(layers[index], self._tensor)
+            if overlap:
+                join_fan_outs(layers[index], self._tensor)
         self.layers: list[Any] = list(layers.values())
         self._names = [specs[index].name for index in own]
         self._tied = {spec.name: spec.tied_to for spec in specs if spec.tied_to is not None}

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron_lite.grid import all_gather, reduce_scatter
 from megatron_lite.partition import partition_words, shard_of, word_of
@@ -35,12 +36,15 @@ class TensorGroup:
         group, index, count: the processes, and this one's place among them.
         sequence: activations between regions are cut along the sequence; switched off while text is generated, whose
             lengths do not divide.
+        overlap: sums travel while something else is computed; not with ZeRO 3, whose weights come and go with a module's
+            call.
     """
 
     group: dist.ProcessGroup
     index: int
     count: int
     sequence: bool = False
+    overlap: bool = True
 
     def enter(self, x: Tensor) -> Tensor:
         """Into a parallel region. x: [batch, length, ...], with sequence parallelism this process's part of it."""
@@ -90,7 +94,9 @@ def cut_layer(layer: nn.Module, tensor: TensorGroup) -> None:
         _cut_vocabulary(layer, tensor)
 
 
-def _enter(tensor: TensorGroup, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _enter(tensor: TensorGroup, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not tensor.sequence and getattr(module, "enters_by_fan_out", False):
+        return arguments
     return (tensor.enter(arguments[0]), *arguments[1:])
 
 
@@ -114,7 +120,10 @@ class _RowLinear(nn.Module):
         self.weight, self.bias, self._tensor = linear.weight, linear.bias, tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._tensor.leave(F.linear(x, self.weight))
+        if self._tensor.overlap and not self._tensor.sequence:
+            y = _SummedLinear.apply(x, self.weight, self._tensor)
+        else:
+            y = self._tensor.leave(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 
@@ -183,6 +192,34 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _SummedLinear(torch.autograd.Function):
+    """The sum of every process's x weight^T; some tokens' sums travel while the next ones' products are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tensor: TensorGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = x.reshape(-1, x.shape[-1])
+        y = rows.new_empty(len(rows), len(weight))
+        works = []
+        for part, out in zip(rows.split(_TOKENS), y.split(_TOKENS), strict=True):
+            torch.mm(part, weight.t(), out=out)
+            works.append(dist.all_reduce(out, group=tensor.group, async_op=True))
+        for work in works:
+            work.wait()
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (rows @ weight).view_as(x), rows.t() @ x.reshape(-1, x.shape[-1]), None
+
+
+# Of a part of `_SummedLinear`: large enough for a product to be efficient.
+_TOKENS = 4096
 
 
 class _GatherSequence(torch.autograd.Function):

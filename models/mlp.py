@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .fan_out import FanOut, apply_each
 from .init import linear
 from .kernels import takes
 
@@ -17,6 +18,7 @@ class SwiGLU(nn.Module):
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
+    fan_out_is_entry: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -24,11 +26,12 @@ class SwiGLU(nn.Module):
         self.gate_proj = linear(config, size, width, bias=bias)
         self.up_proj = linear(config, size, width, bias=bias)
         self.down_proj = linear(config, width, size, bias=bias, output=True)
+        self.fan_out: FanOut = apply_each
         self._flops = 6 * size * width
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden_size] -> the same shape."""
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu(*self.fan_out(x, (self.gate_proj, self.up_proj))))
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""
@@ -49,17 +52,20 @@ class GELU(nn.Module):
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"up_proj": "column", "down_proj": "row"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
+    fan_out_is_entry: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size, width, bias = config.hidden_size, config.mlp_width, config.mlp_bias
         self.up_proj = linear(config, size, width, bias=bias)
         self.down_proj = linear(config, width, size, bias=bias, output=True)
+        self.fan_out: FanOut = apply_each
         self._flops = 4 * size * width
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden_size] -> the same shape."""
-        return self.down_proj(F.gelu(self.up_proj(x)))
+        (hidden,) = self.fan_out(x, (self.up_proj,))
+        return self.down_proj(F.gelu(hidden))
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""

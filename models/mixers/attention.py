@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig, require_divisor
+from ..fan_out import FanOut, apply_each
 from ..init import linear
 
 
@@ -47,6 +48,7 @@ class Attention(nn.Module):
         "v_proj": "column",
         "out_proj": "row",
     }
+    fan_out_is_entry: ClassVar[bool] = True
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
     def __init__(self, config: ModelConfig, layer_index: int, options: AttentionOptions) -> None:
@@ -60,6 +62,7 @@ class Attention(nn.Module):
         self.k_proj = linear(config, size, kv_size, bias=options.bias)
         self.v_proj = linear(config, size, kv_size, bias=options.bias)
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
+        self.fan_out: FanOut = apply_each
         self._size, self._kv_size = size, kv_size
 
     @staticmethod
@@ -89,7 +92,9 @@ class Attention(nn.Module):
         """
         if cu_seqlens is not None:
             return self._packed(x, cu_seqlens, state, return_state)
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)) for y in self.fan_out(x, (self.q_proj, self.k_proj, self.v_proj))
+        )
         o, new_state = self._attend(q, k, v, mask, state, return_state)
         y = self.out_proj(o.flatten(-2))
         return (y, new_state) if return_state else y
@@ -106,7 +111,9 @@ class Attention(nn.Module):
         place = torch.arange(max(1, int(lengths.max())), device=x.device)
         mask = place < lengths[:, None]
         index = torch.where(mask, starts[:, None] + place, 0)
-        projected = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        projected = (
+            y.unflatten(-1, (-1, self.head_dim)) for y in self.fan_out(x, (self.q_proj, self.k_proj, self.v_proj))
+        )
         q, k, v = (p[0][index] for p in projected)
         o, new_state = self._attend(q, k, v, mask, state, return_state)
         y = self.out_proj(o.flatten(-2)[mask][None])

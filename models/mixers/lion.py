@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..bidirectional import CONVENTIONS, ProjectedGate, bidirectional
 from ..config import ModelConfig
+from ..fan_out import FanOut, apply_each
 from ..init import init_std, linear
 from ..kernels import takes
 from ..padding import without_padding
@@ -148,6 +149,7 @@ class Lion(nn.Module):
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
         normed = options.variant == "lit" if options.output_norm is None else options.output_norm
         self.output_norm = _LayerNorm(size) if normed else None
+        self.fan_out: FanOut = apply_each
         self._size, self._heads = size, heads
 
     @staticmethod
@@ -172,7 +174,9 @@ class Lion(nn.Module):
                 "lion with model.mixer_options.lion.causal = false sees both directions and has no state to decode from: "
                 "call it without state and return_state, or set causal = true"
             )
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)) for y in self.fan_out(x, (self.q_proj, self.k_proj, self.v_proj))
+        )
         logits = self._decay_logits(x)
         # Keys that another gate multiplies are rounded after it.
         gated = self.input_gate is not None or self.options.variant == "grfa"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig, check_key_width
 from ..convolution import CausalConvolution
+from ..fan_out import FanOut, apply_each
 from ..init import linear
 from ..kernels import takes
 from ..kernels.metala_epilogue import metala_epilogue
@@ -104,6 +105,7 @@ class MetaLA(nn.Module):
         self.gate_proj = linear(config, size, size, bias=True)
         self.aug_weight = nn.Parameter(torch.zeros(keys)) if options.self_augmentation else None
         self.out_proj = linear(config, size, size, output=True)
+        self.fan_out: FanOut = apply_each
         self._size, self._keys, self._heads = size, keys, config.num_heads
 
     @staticmethod
@@ -130,11 +132,15 @@ class MetaLA(nn.Module):
             x, history = self.conv(x, mask, cu_seqlens, state.get("conv"), return_state)
             if history is not None:
                 new_state["conv"] = history
-        q = _heads(self.q_proj(x), self.head_dim_k)
-        v = _heads(self.v_proj(x), self.head_dim_v)
-        log_decay, k = (_heads(y, self.head_dim_k) for y in decay_and_key(self._decay_logits(x)))
-        if self.k_proj is not None:
-            k = _heads(self.k_proj(x), self.head_dim_k)
+        linears = {"q": self.q_proj, "v": self.v_proj, "gate": self.gate_proj, "a": self.a_proj, "k": self.k_proj}
+        present = {name: linear for name, linear in linears.items() if linear is not None}
+        of = dict(zip(present, self.fan_out(x, tuple(present.values())), strict=True))
+        q, v = _heads(of["q"], self.head_dim_k), _heads(of["v"], self.head_dim_v)
+        # alpha is a parameter where the decay is not dynamic.
+        a = of["a"] if self.decay is None else self.decay.expand(*x.shape[:2], -1)
+        log_decay, k = (_heads(y, self.head_dim_k) for y in decay_and_key(a))
+        if "k" in of:
+            k = _heads(of["k"], self.head_dim_k)
         if mask is not None:
             padding = ~mask[:, :, None, None]
             log_decay = log_decay.masked_fill(padding, 0.0)
@@ -148,15 +154,8 @@ class MetaLA(nn.Module):
             initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
-        y = self.out_proj(metala_epilogue(o, q, k, v, self.aug_weight, self.gate_proj(x)))
+        y = self.out_proj(metala_epilogue(o, q, k, v, self.aug_weight, of["gate"]))
         return (y, new_state) if return_state else y
-
-    def _decay_logits(self, x: Tensor) -> Tensor:
-        """[batch, length, heads * head_dim_k]."""
-        if self.a_proj is not None:
-            return self.a_proj(x)
-        assert self.decay is not None
-        return self.decay.expand(*x.shape[:2], -1)
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""

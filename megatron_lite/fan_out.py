@@ -1,0 +1,69 @@
+"""Several linears of one input as one step of the backward pass.
+
+A module that applies several linears to the same tensor calls its attribute `fan_out(x, linears)`; what stands there by
+default applies one after the other. Here the gradient of x is summed by the products themselves, instead of in a pass of its
+own for each, and under tensor parallelism its sum over the processes travels while the weights' gradients are computed
+(Shoeybi et al. 2019, arXiv 1909.08053; overlapped as in Megatron-LM's linears with asynchronous gradient all-reduce).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from megatron_lite.tensor_parallel import TensorGroup
+
+
+def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None) -> None:
+    """Have the modules of a layer compute their fan-outs here. Not for ZeRO 3, which gathers a linear when it is called.
+
+    A module with `fan_out_is_entry` reads its input by its fan-out alone: there the parallel region is entered.
+    """
+    module: Any
+    for module in layer.modules():
+        if hasattr(module, "fan_out"):
+            entry = tensor is not None and getattr(module, "fan_out_is_entry", False)
+            module.fan_out = partial(fan_out, tensor if entry else None)
+            module.enters_by_fan_out = entry
+
+
+def fan_out(tensor: TensorGroup | None, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """linear(x) for every linear. x: [..., in]; with `tensor`, x is entered into a parallel region, unless activations
+    are cut along the sequence: then it has been."""
+    group = None if tensor is None or tensor.sequence else tensor.group
+    weights = [linear.weight for linear in linears]
+    biases = [linear.bias for linear in linears]
+    return _FanOut.apply(x, group, len(linears), *weights, *biases)
+
+
+class _FanOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.group, ctx.biased = group, [bias is not None for bias in biases]
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        rows = x.reshape(-1, x.shape[-1])
+        dx = torch.mm(flat[0], weights[0])
+        for gradient, weight in zip(flat[1:], weights[1:], strict=True):
+            dx.addmm_(gradient, weight)
+        work = None if ctx.group is None else dist.all_reduce(dx, group=ctx.group, async_op=True)
+        of_weights = [gradient.t() @ rows for gradient in flat]
+        of_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(flat, ctx.biased, strict=True)]
+        if work is not None:
+            work.wait()
+        return dx.view_as(x), None, None, *of_weights, *of_biases

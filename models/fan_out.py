@@ -1,0 +1,16 @@
+"""Several linears of one input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+# An attribute of the modules that use it, so that a trainer can put its own in place. A module whose input goes nowhere else
+# says so by `fan_out_is_entry`.
+FanOut = Callable[[Tensor, Sequence[nn.Linear]], tuple[Tensor, ...]]
+
+
+def apply_each(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """linear(x) for every linear, in order."""
+    return tuple(linear(x) for linear in linears)
