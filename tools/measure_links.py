@@ -69,12 +69,14 @@ def measure(sizes: Sequence[int], grid: object) -> dict:
     def work(size: int) -> dict[str, tuple[Callable[[], object], float]]:
         whole = torch.ones(max(n, size // item // n * n), dtype=kind, device=device)
         part = torch.ones(len(whole) // n, dtype=kind, device=device)
+        received = torch.empty_like(whole)
         peer = rank ^ 1
 
         def exchange() -> None:
-            if peer < n:
-                to, of = dist.isend(whole, peer), dist.irecv(torch.empty_like(whole), peer)
-                to.wait(), of.wait()  # type: ignore[union-attr]
+            if peer < n:  # both at once: with NCCL two processes that send first wait for each other
+                both = [dist.P2POp(dist.isend, whole, peer), dist.P2POp(dist.irecv, received, peer)]
+                for request in dist.batch_isend_irecv(both):
+                    request.wait()
 
         size = len(whole) * item
         return {

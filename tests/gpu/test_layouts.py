@@ -14,6 +14,7 @@ from tests.parallel.test_parity import expected
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_layouts_over_nccl_train_as_one_process(tmp_path, processes):
     if processes > GPUS:
