@@ -183,14 +183,7 @@ def write_weights(
             },
             "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}},
         }
-        write_text(aside / "config.yml", config_yaml)
-        write_text(aside / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-        sync(aside)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(aside, final)
-        sync(directory)
-        write_text(directory / "latest", final.name + "\n")
+        publish(aside, final, manifest, config_yaml)
     except OSError as error:
         raise CheckpointError(f"could not write {final}: {error}") from error
     finally:
@@ -264,18 +257,25 @@ def rewrite(
                 if names:
                     files |= write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
             progress()
-        shutil.copyfile(source / "config.yml", aside / "config.yml")
         changed = {**manifest, "version": VERSION, "layout": dict(layout), "tensors": tensors, "files": files}
-        write_text(aside / "manifest.json", json.dumps(changed, indent=1) + "\n")
-        sync(aside)
-        os.replace(aside, final)
-        sync(directory)
-        write_text(directory / "latest", final.name + "\n")
+        publish(aside, final, changed, (source / "config.yml").read_text())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not write {final}: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return final
+
+
+def publish(aside: Path, final: Path, manifest: Mapping[str, Any], config_yaml: str) -> None:
+    """Complete a folder of tensors, give it its name and let `latest` beside it name it. Raises OSError."""
+    write_text(aside / "config.yml", config_yaml)
+    write_text(aside / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    sync(aside)
+    if final.exists():  # the same step saved again, after a resume from an earlier one
+        shutil.rmtree(final)
+    os.replace(aside, final)
+    sync(final.parent)
+    write_text(final.parent / "latest", final.name + "\n")
 
 
 def layout_words(layout: Mapping[str, Any]) -> str:

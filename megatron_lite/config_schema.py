@@ -336,6 +336,11 @@ class CheckpointConfig(Section):
 
     directory: Text = Field(default="{run.directory}/checkpoints", description="Folder of the checkpoints.")
     interval: Steps = Field(default=1000, description="Save every this many steps; 0: only at the end.")
+    asynchronous: bool = Field(
+        default=False,
+        description="Write while training goes on, from a copy of weights and optimizer state in host memory. The next save "
+        "waits for the former; a write that fails ends the run at a later step.",
+    )
     keep_last: int = Field(
         default=0,
         ge=0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -148,13 +149,13 @@ def reduce_sum(values: list[float], grid: Grid) -> list[float]:
     return tensor.tolist()
 
 
-def any_process(flag: bool, grid: Grid) -> bool:
-    """Whether the flag is set on any process; the same answer on every one."""
+def any_process(flags: Sequence[bool], grid: Grid) -> list[bool]:
+    """For each flag whether it is set on any process; the same answer on every one."""
     if grid.world_size == 1:
-        return flag
-    tensor = torch.tensor([float(flag)], device=grid.device)
+        return list(flags)
+    tensor = torch.tensor([float(flag) for flag in flags], device=grid.device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.item() > 0
+    return [value > 0 for value in tensor.tolist()]
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup, count: int) -> torch.Tensor:

@@ -15,13 +15,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from megatron_lite import checkpoint, engine_checkpoint
+from megatron_lite import checkpoint
+from megatron_lite.checkpoint_writer import CheckpointWriter
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Batch, Engine
 from megatron_lite.grid import any_process
 from megatron_lite.heartbeat import Heartbeat, shorten_timeouts
 from megatron_lite.metrics import MetricsLogger
-from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, Watchdog
+from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
 from megatron_lite.schedule import learning_rate
 from megatron_lite.spread import SpreadMeter
 
@@ -131,8 +132,12 @@ class Trainer(Generic[ModelT]):
         self._flops_per_token, self._peak_flops, self._sample = flops_per_token, peak_flops, sample
         self._sources = _SourceLosses(sources)
         self._suites = suites
-        self._checkpoints = Path(config.checkpoint.directory)
-        self._saved: Path | None = None
+        self._writer = CheckpointWriter(
+            engine,
+            Path(config.checkpoint.directory),
+            asynchronous=config.checkpoint.asynchronous,
+            afterwards=self._prune,
+        )
         self._skips = SkipCounter(config.run.max_skipped_steps, config.run.path, total=state.skipped_steps)
         self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean)
         self._spread = SpreadMeter(engine.layers, engine.grid, config.logging.spread_interval)
@@ -160,7 +165,8 @@ class Trainer(Generic[ModelT]):
                     shorten_timeouts(timeouts)
                     timeouts = 0.0
                 watchdog.kick()
-                stopped = any_process(signal.received is not None, self.engine.grid)
+                stopped, busy = any_process([signal.received is not None, self._writer.is_busy], grid)
+                self._note_saved(self._writer.settle(busy))
                 last = state.step == config.schedule.train_steps
                 if not last and _due(state.step, config.evaluation.interval):
                     self._validate(config.evaluation.batches)
@@ -169,7 +175,7 @@ class Trainer(Generic[ModelT]):
                     self._evaluate_suites()
                     watchdog.kick()
                 if stopped or last or self._save_due():
-                    self._save()
+                    self._save(wait=stopped or last)
                     watchdog.kick()
                 if stopped and not last and self.metrics is not None:
                     self.metrics.log(state.step, {"signal": signal.received or "on another rank"}, kind="stop")
@@ -181,7 +187,7 @@ class Trainer(Generic[ModelT]):
                     self.metrics.log(state.step, values, kind="test")
             if finished:
                 self._evaluate_suites()
-        return FitResult(finished, state, final, self._saved)
+        return FitResult(finished, state, final, self._writer.last.path if self._writer.last else None)
 
     def _step(self, steps: Steps) -> None:
         config, state = self.config, self.state
@@ -242,13 +248,17 @@ class Trainer(Generic[ModelT]):
         if self.metrics is not None and spread is not None:
             for text in spread.slow:
                 self.metrics.warn(state.step, text, kind="slow_rank")
-        self._skips.record(
-            step=state.step,
-            skipped=result.skipped,
-            samples=(first, state.consumed_samples),
-            loss=result.loss,
-            gradient_norm=result.gradient_norm,
-        )
+        try:
+            self._skips.record(
+                step=state.step,
+                skipped=result.skipped,
+                samples=(first, state.consumed_samples),
+                loss=result.loss,
+                gradient_norm=result.gradient_norm,
+            )
+        except TooManySkippedSteps:  # on every process
+            self._note_saved(self._writer.finish())
+            raise
 
     def _validate(self, limit: int | None) -> dict[str, float]:
         if self._validation is None:
@@ -304,18 +314,24 @@ class Trainer(Generic[ModelT]):
         if self.metrics is not None:
             self.metrics.log(self.state.step, values, kind=kind)
 
-    def _save(self) -> None:
-        self._saved = engine_checkpoint.save(
-            self.engine,
-            self._checkpoints,
-            step=self.state.step,
-            state=asdict(self.state),
-            config_yaml=self._config_yaml,
-        )
+    def _save(self, wait: bool) -> None:
+        writer, state = self._writer, self.state
+        self._note_saved(writer.finish())
+        writer.begin(step=state.step, state=asdict(state), config_yaml=self._config_yaml)
+        if wait or not self.config.checkpoint.asynchronous:
+            self._note_saved(writer.finish())
+
+    def _note_saved(self, complete: bool) -> None:
+        last = self._writer.last
+        if complete and last is not None and self.metrics is not None:
+            values = {"seconds": last.seconds, "stopped_seconds": last.stopped_seconds}
+            self.metrics.log(last.step, values, kind="checkpoint")
+
+    def _prune(self) -> None:
         settings = self.config.checkpoint
-        if self.engine.grid.is_main and settings.keep_last:
+        if settings.keep_last:
             keep = {s for s in range(1, self.state.step + 1) if self._kept_always(s)}
-            checkpoint.prune(self._checkpoints, keep_last=settings.keep_last, keep=keep)
+            checkpoint.prune(Path(settings.directory), keep_last=settings.keep_last, keep=keep)
 
     def _save_due(self) -> bool:
         return _due(self.state.step, self.config.checkpoint.interval) or self._kept_always(self.state.step)

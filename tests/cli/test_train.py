@@ -100,13 +100,37 @@ def test_saves_follow_the_configuration(arguments, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000008"
 
 
+def test_saves_beside_training_are_those_of_a_run_that_stands_still(arguments, tmp_path):
+    settings = {"checkpoint.interval": 2, "checkpoint.keep_last": 2, "schedule.train_steps": 9}
+    assert train.main(arguments("still", **settings)) == 0
+    assert train.main(arguments("beside", **settings, **{"checkpoint.asynchronous": "true"})) == 0
+    assert train_lines(tmp_path / "still") == train_lines(tmp_path / "beside")
+    still, beside = (
+        {
+            path.parent.name: {
+                name: entry["sha256"] for name, entry in checkpoint.read_manifest(path.parent)["files"].items()
+            }
+            for path in (tmp_path / name / "checkpoints").glob("step_*/manifest.json")
+        }
+        for name in ("still", "beside")
+    )
+    assert still == beside
+    assert set(still) == {"step_00000008", "step_00000009"}
+    saves = [json.loads(line) for line in (tmp_path / "beside" / "metrics.jsonl").read_text().splitlines()]
+    saves = [line for line in saves if line["kind"] == "checkpoint"]
+    assert [line["step"] for line in saves] == [2, 4, 6, 8, 9]
+    assert all(0 < line["stopped_seconds"] <= line["seconds"] for line in saves)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
 def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(arguments, tmp_path, number):
     steps = {"schedule.train_steps": 60, "checkpoint.interval": 0, "precision.dtype": "bf16"}
     assert train.main(arguments("whole", **steps)) == 0
+    if number == signal.SIGUSR1:  # with another save on its way
+        steps |= {"checkpoint.interval": 1, "checkpoint.asynchronous": "true"}
     process = start(arguments("cut", **steps))
     metrics = tmp_path / "cut" / "metrics.jsonl"
-    wait_for(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 5, process)
+    wait_for(lambda: metrics.is_file() and metrics.read_text().count('"kind": "train"') >= 5, process)
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
@@ -120,8 +144,10 @@ def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(argumen
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
-def test_kill_9_during_a_save_leaves_the_previous_checkpoint(arguments, tmp_path):
-    words = arguments(**{"schedule.train_steps": 1000, "checkpoint.interval": 1, "model.hidden_size": 256})
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_kill_9_during_a_save_leaves_the_previous_checkpoint(arguments, tmp_path, asynchronous):
+    settings = {"schedule.train_steps": 1000, "checkpoint.interval": 1, "model.hidden_size": 256}
+    words = arguments(**settings, **{"checkpoint.asynchronous": asynchronous})
     process = start(words)
     folder = tmp_path / "run" / "checkpoints"
     wait_for(lambda: (folder / "latest").is_file(), process)
@@ -137,8 +163,9 @@ def test_kill_9_during_a_save_leaves_the_previous_checkpoint(arguments, tmp_path
     assert [line["step"] for line in train_lines(tmp_path / "run")] == list(range(1, step + 3))
 
 
-def test_a_disk_that_fills_up_stops_the_run_and_spares_the_previous_checkpoint(arguments, tmp_path):
-    words = arguments(**{"checkpoint.interval": 4})
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_disk_that_fills_up_stops_the_run_and_spares_the_previous_checkpoint(arguments, tmp_path, asynchronous):
+    words = arguments(**{"checkpoint.interval": 5, "checkpoint.asynchronous": asynchronous})
     assert train.main(arguments(**{"schedule.train_steps": 4})) == 0
     before = checkpoint.read_weights(tmp_path / "run")
     code = (

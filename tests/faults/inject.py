@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron_lite import checkpoint_writer
 from models.block import Block
 
 SECONDS = {"pace": 0.05, "slow": 0.1}
@@ -43,10 +44,21 @@ def install(what: str, step: int) -> Callable[..., Any]:
     return whole
 
 
+def install_slow_save(seconds: float = 1.0) -> None:
+    """Let every file of this process's checkpoints take so long."""
+    write_file = checkpoint_writer.write_file
+
+    def slow(*args: Any) -> Any:
+        time.sleep(seconds)
+        return write_file(*args)
+
+    checkpoint_writer.write_file = slow
+
+
 if __name__ == "__main__":
     import train
 
     what, rank, step, *words = sys.argv[1:]
     if int(rank) in (-1, int(os.environ.get("RANK", "0"))):
-        install(what, int(step))
+        install_slow_save() if what == "slow-save" else install(what, int(step))
     sys.exit(train.main(words))

@@ -11,7 +11,7 @@ import pytest
 
 import train
 from megatron_lite import checkpoint
-from tests.cli.conftest import train_lines
+from tests.cli.conftest import train_lines, wait_for
 from tests.faults.conftest import reached, worker
 from tests.launch.conftest import assert_same_run
 
@@ -49,6 +49,29 @@ def test_kill_9_of_one_rank_ends_the_run_with_its_name(launch, arguments, tmp_pa
     ), output
     assert "Signal 9 (SIGKILL)" in output  # torchrun's own table
     assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] % 5 == 0
+
+
+def test_kill_9_of_the_rank_that_writes_last_leaves_the_former_checkpoint(launch, arguments, tmp_path):
+    settings = {"schedule.train_steps": 30, "checkpoint.interval": 4, "run.heartbeat_seconds": 3, "optimizer.lr": 1e-4}
+    words = arguments(**settings, **{"checkpoint.asynchronous": "true"})
+    agent = launch(["slow-save", "1", "1", *words], *INJECT)
+    folder = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: len(list(folder.glob(".step_00000008.writing/weights-00000*"))) == 1, agent)
+    reached(agent, tmp_path / "run", 11)  # training goes on meanwhile
+    assert checkpoint.resolve(folder).name == "step_00000004"
+    os.kill(worker(agent, 1), signal.SIGKILL)
+    output, _ = agent.communicate(timeout=60)
+    assert agent.returncode != 0
+    assert "waited in vain: rank 1" in output
+    assert checkpoint.resolve(folder).name == "step_00000004"
+    agent = launch(["slow-save", "1", "1", *words], *INJECT)
+    output, _ = agent.communicate(timeout=120)
+    assert agent.returncode == 0, output
+    assert sorted(path.name for path in folder.glob("step_*")) == [
+        f"step_{s:08d}" for s in (4, 8, 12, 16, 20, 24, 28, 30)
+    ]
+    assert train.main(arguments("alone", **settings)) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "alone")
 
 
 def test_a_frozen_rank_is_named_though_no_connection_closes(launch, arguments, tmp_path):
