@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_lite.activation_checkpointing import checkpointed
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.context_parallel import ContextShards, context_shards, own_stretch
-from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear
+from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear, spare_gradients
 from megatron_lite.fan_out import join_fan_outs
 from megatron_lite.flops import forward_flops
 from megatron_lite.grid import Grid, reduce_sum
@@ -222,6 +222,7 @@ class Engine:
             if any(parameter is filler for group in client.param_groups for parameter in group["params"]):
                 model.register_parameter("filler", filler)
             self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=client, config=settings, mpu=unit)
+        spare_gradients(self._engine, zero, grid.replicas, release=grid.device.type == "cuda")
         self.zero_stage = max(1, parallel.zero_stage)
         self.optimizer_state = OptimizerState(
             zero, client, list(self._placed_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid

@@ -102,6 +102,8 @@ def init_grid(
         torch.cuda.set_device(place)
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # Tensors of two MiB and more in huge pages: a step allocates its activations anew, and a small page costs a fault.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not dist.is_initialized():
         backend = "nccl" if place.type == "cuda" else "gloo"
         limit = timedelta(minutes=timeout_minutes)

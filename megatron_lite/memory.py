@@ -5,12 +5,14 @@ parameter of this process, n processes sharing the optimizer state, b = elements
 
 |                  | weights | gradients | master | moments | while the gradients are reduced                     |
 |------------------|---------|-----------|--------|---------|-----------------------------------------------------|
-| bf16, ZeRO 1     | 2       | 4         | 4 / n  | 8 / n   | 16-bit gradients 2, then a bucket in float32 and 16 |
+| bf16, ZeRO 1     | 2       | 4 *       | 4 / n  | 8 / n   | 16-bit gradients 2; n > 1: a bucket in float32, 16  |
 | 16 bit, ZeRO 2   | 2       | 4 / n     | 4 / n  | 8 / n   | buckets                                             |
 | 16 bit, ZeRO 3   | 2 / n   | 6 / n     | 4 / n  | 8 / n   | buckets, and the weights that are gathered          |
 | float32, ZeRO 1  | 4       | 4         | 4 / n  | 8 / n   | buckets                                             |
 | float32, ZeRO 2  | 4       | 4 / n     | 4 / n  | 8 / n   | buckets                                             |
 | float32, ZeRO 3  | 4 / n   | 8 / n     | 4 / n  | 8 / n   | buckets, and the weights that are gathered          |
+
+* On a GPU from the end of a step's first backward pass to the end of the step (`spare_gradients` in deepspeed_setup.py).
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ class Setting:
         accumulation: micro batches of a step.
         in_flight: micro batches whose activations are held at once (pipelines; else 1).
         overlap: reductions run beside the backward pass, in two buckets (CUDA).
+        released: bf16's float32 gradients leave their memory to others between steps (CUDA).
     """
 
     dtype: str
@@ -68,6 +71,7 @@ class Setting:
     accumulation: int = 1
     in_flight: int = 1
     overlap: bool = True
+    released: bool = True
 
 
 def state_bytes(parameters: int, setting: Setting) -> dict[str, float]:
@@ -78,7 +82,7 @@ def state_bytes(parameters: int, setting: Setting) -> dict[str, float]:
     if stage == 3:
         parts["gradients"] = (4 + width) * parameters / n
     elif setting.dtype == "bf16" and stage == 1:
-        parts["gradients"] = 4.0 * parameters
+        parts["gradients"] = 0.0 if setting.released else 4.0 * parameters
     else:
         parts["gradients"] = 0.0  # made anew in every step: see `step_bytes`
     parts["optimizer"] = 12 * parameters / n
@@ -133,9 +137,12 @@ def _gradient_bytes(parameters: int, setting: Setting, width: int, bucket: float
     if stage == 3:
         return _Held(0.0, buckets, 0.0, buckets + bucket + (4 - width) * bucket / width / n)
     if setting.dtype == "bf16" and stage == 1:
-        # The optimizer adds 16-bit gradients to its float32 ones, then reduces these: a flat copy of a bucket, and that
-        # in 16 bits.
-        return _Held(0.0, 0.0, 2.0, 2.0 * parameters + 6.0 * bucket / width)
+        # The optimizer adds 16-bit gradients to its float32 ones, then several processes reduce these: a flat copy of a
+        # bucket, and that in 16 bits.
+        sums = 4.0 * parameters if setting.released else 0.0
+        before = sums if setting.accumulation > 1 else 0.0
+        reduction = 6.0 * bucket / width if n > 1 else 0.0
+        return _Held(before, before, 2.0, 2.0 * parameters + sums + reduction)
     if stage == 1:
         sums = 4.0 * parameters if setting.accumulation > 1 else 0.0
         return _Held(sums, sums, width, width * parameters + sums + bucket)

@@ -188,7 +188,7 @@ def memory(
         in_flight = min(steps, layout.pipeline - index)
         if config.model.tie_embeddings and layout.pipeline > 1 and index == layout.pipeline - 1:
             own = [*own[:-1], replace(own[-1], parameters=own[-1].parameters + layers[0].largest)]
-        stages.append(step_bytes(own, Setting(dtype, stage, replicas, steps, in_flight, overlap)))
+        stages.append(step_bytes(own, Setting(dtype, stage, replicas, steps, in_flight, overlap, released=overlap)))
     return max(stages, key=lambda parts: sum(parts.values()))
 
 

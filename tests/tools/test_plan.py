@@ -116,12 +116,16 @@ def test_layers_on_the_device_meta():
 
 def test_the_peak_of_a_step_is_at_its_fullest_moment():
     layer = LayerCost(parameters=100, largest=100, kept=1e6, forward=1e6, backward=5e5)
-    parts = step_bytes([layer] * 4, Setting("bf16", 1, 1))
+    parts = step_bytes([layer] * 4, Setting("bf16", 1, 1, released=False))
     assert parts == {"weights": 800, "gradients": 1600, "optimizer": 4800, "activations": 4e6, "at work": 5e5}
     pipeline = step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=8, in_flight=3))
     assert pipeline["activations"] == 12e6
     light = LayerCost(parameters=1000, largest=1000, kept=1, forward=1, backward=1)
     assert step_bytes([light], Setting("bf16", 1, 4))["gradients"] == 4000 + 2000 + 6000  # while they are reduced
+    assert step_bytes([light], Setting("bf16", 1, 1))["gradients"] == 4000 + 2000  # which one process does not do
+    # Released, they are not there while the activations are, but for those of an earlier micro batch.
+    assert step_bytes([layer] * 4, Setting("bf16", 1, 1))["gradients"] == 0
+    assert step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=2))["gradients"] == 1600
     assert step_bytes([light], Setting("bf16", 1, 4))["optimizer"] == 3000
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import megatron_lite.engine
 from megatron_lite import checkpoint, engine_checkpoint
 from megatron_lite.checkpoint import CheckpointError
 from megatron_lite.engine import StepResult, faster_dtype
@@ -80,6 +81,35 @@ def test_bf16_stays_near_float32(build):
     expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=8)
     for result, (loss, _) in zip(run(build(config, dtype="bf16"), steps), expected, strict=True):
         assert result.loss == pytest.approx(loss, rel=2e-3)
+
+
+@pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
+def test_gradients_in_bf16_are_summed_as_deepspeed_sums_them(build, monkeypatch, release):
+    config = model_config()
+    # Steps of one and of three micro batches, one of them vetoed: gradients of all kinds lie in the memory before.
+    steps = [*batches(2), *batches(3, micro=3), *batches(2)]
+
+    def train() -> tuple[list[StepResult], list[torch.Tensor]]:
+        engine = build(config, dtype="bf16")
+        vetoes = [lambda loss, index=index: index == 3 for index in range(len(steps))]
+        results = [engine.train_step(step, lr=1e-3, veto=veto) for step, veto in zip(steps, vetoes, strict=True)]
+        weights = [fragment.tensors["weight"].clone() for fragment in engine.optimizer_state.fragments()]
+        engine.close()
+        return results, weights
+
+    settings = megatron_lite.engine.deepspeed_config
+    with monkeypatch.context() as patch:
+        patch.setattr(megatron_lite.engine, "spare_gradients", lambda *_, **__: None)
+        # Or it rounds sums over micro batches to bf16.
+        exact = {"communication_data_type": "fp32"}
+        patch.setattr(megatron_lite.engine, "deepspeed_config", lambda *args, **words: settings(*args, **words) | exact)
+        expected, expected_weights = train()
+    spare = megatron_lite.engine.spare_gradients
+    monkeypatch.setattr(megatron_lite.engine, "spare_gradients", lambda *args, **_: spare(*args, release=release))
+    results, weights = train()
+    assert results[3].skipped
+    assert repr(results) == repr(expected)
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected_weights, strict=True))
 
 
 def test_accumulation_does_not_change_the_step(build):
