@@ -28,14 +28,16 @@ def test_a_torn_line_is_cut_off_by_the_next(runs: Runs, tmp_path: Path) -> None:
     first, second, third = runs("lrs=[1e-3,2e-3,3e-3]")
     path = tmp_path / "deep" / "results.jsonl"
     results = Results(path)
-    results.add(line(first))
-    results.add(line(second))
+    with results.writing():
+        results.add(line(first))
+        results.add(line(second))
     whole = path.read_bytes()
     # Longer than the line that is written in its place.
     path.write_bytes(whole[:-20] + b" " * 5000)
     again = Results(path)
     assert list(again.lines) == [first.id]
-    again.add(line(third))
+    with again.writing():
+        again.add(line(third))
     assert [json.loads(text)["id"] for text in path.read_text().splitlines()] == [first.id, third.id]
     assert list(Results(path).lines) == [first.id, third.id]
 
@@ -45,6 +47,19 @@ def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:
     path.write_text('{"id": "a"}\n[]\n')
     with pytest.raises(ValueError, match=r"results\.jsonl:2 is no result of a run: '\[\]'"):
         Results(path)
+
+
+def test_two_commands_do_not_write_one_file(runs: Runs, tmp_path: Path) -> None:
+    first, second = runs("lrs=[1e-3,2e-3]")
+    one, other = (Results(tmp_path / "results.jsonl") for _ in range(2))
+    with one.writing():
+        with pytest.raises(ValueError, match=r"results\.jsonl is being written by another command"), other.writing():
+            pass
+        one.add(line(first))
+    with other.writing():
+        assert list(other.lines) == [first.id]
+        other.add(line(second))
+    assert list(Results(one.path).lines) == [first.id, second.id]
 
 
 def test_what_is_left(runs: Runs, tmp_path: Path) -> None:
@@ -64,6 +79,7 @@ def test_what_is_left(runs: Runs, tmp_path: Path) -> None:
 
 def train(groups: list[Group], results: Results, devices: list[str]) -> tuple[list[str], int]:
     told = [0]
+    results.path.parent.mkdir(exist_ok=True)
 
     def progress(steps: int, text: str) -> None:
         told[0] += steps

@@ -64,7 +64,10 @@ def synthetic_command(words: Sequence[str]) -> int:
     if options.check:
         return _check(experiment, runs, devices)
     grouped = sweeps(runs)
-    failed = [] if options.report else _train(experiment, grouped, results, devices, options)
+    failed: list[str] = []
+    if not options.report:
+        with results.writing():
+            failed = _train(experiment, grouped, results, devices, options)
     _report(experiment, runs, results)
     for text in failed:
         print(f"failed: {text}", file=sys.stderr)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ Line = dict[str, Any]
 
 
 class Results:
-    """The lines of a results file, by the id of their run. Written by one process.
+    """The lines of a results file, by the id of their run. Lines are added inside `writing`.
 
     Raises ValueError for a line that is no result; an unfinished last line, of a process that was killed, is cut off when
     the next one is written.
@@ -27,9 +29,23 @@ class Results:
         if path.is_file():
             self._read()
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keeps the file for this process; lines that others have added since are read. ValueError where another has it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ValueError(
+                    f"{self.path} is being written by another command: wait for its end, or set output=FOLDER"
+                ) from None
+            if self.path.is_file():
+                self._read()
+            yield
+
     def add(self, line: Line) -> None:
         """Appends a line; it is on the disk when this returns."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         text = (json.dumps(line) + "\n").encode()
         with self.path.open("r+b" if self.path.is_file() else "xb") as file:
             file.truncate(self._whole)
