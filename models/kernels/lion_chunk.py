@@ -66,13 +66,14 @@ def forward(
 
     The states are kept for the backward pass where they are no larger than k and v, and else formed again.
     """
-    y = torch.empty_like(v)
-    den = per_token(case, q) if case.scaled else None
     running, outputs = _forward_launches(case)
     if gate is not None and b is None:
         b = per_token(case, q)
         running(gate, bias, b)
     states, sums = states_between_chunks(case, False, k, v, b, segments)
+    # Allocated only now: for short sequences the device waits for the host's way to the launches.
+    y = torch.empty_like(v)
+    den = per_token(case, q) if case.scaled else None
     outputs(q, k, v, b, segments, states, sums, y, den)
     small = states.nbytes <= k.nbytes + v.nbytes
     return y, (den, b, states if small else None, sums if small else None)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,8 +26,9 @@ except ImportError as error:
 NO_GATE, LOG_DECAY, LOGITS, BIASED_LOGITS = 0, 1, 2, 3
 
 
-class Case(NamedTuple):
-    """All that decides how the kernels are compiled and launched."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Case:
+    """All that decides how the kernels are compiled and launched. One object a case, so that it is found by identity."""
 
     device: int
     batch: int
@@ -225,7 +227,7 @@ def running_sum(case: Case, chunk: int | None = None) -> Launch:
 
 def per_token(case: Case, like: Tensor) -> Tensor:
     """An empty float32 [batch, heads, length] on the device of `like`."""
-    return torch.empty((case.batch, case.heads, case.length), dtype=torch.float32, device=like.device)
+    return like.new_empty((case.batch, case.heads, case.length), dtype=torch.float32)
 
 
 @lru_cache

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .launch import Launch
-from .lion_common import Case, block, log_decay
+from .lion_common import Case, block, log_decay, per_token
 
 try:
     import triton
@@ -32,10 +32,8 @@ def project(
     case: Case, chunk: int | None, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """gate [batch, length, heads] in x's dtype; with `chunk`, a power of two, also `lion_common.running_sum` of it."""
-    gate = torch.empty((case.batch, case.length, case.heads), dtype=x.dtype, device=x.device)
-    sums = None
-    if chunk is not None:
-        sums = torch.empty((case.batch, case.heads, case.length), dtype=torch.float32, device=x.device)
+    gate = x.new_empty((case.batch, case.length, case.heads))
+    sums = None if chunk is None else per_token(case, x)
     _project_launch(case, chunk, x.shape[-1])(x, weight, bias, gate, sums)
     return gate, sums
 
@@ -44,7 +42,7 @@ def project_backward(case: Case, dgate: Tensor, x: Tensor, weight: Tensor) -> tu
     """Gradients of x and weight."""
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
     gradients, reduce, programs = _backward_launches(case, x.shape[-1])
-    partial = torch.empty((programs, *weight.shape), dtype=torch.float32, device=x.device)
+    partial = x.new_empty((programs, *weight.shape), dtype=torch.float32)
     gradients(dgate, x, weight, dx, partial)
     reduce(partial, dweight)
     return dx, dweight

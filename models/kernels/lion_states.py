@@ -11,6 +11,7 @@ They are stored as bfloat16 for bfloat16 inputs (what the tensor cores would rou
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,23 +58,33 @@ def states_between_chunks(
     Returns [2, batch * heads, chunks, head_dim_k, head_dim_v] and, when scaled, the last column of v~ or u, float32
     [2, batch * heads, chunks, head_dim_k].
     """
-    size = chunk_size(case.dtype)
-    shape = 2, case.batch * case.heads, -(-case.length // size), case.dim_k
-    dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
-    states = torch.empty((*shape, case.dim_v), dtype=dtype, device=x.device)
-    sums = torch.empty(shape, dtype=torch.float32, device=x.device) if case.scaled else None
-    if backward and case.scaled and not _inner_inside(case):
-        row_inner(case)(y, out, delta)
-    stretches, *launches = _state_launches(case, backward)
-    if stretches == 1:
-        launches[0](x, y, b, segments, out, den, delta, None, None, states, sums)
+    scan = _scan(case, backward)
+    states = x.new_empty((*scan.shape, case.dim_v), dtype=scan.dtype)
+    sums = x.new_empty(scan.shape, dtype=torch.float32) if case.scaled else None
+    if scan.inner is not None:
+        scan.inner(y, out, delta)
+    if scan.stretches == 1:
+        scan.launches[0](x, y, b, segments, out, den, delta, None, None, states, sums)
         return states, sums
-    ends = torch.empty((*shape[:2], stretches, case.dim_k * (case.dim_v + 1)), dtype=torch.float32, device=x.device)
-    passing = torch.empty((*shape[:2], stretches), dtype=torch.float32, device=x.device)
-    launches[0](x, y, b, segments, out, den, delta, ends, passing, None, None)
-    launches[1](ends, passing)
-    launches[2](x, y, b, segments, None, den, delta, ends, None, states, sums)
+    stretches, words = (*scan.shape[:2], scan.stretches), case.dim_k * (case.dim_v + 1)
+    ends = x.new_empty((*stretches, words), dtype=torch.float32)
+    passing = x.new_empty(stretches, dtype=torch.float32)
+    first, carry, second = scan.launches
+    first(x, y, b, segments, out, den, delta, ends, passing, None, None)
+    carry(ends, passing)
+    second(x, y, b, segments, None, den, delta, ends, None, states, sums)
     return states, sums
+
+
+class _Scan(NamedTuple):
+    """Of one pass of one case: stretches of a sequence, shape of the states but for values, their dtype, delta's launch
+    where no program of the state kernel can form it, and the state kernels' launches."""
+
+    stretches: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    inner: Launch | None
+    launches: tuple[Launch, ...]
 
 
 def _inner_inside(case: Case) -> bool:
@@ -88,39 +99,46 @@ def _stretches(chunks: int, programs: int) -> int:
 
 
 @lru_cache(4096)
-def _state_launches(case: Case, backward: bool) -> tuple[int, *tuple[Launch, ...]]:
-    """Stretches that a sequence is cut into, so that few long ones fill the device too; and the launches.
+def _scan(case: Case, backward: bool) -> _Scan:
+    """A sequence is cut into stretches, so that few long ones fill the device too.
 
     With one stretch that is a scan over its chunks. With more, each is scanned from nothing for its end state, the end
     states are carried from stretch to stretch, and each is scanned again from what came to it.
     """
     size = chunk_size(case.dtype)
-    block_k, block_v, warps, stages = _state_config(case.dim_k, case.dim_v, case.dtype)
+    block_k, block_v, warps, stages, registers = _state_config(case.dim_k, case.dim_v, case.dtype)
     blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
     chunks, programs = -(-case.length // size), 2 * case.batch * case.heads
     stretches = _stretches(chunks, programs * blocks)
     mode, *flags = case.flags()
-    inner = backward and _inner_inside(case)
+    inside = backward and _inner_inside(case)
 
     def scan(ends: bool, inner: bool) -> Launch:
         return Launch(
             _state_kernel, (blocks, 2 * stretches, case.batch * case.heads),
             *case.sizes(), chunks, stretches, case.dim_k, case.dim_v, block_k, block_v, size, stretches > 1, ends,
-            backward, inner, mode != NO_GATE, *flags, num_warps=warps, num_stages=stages,
+            backward, inner, mode != NO_GATE, *flags, num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
 
-    if stretches == 1:
-        return 1, scan(False, inner)
-    words = case.dim_k * (case.dim_v + 1)
-    carry = Launch(_carry, (-(-words // 512), programs), stretches, words, case.batch * case.heads, 512, num_warps=4)
-    return stretches, scan(True, inner), carry, scan(False, False)
+    launches: tuple[Launch, ...] = (scan(False, inside),)
+    if stretches > 1:
+        words, heads = case.dim_k * (case.dim_v + 1), case.batch * case.heads
+        carry = Launch(_carry, (-(-words // 512), programs), stretches, words, heads, 512, num_warps=4)
+        launches = scan(True, inside), carry, scan(False, False)
+    dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
+    inner = row_inner(case) if backward and case.scaled and not inside else None
+    return _Scan(stretches, (2, case.batch * case.heads, chunks, case.dim_k), dtype, inner, launches)
 
 
-def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Block of keys, block of values, warps, pipeline stages."""
+def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int, int | None]:
+    """Block of keys, block of values, warps, pipeline stages, most registers of a thread.
+
+    A scan is a chain of waits: with 128 registers, which spill next to nothing, four share a multiprocessor, with the
+    175 that the compiler would take two.
+    """
     if dtype == torch.bfloat16:
-        return block(dim_k, 64), block(dim_v, 128), 4, 3
-    return block(dim_k, 64), block(dim_v, 64), 4, 2
+        return block(dim_k, 64), block(dim_v, 128), 4, 3, 128 if dim_v <= 64 else None
+    return block(dim_k, 64), block(dim_v, 64), 4, 2, None
 
 
 @triton.jit

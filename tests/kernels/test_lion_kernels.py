@@ -75,9 +75,9 @@ def test_sequences_cut_into_stretches(
     """What long sequences take, here with 5 chunks in stretches of two, of which the fourth is left empty."""
     from models.kernels import lion_states
 
-    request.addfinalizer(lion_states._state_launches.cache_clear)
+    request.addfinalizer(lion_states._scan.cache_clear)
     monkeypatch.setattr(lion_states, "_stretches", lambda *_: 4)
-    lion_states._state_launches.cache_clear()
+    lion_states._scan.cache_clear()
     cu_seqlens = torch.tensor([0, 30, 31, 64, 150], device=device) if scaled else None
     check(device, "triton_chunk", (1, 150, 1, 16, 24), decay=decay, scaled=scaled)
     check(device, "triton_chunk", (1, 150, 1, 16, 16), decay=decay, scaled=scaled, cu_seqlens=cu_seqlens)
