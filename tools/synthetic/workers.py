@@ -226,7 +226,8 @@ def _worker_processes(devices: Sequence[str], graph: bool) -> Iterator[dict[Any,
         for connection, process in workers.items():
             connection.close()
             process.terminate()
-            process.join()
+            process.join(timeout=10)
+            process.kill()
 
 
 def _work(connection: Connection, device: str, graph: bool, processes: int) -> None:
