@@ -183,19 +183,6 @@ def cu_seqlens(parts: list[Part], length: int, segments: int) -> torch.Tensor:
     return torch.from_numpy(bounds)
 
 
-def split_sequences(num_sequences: int, split: tuple[float, ...]) -> list[tuple[int, int]]:
-    """GPT-NeoX's ``split`` ("969,30,1"): consecutive ranges [first, end) of sequence ids in these proportions."""
-    total = sum(split)
-    if total <= 0 or min(split) < 0:
-        raise ValueError(f"split {split} must hold non-negative shares, at least one of them above 0")
-    bounds = [0]
-    for share in split:
-        bounds.append(bounds[-1] + round(share / total * num_sequences))
-    excess = bounds[-1] - num_sequences
-    bounds[1:] = [bound - excess for bound in bounds[1:]]
-    return list(itertools.pairwise(bounds))
-
-
 def _causal_sample(stream: NDArray[np.int64]) -> Sample:
     return {
         "tokens": torch.from_numpy(stream[:-1]),

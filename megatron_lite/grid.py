@@ -66,11 +66,6 @@ class Grid:
         return self.data_rank * self.context_size + self.context_rank
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this process takes the tokens in."""
-        return self.pipe_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this process computes the loss."""
         return self.pipe_rank == self.pipe_size - 1

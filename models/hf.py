@@ -7,7 +7,6 @@ it imports, a config and weights.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -21,9 +20,9 @@ from transformers.modeling_outputs import (
 )
 
 from .hf_cache import RecurrentCache
-from .hf_config import MetalionConfig, is_causal
+from .hf_config import MetalionConfig
 from .hf_pretrained import MetalionPreTrainedModel
-from .lm import LanguageModel, LayerSpec
+from .lm import LayerSpec
 
 # What only a language model's head has.
 _PREDICTION = [r"^head\.weight$", r"^head\.bias$", r"^head\.transform\."]
@@ -232,16 +231,6 @@ class MetalionForSequenceClassification(MetalionPreTrainedModel):
             loss=loss, logits=logits, hidden_states=(*collected, hidden) if collect else None
         )
         return output if _chosen(return_dict, self.config.return_dict) else output.to_tuple()
-
-
-def from_language_model(model: LanguageModel, **config: Any) -> MetalionForCausalLM | MetalionForMaskedLM:
-    """The same layers as a Transformers model that shares their weights; `config` as `MetalionConfig` takes it."""
-    fields = {f.name: getattr(model.config, f.name) for f in dataclasses.fields(model.config)}
-    hf_config = MetalionConfig(**fields, **config)
-    with torch.device("meta"):
-        hf_model = (MetalionForCausalLM if is_causal(model.config) else MetalionForMaskedLM)(hf_config)
-    hf_model.embedding, hf_model.blocks, hf_model.head = model.embedding, model.blocks, model.head
-    return hf_model.train(model.training)
 
 
 def _norm_only(specs: dict[str, LayerSpec]) -> nn.Module:

@@ -16,8 +16,6 @@ from megatron_lite.config_checks import DERIVED_KEYS, EQUATION
 from megatron_lite.config_fields import REQUIRED, Key, keys_of, leaves
 from megatron_lite.config_files import CONFIGS
 from megatron_lite.config_schema import Config
-from models.config import ModelConfig
-from models.mixers import MIXERS
 
 INTRODUCTION = f"""\
 # Configuration reference
@@ -75,6 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def project_reference() -> str:
     """The reference of this project's model and mixers."""
+    from models.config import ModelConfig
+    from models.mixers import MIXERS
+
     return config_reference(ModelConfig, {name: mixer.Options for name, mixer in MIXERS.items()}, CONFIGS)
 
 

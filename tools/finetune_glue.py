@@ -21,7 +21,7 @@ examples:
   python -m tools.finetune_glue runs/lion_s_large                              every task, from the hub, three seeds
   python -m tools.finetune_glue runs/lion_s_large --tasks sst2,mrpc,rte --data glue
   python -m tools.finetune_glue EXPORT --tasks cola --seeds 5 lr=2e-5 tasks.cola.epochs=5
-  python -m tools.finetune_glue runs/c4_sample --tasks sst2 --data ../shared/data/glue --hold-out 0.5 --start pretrained
+  python -m tools.finetune_glue runs/c4_sample --tasks sst2 --data glue --hold-out 0.5 --start pretrained
 
 --data FOLDER holds TASK/train.jsonl.gz and TASK/validation.jsonl.gz (of MNLI validation_matched and
 validation_mismatched) with the columns of the hub's nyu-mll/glue. RTE, MRPC and STS-B start from the weights that MNLI

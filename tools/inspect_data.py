@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from data.causal import CausalDataset
 from data.indexed import IndexedTokens
 from data.manifest import manifest_tokenizer, read_manifest
 from data.sample_index import ORDERS
@@ -95,6 +94,8 @@ def _print_document(tokens: IndexedTokens, number: int, tokenizer: Tokenizer | N
 
 
 def _print_sample(options: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
+    from data.causal import CausalDataset
+
     dataset = CausalDataset(
         options.prefix,
         sequence_length=options.sequence_length,

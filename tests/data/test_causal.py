@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from data.causal import CausalDataset, SequentialDataset, split_sequences
+from data.causal import CausalDataset, SequentialDataset
 from data.indexed import IndexedWriter
 from data.sample_index import build_sample_index, epochs_needed
 
@@ -178,18 +178,3 @@ def test_settings_below_one(tmp_path):
         CausalDataset(prefix, sequence_length=0, num_samples=3, seed=0)
     with pytest.raises(ValueError, match="sequence_length 0"):
         SequentialDataset(prefix, sequence_length=0, first_token=0)
-
-
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=3).filter(lambda s: sum(s) > 0.01), st.integers(1, 5000))
-def test_a_split_covers_every_sequence_once(split, count):
-    ranges = split_sequences(count, tuple(split))
-    assume(all(first <= end for first, end in ranges))
-    assert [i for first, end in ranges for i in range(first, end)] == list(range(ranges[0][0], count))
-    for (first, end), share in zip(ranges, split, strict=True):
-        assert abs((end - first) - share / sum(split) * count) <= len(split)
-
-
-def test_the_usual_split():
-    assert split_sequences(1000, (969, 30, 1)) == [(0, 969), (969, 999), (999, 1000)]
-    with pytest.raises(ValueError, match="non-negative"):
-        split_sequences(10, (0, 0))

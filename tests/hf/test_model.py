@@ -15,7 +15,6 @@ from models.hf import (
     MetalionForMaskedLM,
     MetalionForSequenceClassification,
     MetalionModel,
-    from_language_model,
 )
 from models.hf_config import MetalionConfig, is_causal
 from models.lm import LanguageModel
@@ -75,7 +74,6 @@ def test_logits_are_the_language_models(mixer: str) -> None:
     assert not unexpected
     ids = tokens(2, 19)
     assert torch.equal(model(ids).logits, language_model(ids))
-    assert torch.equal(from_language_model(language_model)(ids).logits, language_model(ids))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -311,7 +309,6 @@ def test_bert_head_is_the_masked_model_s_alone(tmp_path: Path) -> None:
     x = tokens(2, 9)
     lm = LanguageModel(model.config.model_config(), layers=[model.embedding, *model.blocks, model.head])
     assert torch.equal(lm(x), model(x).logits)
-    assert from_language_model(lm).config.head == "mlm"
     model.save_pretrained(tmp_path)
     for kind in (MetalionForMaskedLM, MetalionModel, MetalionForSequenceClassification):
         loaded, report = kind.from_pretrained(tmp_path, output_loading_info=True)

@@ -1,0 +1,83 @@
+"""What the documentation tells people to type exists, and says what it does at once."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from tests.cli.conftest import ROOT, environment
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"(?:python|torchrun[^\n`]*?) (?:-m )?(tools\.[a-z_.]+[a-z]|train\.py|eval\.py)([^\n`#|]*)")
+# The new file of the tutorial, and one of GPT-NeoX.
+ELSEWHERE = ("models/mixers/decayed.py", "tools/datasets/preprocess_data.py")
+HEAVY = ("torch", "transformers", "datasets", "lm_eval", "matplotlib", "deepspeed", "fla", "triton")
+
+
+def documented() -> list[tuple[str, str]]:
+    """(program, the words after it) of every command in the documentation."""
+    return sorted({match.groups() for page in PAGES for match in COMMAND.finditer(page.read_text())})
+
+
+PROGRAMS = sorted({program for program, _ in documented()} | {"train.py", "eval.py"})
+
+
+@cache
+def help_of(program: str, *words: str) -> str:
+    """What `program words --help` prints, and a last line of the packages that it imported and that take seconds."""
+    start = (
+        f"runpy.run_path({program!r}, run_name='__main__')"
+        if program.endswith(".py")
+        else f"runpy.run_module({program!r}, run_name='__main__', alter_sys=True)"
+    )
+    code = (
+        f"import runpy, sys\nsys.argv = {[program, *words, '--help']}\n"
+        f"try: {start}\n"
+        f"finally: print('IMPORTED', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_answers_at_once(program):
+    text, _, imported = help_of(program).rpartition("IMPORTED ")
+    assert len(text) > 100
+    assert imported.strip() == "[]"
+
+
+def test_the_commands_of_the_documentation_exist():
+    unknown = []
+    for program, words in documented():
+        known = help_of(program)
+        first = re.match(r" ([a-z]+)(?= )", words)  # a command of the program, as in `tools.benchmark train`
+        if first and re.search(rf"\b{first[1]}\b", known):
+            known += help_of(program, first[1])
+        if suite := re.search(r"--suite (\w+)", words):
+            known += help_of(program, "--suite", suite[1])
+        flag = r"(?<!\S)--[a-z][\w-]*"
+        there = set(re.findall(r"--[a-z][\w-]*", known))
+        unknown += [f"{program}{words}: {name}" for name in re.findall(flag, words) if name not in there]
+    assert not unknown
+
+
+def test_the_files_of_the_documentation_exist():
+    missing = []
+    for page in PAGES:
+        text = page.read_text()
+        links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+        missing += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
+        named = re.findall(
+            r"\b((?:configs|tools|tests|megatron_lite|models|data)/[\w./]+\.(?:py|yml|md|sbatch))\b", text
+        )
+        known = (ROOT, ROOT / "configs")
+        named = [name for name in named if name not in ELSEWHERE and not any((root / name).exists() for root in known)]
+        missing += [f"{page.name}: {name}" for name in named]
+    assert not missing
