@@ -36,8 +36,8 @@ class TensorGroup:
         group, index, count: the processes, and this one's place among them.
         sequence: activations between regions are cut along the sequence; switched off while text is generated, whose
             lengths do not divide.
-        overlap: sums travel while something else is computed; not with ZeRO 3, whose weights come and go with a module's
-            call.
+        overlap: linears sum their outputs and gradients themselves, beside other work where there is any; not with ZeRO 3,
+            whose weights come and go with a module's call.
     """
 
     group: dist.ProcessGroup
@@ -195,20 +195,17 @@ class _Sum(torch.autograd.Function):
 
 
 class _SummedLinear(torch.autograd.Function):
-    """The sum of every process's x weight^T; some tokens' sums travel while the next ones' products are computed."""
+    """The sum of every process's x weight^T, formed in the product's own memory.
+
+    Cut into parts of 4096 tokens, whose sums travel beside the next part's product, it was slower on 4 H200 (docs/results.md).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, tensor: TensorGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
-        rows = x.reshape(-1, x.shape[-1])
-        y = rows.new_empty(len(rows), len(weight))
-        works = []
-        for part, out in zip(rows.split(_TOKENS), y.split(_TOKENS), strict=True):
-            torch.mm(part, weight.t(), out=out)
-            works.append(dist.all_reduce(out, group=tensor.group, async_op=True))
-        for work in works:
-            work.wait()
-        return y.view(*x.shape[:-1], len(weight))
+        y = F.linear(x, weight).contiguous()
+        dist.all_reduce(y, group=tensor.group)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -216,10 +213,6 @@ class _SummedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         return (rows @ weight).view_as(x), rows.t() @ x.reshape(-1, x.shape[-1]), None
-
-
-# Of a part of `_SummedLinear`: large enough for a product to be efficient.
-_TOKENS = 4096
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_lite import tensor_parallel
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
@@ -104,7 +103,6 @@ def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
 
 
 def main(processes: int, out: Path) -> None:
-    tensor_parallel._TOKENS = 24  # a batch of these cases in several parts, the last one shorter
     results: dict[str, Any] = {}
     for name, parallel, dtype in layouts.guarded(processes):
         results[name] = guards(parallel, dtype)

@@ -84,10 +84,10 @@ def _measure(name: str, size: str, length: int, batch: int, steps: int, override
         *overrides,
     ]
     try:
-        config = load_config([file], settings, model_type=ModelConfig, world_size=1)
-        if config.model.max_positions is not None and config.model.max_positions < length:
+        positions = load_config([file], overrides, model_type=ModelConfig, world_size=1).model.max_positions
+        if positions is not None and positions < length:
             settings.append(f"model.max_positions={length}")
-            config = load_config([file], settings, model_type=ModelConfig, world_size=1)
+        config = load_config([file], settings, model_type=ModelConfig, world_size=1)
     except ConfigError as error:
         raise ValueError(str(error)) from error
     grid = init_grid("auto")
