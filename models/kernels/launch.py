@@ -55,10 +55,9 @@ class Launch:
             compiled = launch(*pointers, *self._values, **self._options)
             # Triton's interpreter compiles nothing.
             if compiled is not None:
-                from triton import knobs
-
-                self._hooks = knobs.runtime
-                self._straight = straight(compiled, self._grid, len(pointers) + len(self._values))
+                self._hooks = _runtime()
+                if self._hooks is not None:
+                    self._straight = straight(compiled, self._grid, len(pointers) + len(self._values))
                 self._ordinary = compiled[self._grid]
 
 
@@ -90,6 +89,15 @@ def straight(
     if len(places) != 1:
         return None
     return start, tuple(fixed[: places[0]]), tuple(fixed[places[0] + 1 :])
+
+
+def _runtime() -> Any:
+    """Where Triton keeps a profiler's hooks; None before 3.4, which kept them elsewhere."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
+    return knobs.runtime
 
 
 def _hooked(runtime: Any) -> bool:

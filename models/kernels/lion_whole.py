@@ -47,10 +47,11 @@ def takes(case: Case) -> bool:
 def forward_launch(case: Case) -> Launch:
     """(q, k, v, gate, bias, c, segments, y, den). Programs stay on the device and take one sequence after the other."""
     sequences, rows = case.batch * case.heads, block(case.length)
+    multiprocessors, stages = _device(case.device)
     return Launch(
-        _forward, (min(sequences, 2 * _multiprocessors(case.device)),),
+        _forward, (min(sequences, 2 * multiprocessors),),
         *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows,
-        *case.flags(), _even(case, rows), num_warps=8, num_stages=1, maxnreg=128,
+        *case.flags(), _even(case, rows), stages, num_warps=8, num_stages=1, maxnreg=128,
     )  # fmt: skip
 
 
@@ -70,9 +71,14 @@ def _even(case: Case, rows: int) -> bool:
     return case.length == rows and case.dim_k == block(case.dim_k) and case.dim_v == block(case.dim_v)
 
 
-def _multiprocessors(device: int) -> int:
-    # Triton's interpreter computes on the CPU, which is device -1.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 1
+def _device(device: int) -> tuple[int, int]:
+    """Multiprocessors; and whether one holds the tiles of two sequences (2) or of one (1)."""
+    if device < 0:
+        # Triton's interpreter computes on the CPU.
+        return 1, 1
+    properties = torch.cuda.get_device_properties(device)
+    memory = getattr(properties, "shared_memory_per_block_optin", 0)
+    return properties.multi_processor_count, 2 if memory >= 120 * 1024 else 1
 
 
 @triton.jit
@@ -94,10 +100,11 @@ def _forward(
     q, k, v, gate, bias, c, segments, y, den, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every num_programs-th of N sequences, the next one's tiles on their way while one is computed."""
     t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
-    for step in tl.range(0, tl.cdiv(N - tl.program_id(0), tl.num_programs(0)), num_stages=2):
+    for step in tl.range(0, tl.cdiv(N - tl.program_id(0), tl.num_programs(0)), num_stages=STAGES):
         bh = tl.program_id(0) + step * tl.num_programs(0)
         query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
         key = load_rows(base(k, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
