@@ -195,10 +195,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _SummedLinear(torch.autograd.Function):
-    """The sum of every process's x weight^T, formed in the product's own memory.
-
-    Cut into parts of 4096 tokens, whose sums travel beside the next part's product, it was slower on 4 H200 (docs/results.md).
-    """
+    """The sum of every process's x weight^T, formed in the product's own memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, tensor: TensorGroup) -> Tensor:
