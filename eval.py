@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_words,
         default=[],
         metavar="A,B",
-        help="superglue, commonsense, needle, or a YAML file; mqar, mad (no checkpoint: --suite mqar --help)",
+        help="superglue, commonsense, needle, or a YAML file; mqar, mad, listops (no checkpoint: --suite mqar --help)",
     )
     suites.add_argument("--tasks", type=_words, default=[], metavar="A,B", help="any tasks of the harness, by name")
     suites.add_argument("--without", type=_words, default=[], metavar="A,B", help="tasks of the suites to leave out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -21,6 +22,8 @@ def fla_recurrence(
         from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
     except ImportError as error:
         raise missing_package() from error
+    if min(q.shape[-1], v.shape[-1]) < _SMALLEST:
+        return _widened(q, k, v, log_decay, scale, initial_state, cu_seqlens)
     inputs = (q, k, v, log_decay) if initial_state is None else (q, k, v, log_decay, initial_state)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     common = {
@@ -44,6 +47,31 @@ def fla_recurrence(
     if short:
         return fused_recurrent_gla(q, k, v, gk=log_decay, **common)
     return chunk_gla(q, k, v, log_decay, **common)
+
+
+# Channels of a head that the kernels' matrix products need at least.
+_SMALLEST = 16
+
+
+def _widened(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Heads of few channels, with channels of zeros beside them: keys and values of zeros add nothing."""
+    dim_k, dim_v = q.shape[-1], v.shape[-1]
+    more_k, more_v = max(0, _SMALLEST - dim_k), max(0, _SMALLEST - dim_v)
+    q, k, v = F.pad(q, (0, more_k)), F.pad(k, (0, more_k)), F.pad(v, (0, more_v))
+    if log_decay.shape[-1] != 1:
+        log_decay = F.pad(log_decay, (0, more_k))
+    if initial_state is not None:
+        initial_state = F.pad(initial_state, (0, more_v, 0, more_k))
+    o, state = fla_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+    return o[..., :dim_v], state[..., :dim_k, :dim_v]
 
 
 def missing_package() -> ImportError:

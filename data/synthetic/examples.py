@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = NDArray[np.int32]
+Ids = NDArray[np.signedinteger[Any]]
 
 # The label of a position that is not asked about.
 UNLABELLED = -100
 
 
 class Examples(NamedTuple):
-    """tokens [examples, length], and labels of that shape: what to answer at a position, or UNLABELLED."""
+    """tokens [examples, length], and labels of that shape: what to answer at a position, or UNLABELLED; [examples, 1]
+    where a label is of the whole example."""
 
     tokens: Ids
     labels: Ids

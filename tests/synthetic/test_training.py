@@ -161,9 +161,9 @@ def test_the_score_of_looking_up_and_of_guessing(runs: Runs, monkeypatch: pytest
 
     generator = torch.Generator().manual_seed(0)
     monkeypatch.setattr(Network, "answers", look_up)
-    assert steps.evaluate()[0] == [1.0]
+    assert steps.evaluate()[0] == [[1.0]]
     monkeypatch.setattr(Network, "answers", guess)
-    assert steps.evaluate()[0][0] == pytest.approx(1 / 32, abs=0.006)
+    assert steps.evaluate()[0][0][0] == pytest.approx(1 / 32, abs=0.006)
 
 
 def test_macro_accuracy_is_the_mean_over_classes() -> None:

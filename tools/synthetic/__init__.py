@@ -1,1 +1,1 @@
-"""Small models trained on generated tasks, MQAR and MAD: `python eval.py --suite mqar`."""
+"""Small models trained on generated tasks, MQAR, MAD and ListOps: `python eval.py --suite mqar`."""

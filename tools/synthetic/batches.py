@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from data.synthetic.examples import UNLABELLED, Examples
+from data.synthetic.listops import listops
 from data.synthetic.mad import TASKS
 from data.synthetic.mqar import mqar
 
@@ -17,10 +18,10 @@ from .experiment import Run
 Batch = tuple[Tensor, Tensor | None, Tensor]
 
 
-def prepare(run: Run, device: torch.device) -> tuple[Asked, Asked]:
-    """Training and test examples of a run on the device, the test's in whole batches. Raises as `generate`."""
-    train, test = generate(run)
-    return on_device(train, device), on_device(test, device, multiple=batch_size(run))
+def prepare(run: Run, device: torch.device) -> tuple[Asked, ...]:
+    """The examples of a run on the device, those that are not trained on in whole batches. Raises as `generate`."""
+    train, *evaluated = generate(run)
+    return on_device(train, device), *(on_device(part, device, multiple=batch_size(run)) for part in evaluated)
 
 
 def batch_size(run: Run) -> int:
@@ -33,13 +34,20 @@ def data_key(run: Run) -> tuple[Any, ...]:
     return (run.suite, run.task, run.length, run.seed, run.batch_size, tuple(sorted(run.data.items())))
 
 
-def generate(run: Run) -> tuple[Examples, Examples]:
-    """Training and test examples of a run. Raises as the generators, and TypeError for an argument that they lack."""
+def generate(run: Run) -> tuple[Examples, ...]:
+    """Training and test examples of a run; of ListOps training, validation and test examples.
+
+    Raises as the generators, and TypeError for an argument that they lack.
+    """
     data: dict[str, Any] = {key: value for key, value in run.data.items() if not key.endswith("_examples")}
     counts = (int(run.data["train_examples"]), int(run.data["test_examples"]))
     if run.suite == "mqar":
         train, test = (mqar(n, run.length, seed=[run.seed, i], **data) for i, n in enumerate(counts))
         return train, test
+    if run.suite == "listops":
+        del data["vocabulary"]
+        counts = (counts[0], int(run.data["validation_examples"]), counts[1])
+        return tuple(listops(n, run.length, seed=[run.seed, i], **data) for i, n in enumerate(counts))
     task = run.task.partition("/")[0]
     if task == "memorization":
         data["table_seed"] = run.seed
@@ -52,8 +60,8 @@ def generate(run: Run) -> tuple[Examples, Examples]:
 class Asked(NamedTuple):
     """Examples on a device.
 
-    tokens: [examples, length] int32. positions: [examples, asked] int64, or None where all positions may be asked;
-    labels: [examples, asked or length] int64, UNLABELLED counts nothing.
+    tokens: [examples, length], integers of any size. positions: [examples, asked] int64, or None where all positions may be
+    asked; labels: [examples, asked or length] int64, UNLABELLED counts nothing.
     """
 
     tokens: Tensor
@@ -64,6 +72,15 @@ class Asked(NamedTuple):
         """The examples `rows` [batch] int64: tokens [batch, length], positions, labels."""
         positions = None if self.positions is None else self.positions.index_select(0, rows)
         return self.tokens.index_select(0, rows).long(), positions, self.labels.index_select(0, rows)
+
+
+def joined(parts: list[Asked]) -> Asked:
+    """Several sets one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens, labels = (torch.cat([getattr(part, key) for part in parts]) for key in ("tokens", "labels"))
+    positions = [part.positions for part in parts if part.positions is not None]
+    return Asked(tokens, torch.cat(positions) if positions else None, labels)
 
 
 def on_device(examples: Examples, device: torch.device, multiple: int = 1) -> Asked:

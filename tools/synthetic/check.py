@@ -118,7 +118,7 @@ def _speed(steps: SideBySide) -> tuple[float, list[float]]:
     steps.evaluate()
     begin = time.perf_counter()
     steps.train_epoch(0)
-    accuracies, _ = steps.evaluate()
+    (accuracies, *_), _ = steps.evaluate()
     return round((time.perf_counter() - begin) / STEPS * 1e3, 3), accuracies
 
 

@@ -1,4 +1,4 @@
-"""`python eval.py --suite mqar` and `--suite mad`."""
+"""`python eval.py --suite mqar`, `--suite mad` and `--suite listops`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # --help answers at once
     from .results import Line, Results
     from .workers import Group
 
-NAMES = ("mqar", "mad")
+NAMES = ("mqar", "mad", "listops")
 # Between two words about progress where no bar can be shown.
 LOG_SECONDS = 20.0
 
@@ -27,6 +27,7 @@ examples:
   python eval.py --suite mqar tasks=[64x4] models=[metala] widths=[64] epochs=8 devices=[cpu] data.train_examples=20000
   python eval.py --suite mad models=[metala]               six tasks, 66 settings, six runs each
   python eval.py --suite mad tasks=[memorization,compression/baseline]
+  python eval.py --suite listops                           nested operations on digits, 2000 tokens, ten classes
   python eval.py --suite mqar --report                     tables and figure of what is there
 
 Every run is a line of OUTPUT/results.jsonl, by its settings: what is there is not run again, and a sweep whose best run
@@ -159,6 +160,7 @@ def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
 
 
 def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
+    from .curves import draw_curves
     from .experiment import sweeps
     from .report import cells_of, figure, mad_scores, markdown
 
@@ -174,7 +176,10 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
     aside = target.with_name(f".{target.name}.aside")
     aside.write_text(text, encoding="utf-8")
     aside.replace(target)
-    figure(experiment, cells, results.path.with_suffix(".png"))
+    if experiment.suite == "listops":
+        draw_curves(experiment, grouped, results, results.path.with_suffix(".png"))
+    else:
+        figure(experiment, cells, results.path.with_suffix(".png"))
     print(f"\n{text}\n{results.path}\n{target}\n{results.path.with_suffix('.png')}")
 
 
@@ -224,7 +229,7 @@ def _parser(suite: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python eval.py --suite {suite}",
         description="Train small models on generated tasks and measure what their mixers store and retrieve: mqar, "
-        "multi-query associative recall; mad, six tasks of token manipulation.",
+        "multi-query associative recall; mad, six tasks of token manipulation; listops, nested operations on digits.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

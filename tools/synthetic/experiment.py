@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_lite.config_files import CONFIGS, ConfigError, read_sources
 
-SUITES = ("mqar", "mad")
+SUITES = ("mqar", "mad", "listops")
 FOLDER = CONFIGS / "experiments"
 
 
@@ -65,7 +65,7 @@ class Paper(_Section):
 class Experiment(_Section):
     """One of configs/experiments/*.yml, where every key is explained."""
 
-    suite: Literal["mqar", "mad"]
+    suite: Literal["mqar", "mad", "listops"]
     title: str
     output: Path
     tasks: tuple[str, ...]
@@ -74,6 +74,7 @@ class Experiment(_Section):
     lrs: tuple[float, ...]
     more_lrs: MoreRates = MoreRates()
     min_lr: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     weight_decays: tuple[float, ...]
     decayed: Literal["all", "matrices"]
     seeds: tuple[int, ...] = (0,)
@@ -119,16 +120,22 @@ class Run:
     precision: str
     data: dict[str, Any]
     network: dict[str, Any]
+    warmup_steps: int = 0
 
     @cached_property
     def id(self) -> str:
         """12 hexadecimal digits; another one with any other setting."""
-        return _digest(asdict(self))
+        return _digest(self._settings())
 
     @cached_property
     def sweep(self) -> str:
         """What is the same for all learning rates and weight decays, of which the best counts."""
-        return _digest({key: value for key, value in asdict(self).items() if key not in ("lr", "weight_decay")})
+        return _digest({key: value for key, value in self._settings().items() if key not in ("lr", "weight_decay")})
+
+    def _settings(self) -> dict[str, Any]:
+        """A warmup counts where there is one: results of runs without it stay theirs."""
+        settings = asdict(self)
+        return settings if self.warmup_steps else {k: v for k, v in settings.items() if k != "warmup_steps"}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -202,6 +209,7 @@ def plan(experiment: Experiment, precision: str) -> list[Run]:
                             precision=precision,
                             data=data,
                             network={**experiment.network, **experiment.definitions[model]},
+                            warmup_steps=experiment.warmup_steps,
                         )
                     )
     if not runs:
@@ -225,6 +233,11 @@ def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict
         if not (length.isdecimal() and pairs.isdecimal()):
             raise ValueError(f"tasks: {name!r}: LENGTHxPAIRS is expected, for example 256x16")
         return [(name, int(length), {**experiment.data, "pairs": int(pairs)})]
+    if experiment.suite == "listops":
+        if name != "listops":
+            raise ValueError(f"tasks: {name!r} is unknown; the suite listops has one task, listops")
+        data = dict(experiment.data)
+        return [(name, int(data.pop("length")), data)]
     base, _, wanted = name.partition("/")
     if base not in experiment.mad:
         raise ValueError(f"tasks: {name!r} is unknown; {nearest(name, experiment.mad)}")

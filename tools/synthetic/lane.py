@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.synthetic.listops import CLASSES
 from models.head import IGNORED_LABEL
 
 from .experiment import Run
-from .network import Network
+from .network import Classifier, Network
 
 # Elements that a parameter's place in a flat tensor is a multiple of: kernels want addresses of whole 16 bytes.
 _ALIGNED = 64
@@ -76,7 +77,8 @@ class Lane:
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run = run
-        self.network = Network(run).to(device)
+        network = Classifier(run, CLASSES) if run.suite == "listops" else Network(run)
+        self.network: Network | Classifier = network.to(device)
         self.vocabulary = int(run.data["vocabulary"])
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         parameters = list(self.network.parameters())
@@ -111,12 +113,15 @@ class Lane:
         """The learning rate of epoch 0, 1, ...: a cosine to min_lr, constant over an epoch as in the papers' code."""
         run = self.run
         rate = run.min_lr + (run.lr - run.min_lr) * (1 + math.cos(math.pi * epoch / run.epochs)) / 2
-        for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        self._rate = rate
+        self._set_rate(rate)
         self.loss.zero_()
+
+    def warm_up(self, step: int) -> None:
+        """Before step 0, 1, ...: while the warmup lasts, the learning rate grows linearly to what the epoch gives."""
+        warmup = self.run.warmup_steps
+        if step <= warmup and warmup:
+            self._set_rate(self._rate * min(1.0, (step + 1) / warmup))
 
     def train(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> None:
         """One optimizer step on a batch."""
@@ -138,16 +143,23 @@ class Lane:
         answers = self.network.answers(tokens, positions)
         counted = labels != IGNORED_LABEL
         right = (answers == labels) & counted
-        if self.run.suite == "mqar":
-            self._score += torch.stack([right.sum(), counted.sum()])
-        else:
+        if self.run.suite == "mad":
             self._score += _macro(answers, labels, right, counted, self.vocabulary)
+        else:
+            self._score += torch.stack([right.sum(), counted.sum()])
 
     def take_score(self) -> Tensor:
         """Accuracy since the last call, a scalar on the device."""
         accuracy = self._score[0] / self._score[1]
         self._score.zero_()
         return accuracy
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def _macro(answers: Tensor, labels: Tensor, right: Tensor, counted: Tensor, classes: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.head import IGNORED_LABEL
 from models.init import linear
-from models.lm import LanguageModel, LayerSpec, build_layer
+from models.lm import LanguageModel, LayerSpec, build_layer, layer_specs
 from models.norm import Norm
 
 from .experiment import Run
@@ -62,6 +62,44 @@ class Network(nn.Module):
         head = self.model.head
         hidden = head.norm(self.rows(tokens, positions))
         return F.linear(hidden.float(), head.weight.float()).argmax(-1)
+
+
+class Classifier(nn.Module):
+    """A class for a whole sequence: the mean of the last block's output over its tokens, after a norm, and a linear map.
+
+    Positions are not asked; the id after the last token's stands for padding.
+    """
+
+    def __init__(self, run: Run, classes: int) -> None:
+        super().__init__()
+        config = model_config(run)
+        specs = layer_specs(config)[:-1]
+        self.embedding, *blocks = (build_layer(spec, index, run.seed) for index, spec in enumerate(specs))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = Norm(config)
+        self.output = build_layer(
+            LayerSpec("classifier", partial(linear, config, config.hidden_size, classes)), len(specs), run.seed
+        )
+        self.pad = config.vocab_size - 1
+
+    def loss(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> Tensor:
+        """Mean cross entropy of the labels [batch, 1] that are not IGNORED_LABEL."""
+        return F.cross_entropy(self._logits(tokens), labels[:, 0], ignore_index=IGNORED_LABEL)
+
+    def answers(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """The classes of the largest logits [batch, 1]."""
+        return self._logits(tokens).argmax(-1, keepdim=True)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch, length] -> [batch, classes] in float32."""
+        real = tokens != self.pad
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, mask=real)
+        x = self.norm(x).float().masked_fill(~real.unsqueeze(-1), 0.0)
+        # A row of padding alone fills a last batch; its label is ignored.
+        mean = x.sum(1) / real.sum(1, keepdim=True).clamp_min(1)
+        return F.linear(mean, self.output.weight.float())
 
 
 class Decoder(nn.Module):

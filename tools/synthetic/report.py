@@ -92,6 +92,10 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
             parts.append(
                 _table("model", [f"d = {width}" for width in columns], _mqar_rows(experiment, task, own, columns))
             )
+    elif experiment.suite == "listops":
+        parts.append("Test accuracy in percent, ten classes, after the last epoch.")
+        rows = [[_labelled(cells, model, width), cell.text()] for (_, model, width), cell in cells.items()]
+        parts.append(_table("model", ["accuracy"], rows))
     else:
         tasks = [task for task in [*experiment.mad, "average"] if any(name == task for name, _, _ in cells)]
         parts.append("Mean over a task's settings of the best test accuracy of a sweep, in percent.")

@@ -6,6 +6,7 @@ at once, and its branches share the device.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .batches import Asked, batch_size
+from .batches import Asked, batch_size, joined
 from .experiment import Run
 from .lane import Lane
 
@@ -22,7 +23,7 @@ Progress = Callable[[int, str], None]
 
 def train_together(
     runs: Sequence[Run],
-    examples: tuple[Asked, Asked],
+    examples: tuple[Asked, ...],
     device: torch.device,
     *,
     graph: bool = True,
@@ -30,7 +31,8 @@ def train_together(
 ) -> list[dict[str, Any]]:
     """Trains the runs of one sweep, all on the same batches, until the last epoch or one of them reaches the target.
 
-    examples: of `tools.synthetic.batches.prepare`.
+    examples: of `tools.synthetic.batches.prepare`; where there are three, the target and the history are the second's, the
+    accuracy the third's.
     progress is told the optimizer steps since its last call, of all runs, and how far they are. Returns for every run
     what was found: `accuracy` (of the last evaluation), `best_accuracy`, `history`, `loss` (mean of the last epoch, None
     where it is not finite), `epochs`, `steps`, `stopped` (why before the last epoch, or None), `graph` (True, or why not).
@@ -40,13 +42,15 @@ def train_together(
     steps = SideBySide(runs, examples, device, graph=graph)
     prepared = time.perf_counter()
     history: list[list[float]] = [[] for _ in runs]
+    tested: list[float] = []
     losses: list[float] = []
     epoch, stopped = 0, ""
     for epoch in range(1, first.epochs + 1):
         steps.train_epoch(epoch - 1)
         text = f"{first.name} epoch {epoch}"
         if epoch % first.evaluate_every == 0 or epoch == first.epochs:
-            accuracies, losses = steps.evaluate()
+            sets, losses = steps.evaluate()
+            accuracies, tested = sets[0], sets[-1]
             for own, accuracy in zip(history, accuracies, strict=True):
                 own.append(accuracy)
             text += f" {100 * max(accuracies):.1f} %"
@@ -61,7 +65,7 @@ def train_together(
     taken = epoch * first.steps_per_epoch
     return [
         {
-            "accuracy": own[-1],
+            "accuracy": accuracy,
             "best_accuracy": max(own),
             "history": own,
             "loss": loss if math.isfinite(loss) else None,
@@ -75,7 +79,7 @@ def train_together(
             "preparation_seconds": round(prepared - started, 2),
             "steps_per_second": round(taken / seconds, 1),
         }
-        for own, loss, lane in zip(history, losses, steps.lanes, strict=True)
+        for accuracy, own, loss, lane in zip(tested, history, losses, steps.lanes, strict=True)
     ]
 
 
@@ -88,15 +92,16 @@ class SideBySide:
     """
 
     def __init__(
-        self, runs: Sequence[Run], examples: tuple[Asked, Asked], device: torch.device, *, graph: bool = True
+        self, runs: Sequence[Run], examples: tuple[Asked, ...], device: torch.device, *, graph: bool = True
     ) -> None:
         first = runs[0]
         self._device = device
         self._seed = first.seed
         self._size = batch_size(first)
-        self._train, self._test = examples
+        self._train, *evaluated = examples
+        self._ends = list(itertools.accumulate(len(part.tokens) // self._size for part in evaluated))
+        self._test = joined(evaluated)
         self._batches = first.steps_per_epoch
-        self._test_batches = len(self._test.tokens) // self._size
         self._order = torch.arange(self._batches * self._size, device=device).view(-1, self._size)
         self._test_order = torch.arange(len(self._test.tokens), device=device).view(-1, self._size)
         # Which batch is next: on the device, so that a graph moves it on by itself.
@@ -119,19 +124,24 @@ class SideBySide:
         self._place.zero_()
         for lane in self.lanes:
             lane.begin_epoch(epoch)
-        for _ in range(self._batches):
+        for step in range(epoch * self._batches, (epoch + 1) * self._batches):
+            for lane in self.lanes:
+                lane.warm_up(step)
             self._train_step()
 
-    def evaluate(self) -> tuple[list[float], list[float]]:
-        """Each lane's test accuracy, and its mean training loss since `train_epoch` began."""
+    def evaluate(self) -> tuple[list[list[float]], list[float]]:
+        """Each lane's accuracy on every set of examples but the first, and its mean training loss since `train_epoch`
+        began."""
         self._test_place.zero_()
-        for _ in range(self._test_batches):
+        found = []
+        for done in range(1, self._ends[-1] + 1):
             self._test_step()
-        accuracies = torch.stack([lane.take_score() for lane in self.lanes])
-        losses = torch.stack([lane.loss for lane in self.lanes]) / self._batches
+            if done in self._ends:
+                found.append(torch.stack([lane.take_score() for lane in self.lanes]))
+        found.append(torch.stack([lane.loss for lane in self.lanes]) / self._batches)
         # The one time that the host waits for the device.
-        found = torch.stack([accuracies, losses]).tolist()
-        return found[0], found[1]
+        *accuracies, losses = torch.stack(found).tolist()
+        return accuracies, losses
 
     def losses_of_steps(self, count: int) -> list[list[float]]:
         """For a check: the losses of the lanes in each of the first `count` steps from the start, to which it goes back.

@@ -1,0 +1,162 @@
+"""ListOps: Nangia and Bowman 2018 (arXiv 1804.06028), with the long sequences of Long Range Arena (Tay et al. 2020, arXiv
+2011.04006): nested operations on lists of digits, whose result is a digit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .examples import Examples
+
+# Ids by place: a digit is its own id, the classes too.
+TOKENS = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]", "<pad>")
+CLASSES = 10
+MIN, MAX, MED, SM, CLOSE, PAD = range(10, 16)
+# Expressions that are drawn together; most are too short or too long and are dropped before their tokens are written.
+_TREES = 4_000
+
+Numbers = NDArray[np.int64]
+
+
+def listops(
+    examples: int,
+    length: int = 2000,
+    *,
+    shortest: int = 500,
+    depth: int = 10,
+    arguments: int = 10,
+    nested: float = 0.25,
+    seed: int | list[int] = 0,
+) -> Examples:
+    """Expressions such as `[MAX 2 9 [MIN 4 7 ] 0 ]`, padded with PAD on the right, and their values.
+
+    An element above level `depth` (the whole is level 1) is an operation with probability `nested`, else a digit; below it
+    is a digit. An operation is MIN, MAX, MED (median, rounded down) or SM (sum modulo 10), each as likely, of 2 to
+    `arguments` elements. Expressions of `shortest` to `length` tokens are kept; a bracket with its word is one token.
+
+    Returns tokens [examples, length] int8 and labels [examples, 1] int32, 0 to 9.
+
+    Raises ValueError for lengths that no expression has, or fewer than 2 arguments or levels.
+    """
+    if arguments < 2 or depth < 2:
+        raise ValueError(f"{arguments} arguments, depth {depth}: at least 2 each")
+    longest = 1 + _most_tokens(depth, arguments)
+    if not 4 <= shortest <= length or shortest > longest:
+        raise ValueError(
+            f"lengths {shortest} to {length}: with {arguments} arguments and depth {depth} expressions have 4 to {longest - 1}"
+        )
+    generator = np.random.default_rng(seed)
+    tokens = np.full((examples, length), PAD, np.int8)
+    labels = np.empty((examples, 1), np.int32)
+    done = 0
+    while done < examples:
+        levels = _draw(generator, depth, arguments, nested)
+        size = levels[0].size
+        kept = np.flatnonzero((size >= shortest) & (size <= length))[: examples - done]
+        levels = _only(levels, kept)
+        labels[done : done + len(kept), 0] = _values(levels)
+        _write(levels, tokens[done : done + len(kept)])
+        done += len(kept)
+    return Examples(tokens, labels)
+
+
+@dataclass
+class _Level:
+    """The elements of one depth of many expressions, children of one operation next to one another.
+
+    Attributes:
+        tree: expression of each. operation: MIN to SM, or -1 for a digit. digit: of digits. count: arguments, 0 of digits.
+        size: tokens of the element with everything inside.
+    """
+
+    tree: Numbers
+    operation: Numbers
+    digit: Numbers
+    count: Numbers
+    size: Numbers
+
+    @property
+    def first(self) -> Numbers:
+        """Of each operation, where its arguments begin in the next level."""
+        counts = self.count[self.operation >= 0]
+        return np.cumsum(counts) - counts
+
+
+def _draw(generator: np.random.Generator, depth: int, arguments: int, nested: float) -> list[_Level]:
+    """Expressions level by level. The first level is an operation: a digit alone would be too short."""
+    levels: list[_Level] = []
+    tree = np.arange(_TREES)
+    for number in range(1, depth + 1):
+        inner = np.full(len(tree), number == 1) if number in (1, depth) else generator.random(len(tree)) < nested
+        operation = np.where(inner, generator.integers(MIN, SM + 1, len(tree)), -1)
+        count = np.where(inner, generator.integers(2, arguments + 1, len(tree)), 0)
+        levels.append(_Level(tree, operation, generator.integers(0, 10, len(tree)), count, np.ones_like(tree)))
+        tree = np.repeat(tree, count)
+        if not len(tree):
+            break
+    for upper, lower in zip(levels[-2::-1], levels[:0:-1], strict=True):
+        inner = upper.operation >= 0
+        upper.size[inner] = 2 + np.add.reduceat(lower.size, upper.first) if inner.any() else 0
+    return levels
+
+
+def _only(levels: list[_Level], kept: Numbers) -> list[_Level]:
+    """Some of the expressions, numbered anew."""
+    number = np.full(_TREES, -1)
+    number[kept] = np.arange(len(kept))
+    found = []
+    for level in levels:
+        stays = number[level.tree] >= 0
+        if stays.any():
+            parts = (level.operation, level.digit, level.count, level.size)
+            found.append(_Level(number[level.tree[stays]], *(part[stays] for part in parts)))
+    return found
+
+
+def _values(levels: list[_Level]) -> Numbers:
+    """The value of every expression, from the innermost level outwards."""
+    below = np.empty(0, np.int64)
+    for level in reversed(levels):
+        value = level.digit.copy()
+        inner = level.operation >= 0
+        if inner.any():
+            value[inner] = _applied(level.operation[inner], level.count[inner], level.first, below)
+        below = value
+    return below
+
+
+def _applied(operation: Numbers, count: Numbers, first: Numbers, values: Numbers) -> Numbers:
+    group = np.repeat(np.arange(len(count)), count)
+    ordered = values[np.lexsort((values, group))]
+    low, high = ordered[first + (count - 1) // 2], ordered[first + count // 2]
+    results = {
+        MIN: ordered[first],
+        MAX: ordered[first + count - 1],
+        MED: (low + high) // 2,
+        SM: np.add.reduceat(values, first) % 10,
+    }
+    return np.select([operation == kind for kind in results], list(results.values()))
+
+
+def _write(levels: list[_Level], out: NDArray[np.int8]) -> None:
+    """The tokens of the expressions, from the first column on."""
+    place = np.zeros(len(out), np.int64)
+    for number, level in enumerate(levels):
+        inner = level.operation >= 0
+        out[level.tree, place] = np.where(inner, level.operation, level.digit)
+        out[level.tree[inner], place[inner] + level.size[inner] - 1] = CLOSE
+        if inner.any():
+            # An argument begins after its operation's bracket and the arguments before it.
+            lower = levels[number + 1]
+            before = np.cumsum(lower.size) - lower.size
+            place = np.repeat(place[inner] + 1 - before[level.first], level.count[inner]) + before
+
+
+def _most_tokens(depth: int, arguments: int) -> int:
+    """Tokens of the largest expression, at most 10^6."""
+    size = 1
+    for _ in range(depth - 1):
+        size = min(10**6, 2 + arguments * size)
+    return size

@@ -1,0 +1,131 @@
+"""ListOps through the runner: the classifier, the warmup, validation apart from the test, the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import eval as evaluation
+from data.synthetic.listops import CLASSES, PAD
+from tools.synthetic.batches import generate, prepare
+from tools.synthetic.experiment import Run, _digest, load_experiment, plan
+from tools.synthetic.lane import Lane
+from tools.synthetic.network import Classifier
+from tools.synthetic.training import train_together
+
+CPU = torch.device("cpu")
+# Up to 24 tokens, three levels, four arguments.
+SHORT = (
+    "data.train_examples=256",
+    "data.validation_examples=64",
+    "data.test_examples=96",
+    "data.length=24",
+    "data.shortest=4",
+    "data.depth=3",
+    "data.arguments=4",
+    "batch_size=32",
+    "network.num_layers=1",
+    "devices=[cpu]",
+)
+
+
+def runs_of(*more: str) -> list[Run]:
+    return plan(load_experiment("listops", [*SHORT, *more]), "fp32")
+
+
+def test_the_papers_configuration() -> None:
+    runs = plan(load_experiment("listops"), "bf16")
+    assert [run.model for run in runs] == ["metala", "lion_s", "attention"]
+    for run in runs:
+        assert (run.width, run.lr, run.weight_decay, run.batch_size, run.warmup_steps) == (32, 5e-4, 0.01, 128, 5000)
+        assert 50_000 <= run.steps < 50_000 + run.steps_per_epoch
+        assert (run.length, run.data["shortest"]) == (2000, 500)
+        assert [run.data[f"{part}_examples"] for part in ("train", "validation", "test")] == [96_000, 2_000, 2_000]
+    network = Classifier(runs[0], CLASSES)
+    block = network.blocks[0]
+    assert len(network.blocks) == 6
+    assert block.mixer.head_dim_k == 4
+    assert block.mixer.q_proj.weight.shape == (16, 32)
+    assert block.mlp.down_proj.weight.shape == (32, 64)
+    assert network.output.weight.shape == (10, 32)
+
+
+@pytest.mark.parametrize("model", list(load_experiment("listops").definitions))
+def test_a_class_is_read_from_the_mean_of_the_tokens(model: str) -> None:
+    """Padding changes nothing; the gradient reaches every parameter."""
+    (run,) = runs_of(f"models=[{model}]")
+    network = Classifier(replace(run, length=40), CLASSES)
+    train, validation, test = generate(run)
+    assert [len(part.tokens) for part in (train, validation, test)] == [256, 64, 96]
+    tokens, labels = (torch.from_numpy(x[:8]).long() for x in train)
+    longer = F.pad(tokens, (0, 16), value=PAD)
+    torch.testing.assert_close(network._logits(longer), network._logits(tokens), rtol=1e-4, atol=1e-5)
+    row, length = tokens[:1], int((tokens[0] != PAD).sum())
+    x = network.embedding(row[:, :length])
+    for block in network.blocks:
+        x = block(x)
+    expected = network.norm(x)[0].mean(0) @ network.output.weight.T
+    torch.testing.assert_close(network._logits(row)[0], expected, rtol=1e-4, atol=1e-5)
+    loss = network.loss(tokens, None, labels)
+    assert loss.item() == pytest.approx(F.cross_entropy(network._logits(tokens), labels[:, 0]).item())
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    assert (network.answers(tokens, None)[:, 0] == network._logits(tokens).argmax(-1)).all()
+
+
+def test_the_rate_grows_then_follows_the_cosine() -> None:
+    (run,) = runs_of("models=[attention]", "warmup_steps=10", "epochs=4")
+    lane = Lane(run, CPU)
+    rates = []
+    for epoch in range(4):
+        lane.begin_epoch(epoch)
+        for step in range(8 * epoch, 8 * epoch + 8):
+            lane.warm_up(step)
+            rates.append(lane._optimizer.param_groups[0]["lr"])
+    cosine = [run.lr * (1 + np.cos(np.pi * epoch / 4)) / 2 for epoch in range(4) for _ in range(8)]
+    expected = [rate * min(1, (step + 1) / 10) for step, rate in enumerate(cosine)]
+    assert rates == pytest.approx(expected)
+
+
+def test_a_warmup_makes_another_run_and_none_changes_no_id() -> None:
+    (with_warmup,) = runs_of("models=[metala]")
+    (without,) = runs_of("models=[metala]", "warmup_steps=0")
+    assert with_warmup.id != without.id
+    assert without.id == _digest({key: value for key, value in asdict(without).items() if key != "warmup_steps"})
+
+
+def test_history_is_the_validations_and_accuracy_the_tests() -> None:
+    (run,) = runs_of("models=[metala]", "epochs=2", "warmup_steps=4", "lrs=[3e-3]")
+    train, validation, test = prepare(run, CPU)
+    (found,) = train_together([run], (train, validation, test), CPU)
+    (swapped,) = train_together([run], (train, test, validation), CPU)
+    assert len(found["history"]) == 2
+    assert found["accuracy"] == swapped["history"][-1]
+    assert swapped["accuracy"] == found["history"][-1]
+    assert found["accuracy"] * 96 == pytest.approx(
+        round(found["accuracy"] * 96)
+    )  # of 96 examples, the padding not counted
+
+
+def test_the_command_trains_and_learns(tmp_path: Path, capsys) -> None:
+    words = ["--suite", "listops", *SHORT, "data.train_examples=1024", "models=[metala]", "lrs=[1e-2]", "epochs=2"]
+    words += ["warmup_steps=10", f"output={tmp_path / 'out'}"]
+    assert evaluation.main(words) == 0
+    (line,) = [json.loads(text) for text in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    train = generate(plan(load_experiment("listops", words[2:]), "fp32")[0])[0]
+    commonest = np.bincount(train.labels[:, 0]).max() / len(train.labels)
+    assert line["accuracy"] > commonest + 0.05
+    assert line["suite"] == "listops"
+    out = capsys.readouterr().out
+    assert f"| metala | {100 * line['accuracy']:.1f} |" in out
+    assert (tmp_path / "out" / "results.png").stat().st_size > 5000
+    assert evaluation.main(words) == 0
+    assert "0 runs to do" in capsys.readouterr().out
+    assert evaluation.main([*words, "tasks=[listop]"]) == 2
+    assert "one task, listops" in capsys.readouterr().err
