@@ -58,7 +58,7 @@ class _Epilogue(torch.autograd.Function):
         _backward[(programs, heads)](
             dy.contiguous(), o, q, k, v, aug_weight, gate, do, dq, dk, dv, partial, dgate, tokens, heads, ctx.eps,
             dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v), rows, aug_weight is not None,
-            num_warps=8, num_stages=1,
+            num_warps=4, num_stages=1,
         )  # fmt: skip
         d_weight = None if partial is None else partial.sum(0).to(aug_weight.dtype)
         return do, dq, dk, dv, d_weight, dgate, None
