@@ -21,7 +21,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from . import lion_whole
 from .launch import Launch
 from .lion_common import (
     NO_GATE,
@@ -42,6 +41,7 @@ from .lion_common import (
     store_gate_gradient,
     store_rows,
 )
+from .lion_whole import backward_whole, forward_whole, takes_whole
 
 try:
     import triton
@@ -77,8 +77,8 @@ def forward(
     y = torch.empty_like(v)
     den = per_token(case, q) if case.scaled else None
     c = None if gate is None else per_token(case, q)
-    if lion_whole.takes(case):
-        lion_whole.forward_launch(case)(q, k, v, gate, bias, c, segments, y, den)
+    if takes_whole(case):
+        forward_whole(case)(q, k, v, gate, bias, c, segments, y, den)
         return y, (den, c)
     running, outputs = _forward_launches(case)
     if running is not None:
@@ -104,9 +104,8 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dgate = None if gate is None else torch.empty_like(gate)
     dc = None if c is None else torch.empty_like(c)
-    if lion_whole.takes(case):
-        gradients = lion_whole.backward_launch(case)
-        gradients(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, dc)
+    if takes_whole(case):
+        backward_whole(case)(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, dc)
         return dq, dk, dv, dgate
     gradients, gate_gradient = _backward_launches(case)
     delta = None if den is None else torch.empty_like(den)

@@ -38,13 +38,13 @@ LONGEST = 128
 _KEYS = 32
 
 
-def takes(case: Case) -> bool:
+def takes_whole(case: Case) -> bool:
     """Whether the case is one that these kernels were measured right and faster for."""
     return case.length <= LONGEST and max(case.dim_k, case.dim_v) <= 64 and case.dtype != torch.float32
 
 
 @lru_cache(4096)
-def forward_launch(case: Case) -> Launch:
+def forward_whole(case: Case) -> Launch:
     """(q, k, v, gate, bias, c, segments, y, den). Programs stay on the device and take one sequence after the other."""
     sequences, rows = case.batch * case.heads, block(case.length)
     multiprocessors, stages = _device(case.device)
@@ -56,7 +56,7 @@ def forward_launch(case: Case) -> Launch:
 
 
 @lru_cache(4096)
-def backward_launch(case: Case) -> Launch:
+def backward_whole(case: Case) -> Launch:
     """(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys), the last like c."""
     rows = max(_KEYS, block(case.length))
     return Launch(

@@ -59,9 +59,9 @@ def test_a_whole_sequence_in_one_program(
     """The kernels of short 16-bit sequences, which the interpreter can only run in float32."""
     if device == "cuda":
         pytest.skip("tests/gpu runs it with the numbers and the launch that it is made for")
-    from models.kernels import lion_whole
+    from models.kernels import lion_tile
 
-    monkeypatch.setattr(lion_whole, "takes", lambda _: True)
+    monkeypatch.setattr(lion_tile, "takes_whole", lambda _: True)
     for length in (2, 20, 50, 64):
         check(device, "triton_tile", (2, length, 2, 16, 24), decay=decay, scaled=scaled)
     check(device, "triton_tile", (3, 64, 1, 16, 32), decay=decay, scaled=scaled)
