@@ -107,6 +107,29 @@ def test_a_subject_over_its_limit_leaves_the_others(tmp_path: Path) -> None:
     assert [row["error"] for row in read(tmp_path / "train.csv")] == ["over 5 s", "over 5 s"]
 
 
+def test_cold_is_a_start_with_empty_caches_before_the_one_that_is_measured(tmp_path: Path) -> None:
+    main(
+        [
+            "train",
+            "--output",
+            str(tmp_path),
+            "--subjects",
+            "metalion",
+            "--steps",
+            "1",
+            "--cold",
+            "--shapes",
+            "16x2",
+            *TINY,
+        ]
+    )
+    (row,) = read(tmp_path / "train.csv")
+    assert float(row["the same, empty cache"]) > 0.5
+    assert float(row["to first step s"]) > 0.5
+    log = (tmp_path / "train.log").read_text(encoding="utf-8")
+    assert [word in log for word in ('"first_only": true', '"first_only": false')] == [True, True]
+
+
 def test_errors_name_the_value(tmp_path: Path) -> None:
     common = ["train", "--output", str(tmp_path)]
     with pytest.raises(SystemExit, match="--subjects mambo: known are metalion, gla, hgrn2, retnet, llama, llama-comp"):
@@ -131,7 +154,7 @@ def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     expected = {"matrix products", "recurrence", "convolution", "norms", "cross entropy", "optimizer"}
     assert expected | {"mixer, elementwise", "MLP, elementwise"} <= set(parts)
     kernels = read(tmp_path / "profile_kernels.csv")
-    products = [row for row in kernels if row["kernel"] in ("aten::mm", "aten::addmm")]
+    products = [row for row in kernels if row["kernel"] in ("aten::mm", "aten::addmm", "aten::addmm_")]
     # Of 2 layers: 5 products of the mixer and 3 of the MLP forward, twice as many backward, 3 of the head.
     assert sum(int(row["launches"]) for row in products) == 2 * 8 * 3 + 3
     assert {row["part"] for row in products} == {"matrix products"}
@@ -157,6 +180,7 @@ def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             "head",
             "cross entropy",
         ),
+        ("aten::addmm_", ("aten::addmm_", "_FanOutBackward"), "block.mixer", "matrix products"),
         ("chunk_gla_fwd_kernel_o", ("ChunkGLAFunction",), "block.mixer", "recurrence"),
         ("_backward", ("_ConvolutionBackward", "autograd::engine::evaluate_function: x"), "", "convolution"),
         ("_backward", ("_EpilogueBackward", "autograd::engine::evaluate_function: x"), "", "epilogue"),

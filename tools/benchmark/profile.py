@@ -96,7 +96,7 @@ def run(
             activities = [torch.profiler.ProfilerActivity.CPU]
             if device == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            with torch.profiler.profile(activities=activities, record_shapes=True, with_flops=True) as profiler:
+            with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
                 profiled = 1e3 * sum(next_step("profiled") for _ in range(steps)) / steps
     if trace:
         profiler.export_chrome_trace(str(output / "profile.json.gz"))
@@ -201,7 +201,7 @@ def _pieces(profiler: Any, device: str) -> Iterator[Piece]:
         place = _module(chain)
         if not place:
             place = next((places.get(e.sequence_nr, "") for e in _up(event) if e.name.startswith("autograd::")), "")
-        flops = event.flops if event.name in _PRODUCTS else None
+        flops = _flops(event.name, event.input_shapes)
         size = _bytes(event.name, event.input_shapes, types.get(event.id))
         if device == "cpu":
             # The time of a function in Python without what it calls is the interpreter's.
@@ -248,6 +248,15 @@ def _module(chain: Sequence[str]) -> str:
     return next((name.removeprefix("module ") for name in chain if name.startswith("module ")), "")
 
 
+def _flops(name: str, shapes: Any) -> float | None:
+    """Of a matrix product, from the shapes of its factors."""
+    found = re.fullmatch(r"aten::(add|badd)?(b?mm)_?", name)
+    factors = (shapes or [])[1 if found and found[1] else 0 :][:2]
+    if found is None or len(factors) < 2 or not factors[0] or not factors[1]:
+        return None
+    return 2.0 * torch.Size(factors[0]).numel() * factors[1][-1]
+
+
 def _bytes(name: str, shapes: Any, types: Any) -> float | None:
     """Inputs once, and a result of the largest one's size: what an operator moves at least."""
     if not shapes or not types or len(shapes) != len(types) or _NOTHING_MOVED.fullmatch(name):
@@ -266,7 +275,6 @@ _NOTHING_MOVED = re.compile(
     r"aten::(view|select|slice|narrow|transpose|t|permute|expand|unsqueeze|squeeze|reshape|flatten|unflatten|unbind|split"
     r"|chunk|detach|alias|as_strided|resolve_conj|resolve_neg|matmul|linear|to|empty\w*)"
 )
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _ELEMENT: Mapping[str, int] = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "long": 8, "int": 4, "bool": 1,
 }  # fmt: skip

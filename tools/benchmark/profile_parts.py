@@ -10,15 +10,15 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
     ("communication", r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_?scatter"),
     (
         "recurrence",
-        r"_Factorised|StateScan|[Rr]ecurren|ChunkGLA|SimpleGLA|chunk_gla|chunk_simple|^chunk_|FusedRecurrent",
+        r"_Factorised|StateScan|_Scan|_Lion|[Rr]ecurren|ChunkGLA|SimpleGLA|chunk_gla|chunk_simple|^chunk_|FusedRecurrent",
     ),
     ("convolution", r"_Convol|causal_conv|conv1d"),
     ("epilogue", r"[Ee]pilogue"),
     ("optimizer", r"Optimizer\.step|_fused_adam|FusedAdam"),
-    ("matrix products", r"^aten::(addmm|mm|bmm|baddbmm)$|gemm|cutlass|cublas|nvjet|xmma|splitK"),
+    ("matrix products", r"^aten::(add|badd)?b?mm_?$|gemm|cutlass|cublas|nvjet|xmma|splitK"),
     ("attention", r"scaled_dot_product|flash|fmha"),
     ("cross entropy", r"[Cc]ross_?[Ee]ntropy|nll_loss|log_softmax"),
-    ("norms", r"[Ll]ayer_?[Nn]orm|[Rr][Mm][Ss]_?[Nn]orm"),
+    ("norms", r"[Ll]ayer_?[Nn]orm|_AddNorm|[Rr][Mm][Ss]_?[Nn]orm"),
     ("gradients gathered", r"AccumulateGrad"),
 )
 _COPY = re.compile(

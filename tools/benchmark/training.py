@@ -149,7 +149,7 @@ def _subject(
             for line in _launch(
                 {**task, "first_only": True}, left[:1], caches, log, end, bar, f"{method}, empty cache"
             ):
-                empty = line.get("row", {}).get("to first step s")
+                empty = line.get("row", {}).get("to first step s", empty)
         while left:
             begun, ended = left[0], False
             for line in _launch({**task, "first_only": False}, left, caches, log, end, bar, method):
