@@ -114,7 +114,7 @@ def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[s
 
     Written aside and renamed.
     """
-    from megatron_lite.checkpoint import versions
+    from megatron_lite.checkpoint_folder import versions
 
     checkpoint = str(loaded.checkpoint.resolve())
     earlier: dict[str, Any] = {}

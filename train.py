@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]]) -> int:
     """Train to the end, or to a signal. `reload` gives the configuration again with more overrides."""
     from megatron_lite.agreement import code_facts, configuration_facts, require_agreement
-    from megatron_lite.checkpoint import CheckpointError, versions
+    from megatron_lite.checkpoint import CheckpointError
+    from megatron_lite.checkpoint_folder import versions
     from megatron_lite.grid import init_grid
     from megatron_lite.resilience import TooManySkippedSteps
 
@@ -113,9 +114,9 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
 
     from megatron_lite import checkpoint, engine_checkpoint
     from megatron_lite.agreement import file_facts, require_agreement
-    from megatron_lite.engine import faster_dtype
     from megatron_lite.flops import peak_flops, training_flops_per_token
     from megatron_lite.metrics import MetricsLogger
+    from megatron_lite.precision import faster_dtype
     from megatron_lite.trainer import Trainer, TrainState
     from models.lm import LanguageModel
     from tools.build_engine import build_engine

@@ -23,16 +23,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_lite.checkpoint import (
-    FORMAT,
-    OPTIMIZER_KEYS,
-    VERSION,
-    CheckpointError,
-    Part,
-    publish,
-    versions,
-    write_file,
-)
+from megatron_lite.checkpoint import FORMAT, OPTIMIZER_KEYS, VERSION, CheckpointError, Part
+from megatron_lite.checkpoint_folder import publish, versions, write_file
 from megatron_lite.engine import Engine
 from megatron_lite.grid import barrier, broadcast, gather
 

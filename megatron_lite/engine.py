@@ -27,9 +27,8 @@ from megatron_lite.grid import Grid, reduce_sum
 from megatron_lite.optimizer import build_optimizer, parameter_kind
 from megatron_lite.optimizer_state import OptimizerState, Placed
 from megatron_lite.partition import partition_words, shard_of
+from megatron_lite.source_losses import loss_by_source, traced
 from megatron_lite.tensor_parallel import TensorGroup, cut_layer
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 Batch = Mapping[str, Tensor]
 
@@ -248,7 +247,7 @@ class Engine:
         self._accumulate(len(micro_batches))
         batches = [self._own_part(batch) for batch in micro_batches]
         if num_sources:
-            batches = [self._traced(self._to_device(batch)) for batch in batches]
+            batches = [traced(self._to_device(batch)) for batch in batches]
         (weight,) = reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in batches)], self.grid)
         # DeepSpeed averages over micro batches and replicas. Undoing that here makes the loss sum(weight * nll) over
         # the global sum(weight), whatever the layout; a micro batch without any weight then adds zero instead of NaN.
@@ -279,7 +278,7 @@ class Engine:
             self.optimizer_state.loss_scaler = scaler
         skipped = not self._engine.was_step_applied()
         norm = self._engine.get_global_grad_norm()
-        by_source = self._loss_by_source(batches, num_sources, loss * weight) if num_sources else ()
+        by_source = loss_by_source(batches, num_sources, loss * weight, self.grid) if num_sources else ()
         loss_scale = self.optimizer_state.loss_scale
         return StepResult(loss, float(norm), skipped, loss_scale, by_source, None if self._right is None else right)
 
@@ -408,22 +407,6 @@ class Engine:
         """The part of a micro batch that this process computes: all of it, or its stretch of the sequence."""
         return batch if self._shards is None else own_stretch(batch, self._shards)
 
-    def _traced(self, batch: Batch) -> Batch:
-        # d loss / d loss_weight is a token's nll, up to a factor that all tokens of a step share: so the loss of each is
-        # known after the backward pass in every layout, and nothing else in the step changes.
-        return {**batch, "loss_weight": batch["loss_weight"].detach().clone().requires_grad_()}
-
-    def _loss_by_source(self, batches: Sequence[Batch], count: int, total: float) -> tuple[tuple[float, float], ...]:
-        sums = torch.zeros(2, count, dtype=torch.float64, device=self.grid.device)
-        for batch in batches:
-            weight, source = batch["loss_weight"].detach().double().flatten(), batch["source"].flatten()
-            if batch["loss_weight"].grad is not None:  # None on all stages of a pipeline but the last
-                sums[0].index_add_(0, source, weight * batch["loss_weight"].grad.double().flatten())
-            sums[1].index_add_(0, source, weight)
-        values = reduce_sum(sums.flatten().tolist(), self.grid)
-        factor = total / (sum(values[:count]) or math.nan)
-        return tuple((nll * factor, weight) for nll, weight in zip(values[:count], values[count:], strict=True))
-
     def _take_right(self) -> float:
         """The weight of this process's right predictions since the last call; 0 where none are counted."""
         if self._right is None:
@@ -435,24 +418,3 @@ class Engine:
     def _to_device(self, batch: Batch) -> dict[str, Tensor]:
         counted = {} if self._right is None else {"right": self._right}
         return {key: value.to(self.grid.device, non_blocking=True) for key, value in batch.items()} | counted
-
-
-def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:
-    """ "bf16" or "fp32", whichever does this model's matrix products faster here; always bf16 on CUDA.
-
-    Measured, because a CPU without bf16 instructions emulates them many times slower than float32.
-    """
-    if device.type == "cuda":
-        return "bf16"
-    seconds = {}
-    for name in ("fp32", "bf16"):
-        x = torch.randn(min(tokens, 4096), hidden_size, dtype=DTYPES[name])
-        w = torch.randn(4 * hidden_size, hidden_size, dtype=DTYPES[name])
-        runs = []
-        for _ in range(6):
-            start = time.perf_counter()
-            nn.functional.linear(x, w)
-            runs.append(time.perf_counter() - start)
-        seconds[name] = sorted(runs)[1]
-    # bf16 also pays for conversions around the float32 gates: it must win clearly.
-    return "bf16" if seconds["bf16"] < 0.7 * seconds["fp32"] else "fp32"

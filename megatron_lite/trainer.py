@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from megatron_lite import checkpoint
+from megatron_lite.checkpoint_folder import prune
 from megatron_lite.checkpoint_writer import CheckpointWriter
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Batch, Engine
@@ -24,7 +24,9 @@ from megatron_lite.heartbeat import Heartbeat, shorten_timeouts
 from megatron_lite.metrics import MetricsLogger
 from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
 from megatron_lite.schedule import learning_rate
+from megatron_lite.source_losses import SourceLosses
 from megatron_lite.spread import SpreadMeter
+from megatron_lite.validation import ValidationSet, evaluate
 
 ModelT = TypeVar("ModelT")
 
@@ -61,24 +63,6 @@ class TrainState:
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
         """From what a checkpoint stored."""
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
-
-
-@dataclass(frozen=True)
-class ValidationSet:
-    """Validation data of this process.
-
-    Attributes:
-        batches: (part, limit) -> at most about `limit` micro batches of this data rank (None: all) of a part of the set, the
-            same number on every rank.
-        parts: name of each part (one source of the text; "" where they are not told apart) -> its share of the tokens.
-        total_bytes: bytes of the text of the whole set; None when it is not known.
-        total_tokens: tokens that carry a loss in the whole set.
-    """
-
-    batches: Callable[[str, int | None], Iterable[Batch]]
-    parts: Mapping[str, float]
-    total_bytes: int | None
-    total_tokens: int
 
 
 @dataclass(frozen=True)
@@ -130,7 +114,7 @@ class Trainer(Generic[ModelT]):
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._test, self._config_yaml = batches, validation, test, config_yaml
         self._flops_per_token, self._peak_flops, self._sample = flops_per_token, peak_flops, sample
-        self._sources = _SourceLosses(sources)
+        self._sources = SourceLosses(sources)
         self._suites = suites
         self._writer = CheckpointWriter(
             engine,
@@ -275,27 +259,7 @@ class Trainer(Generic[ModelT]):
         return values
 
     def _evaluate(self, data: ValidationSet, limit: int | None) -> dict[str, float]:
-        begin = time.perf_counter()
-        loss = evaluated = 0.0
-        accuracy: dict[str, float] = {}
-        by_part = {}
-        for name, share in data.parts.items():
-            nll, weight, right = self.engine.evaluate(data.batches(name, limit))
-            by_part[f"loss/{name}"] = nll / max(weight, 1e-30)
-            loss += share * by_part[f"loss/{name}"]
-            if right is not None:
-                accuracy["accuracy"] = accuracy.get("accuracy", 0.0) + share * right / max(weight, 1e-30)
-            evaluated += weight
-        values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **accuracy}
-        values["tokens"] = self.state.consumed_tokens
-        if data.total_bytes:
-            # Over the whole set this is total nll / ln 2 / bytes; over a part, the set's tokens per byte stand in.
-            values["bits_per_byte"] = loss / math.log(2) * data.total_tokens / data.total_bytes
-        if "" not in data.parts:
-            values.update(by_part)
-        values["evaluated_tokens"] = evaluated
-        values["seconds"] = time.perf_counter() - begin
-        return values
+        return {**evaluate(self.engine, data, limit), "tokens": self.state.consumed_tokens}
 
     def _evaluate_suites(self) -> None:
         """Logs the scores, or that and why there are none: what fails here never stops a run."""
@@ -331,7 +295,7 @@ class Trainer(Generic[ModelT]):
         settings = self.config.checkpoint
         if settings.keep_last:
             keep = {s for s in range(1, self.state.step + 1) if self._kept_always(s)}
-            checkpoint.prune(Path(settings.directory), keep_last=settings.keep_last, keep=keep)
+            prune(Path(settings.directory), keep_last=settings.keep_last, keep=keep)
 
     def _save_due(self) -> bool:
         return _due(self.state.step, self.config.checkpoint.interval) or self._kept_always(self.state.step)
@@ -339,28 +303,6 @@ class Trainer(Generic[ModelT]):
     def _kept_always(self, step: int) -> bool:
         settings = self.config.checkpoint
         return step in settings.extra_steps or (settings.log_spaced and step & (step - 1) == 0)
-
-
-class _SourceLosses:
-    """The loss of each source over the steps since the last line of the log."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self._sums = [[0.0, 0.0] for _ in names]
-
-    def add(self, by_source: Sequence[tuple[float, float]]) -> None:
-        for sums, (nll, weight) in zip(self._sums, by_source, strict=bool(self.names)):
-            if math.isfinite(nll):
-                sums[0] += nll
-                sums[1] += weight
-
-    def take(self) -> dict[str, float]:
-        """`loss/NAME` of the sources that had a share, from here on anew."""
-        values = {
-            f"loss/{name}": nll / weight for name, (nll, weight) in zip(self.names, self._sums, strict=True) if weight
-        }
-        self._sums = [[0.0, 0.0] for _ in self.names]
-        return values
 
 
 def _due(step: int, interval: int) -> bool:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config_schema import Config
-from megatron_lite.engine import DTYPES, faster_dtype
 from megatron_lite.flops import training_flops_per_token
 from megatron_lite.memory import GIB, Setting, state_bytes
+from megatron_lite.precision import DTYPES, faster_dtype
 from models.config import ModelConfig
 from models.lm import LayerSpec, layer_specs
 

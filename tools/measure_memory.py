@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from megatron_lite.config_schema import Config
-from megatron_lite.engine import DTYPES, Engine
+from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
 from megatron_lite.layout import Layout
 from megatron_lite.memory import GIB, Allocations
+from megatron_lite.precision import DTYPES
 from models.config import ModelConfig
 from tools.build_engine import build_engine
 from tools.meta_layers import layer_costs

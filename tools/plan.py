@@ -269,7 +269,7 @@ def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
 
 
 def _layers(config: Config[ModelConfig], layout: Layout, dtype: str) -> list[LayerCost]:
-    from megatron_lite.engine import DTYPES
+    from megatron_lite.precision import DTYPES
     from tools.meta_layers import layer_costs
 
     return layer_costs(

@@ -47,6 +47,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     from tqdm import tqdm
 
     from megatron_lite import checkpoint
+    from megatron_lite.checkpoint_folder import rewrite
     from megatron_lite.flops import forward_flops
     from megatron_lite.layout import Layout, layout_problems, limits_of
     from megatron_lite.partition import shard_of
@@ -90,7 +91,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     layout = {"world_size": len(ranks), "data": data, "tensor": tensor, "pipeline": pipeline, "context": 1}
     layout |= {key: manifest["layout"][key] for key in ("zero_stage", "dtype") if key in manifest["layout"]}
     with tqdm(total=len(ranks), unit="rank", file=sys.stderr) as bar:
-        final = checkpoint.rewrite(source, output, ranks, layout, progress=bar.update)
+        final = rewrite(source, output, ranks, layout, progress=bar.update)
     return f"{final}: for {checkpoint.layout_words(layout)}; was for {checkpoint.layout_words(manifest['layout'])}"
 
 

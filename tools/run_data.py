@@ -18,7 +18,7 @@ from data.sources import read_sources
 from data.tokenizer import Tokenizer
 from megatron_lite.config_schema import Config
 from megatron_lite.grid import Grid
-from megatron_lite.trainer import ValidationSet
+from megatron_lite.validation import ValidationSet
 from tools.load_model import PreparedData
 
 

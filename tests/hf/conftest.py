@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.checkpoint import write_weights
+from megatron_lite.checkpoint_folder import write_weights
 from megatron_lite.config import dump_config, load_config
 from megatron_lite.partition import partition_words
 from models.config import ModelConfig

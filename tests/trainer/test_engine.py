@@ -10,7 +10,8 @@ import torch
 import megatron_lite.engine
 from megatron_lite import checkpoint, engine_checkpoint
 from megatron_lite.checkpoint import CheckpointError
-from megatron_lite.engine import StepResult, faster_dtype
+from megatron_lite.engine import StepResult
+from megatron_lite.precision import faster_dtype
 from megatron_lite.schedule import learning_rate
 from tests import oracle
 from tests.trainer.conftest import batches, model_config

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from megatron_lite import checkpoint
+from megatron_lite.checkpoint_folder import prune
 from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
 from tests.cli.conftest import ROOT
 
@@ -109,11 +110,11 @@ def test_pruning_keeps_the_newest_and_what_is_kept_always(tmp_path):
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
     (tmp_path / "step_notes").mkdir()
-    gone = checkpoint.prune(tmp_path, keep_last=2, keep={1, 2})
+    gone = prune(tmp_path, keep_last=2, keep={1, 2})
     assert [folder.name for folder in gone] == ["step_00000004", "step_00000100"]
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == ["step_00000001", "step_00000002", "step_00000200", "step_00000300", "step_notes"]
-    assert checkpoint.prune(tmp_path, keep_last=0, keep=set()) == []
+    assert prune(tmp_path, keep_last=0, keep=set()) == []
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def run(
 
     ValueError for a configuration that cannot run.
     """
-    from megatron_lite.engine import faster_dtype
+    from megatron_lite.precision import faster_dtype
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

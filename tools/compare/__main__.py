@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
     """Prints the tables, and writes them, the figures and every number of the complete runs beside the runs."""
-    from megatron_lite.checkpoint import versions
+    from megatron_lite.checkpoint_folder import versions
     from tools.compare.figures import draw
     from tools.compare.results import plan_table, progress_note, read_results, rows_of, tables
 

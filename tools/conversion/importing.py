@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer, load_tokenizer
-from megatron_lite.checkpoint import write_weights
+from megatron_lite.checkpoint_folder import write_weights
 from megatron_lite.config import dump_config, load_config
 from megatron_lite.partition import partition_words
 from models.config import ModelConfig

@@ -1,0 +1,203 @@
+"""Writing a step folder: aside, flushed, renamed; the format is that of `megatron_lite.checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_lite.checkpoint import (
+    FORMAT,
+    OPTIMIZER_KEYS,
+    VERSION,
+    CheckpointError,
+    Part,
+    Reader,
+    file_sha256,
+    read_manifest,
+)
+from megatron_lite.tensor_stream import write_tensors
+
+
+def write_weights(
+    directory: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    words: Mapping[str, str],
+    config_yaml: str,
+) -> Path:
+    """Write `directory/step_00000000` from weights alone and let `latest` name it: a run starts or goes on from it.
+
+    There is no optimizer state; reading it gives zeros, which is what a new optimizer has. Weights come one at a time.
+
+    Args:
+        weights: canonical name and full tensor, in the order of `shapes`.
+        words: partition word of every tensor.
+
+    Raises:
+        CheckpointError: could not be written. Nothing is left behind, and what was there before stays.
+        ValueError: a tensor that `shapes` does not expect there.
+    """
+    final, aside = directory / "step_00000000", directory / ".step_00000000.writing"
+    file = aside / "weights-00000.safetensors"
+    flat = {f"weight/{name}": (math.prod(shape),) for name, shape in shapes.items()}
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write_tensors(file, flat, ((f"weight/{name}", tensor.reshape(-1)) for name, tensor in weights))
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": 0,
+            "optimizer_steps": 0,
+            "optimizer": "none",
+            "state": {},
+            "loss_scale": {},
+            "layout": {"world_size": 1, "data": 1, "tensor": 1, "pipeline": 1, "context": 1, "dtype": "fp32"},
+            "versions": versions(),
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "tensors": {
+                name: {
+                    "shape": list(shape),
+                    "partition": words[name],
+                    "pieces": [{"rank": 0, "start": 0, "numel": math.prod(shape)}],
+                }
+                for name, shape in shapes.items()
+            },
+            "files": {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)}},
+        }
+        publish(aside, final, manifest, config_yaml)
+    except OSError as error:
+        raise CheckpointError(f"could not write {final}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def rewrite(
+    source: Path,
+    directory: Path,
+    ranks: Sequence[Sequence[Part]],
+    layout: Mapping[str, Any],
+    *,
+    progress: Callable[[], object] = lambda: None,
+) -> Path:
+    """Write a step folder again with its tensors shared out over other files; one file's tensors are held at a time.
+
+    Args:
+        ranks: what each process of the new layout owns.
+        layout: recorded in the manifest.
+        progress: called after each process's files.
+
+    Raises:
+        CheckpointError: the source cannot be read, the target exists, or it cannot be written: nothing is left behind.
+    """
+    manifest = read_manifest(source)
+    reader = Reader(source, manifest)
+    final, aside = directory / source.name, directory / f".{source.name}.writing"
+    if final.exists():
+        raise CheckpointError(f"{final} exists: name another output folder")
+    tensors = {name: {**entry, "pieces": []} for name, entry in manifest["tensors"].items()}
+    files: dict[str, dict[str, Any]] = {}
+    kinds = {"weights": ("weight",), "optimizer": () if manifest.get("optimizer") == "none" else OPTIMIZER_KEYS}
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for rank, parts in enumerate(ranks):
+            for part in parts:
+                tensors[part.name]["pieces"].append(part.entry(rank))
+            for stem, names in kinds.items():
+                group = {
+                    f"{kind}/{part.name}": reader.read(kind, part.name, part.shard, part.start, part.numel).clone()
+                    for kind in names
+                    for part in parts
+                }
+                if names:
+                    files |= write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
+            progress()
+        changed = {**manifest, "version": VERSION, "layout": dict(layout), "tensors": tensors, "files": files}
+        publish(aside, final, changed, (source / "config.yml").read_text())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"could not write {final}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def publish(aside: Path, final: Path, manifest: Mapping[str, Any], config_yaml: str) -> None:
+    """Complete a folder of tensors, give it its name and let `latest` beside it name it. Raises OSError."""
+    write_text(aside / "config.yml", config_yaml)
+    write_text(aside / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    sync(aside)
+    if final.exists():  # the same step saved again, after a resume from an earlier one
+        shutil.rmtree(final)
+    os.replace(aside, final)
+    sync(final.parent)
+    write_text(final.parent / "latest", final.name + "\n")
+
+
+def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
+    """Delete old checkpoints, never the newest. Call it on one process.
+
+    Args:
+        keep_last: how many of the newest stay; 0 keeps all.
+        keep: steps that always stay (log-spaced and listed ones).
+
+    Returns:
+        the deleted folders.
+    """
+    steps = {int(p.name.removeprefix("step_")): p for p in directory.glob("step_*") if p.name[5:].isdigit()}
+    newest = sorted(steps)[-keep_last:] if keep_last else list(steps)
+    gone = [steps[step] for step in sorted(steps) if step not in newest and step not in keep]
+    for folder in gone:
+        (folder / "manifest.json").unlink()  # without it the rest is no checkpoint, should this be interrupted
+        shutil.rmtree(folder)
+    return gone
+
+
+def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """The manifest's entry of the file."""
+    save_file(tensors, path)
+    sync(path)
+    return {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the interpreter and of the packages that decide the numbers."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version()}
+    for package in ("torch", "deepspeed", "flash-linear-attention", "triton", "transformers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_text(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.writing")
+    with open(aside, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

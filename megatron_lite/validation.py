@@ -1,0 +1,56 @@
+"""The loss of a set of held-out text."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_lite.engine import Batch, Engine
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Validation data of this process.
+
+    Attributes:
+        batches: (part, limit) -> at most about `limit` micro batches of this data rank (None: all) of a part of the set, the
+            same number on every rank.
+        parts: name of each part (one source of the text; "" where they are not told apart) -> its share of the tokens.
+        total_bytes: bytes of the text of the whole set; None when it is not known.
+        total_tokens: tokens that carry a loss in the whole set.
+    """
+
+    batches: Callable[[str, int | None], Iterable[Batch]]
+    parts: Mapping[str, float]
+    total_bytes: int | None
+    total_tokens: int
+
+
+def evaluate(engine: Engine, data: ValidationSet, limit: int | None) -> dict[str, float]:
+    """Loss, perplexity and what else the data allow: accuracy, bits per byte, the loss of every part. Every process calls it.
+
+    Args:
+        limit: at most about so many micro batches of each part; None: all.
+    """
+    begin = time.perf_counter()
+    loss = evaluated = 0.0
+    accuracy: dict[str, float] = {}
+    by_part = {}
+    for name, share in data.parts.items():
+        nll, weight, right = engine.evaluate(data.batches(name, limit))
+        by_part[f"loss/{name}"] = nll / max(weight, 1e-30)
+        loss += share * by_part[f"loss/{name}"]
+        if right is not None:
+            accuracy["accuracy"] = accuracy.get("accuracy", 0.0) + share * right / max(weight, 1e-30)
+        evaluated += weight
+    values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **accuracy}
+    if data.total_bytes:
+        # Over the whole set this is total nll / ln 2 / bytes; over a part, the set's tokens per byte stand in.
+        values["bits_per_byte"] = loss / math.log(2) * data.total_tokens / data.total_bytes
+    if "" not in data.parts:
+        values.update(by_part)
+    values["evaluated_tokens"] = evaluated
+    values["seconds"] = time.perf_counter() - begin
+    return values
