@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.arguments import numbers, positive, words
+
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.load_model import LoadedModel
     from tools.perplexity import TokenText
@@ -193,13 +195,13 @@ def _parser() -> argparse.ArgumentParser:
     suites = parser.add_argument_group("suites")
     suites.add_argument(
         "--suite",
-        type=_words,
+        type=words,
         default=[],
         metavar="A,B",
         help="superglue, commonsense, needle, or a YAML file; mqar, mad, listops (no checkpoint: --suite mqar --help)",
     )
-    suites.add_argument("--tasks", type=_words, default=[], metavar="A,B", help="any tasks of the harness, by name")
-    suites.add_argument("--without", type=_words, default=[], metavar="A,B", help="tasks of the suites to leave out")
+    suites.add_argument("--tasks", type=words, default=[], metavar="A,B", help="any tasks of the harness, by name")
+    suites.add_argument("--without", type=words, default=[], metavar="A,B", help="tasks of the suites to leave out")
     suites.add_argument(
         "--data-dir",
         type=Path,
@@ -212,8 +214,8 @@ def _parser() -> argparse.ArgumentParser:
         help="evaluate this split where the data have it (marked in the table)",
     )
     suites.add_argument("--shots", type=int, help="examples in the prompt (default: what the task says, none)")
-    suites.add_argument("--max-length", type=_positive, help="tokens seen at once (default: as in training)")
-    suites.add_argument("--batch-tokens", type=_positive, help="tokens of a batch (default: measured)")
+    suites.add_argument("--max-length", type=positive, help="tokens seen at once (default: as in training)")
+    suites.add_argument("--batch-tokens", type=positive, help="tokens of a batch (default: measured)")
     suites.add_argument("--samples", action="store_true", help="write every document with its answers too")
     suites.add_argument("--name", help="what the tables call the model")
     suites.add_argument(
@@ -222,10 +224,10 @@ def _parser() -> argparse.ArgumentParser:
     suites.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     needle = parser.add_argument_group("needle in a haystack (--suite needle)")
     needle.add_argument(
-        "--lengths", type=_numbers, metavar="N,N", help="tokens of a text (default 2048,4096,8192,16384)"
+        "--lengths", type=numbers, metavar="N,N", help="tokens of a text (default 2048,4096,8192,16384)"
     )
-    needle.add_argument("--depths", type=_numbers, metavar="P,P", help="percent (default 0,10,...,100)")
-    needle.add_argument("--needles", type=_positive, default=5, metavar="N", help="facts a cell (default 5)")
+    needle.add_argument("--depths", type=numbers, metavar="P,P", help="percent (default 0,10,...,100)")
+    needle.add_argument("--needles", type=positive, default=5, metavar="N", help="facts a cell (default 5)")
     needle.add_argument("--filler", type=Path, metavar="FILE", help="a text; default: the run's validation text")
     needle.add_argument("--seed", type=int, default=0, help="of the facts (default 0)")
     texts = parser.add_argument_group("perplexity")
@@ -238,8 +240,8 @@ def _parser() -> argparse.ArgumentParser:
         " default without a suite: the run's validation set",
     )
     texts.add_argument("--text-key", default="text", help="key of the text in JSON lines (default text)")
-    texts.add_argument("--sequence-length", type=_positive, help="tokens of a piece (default: as in training)")
-    texts.add_argument("--batch-size", type=_positive, default=8, help="pieces side by side (default 8)")
+    texts.add_argument("--sequence-length", type=positive, help="tokens of a piece (default: as in training)")
+    texts.add_argument("--batch-size", type=positive, default=8, help="pieces side by side (default 8)")
     texts.add_argument(
         "--by-position", action="store_true", help="loss by position to 4 x the trained length, and its plot"
     )
@@ -276,21 +278,6 @@ Bits per byte = nats / ln 2 / bytes of UTF-8: it compares models with different 
 compressors (gzip -9 reaches about 2 on source code). Every token counts once, ends of documents too.
 The scores are added to results.json in the run's folder; `python -m tools.plot RUN --html` shows them.
 docs/evaluation.md has the details."""
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in _words(text)]
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: 1 or more is allowed")
-    return value
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.arguments import positive
+
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.load_model import LoadedModel
 
@@ -136,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt", default="", help="text to go on from; without one a new document is begun")
     source.add_argument("--prompts-file", type=Path, help="UTF-8 file with one prompt a line, continued in batches")
     parser.add_argument("--out", type=Path, help="with --prompts-file: also write the results here, as JSON lines")
-    parser.add_argument("--max-tokens", type=_positive, default=256, help="length of the continuation (default 256)")
+    parser.add_argument("--max-tokens", type=positive, default=256, help="length of the continuation (default 256)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy, 1 the model's own (default 0.8)")
     parser.add_argument(
         "--top-p",
@@ -147,17 +149,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest tokens (default 0: all)")
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
-    parser.add_argument("--batch-size", type=_positive, default=16, help="prompts side by side (default 16)")
+    parser.add_argument("--batch-size", type=positive, default=16, help="prompts side by side (default 16)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
     parser.add_argument("--dtype", default="auto", help="fp32, bf16, fp16, fp64 (default: bf16 on a GPU, else fp32)")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: 1 or more is allowed")
-    return value
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from ..fan_out import FanOut, apply_each
 from ..init import linear
 from ..kernels import takes
 from ..kernels.metala_epilogue import metala_epilogue
+from ..padding import without_padding
 from ..precision import wide
 from ..recurrence import recurrence
 
@@ -141,10 +142,7 @@ class MetaLA(nn.Module):
         log_decay, k = (_heads(y, self.head_dim_k) for y in decay_and_key(a))
         if "k" in of:
             k = _heads(of["k"], self.head_dim_k)
-        if mask is not None:
-            padding = ~mask[:, :, None, None]
-            log_decay = log_decay.masked_fill(padding, 0.0)
-            k = k.masked_fill(padding, 0.0)
+        log_decay, k = without_padding(mask, log_decay, k)
         o, new_state["recurrent"] = recurrence(
             q,
             k,

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.arguments import numbers, words
+
 if TYPE_CHECKING:
     from tools.compare.plan import Comparison, Run
 
@@ -164,25 +166,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", type=Path, help="the comparison, such as configs/experiments/compare_lm.yml")
     parser.add_argument("override", nargs="*", metavar="key.sub=value", help="values of every run, as for train.py")
-    parser.add_argument("--models", type=_words, default=[], metavar="A,B", help="only these")
-    parser.add_argument("--sizes", type=_words, default=[], metavar="A,B", help="only these")
-    parser.add_argument("--seeds", type=_numbers, default=[], metavar="1,2", help="default: the file's")
+    parser.add_argument("--models", type=words, default=[], metavar="A,B", help="only these")
+    parser.add_argument("--sizes", type=words, default=[], metavar="A,B", help="only these")
+    parser.add_argument("--seeds", type=numbers, default=[], metavar="1,2", help="default: the file's")
     parser.add_argument("--data", metavar="FILE", help="a data file instead of the comparison's, as configs/data/*.yml")
     parser.add_argument("--name", help="folder under runs/ (default: the file's)")
-    parser.add_argument("--devices", type=_words, default=[], metavar="0,1", help="GPUs, or cpu (default: all GPUs)")
+    parser.add_argument("--devices", type=words, default=[], metavar="0,1", help="GPUs, or cpu (default: all GPUs)")
     parser.add_argument("--workers", type=int, metavar="N", help="runs at a time on each device")
     parser.add_argument("--minutes", type=float, metavar="M", help="after so long every run saves and stops")
     parser.add_argument("--plan", action="store_true", help="print what would be trained, with parameters; stop")
     parser.add_argument("--table", action="store_true", help="no training: the table and figures of what is complete")
     return parser
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in _words(text)]
 
 
 if __name__ == "__main__":
