@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_lite import engine_checkpoint
+from megatron_lite.checkpoint_writer import CheckpointWriter
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
@@ -75,13 +76,16 @@ def test_sixteen_bits_through_the_kernels_stay_near_float32(grid, dtype, toleran
     engine.close()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("dtype", "stage"), [("bf16", 1), ("bf16", 3), ("fp16", 1)])
-def test_resume_continues_the_same_losses(grid, tmp_path, dtype, stage):
+def test_resume_continues_the_same_losses(grid, tmp_path, dtype, stage, asynchronous):
     steps = batches(6)
     engine = engine_on(grid, model_config(), dtype, stage)
     run(engine, steps[:3])
-    engine_checkpoint.save(engine, tmp_path, step=3, state={}, config_yaml="")
-    rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
+    writer = CheckpointWriter(engine, tmp_path, asynchronous=asynchronous)
+    writer.begin(step=3, state={}, config_yaml="")
+    rest = [engine.train_step(step, lr=LR) for step in steps[3:]]  # beside the write
+    writer.finish()
     engine.close()
     other = engine_on(grid, model_config(), dtype, stage, seed=5)
     engine_checkpoint.load(other, tmp_path)
