@@ -10,11 +10,14 @@ programs afterwards, so that they do not depend on the programs' order.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .launch import Launch, aligned
 
 try:
     import triton
@@ -44,20 +47,14 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         centred: bool,
     ) -> tuple[Tensor, Tensor]:
-        x = x.contiguous()
-        size = x.shape[-1]
-        y = torch.empty_like(x)
-        h = x
-        if delta is not None:
-            delta, h = delta.contiguous(), torch.empty_like(x)
-        rows = x.numel() // size
-        if rows:
-            _forward[(rows,)](
-                x, delta, weight, bias, h, y, size, eps, triton.next_power_of_2(size), delta is not None,
-                weight is not None, bias is not None, centred, num_warps=_warps(size),
-            )  # fmt: skip
+        x = aligned(x)
+        delta = None if delta is None else aligned(delta)
+        y, h = torch.empty_like(x), x if delta is None else torch.empty_like(x)
+        case = (x.device, x.dtype, None if weight is None else weight.dtype, bias is not None, eps, centred)
+        if x.numel():
+            _forward_launch(*case, x.numel(), x.shape[-1], delta is not None)(x, delta, weight, bias, h, y)
         ctx.save_for_backward(h, weight, bias)
-        ctx.eps, ctx.centred, ctx.added = eps, centred, delta is not None
+        ctx.case, ctx.added = case, delta is not None
         return h, y
 
     @staticmethod
@@ -65,27 +62,41 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, weight, bias = ctx.saved_tensors
         size = h.shape[-1]
-        rows = h.numel() // size
-        programs = min(rows, _PROGRAMS)
         dx = torch.empty_like(h)
-        sums = [
+        programs = min(h.numel() // size, _PROGRAMS)
+        of_weight, of_bias = (
             None if p is None else torch.empty(programs, size, dtype=torch.float32, device=h.device)
             for p in (weight, bias)
-        ]
-        if rows:
-            _backward[(programs,)](
-                dh.contiguous(), dy.contiguous(), h, weight, dx, *sums, rows, size, ctx.eps,
-                triton.next_power_of_2(size), weight is not None, bias is not None, ctx.centred,
-                num_warps=_warps(size),
-            )  # fmt: skip
-        d_weight, d_bias = (
-            None if total is None else total.sum(0).to(p.dtype) for total, p in zip(sums, (weight, bias), strict=True)
         )
+        if h.numel():
+            launch = _backward_launch(*ctx.case, h.numel(), size)
+            launch(aligned(dh), aligned(dy), h, weight, dx, of_weight, of_bias)
+        d_weight, d_bias = (None if total is None else total.sum(0).to(weight.dtype) for total in (of_weight, of_bias))
         return dx, dx if ctx.added else None, d_weight, d_bias, None, None
 
 
-def _warps(size: int) -> int:
-    return min(16, max(1, triton.next_power_of_2(size) // 512))
+@lru_cache(4096)
+def _forward_launch(
+    device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: bool, eps: float, centred: bool,
+    numel: int, size: int, add: bool,
+) -> Launch:  # fmt: skip
+    block = triton.next_power_of_2(size)
+    flags = add, weight is not None, bias, centred
+    return Launch(_forward, (numel // size,), size, eps, block, *flags, num_warps=_warps(block))
+
+
+@lru_cache(4096)
+def _backward_launch(
+    device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: bool, eps: float, centred: bool,
+    numel: int, size: int,
+) -> Launch:  # fmt: skip
+    block, rows = triton.next_power_of_2(size), numel // size
+    flags = weight is not None, bias, centred
+    return Launch(_backward, (min(rows, _PROGRAMS),), rows, size, eps, block, *flags, num_warps=_warps(block))
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 512))
 
 
 @triton.jit

@@ -11,11 +11,14 @@ order.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .launch import Launch, aligned
 
 try:
     import triton
@@ -39,17 +42,12 @@ def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: b
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-        before = None if before is None else before.contiguous()
-        x, weight = x.contiguous(), weight.contiguous()
+        before = None if before is None else aligned(before)
+        x, weight = aligned(x), aligned(weight)
         y = torch.empty_like(x)
-        batch, length, channels = x.shape
-        tokens, columns = _FORWARD
-        grid = (triton.cdiv(length, tokens), triton.cdiv(channels, columns), batch)
         if x.numel():
-            _forward[grid](
-                before, x, weight, y, length, channels, weight.shape[1], silu, before is not None, tokens, columns,
-                num_warps=4,
-            )  # fmt: skip
+            forward, _ = _launches(x.device, x.dtype, weight.dtype, x.shape, weight.shape[1], silu, before is not None)
+            forward(x, before, weight, y)
         ctx.save_for_backward(before, x, weight)
         ctx.silu = silu
         return y
@@ -58,21 +56,43 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         before, x, weight = ctx.saved_tensors
-        batch, length, channels = x.shape
+        batch, _, channels = x.shape
         kernel = weight.shape[1]
         dx = torch.empty_like(x)
         d_before = None if before is None else torch.empty_like(before)
-        # The tokens before x are tokens of the same problem: they take part in the sums and have a gradient.
-        rows = length if before is None else length + kernel - 1
-        tokens, columns = _BACKWARD
-        programs = triton.cdiv(rows, tokens)
+        programs = _programs(x.shape, kernel, before is not None)
         partial = torch.empty(batch, programs, kernel, channels, dtype=torch.float32, device=x.device)
-        if rows:
-            _backward[(programs, triton.cdiv(channels, columns), batch)](
-                dy.contiguous(), before, x, weight, d_before, dx, partial, length, channels, kernel, ctx.silu,
-                before is not None, tokens, columns, num_warps=2,
-            )  # fmt: skip
+        if partial.numel():
+            _, backward = _launches(x.device, x.dtype, weight.dtype, x.shape, kernel, ctx.silu, before is not None)
+            backward(aligned(dy), before, x, weight, d_before, dx, partial)
         return d_before, dx, partial.sum((0, 1)).t().to(weight.dtype), None
+
+
+@lru_cache(4096)
+def _launches(
+    device: torch.device,
+    dtype: torch.dtype,
+    weight: torch.dtype,
+    shape: torch.Size,
+    kernel: int,
+    silu: bool,
+    history: bool,
+) -> tuple[Launch, Launch]:
+    """Forward and backward for x of this shape."""
+    batch, length, channels = shape
+    values = length, channels, kernel, silu, history
+    tokens, columns = _FORWARD
+    grid = triton.cdiv(length, tokens), triton.cdiv(channels, columns), batch
+    forward = Launch(_forward, grid, *values, tokens, columns, num_warps=4)
+    tokens, columns = _BACKWARD
+    grid = _programs(shape, kernel, history), triton.cdiv(channels, columns), batch
+    return forward, Launch(_backward, grid, *values, tokens, columns, num_warps=2)
+
+
+def _programs(shape: torch.Size, kernel: int, history: bool) -> int:
+    """Of the backward pass, along the sequence. The tokens before x are tokens of the same problem: they take part in the sums
+    and have a gradient."""
+    return triton.cdiv(shape[1] + (kernel - 1 if history else 0), _BACKWARD[0])
 
 
 @triton.jit
@@ -97,7 +117,7 @@ def _tap(weight, column, channels, J: tl.constexpr, KERNEL: tl.constexpr):
 
 @triton.jit
 def _forward(
-    before, x, weight, y, length, channels,
+    x, before, weight, y, length, channels,
     KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first, batch = tl.program_id(0) * TOKENS, tl.program_id(2).to(tl.int64)

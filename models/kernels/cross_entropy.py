@@ -10,8 +10,12 @@ processes is joined between them.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+
+from .launch import Launch
 
 try:
     import triton
@@ -28,13 +32,11 @@ def row_statistics(logits: Tensor, bias: Tensor | None, label: Tensor) -> tuple[
     logits: [rows, vocab] contiguous; bias: [vocab] or None; label: int64 [rows], 0 <= label < vocab. Returns float32
     [rows] each, the second int64.
     """
-    rows, vocab = logits.shape
+    rows = len(logits)
     largest, mass, chosen = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     best = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _statistics[(rows,)](
-            logits, bias, label, largest, best, mass, chosen, vocab, bias is not None, _BLOCK, num_warps=8
-        )  # fmt: skip
+        _launches(*_case(logits, bias))[0](logits, bias, label, largest, best, mass, chosen)
     return largest, best, mass, chosen
 
 
@@ -43,9 +45,23 @@ def gradient_in_place(logits: Tensor, bias: Tensor | None, label: Tensor, log_su
 
     log_sum, weight: float32 [rows]; label: int64 [rows], negative for a row whose label stands elsewhere.
     """
-    rows, vocab = logits.shape
-    if rows:
-        _gradient[(rows,)](logits, bias, label, log_sum, weight, vocab, bias is not None, _BLOCK, num_warps=8)
+    if len(logits):
+        _launches(*_case(logits, bias))[1](logits, bias, label, log_sum, weight)
+
+
+def _case(logits: Tensor, bias: Tensor | None) -> tuple[torch.device, torch.dtype, torch.dtype | None, int, int]:
+    return logits.device, logits.dtype, None if bias is None else bias.dtype, *logits.shape
+
+
+@lru_cache(4096)
+def _launches(
+    device: torch.device, dtype: torch.dtype, bias: torch.dtype | None, rows: int, vocab: int
+) -> tuple[Launch, Launch]:
+    """Statistics and gradient."""
+    statistics, gradient = (
+        Launch(kernel, (rows,), vocab, bias is not None, _BLOCK, num_warps=8) for kernel in (_statistics, _gradient)
+    )
+    return statistics, gradient
 
 
 @triton.jit

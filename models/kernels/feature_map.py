@@ -9,11 +9,14 @@ Reference: `models.mixers.lion`. By PyTorch's kernels the float32 values in betw
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .launch import Launch, aligned
 
 try:
     import triton
@@ -33,13 +36,12 @@ def normalised_silu(x: Tensor, inside: bool, dtype: torch.dtype) -> Tensor:
 class _NormalisedSiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, inside: bool, dtype: torch.dtype) -> Tensor:
-        x = x.contiguous()
+        x = aligned(x)
         y = torch.empty_like(x, dtype=dtype)
-        rows, dim, block, tile = _shape(x)
         if x.numel():
-            _forward[(triton.cdiv(rows, tile),)](x, y, rows, dim, block, tile, inside, num_warps=4)
+            _launches(x.device, x.dtype, dtype, x.numel(), x.shape[-1], inside)[0](x, y)
         ctx.save_for_backward(x)
-        ctx.inside = inside
+        ctx.inside, ctx.dtype = inside, dtype
         return y
 
     @staticmethod
@@ -47,19 +49,23 @@ class _NormalisedSiLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
-        rows, dim, block, tile = _shape(x)
         if x.numel():
-            _backward[(triton.cdiv(rows, tile),)](
-                dy.contiguous(), x, dx, rows, dim, block, tile, ctx.inside, num_warps=4
-            )  # fmt: skip
+            _launches(x.device, x.dtype, ctx.dtype, x.numel(), x.shape[-1], ctx.inside)[1](aligned(dy), x, dx)
         return dx, None, None
 
 
-def _shape(x: Tensor) -> tuple[int, int, int, int]:
-    """Rows, their size, that as a power of two, and rows of a program."""
-    dim = x.shape[-1]
-    block = triton.next_power_of_2(max(dim, 1))
-    return x.numel() // max(dim, 1), dim, block, max(1, _BLOCK // block)
+@lru_cache(4096)
+def _launches(
+    device: torch.device, dtype: torch.dtype, out: torch.dtype, numel: int, dim: int, inside: bool
+) -> tuple[Launch, Launch]:
+    """Forward and backward."""
+    rows, block = numel // dim, triton.next_power_of_2(dim)
+    tile = max(1, _BLOCK // block)
+    values = rows, dim, block, tile, inside
+    forward, backward = (
+        Launch(kernel, (triton.cdiv(rows, tile),), *values, num_warps=4) for kernel in (_forward, _backward)
+    )
+    return forward, backward
 
 
 @triton.jit

@@ -61,6 +61,12 @@ class Launch:
                 self._ordinary = compiled[self._grid]
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x contiguous and at an address that vectors of 16 bytes may be read from, as a `Launch` asks."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def straight(
     compiled: Any, grid: tuple[int, ...], count: int
 ) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]] | None:

@@ -10,10 +10,14 @@ does not depend on their order.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .launch import Launch, aligned
 
 try:
     import triton
@@ -34,42 +38,57 @@ class _Epilogue(torch.autograd.Function):
     def forward(
         ctx: Any, o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float
     ) -> Tensor:
-        o, q, k, v, gate = (x.contiguous() for x in (o, q, k, v, gate))
+        o, q, k, v, gate = (aligned(x) for x in (o, q, k, v, gate))
         y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
-        tokens, heads, dim_k, dim_v, rows, programs = _launch(o, q)
-        _forward[(programs, heads)](
-            o, q, k, v, aug_weight, gate, y, tokens, heads, eps,
-            dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v), rows, aug_weight is not None,
-            num_warps=4, num_stages=1,
-        )  # fmt: skip
+        case = o.device, o.dtype, None if aug_weight is None else aug_weight.dtype, o.shape, q.shape[-1], eps
+        if o.numel():
+            _launches(*case)[0](o, q, k, v, aug_weight, gate, y)
         ctx.save_for_backward(o, q, k, v, aug_weight, gate)
-        ctx.eps = eps
+        ctx.case = case
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         o, q, k, v, aug_weight, gate = ctx.saved_tensors
-        tokens, heads, dim_k, dim_v, rows, programs = _launch(o, q)
         do, dgate = torch.empty_like(o), torch.empty_like(gate)
         dq = dk = dv = partial = None
         if aug_weight is not None:
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-            partial = torch.empty(programs, heads * dim_k, dtype=torch.float32, device=o.device)
-        _backward[(programs, heads)](
-            dy.contiguous(), o, q, k, v, aug_weight, gate, do, dq, dk, dv, partial, dgate, tokens, heads, ctx.eps,
-            dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v), rows, aug_weight is not None,
-            num_warps=4, num_stages=1,
-        )  # fmt: skip
+            programs = _programs(o.shape)[1]
+            partial = torch.empty(programs, aug_weight.numel(), dtype=torch.float32, device=o.device)
+        if o.numel():
+            launch = _launches(*ctx.case)[1]
+            launch(aligned(dy), o, q, k, v, aug_weight, gate, do, dq, dk, dv, partial, dgate)
         d_weight = None if partial is None else partial.sum(0).to(aug_weight.dtype)
         return do, dq, dk, dv, d_weight, dgate, None
 
 
-def _launch(o: Tensor, q: Tensor) -> tuple[int, int, int, int, int, int]:
-    """Tokens, heads, head sizes, rows of a tile and programs a head; these stay while there are tokens for all."""
-    batch, length, heads, dim_v = o.shape
+@lru_cache(4096)
+def _launches(
+    device: torch.device,
+    dtype: torch.dtype,
+    weight: torch.dtype | None,
+    shape: torch.Size,
+    dim_k: int,
+    eps: float,
+) -> tuple[Launch, Launch]:
+    """Forward and backward for o of this shape."""
+    batch, length, heads, dim_v = shape
+    rows, programs = _programs(shape)
+    blocks = triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v), rows
+    values = batch * length, heads, eps, dim_k, dim_v, *blocks, weight is not None
+    forward, backward = (
+        Launch(kernel, (programs, heads), *values, num_warps=4, num_stages=1) for kernel in (_forward, _backward)
+    )
+    return forward, backward
+
+
+def _programs(shape: torch.Size) -> tuple[int, int]:
+    """Rows of a tile and programs a head; these stay while there are tokens for all."""
+    batch, length, heads, dim_v = shape
     rows = max(1, 2048 // triton.next_power_of_2(dim_v))
-    programs = min(triton.cdiv(batch * length, rows), max(1, 2048 // heads))
-    return batch * length, heads, q.shape[-1], dim_v, rows, programs
+    return rows, min(triton.cdiv(batch * length, rows), max(1, 2048 // heads))
 
 
 @triton.jit

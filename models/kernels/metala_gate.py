@@ -10,11 +10,14 @@ between are read and written six times.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .launch import Launch, aligned
 
 try:
     import triton
@@ -33,10 +36,10 @@ def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
 class _DecayAndKey(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor) -> tuple[Tensor, Tensor]:
-        a = a.contiguous()
+        a = aligned(a)
         log_decay, key = torch.empty_like(a, dtype=torch.float32), torch.empty_like(a)
         if a.numel():
-            _forward[(triton.cdiv(a.numel(), _BLOCK),)](a, log_decay, key, a.numel(), _BLOCK, num_warps=4)
+            _launches(a.device, a.dtype, a.numel())[0](a, log_decay, key)
         ctx.save_for_backward(a)
         return log_decay, key
 
@@ -46,11 +49,16 @@ class _DecayAndKey(torch.autograd.Function):
         (a,) = ctx.saved_tensors
         da = torch.empty_like(a)
         if a.numel():
-            grid = (triton.cdiv(a.numel(), _BLOCK),)
-            _backward[grid](
-                d_log_decay.contiguous(), d_key.contiguous(), a, da, a.numel(), _BLOCK, num_warps=4
-            )  # fmt: skip
+            _launches(a.device, a.dtype, a.numel())[1](aligned(d_log_decay), aligned(d_key), a, da)
         return da
+
+
+@lru_cache(4096)
+def _launches(device: torch.device, dtype: torch.dtype, numel: int) -> tuple[Launch, Launch]:
+    """Forward and backward."""
+    grid = (triton.cdiv(numel, _BLOCK),)
+    forward, backward = (Launch(kernel, grid, numel, _BLOCK, num_warps=4) for kernel in (_forward, _backward))
+    return forward, backward
 
 
 @triton.jit

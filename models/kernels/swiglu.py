@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .launch import Launch, aligned
 
 try:
     import triton
@@ -28,10 +31,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate, up = aligned(gate), aligned(up)
         y = torch.empty_like(up)
         if y.numel():
-            _forward[(triton.cdiv(y.numel(), _BLOCK),)](gate, up, y, y.numel(), _BLOCK, num_warps=4)
+            _launches(up.device, up.dtype, up.numel())[0](gate, up, y)
         ctx.save_for_backward(gate, up)
         return y
 
@@ -41,9 +44,16 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         if up.numel():
-            grid = (triton.cdiv(up.numel(), _BLOCK),)
-            _backward[grid](dy.contiguous(), gate, up, dgate, dup, up.numel(), _BLOCK, num_warps=4)
+            _launches(up.device, up.dtype, up.numel())[1](aligned(dy), gate, up, dgate, dup)
         return dgate, dup
+
+
+@lru_cache(4096)
+def _launches(device: torch.device, dtype: torch.dtype, numel: int) -> tuple[Launch, Launch]:
+    """Forward and backward."""
+    grid = (triton.cdiv(numel, _BLOCK),)
+    forward, backward = (Launch(kernel, grid, numel, _BLOCK, num_warps=4) for kernel in (_forward, _backward))
+    return forward, backward
 
 
 @triton.jit
