@@ -104,3 +104,12 @@ def test_a_veto_leaves_the_loss_scale(grid):
     assert vetoed.skipped
     assert vetoed.loss_scale == before
     engine.close()
+
+
+def test_float32_gradients_leave_their_memory_between_steps(grid):
+    engine = engine_on(grid, model_config(("metala",)), "bf16")
+    flats = engine._engine.optimizer.fp32_groups_gradients_flat
+    for step in batches(2):
+        run(engine, [step])
+        assert [flat.untyped_storage().size() for flat in flats] == [0] * len(flats)
+    engine.close()
