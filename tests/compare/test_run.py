@@ -105,7 +105,7 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
         "evaluation.interval=0",
     ]
     run = Path("runs/cut/metala-small-seed1")
-    steps = 60
+    steps = 150
 
     def interrupt() -> None:
         while not (run / "metrics.jsonl").is_file() or len((run / "metrics.jsonl").read_text().splitlines()) < 4:

@@ -22,6 +22,7 @@ from tools.compare.plan import Run, differing_keys
 _ROOT = Path(__file__).parents[2]
 # A checkpoint of a large model takes a while to write.
 _SECONDS_TO_SAVE = 180.0
+_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 @dataclass
@@ -98,8 +99,8 @@ def run_all(
         slot.close()
 
     def interrupted(number: int, _frame: object) -> None:
+        # No more than this: a handler must not wait for a lock that the loop below may hold.
         outcome.stopped = signal.Signals(number).name
-        stop.set()
 
     before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = [threading.Thread(target=serve, args=(slot,), daemon=True) for slot in slots]
@@ -114,11 +115,12 @@ def run_all(
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
-                if minutes is not None and time.monotonic() - started > 60 * minutes and not stop.is_set():
-                    outcome.stopped = f"the {minutes:g} minutes are over"
+                if minutes is not None and time.monotonic() - started > 60 * minutes:
+                    outcome.stopped = outcome.stopped or f"the {minutes:g} minutes are over"
+                if outcome.stopped:
                     stop.set()
-                if stop.wait(0.5):
                     break
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
                 bar.update(_show(bar, runs, waiting.qsize) - bar.n)
             for slot in slots if stop.is_set() else ():
                 slot.interrupt()
