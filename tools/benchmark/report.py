@@ -34,8 +34,13 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def plot_lines(path: Path, rows: Sequence[Mapping[str, Any]], panels: Mapping[str, str], title: str) -> None:
-    """One panel for each column in `panels` (its words: the axis) against length, one line a method; None is left out."""
+def plot_lines(
+    path: Path, rows: Sequence[Mapping[str, Any]], panels: Mapping[str, str], title: str, *, linear: bool = False
+) -> None:
+    """One panel for each column in `panels` (its words: the axis) against length, one line a method; None is left out.
+
+    linear: the columns from 0, not by their logarithm.
+    """
     plt = _pyplot()
     figure, grid = plt.subplots(
         1, len(panels), figsize=(5.5 * len(panels), 4.2), constrained_layout=True, squeeze=False
@@ -47,8 +52,14 @@ def plot_lines(path: Path, rows: Sequence[Mapping[str, Any]], panels: Mapping[st
                 (row["length"], row[column]) for row in rows if row["method"] == method and row[column] is not None
             ]
             if points:
-                axis.loglog(*zip(*points, strict=True), marker="o", label=method, base=2)
+                axis.plot(*zip(*points, strict=True), marker="o", label=method)
     for axis, words in zip(axes, panels.values(), strict=True):
+        axis.set_xscale("log", base=2)
+        if linear:
+            axis.set_ylim(0, 1.08 * axis.dataLim.ymax)
+            axis.yaxis.set_major_formatter("{x:,.0f}")
+        else:
+            axis.set_yscale("log", base=2)
         axis.set_ylabel(words)
         axis.set_xlabel("length")
         axis.set_xticks(lengths := sorted({row["length"] for row in rows}), [str(length) for length in lengths])

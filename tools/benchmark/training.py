@@ -316,7 +316,7 @@ def _plot(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     tokens = max(lengths, key=lambda tokens: len(lengths[tokens]))
     if len(lengths[tokens]) > 1:
         chosen = [row for row in measured if row["length"] * row["batch"] == tokens]
-        plot_lines(path, chosen, columns, f"{title}, {tokens:,} tokens a step")
+        plot_lines(path, chosen, columns, f"{title}, {tokens:,} tokens a step", linear=True)
     else:
         bars = [{**row, "method": f"{row['method']}, {row['length']} x {row['batch']}"} for row in measured]
         plot_bars(path, bars, columns, title)
