@@ -345,6 +345,13 @@ class Engine:
         self._engine.destroy()
         import deepspeed
 
+        # DeepSpeed hangs methods of a parameter on the parameter itself. Such a circle is never collected, and with it
+        # go weights and float32 gradients.
+        for _, parameter, _ in self._named_parameters():
+            for name, value in list(vars(parameter).items()):
+                if getattr(value, "__self__", None) is parameter:
+                    delattr(parameter, name)
+
         deepspeed.utils.groups.mpu = None
         restore_linear()
 

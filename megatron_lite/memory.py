@@ -138,11 +138,12 @@ def _gradient_bytes(parameters: int, setting: Setting, width: int, bucket: float
         return _Held(0.0, buckets, 0.0, buckets + bucket + (4 - width) * bucket / width / n)
     if setting.dtype == "bf16" and stage == 1:
         # The optimizer adds 16-bit gradients to its float32 ones, then several processes reduce these: a flat copy of a
-        # bucket, and that in 16 bits.
+        # bucket, and that in 16 bits. Between micro batches the 16-bit ones are set to zero and stay.
         sums = 4.0 * parameters if setting.released else 0.0
-        before = sums if setting.accumulation > 1 else 0.0
-        reduction = 6.0 * bucket / width if n > 1 else 0.0
-        return _Held(before, before, 2.0, 2.0 * parameters + sums + reduction)
+        after = 2.0 * parameters + sums + (6.0 * bucket / width if n > 1 else 0.0)
+        if setting.accumulation > 1:
+            return _Held(2.0 * parameters + sums, 2.0 * parameters + sums, 0.0, after)
+        return _Held(0.0, 0.0, 2.0, after)
     if stage == 1:
         sums = 4.0 * parameters if setting.accumulation > 1 else 0.0
         return _Held(sums, sums, width, width * parameters + sums + bucket)

@@ -15,7 +15,6 @@ o_i = sum_j (sum_c q_ic k_jc e^(-|c_ic - c_jc|)) v_j, the bidirectional form of 
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from .bidirectional_forms import chunk_size, chunked, decays, heads_first, recurrent, values_of
 from .bidirectional_stretch import from_both_sides
+from .kernels import can_take
 from .precision import ROW_SUM_EPS, wide
 from .sequence_shards import SequenceShards, current_shards
 from .stretches import left_neighbour, packing
@@ -282,12 +282,7 @@ def _check_shapes(
 
 
 def _kernels_apply(q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str) -> bool:
-    if not q.is_cuda or mask_convention != "eq17" or v.dtype == torch.float64:
+    if not can_take(v) or mask_convention != "eq17":
         return False
     vector = log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
-    return not vector and max(q.shape[-1], v.shape[-1]) <= 256 and _has_triton()
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return not vector and max(q.shape[-1], v.shape[-1]) <= 256

@@ -73,7 +73,9 @@ def estimate(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
         parallel=parallel,
         device="meta" if cuda else "cpu",
     )
-    parts = memory(layers, layer_flops(config), config, layout, dtype, max(1, parallel.zero_stage), overlap=cuda)
+    parts = memory(
+        layers, layer_flops(config), config, layout, dtype, max(1, parallel.zero_stage), overlap=cuda, released=cuda
+    )
     return sum(parts.values())
 
 

@@ -147,11 +147,12 @@ def layouts(
             here = read_config([*words, *more], gpus)
         except ConfigError:  # the batch does not divide
             continue
-        cut_to = (layout.tensor, layout.context, layout.sequence_parallel)
-        if cut_to not in known:
-            known[cut_to] = _layers(here, layout, dtype)
-        layers = known[cut_to]
         for stage in (1,) if layout.pipeline > 1 else (1, 2, 3):
+            # The engine calls the layers in one way for ZeRO 1 and 2, in another for 3.
+            called = (layout.tensor, layout.context, layout.sequence_parallel, stage == 3)
+            if called not in known:
+                known[called] = _layers(here, layout, dtype, stage)
+            layers = known[called]
             yield Row(
                 layout,
                 here.batch.data_ranks,
@@ -171,6 +172,7 @@ def memory(
     stage: int,
     *,
     overlap: bool = True,
+    released: bool = True,
 ) -> dict[str, float]:
     """Bytes by part of the fullest process: of the stages of a pipeline, the first holds most micro batches."""
     from megatron_lite.memory import Setting, step_bytes
@@ -188,7 +190,7 @@ def memory(
         in_flight = min(steps, layout.pipeline - index)
         if config.model.tie_embeddings and layout.pipeline > 1 and index == layout.pipeline - 1:
             own = [*own[:-1], replace(own[-1], parameters=own[-1].parameters + layers[0].largest)]
-        stages.append(step_bytes(own, Setting(dtype, stage, replicas, steps, in_flight, overlap, released=overlap)))
+        stages.append(step_bytes(own, Setting(dtype, stage, replicas, steps, in_flight, overlap, released)))
     return max(stages, key=lambda parts: sum(parts.values()))
 
 
@@ -268,7 +270,7 @@ def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
     return load_config(files, overrides, model_type=ModelConfig, world_size=gpus)
 
 
-def _layers(config: Config[ModelConfig], layout: Layout, dtype: str) -> list[LayerCost]:
+def _layers(config: Config[ModelConfig], layout: Layout, dtype: str, stage: int) -> list[LayerCost]:
     from megatron_lite.precision import DTYPES
     from tools.meta_layers import layer_costs
 
@@ -278,7 +280,7 @@ def _layers(config: Config[ModelConfig], layout: Layout, dtype: str) -> list[Lay
         micro_batch_size=config.batch.micro_batch_size,
         sequence_length=config.batch.sequence_length,
         layout=layout,
-        parallel=config.parallel,
+        parallel=config.parallel.model_copy(update={"zero_stage": stage}),
     )
 
 

@@ -16,9 +16,14 @@ from torch import Tensor
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernels compute with x: on CUDA where Triton is installed, not in float64, and not while
-    torch.compile, which makes kernels of its own, reads the code."""
-    return x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling() and _installed()
+    """Whether the kernels compute with x: where they can, and not while torch.compile, which makes kernels of its own,
+    reads the code."""
+    return can_take(x) and not torch.compiler.is_compiling()
+
+
+def can_take(x: Tensor) -> bool:
+    """Whether x lies on CUDA, where Triton is installed, and is not float64."""
+    return x.is_cuda and x.dtype != torch.float64 and _installed()
 
 
 @cache

@@ -8,13 +8,12 @@ The plain PyTorch reference stands here, its Triton kernels in `metala_epilogue_
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..precision import wide
+from . import can_take
 
 
 def metala_epilogue(
@@ -38,7 +37,7 @@ def metala_epilogue(
     if form not in ("auto", "reference", "triton"):
         raise ValueError(f"form {form!r}: allowed are auto, reference, triton")
     if form == "auto":
-        form = "triton" if o.is_cuda and o.dtype != torch.float64 and find_spec("triton") else "reference"
+        form = "triton" if can_take(o) else "reference"
     if form == "reference":
         return reference(o, q, k, v, aug_weight, gate, eps)
     from .metala_epilogue_triton import epilogue

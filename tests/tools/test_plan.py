@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
@@ -11,16 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lite import fan_out
 from megatron_lite.communication import Links, Workload, scaling, step_seconds, volumes
 from megatron_lite.config_schema import ParallelConfig
 from megatron_lite.grid import init_grid
 from megatron_lite.layout import Layout
-from megatron_lite.memory import Allocations, LayerCost, Setting, step_bytes
+from megatron_lite.memory import GIB, Allocations, LayerCost, Setting, step_bytes
 from models.config import ModelConfig
 from tests.cli.conftest import ROOT, environment
 from tools import measure_memory, plan, simulate_scaling
 from tools.build_engine import build_engine
 from tools.measure_links import read_links
+from tools.meta_kernels import unlaunched
 from tools.meta_layers import layer_costs
 
 SMALL = [
@@ -80,8 +83,12 @@ def test_the_states_are_exact(capsys):
     elements = sum(p.numel() for p in engine.layers[0].parameters()) + sum(
         p.numel() for layer in engine.layers[1:] for p in layer.parameters()
     )
-    engine.close()
     assert held == pytest.approx(18 * elements, rel=0.01)  # 2 + 4 + 4 + 8 bytes
+    with count:
+        engine.close()
+    del engine
+    gc.collect()
+    assert count.now == 0  # the next engine of a process finds its memory free
 
 
 def costs(mode: str = "none", mixers: tuple[str, ...] = ("metala",), **sizes: object) -> list[LayerCost]:
@@ -104,7 +111,8 @@ def test_layers_on_the_device_meta():
     assert whole[1].parameters == pytest.approx(2 * cut[1].parameters, rel=0.02)
     # What is cut halves; norms, residual streams and the convolution before the cut stay, or are shared out as well.
     assert whole[1].kept / 2 < split[1].kept < cut[1].kept < whole[1].kept
-    assert costs(context=2)[1].kept == pytest.approx(whole[1].kept / 2, rel=0.01)
+    # What is exchanged over the sequence are states, and the sums of decays.
+    assert 1 < costs(context=2)[1].kept / (whole[1].kept / 2) < 1.03
     assert costs("full")[1].kept == tokens  # its output alone
     assert costs("full")[1].backward > whole[1].kept - tokens
     assert tokens < costs("selective")[1].kept < whole[1].kept
@@ -114,18 +122,77 @@ def test_layers_on_the_device_meta():
         assert costs(mixers=(name,))[1].kept > tokens
 
 
+# GiB of the fullest process, torch.cuda.max_memory_allocated over all steps of `tools.benchmark layouts`: MetaLA 1.4B, bf16,
+# ZeRO 1, on H200 of one host, torch 2.11.0, triton 3.6.0, 2026-11-21, when float32 gradients
+# stayed between steps. docs/scaling.md shows the same table.
+LONG = ["batch.sequence_length=131072", "parallel.activation_checkpointing.mode=full"]
+MEASURED = {
+    "1 GPU": (Layout(), 1, 8, 4, [], 60.717),
+    "1 GPU, one micro batch": (Layout(), 1, 8, 1, [], 58.03),
+    "1 GPU, 131,072 tokens": (Layout(), 1, 1, 1, LONG, 50.039),
+    "data 2": (Layout(), 2, 8, 4, [], 52.672),
+    "data 4": (Layout(), 4, 8, 4, [], 48.649),
+    "pipeline 2": (Layout(pipeline=2), 2, 8, 16, [], 50.311),
+    "pipeline 4": (Layout(pipeline=4), 4, 8, 16, [], 41.017),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_estimate_is_within_15_percent_of_what_was_measured_on_gpus(name):
+    layout, gpus, micro, accumulation, words, measured = MEASURED[name]
+    samples = micro * accumulation * gpus // layout.pipeline
+    words = [*words, f"batch.micro_batch_size={micro}", f"batch.global_batch_size={samples}"]
+    words.append(f"parallel.pipeline={layout.pipeline}")
+    config = plan.read_config(["configs/metala_1.4b.yml", *words], gpus)
+    layers = plan._layers(config, layout, "bf16", 1)
+    parts = plan.memory(layers, plan.layer_flops(config), config, layout, "bf16", 1, released=False)
+    estimated = sum(parts.values()) / GIB
+    assert estimated == pytest.approx(measured, rel=0.15)
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    assert f"| {name} | {estimated:.1f} | {measured:.1f} | {estimated / measured:.3f} |" in page
+
+
+def test_every_kernel_counts_as_itself():
+    """A block under the kernels keeps what `save_for_backward` of each says, in elements of 16 bits a token."""
+    d, heads, width = 256, 8, ModelConfig(vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8).mlp_width
+    norms_and_sums = 4 * d  # the norms' outputs, the sum between them, the block's output
+    convolution = d
+    projections = d // 2 + d + d + d // 2  # q, v, gate, a
+    decay, cumulated, key = d, d, d // 2  # half as wide, in float32
+    products, output, epilogue = 2 * 64 * heads, d, d
+    mlp = 3 * width
+    kept = norms_and_sums + convolution + projections + decay + cumulated + key + products + output + epilogue + mlp
+    assert costs()[1].kept == pytest.approx(2 * 2 * 512 * kept, rel=0.01)
+    names = {name.rpartition(".")[2] for name in unlaunched()}
+    assert names == {path.stem for path in (ROOT / "models" / "kernels").glob("[!_]*.py")}
+    assert not any(name in sys.modules and sys.modules[name] is module for name, module in unlaunched().items())
+
+
+def test_fan_outs_are_counted_as_the_engine_sets_them(monkeypatch):
+    joined = []
+    monkeypatch.setattr(fan_out, "join_fan_outs", lambda layer, tensor: joined.append(tensor))
+    config = plan.read_config(SMALL, 1)
+    for stage, words in ((1, []), (3, []), (1, ["parallel.compile=true"])):
+        joined.clear()
+        plan._layers(plan.read_config([*SMALL, *words], 1), Layout(), "bf16", stage)
+        assert bool(joined) == (stage < 3 and not words)
+    plan._layers(config, Layout(tensor=2), "bf16", 2)
+    assert joined[-1].count == 2
+
+
 def test_the_peak_of_a_step_is_at_its_fullest_moment():
     layer = LayerCost(parameters=100, largest=100, kept=1e6, forward=1e6, backward=5e5)
     parts = step_bytes([layer] * 4, Setting("bf16", 1, 1, released=False))
     assert parts == {"weights": 800, "gradients": 1600, "optimizer": 4800, "activations": 4e6, "at work": 5e5}
     pipeline = step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=8, in_flight=3))
     assert pipeline["activations"] == 12e6
+    assert pipeline["gradients"] == 1600 + 800  # the 16-bit ones of the micro batch before
     light = LayerCost(parameters=1000, largest=1000, kept=1, forward=1, backward=1)
     assert step_bytes([light], Setting("bf16", 1, 4))["gradients"] == 4000 + 2000 + 6000  # while they are reduced
     assert step_bytes([light], Setting("bf16", 1, 1))["gradients"] == 4000 + 2000  # which one process does not do
     # Released, they are not there while the activations are, but for those of an earlier micro batch.
     assert step_bytes([layer] * 4, Setting("bf16", 1, 1))["gradients"] == 0
-    assert step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=2))["gradients"] == 1600
+    assert step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=2))["gradients"] == 1600 + 800
     assert step_bytes([light], Setting("bf16", 1, 4))["optimizer"] == 3000
 
 
