@@ -114,7 +114,7 @@ def test_an_interrupted_experiment_goes_on(
     # The second run of the sweep would take far longer than the first.
     command += ["data.train_examples=64", "epochs=80", "evaluate_every=80"]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
-    for _ in range(600):
+    for _ in range(4000):
         if results.is_file() and results.read_text().endswith("\n"):
             break
         time.sleep(0.05)
