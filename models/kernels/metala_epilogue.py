@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import can_take
 from ..precision import wide
-from . import can_take
 
 
 def metala_epilogue(
