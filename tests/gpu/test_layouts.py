@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from subprocess import TimeoutExpired
 
 import pytest
 import torch
@@ -20,7 +21,12 @@ def test_layouts_over_nccl_train_as_one_process(tmp_path, processes):
     if processes > GPUS:
         pytest.skip(f"needs {processes} GPUs, has {GPUS}")
     out = tmp_path / "results.json"
-    launch("tests.parallel.worker", processes, str(processes), str(out), device="cuda")
+    try:
+        launch("tests.parallel.worker", processes, str(processes), str(out), device="cuda")
+    except (RuntimeError, TimeoutExpired) as error:
+        reached = [out.with_suffix(f".{rank}") for rank in range(processes)]
+        names = [file.read_text() if file.exists() else "none" for file in reached]
+        pytest.fail(f"cases that the processes were in: {names}\n{error}")
     results = json.loads(out.read_text())
     wrong = []
     for case in layouts.cases(processes):

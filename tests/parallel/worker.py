@@ -106,7 +106,9 @@ def main(processes: int, out: Path) -> None:
     results: dict[str, Any] = {}
     for name, parallel, dtype in layouts.guarded(processes):
         results[name] = guards(parallel, dtype)
+    reached = out.with_suffix(f".{os.environ['RANK']}")  # which case a process hangs in
     for case in layouts.cases(processes):
+        reached.write_text(case.name)
         try:
             results[case.name] = run(case)
         except Exception:
