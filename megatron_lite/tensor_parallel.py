@@ -1,8 +1,9 @@
 """Tensor and sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198),
 applied from outside to plain modules.
 
-A module whose plan has a "row" entry is a parallel region: its input is entered once, each process computes its heads
-or columns on the whole sequence, and the row linear's outputs are summed. Between regions every process holds the whole
+A module whose plan has a "row" entry is a parallel region: its input is entered once (with `fan_out_is_entry` the input of
+its fan-out, unless the sequence is cut), each process computes its heads or columns on the whole sequence, and the row
+linear's outputs are summed. Between regions every process holds the whole
 activations, or with sequence parallelism its part of the sequence:
 
 |                   | enter (forward; backward)                           | leave (forward; backward)              |
@@ -13,7 +14,7 @@ activations, or with sequence parallelism its part of the sequence:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,6 +71,8 @@ def cut_layer(layer: nn.Module, tensor: TensorGroup) -> None:
     for name, module in modules.items():
         if "row" in getattr(module, "tensor_parallel_plan", {}).values():
             module.register_forward_pre_hook(partial(_enter, tensor))
+            if getattr(module, "fan_out_is_entry", False):
+                module.fan_out = partial(_entered, tensor)
         if isinstance(module, nn.Linear) and words[f"{name}.weight"] == "row":
             *path, local = name.split(".")
             setattr(layer.get_submodule(".".join(path)), local, _RowLinear(module, tensor))
@@ -95,9 +98,14 @@ def cut_layer(layer: nn.Module, tensor: TensorGroup) -> None:
 
 
 def _enter(tensor: TensorGroup, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not tensor.sequence and getattr(module, "enters_by_fan_out", False):
+    if not tensor.sequence and getattr(module, "fan_out_is_entry", False):
         return arguments
     return (tensor.enter(arguments[0]), *arguments[1:])
+
+
+def _entered(tensor: TensorGroup, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    x = x if tensor.sequence else tensor.enter(x)
+    return tuple(linear(x) for linear in linears)
 
 
 def _summed(tensor: TensorGroup, gradient: Tensor) -> Tensor:

@@ -73,9 +73,9 @@ class MetaLA(nn.Module):
     Options = MetaLAOptions
     state_size: ClassVar[str] = "d^2 / (2 heads) float32 and (kernel - 1) d"
     splits_sequence: ClassVar[bool] = True
-    # The parallel region begins at the input of the convolution, which every channel of the cut maps reads.
+    fan_out_is_entry: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
-        "conv": "replicated, gradient summed",
+        "conv": "replicated",
         "q_proj": "column",
         "k_proj": "column",
         "a_proj": "column",
