@@ -11,7 +11,8 @@ A mixer is an `nn.Module` with
   tensor_parallel_plan, parameter_kinds
 The plan's words are read by the trainer: "column" and "row" linear maps, "shard" a vector cut with the columns,
 "replicated", and "replicated, gradient summed" for what is used whole inside the parallel region. The region begins
-once, at the mixer's input (at that of `fan_out` with `fan_out_is_entry = True`), and ends at its row output. Head counts therefore follow from tensor shapes at run time.
+once, at the mixer's input (with `fan_out_is_entry = True` at that of its fan-out), and ends at its row output. Head
+counts therefore follow from tensor shapes at run time.
 """
 
 from __future__ import annotations
