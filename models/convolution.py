@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -112,6 +112,21 @@ class CausalConvolution(nn.Module):
             padded = padded.index_copy(0, (window + starts[:, None]).flatten(), history.to(x.dtype).flatten(0, 1))
         y = _convolve(padded[None, :past], padded[None, past:], self.weight, self.silu).index_select(1, token - past)
         return y, padded[window + ends[:, None]] if return_history else None
+
+
+def convolve_input(
+    conv: CausalConvolution | None,
+    x: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Mapping[str, Tensor],
+    return_state: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A mixer's input through its convolution, if it has one, and the beginning of its new state: "conv", when asked for."""
+    if conv is None:
+        return x, {}
+    x, history = conv(x, mask, cu_seqlens, state.get("conv"), return_state)
+    return x, {} if history is None else {"conv": history}
 
 
 def _window(start: Tensor, like: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bidirectional import CONVENTIONS, ProjectedGate, bidirectional
-from ..config import ModelConfig
+from ..bidirectional import ProjectedGate, bidirectional
+from ..config import ModelConfig, require_positive
 from ..fan_out import FanOut, apply_each
 from ..init import init_std, linear
 from ..kernels import takes
@@ -70,20 +70,7 @@ class LionOptions:
     bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
 
     def __post_init__(self) -> None:
-        allowed = {
-            "variant": ("lit", "d", "s", "lstm", "grfa"),
-            "phi": ("silu", "silu_paper", "elu", "none"),
-            "decay_init": ("half", "retnet", "half_life"),
-            "mask_convention": CONVENTIONS,
-            "form": ("auto", "parallel", "recurrent", "chunked"),
-        }
-        for key, values in allowed.items():
-            if getattr(self, key) not in values:
-                raise ValueError(
-                    f"model.mixer_options.lion.{key} = {getattr(self, key)!r}: allowed are {', '.join(values)}"
-                )
-        if not self.half_life > 0:
-            raise ValueError(f"model.mixer_options.lion.half_life = {self.half_life}: must be greater than 0")
+        require_positive("lion", self, "half_life")
         if self.causal and self.form != "auto":
             raise ValueError(
                 f"model.mixer_options.lion.form = {self.form!r} is of both directions: set "

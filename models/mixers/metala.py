@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, check_key_width
-from ..convolution import CausalConvolution
+from ..config import ModelConfig, check_key_width, require_at_least, require_positive
+from ..convolution import CausalConvolution, convolve_input
 from ..fan_out import FanOut, apply_each
 from ..init import linear
 from ..kernels import takes
@@ -50,12 +50,8 @@ class MetaLAOptions:
     expand_k: float = field(default=0.5, metadata={"doc": "Width of q, k and alpha over all heads / d; 1 for MQAR."})
 
     def __post_init__(self) -> None:
-        if self.preset not in ("released", "paper"):
-            raise ValueError(f"model.mixer_options.metala.preset = {self.preset!r}: allowed are released, paper")
-        if self.conv_kernel < 1:
-            raise ValueError(f"model.mixer_options.metala.conv_kernel = {self.conv_kernel}: must be at least 1")
-        if not self.expand_k > 0:
-            raise ValueError(f"model.mixer_options.metala.expand_k = {self.expand_k}: must be greater than 0")
+        require_at_least("metala", self, 1, "conv_kernel")
+        require_positive("metala", self, "expand_k")
         if not self.dynamic_decay and not self.key_projection:
             raise ValueError(
                 "model.mixer_options.metala.dynamic_decay = false: k = 1 - alpha would be the same for every token; set "
@@ -128,11 +124,7 @@ class MetaLA(nn.Module):
         hidden_size], the last inputs of the convolution; with cu_seqlens a row for every segment.
         """
         state = state or {}
-        new_state: dict[str, Tensor] = {}
-        if self.conv is not None:
-            x, history = self.conv(x, mask, cu_seqlens, state.get("conv"), return_state)
-            if history is not None:
-                new_state["conv"] = history
+        x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
         linears = {"q": self.q_proj, "v": self.v_proj, "gate": self.gate_proj, "a": self.a_proj, "k": self.k_proj}
         present = {name: linear for name, linear in linears.items() if linear is not None}
         of = dict(zip(present, self.fan_out(x, tuple(present.values())), strict=True))

@@ -32,13 +32,6 @@ class NormalisedAttentionOptions:
         default="exp", metadata={"doc": "The function eta that makes the divisor of a row from its token."}
     )
 
-    def __post_init__(self) -> None:
-        if self.normaliser not in _INVERSE:
-            raise ValueError(
-                f"model.mixer_options.normalised_attention.normaliser = {self.normaliser!r}: allowed are "
-                f"{', '.join(_INVERSE)}"
-            )
-
 
 class NormalisedAttention(nn.Module):
     """Sieber et al. 2024: the softmax's row sum replaced by a learned function of the row's token.

@@ -28,12 +28,6 @@ class QLSTMOptions:
         },
     )
 
-    def __post_init__(self) -> None:
-        if self.forget_gate not in ("sigmoid", "reversed"):
-            raise ValueError(
-                f"model.mixer_options.qlstm.forget_gate = {self.forget_gate!r}: allowed are sigmoid, reversed"
-            )
-
 
 class QLSTM(nn.Module):
     """qLSTM as in Sieber et al. 2024 (arXiv 2405.15731), section 4, and MetaLA's general recurrence, Eq. 13-15:
