@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.grid import all_gather, reduce_scatter
 from megatron_lite.partition import partition_words, shard_of, word_of
@@ -37,22 +36,22 @@ class TensorGroup:
         group, index, count: the processes, and this one's place among them.
         sequence: activations between regions are cut along the sequence; switched off while text is generated, whose
             lengths do not divide.
-        overlap: linears sum their outputs and gradients themselves, beside other work where there is any; not with ZeRO 3,
-            whose weights come and go with a module's call.
     """
 
     group: dist.ProcessGroup
     index: int
     count: int
     sequence: bool = False
-    overlap: bool = True
 
     def enter(self, x: Tensor) -> Tensor:
         """Into a parallel region. x: [batch, length, ...], with sequence parallelism this process's part of it."""
         return _GatherSequence.apply(x, self) if self.sequence else _SumGradient.apply(x, self)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Out of a parallel region: the sum of every process's x [batch, length, ...], or this process's part of it."""
+        """Out of a parallel region: the sum of every process's x [batch, length, ...], or this process's part of it.
+
+        The sum is formed in the memory of x, which must be a result that nothing else reads.
+        """
         return _ScatterSequence.apply(x, self) if self.sequence else _Sum.apply(x, self)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -128,10 +127,7 @@ class _RowLinear(nn.Module):
         self.weight, self.bias, self._tensor = linear.weight, linear.bias, tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._tensor.overlap and not self._tensor.sequence:
-            y = _SummedLinear.apply(x, self.weight, self._tensor)
-        else:
-            y = self._tensor.leave(F.linear(x, self.weight))
+        y = self._tensor.leave(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 
@@ -195,29 +191,15 @@ class _SumGradient(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
-        return _all_reduce(x, tensor)
+        if not x.is_contiguous():
+            return _all_reduce(x, tensor)
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=tensor.group)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _SummedLinear(torch.autograd.Function):
-    """The sum of every process's x weight^T, formed in the product's own memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, tensor: TensorGroup) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        y = F.linear(x, weight).contiguous()
-        dist.all_reduce(y, group=tensor.group)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        return (rows @ weight).view_as(x), rows.t() @ x.reshape(-1, x.shape[-1]), None
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -17,6 +17,7 @@ from megatron_lite.config_schema import ParallelConfig
 from megatron_lite.context_parallel import ContextShards
 from megatron_lite.layout import Layout
 from megatron_lite.memory import LayerCost, layer_cost
+from megatron_lite.own_layers import place_layer
 from megatron_lite.tensor_parallel import TensorGroup
 from models.config import ModelConfig
 from models.lm import build_layer, layer_specs
@@ -43,11 +44,10 @@ def layer_costs(
     specs = layer_specs(model)
     length = sequence_length // layout.context
     outside = length // layout.tensor if layout.sequence_parallel else length  # of the parallel regions
-    overlap = parallel.zero_stage < 3 and not parallel.compile
     group: Any = None
     tensor = None
     if layout.tensor > 1:
-        tensor = TensorGroup(group, 0, layout.tensor, layout.sequence_parallel, overlap)
+        tensor = TensorGroup(group, 0, layout.tensor, layout.sequence_parallel)
     # The last stretch carries the states of all before it.
     shards = ContextShards(group, layout.context - 1, layout.context) if layout.context > 1 else None
     tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64, device=device)
@@ -62,10 +62,7 @@ def layer_costs(
             if kind not in known:
                 with torch.device(device):
                     layer = build_layer(spec, index, None if device == "meta" else 0)
-                if tensor is not None:
-                    tensor_parallel.cut_layer(layer, tensor)
-                if overlap:
-                    fan_out.join_fan_outs(layer, tensor)
+                place_layer(layer, tensor, parallel)
                 layer = layer.to(dtype)
                 shape = (micro_batch_size, outside, model.hidden_size)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite import fan_out
+from megatron_lite import own_layers
 from megatron_lite.communication import Links, Workload, scaling, step_seconds, volumes
 from megatron_lite.config_schema import ParallelConfig
 from megatron_lite.grid import init_grid
@@ -170,7 +170,7 @@ def test_every_kernel_counts_as_itself():
 
 def test_fan_outs_are_counted_as_the_engine_sets_them(monkeypatch):
     joined = []
-    monkeypatch.setattr(fan_out, "join_fan_outs", lambda layer, tensor: joined.append(tensor))
+    monkeypatch.setattr(own_layers, "join_fan_outs", lambda layer, tensor: joined.append(tensor))
     config = plan.read_config(SMALL, 1)
     for stage, words in ((1, []), (3, []), (1, ["parallel.compile=true"])):
         joined.clear()
