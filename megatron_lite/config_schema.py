@@ -275,10 +275,13 @@ class ScheduleConfig(Section):
 class ActivationCheckpointingConfig(Section):
     """Recomputes activations in the backward pass instead of keeping them: less memory, more time."""
 
-    mode: Literal["none", "full", "selective"] = Field(
-        default="none", description="full: whole blocks are recomputed; selective: what is cheap to compute is."
+    mode: Literal["none", "elementwise", "selective", "full"] = Field(
+        default="none",
+        description="elementwise: norms, activations, gates and short convolutions are recomputed, one by one; selective: all "
+        "but matrix products, a block at a time; full: whole blocks.",
     )
     every: int = Field(default=1, ge=1, description="Only every n-th block.")
+    others: Literal["none", "elementwise"] = Field(default="none", description="The mode of the blocks between.")
 
 
 class ParallelConfig(Section):

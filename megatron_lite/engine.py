@@ -99,6 +99,8 @@ class Engine:
         sequence_length: of the samples, to share the layers out over the stages by what they cost.
         split_sequence: a context in which the layers take their sequences for one process's stretch; needed with
             context parallelism.
+        forgetting: a context in which the layers make again what is cheap instead of keeping it; needed with activation
+            checkpointing of mode "elementwise".
         count_right: also count the tokens that are predicted right, in training and evaluation.
         asked_share: of the tokens at which a token is to be predicted, for what the last layer costs.
 
@@ -124,6 +126,7 @@ class Engine:
         precision: PrecisionConfig,
         sequence_length: int = 2048,
         split_sequence: Callable[[ContextShards], contextlib.AbstractContextManager[None]] | None = None,
+        forgetting: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         count_right: bool = False,
         asked_share: float = 1.0,
     ) -> None:
@@ -184,7 +187,10 @@ class Engine:
             precision=precision,
         )
         # Inside the checkpointed call, because a layer that is computed again is so in a thread of the backward pass.
-        calls = {index: checkpointed(around(layer), index, len(specs), parallel) for index, layer in own.layers.items()}
+        calls = {
+            index: checkpointed(around(layer), index, len(specs), parallel, forgetting)
+            for index, layer in own.layers.items()
+        }
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory statistics while it builds
             model, unit = self._module(calls)
             if any(parameter is filler for group in client.param_groups for parameter in group["params"]):

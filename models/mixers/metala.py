@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig, check_key_width, require_at_least, require_positive
 from ..convolution import CausalConvolution, convolve_input
 from ..fan_out import FanOut, apply_each
+from ..forgetting import forgettable
 from ..init import linear
 from ..kernels import takes
 from ..kernels.metala_epilogue import metala_epilogue
@@ -167,8 +168,14 @@ def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
     """log alpha, alpha = sigmoid(a)^(1/16), in float32 (float64 for float64), and k = 1 - alpha in a's dtype."""
     if takes(a):
         from ..kernels.metala_gate import decay_and_key as kernel
+    else:
+        kernel = _decay_and_key
+    results = kernel(a)
+    forgettable(results, kernel, a)
+    return results
 
-        return kernel(a)
+
+def _decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
     log_decay = F.logsigmoid(wide(a)) / 16
     # In float32 until here: 1 - exp(g) formed in bfloat16 would be wrong by 3 % and more.
     return log_decay, (-torch.expm1(log_decay)).to(a.dtype)

@@ -17,6 +17,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
 from megatron_lite.schedule import learning_rate
 from models.config import ModelConfig
+from models.forgetting import forgetting
 from models.lm import build_layer, layer_specs
 from models.sequence_shards import sequence_shards
 from tests.parallel import layouts
@@ -51,6 +52,7 @@ def engine_of(
         precision=PrecisionConfig(),
         sequence_length=layouts.LENGTH,
         split_sequence=sequence_shards,
+        forgetting=forgetting,
         count_right=count_right,
     )
 
