@@ -4,12 +4,12 @@ applied from outside to plain modules.
 A module whose plan has a "row" entry is a parallel region: its input is entered once (with `fan_out_is_entry` the input of
 its fan-out, unless the sequence is cut), each process computes its heads or columns on the whole sequence, and the row
 linear's outputs are summed. Between regions every process holds the whole
-activations, or with sequence parallelism its part of the sequence:
+activations, or with sequence parallelism its part of the tokens:
 
 |                   | enter (forward; backward)                           | leave (forward; backward)              |
 |-------------------|-----------------------------------------------------|----------------------------------------|
 | tensor            | as it is; sum of the gradients                      | sum; as it is                          |
-| with sequence     | all-gather along the sequence; reduce-scatter       | reduce-scatter; all-gather             |
+| with sequence     | all-gather of the tokens; reduce-scatter            | reduce-scatter; all-gather             |
 """
 
 from __future__ import annotations
@@ -243,11 +243,18 @@ def _all_reduce(x: Tensor, tensor: TensorGroup) -> Tensor:
     return total
 
 
+# A process's part is a block of the micro batch's tokens, counted through its sequences, so that the parts lie one after the
+# other in memory as they are sent. Between regions nothing looks at a token's neighbours or its place.
+
+
 def _gather_sequence(x: Tensor, tensor: TensorGroup) -> Tensor:
-    """[batch, length / count, ...] -> [batch, length, ...]."""
-    return all_gather(x, tensor.group, tensor.count).movedim(0, 1).flatten(1, 2)
+    """[batch, length / count, ...], a process's tokens -> [batch, length, ...]."""
+    batch, part, *rest = x.shape
+    return all_gather(x, tensor.group, tensor.count).view(batch, part * tensor.count, *rest)
 
 
 def _scatter_sequence(x: Tensor, tensor: TensorGroup) -> Tensor:
-    """The sum of every process's x [batch, length, ...], of which each keeps its part [batch, length / count, ...]."""
-    return reduce_scatter(x.unflatten(1, (tensor.count, -1)).movedim(1, 0), tensor.group)
+    """The sum of every process's x [batch, length, ...], of which each keeps its tokens [batch, length / count, ...]."""
+    batch, length, *rest = x.shape
+    parts = x.contiguous().view(tensor.count, batch, length // tensor.count, *rest)
+    return reduce_scatter(parts, tensor.group)
