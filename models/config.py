@@ -113,7 +113,9 @@ class ModelConfig:
                     f"model.mixer_options.{name} is set but model.mixers = {list(self.mixers)} does not use {name!r}"
                 )
         for name in dict.fromkeys(self.mixers):
-            MIXERS[name].check(self, self.options_of(name))
+            options, check = self.options_of(name), getattr(MIXERS[name], "check", None)
+            if check is not None:
+                check(self, options)
 
     def options_of(self, mixer: str) -> Any:
         """The `Options` dataclass of `mixer`, filled from `mixer_options`. ValueError for an unknown or wrong key."""

@@ -75,10 +75,6 @@ class HGRN(nn.Module):
         self.out_proj = linear(config, size * self.parts, size, output=True)
         self._size = size
 
-    @staticmethod
-    def check(config: ModelConfig, options: HGRNOptions) -> None:
-        """Every shape can be built."""
-
     def forward(
         self,
         x: Tensor,

@@ -87,10 +87,6 @@ class HGRN2(nn.Module):
         self._size = size
 
     @staticmethod
-    def check(config: ModelConfig, options: HGRN2Options) -> None:
-        """Every shape that the model allows is legal."""
-
-    @staticmethod
     def cut_sizes(config: ModelConfig, options: HGRN2Options) -> dict[str, int]:
         """Nothing can be cut where the norm takes all channels together."""
         return {"model.mixer_options.hgrn2.norm_over: all": 1} if options.norm_over == "all" else {}

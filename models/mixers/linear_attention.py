@@ -75,10 +75,6 @@ class LinearAttention(nn.Module):
         self._size, self._keys = size, keys
         self._features = _taylor_width(self.key_dim) if taylor else self.key_dim
 
-    @staticmethod
-    def check(config: ModelConfig, options: LinearAttentionOptions) -> None:
-        """Every shape that the model allows is legal."""
-
     def forward(
         self,
         x: Tensor,

@@ -141,10 +141,6 @@ class Lion(nn.Module):
         self.fan_out: FanOut = apply_each
         self._size, self._heads = size, heads
 
-    @staticmethod
-    def check(config: ModelConfig, options: LionOptions) -> None:
-        """Every shape that the model allows is legal."""
-
     def forward(
         self,
         x: Tensor,

@@ -63,10 +63,6 @@ class NormalisedAttention(nn.Module):
         self.out_proj = linear(config, size, size, output=True)
         self._size = size
 
-    @staticmethod
-    def check(config: ModelConfig, options: NormalisedAttentionOptions) -> None:
-        """Every shape that the model allows is legal."""
-
     def forward(
         self,
         x: Tensor,

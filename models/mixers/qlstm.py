@@ -61,10 +61,6 @@ class QLSTM(nn.Module):
         self.out_proj = linear(config, size, size, output=True)
         self._size = size
 
-    @staticmethod
-    def check(config: ModelConfig, options: QLSTMOptions) -> None:
-        """Every shape can be built: channels are independent and the heads are not used."""
-
     def forward(
         self,
         x: Tensor,

@@ -72,10 +72,6 @@ class TransNormer(nn.Module):
         self.rate = -8 / config.num_heads * (1 - layer_index / config.num_layers)
         self._size = size
 
-    @staticmethod
-    def check(config: ModelConfig, options: TransNormerOptions) -> None:
-        """Every shape that the model allows is legal."""
-
     def forward(
         self,
         x: Tensor,
