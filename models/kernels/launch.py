@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,6 +75,19 @@ class _Prepared:
 
     ordinary: Callable[..., None]
     straight: tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]] | None
+
+
+def over_elements(*kernels: Any, block: int) -> Callable[[torch.device, torch.dtype, int], tuple[Launch, ...]]:
+    """(device, dtype, number of elements) -> a launch of each kernel, kept for the next time.
+
+    The kernels take pointers to tensors of so many elements, that number, and how many of them a program takes.
+    """
+
+    @lru_cache(4096)
+    def launches(device: torch.device, dtype: torch.dtype, numel: int) -> tuple[Launch, ...]:
+        return tuple(Launch(kernel, (-(-numel // block),), numel, block, num_warps=4) for kernel in kernels)
+
+    return launches
 
 
 def aligned(x: Tensor) -> Tensor:
