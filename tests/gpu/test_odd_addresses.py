@@ -40,5 +40,5 @@ def test_parameters_anywhere(options: dict[str, object]) -> None:
     for first in (1, 4, 0):
         move(lm, first)
         for found, wanted in zip(step(lm, tokens), expected, strict=True):
-            # Products of another alignment may add in another order.
-            assert ((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-9)).item() < 1e-2
+            # Products of another alignment may add in another order, in bf16.
+            assert ((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-9)).item() < 5e-2

@@ -23,6 +23,7 @@ from models.sequence_shards import sequence_shards
 from tests.parallel import layouts
 from tests.parallel.launch import leave
 from tests.parallel.layouts import LR, STEPS, WARMUP
+from tests.untuned import leave_untuned
 
 
 def grid_of(parallel: dict[str, Any]) -> Grid:
@@ -106,9 +107,12 @@ def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
 
 def main(processes: int, out: Path) -> None:
     results: dict[str, Any] = {}
-    for name, parallel, dtype in layouts.guarded(processes):
-        results[name] = guards(parallel, dtype)
+    if os.environ.get("MATRIX_DEVICE") == "cuda":
+        leave_untuned()
     reached = out.with_suffix(f".{os.environ['RANK']}")  # which case a process hangs in
+    for name, parallel, dtype in layouts.guarded(processes):
+        reached.write_text(name)
+        results[name] = guards(parallel, dtype)
     for case in layouts.cases(processes):
         reached.write_text(case.name)
         try:
