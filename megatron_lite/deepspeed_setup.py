@@ -1,4 +1,6 @@
-"""DeepSpeed's configuration and import, with what it does silently wrong or needlessly slowly put right."""
+"""DeepSpeed's configuration and import, with what it does silently wrong or needlessly slowly put right.
+
+Its bf16 optimizer: `megatron_lite.bf16_step`."""
 
 from __future__ import annotations
 
@@ -38,6 +40,8 @@ def deepspeed_config(
         "steps_per_print": sys.maxsize,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        # It has the host wait for the device before every forward pass and after every step.
+        "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {
             # Stage 0 clips wrongly in pipelines and starts bf16 with a dummy step; stage 1 costs nothing more.
             "stage": max(1, parallel.zero_stage),
@@ -86,59 +90,6 @@ def import_deepspeed() -> Any:
     sys.modules["deepspeed.runtime.zero.linear"].LinearFunctionForZeroStage3.forward = staticmethod(_linear)  # type: ignore[attr-defined]
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
-
-
-def spare_gradients(engine: Any, zero: Any, replicas: int, *, release: bool) -> None:
-    """Have DeepSpeed's bf16 optimizer read, write and keep its float32 gradients less; the sums stay what they are.
-
-    As it comes, it zeroes them twice a step, adds the first micro batch to the zeros by way of a float32 copy, has a single
-    process flatten, reduce (which rounds sums over micro batches to bf16) and unflatten all of them, and holds their memory
-    while the activations need theirs.
-
-    Args:
-        replicas: processes whose gradients are summed.
-        release: give their memory back after each step. Of use with an allocator that keeps it for others, as CUDA's.
-    """
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    if not isinstance(zero, BF16_Optimizer):
-        return
-    if replicas == 1:
-        engine.enable_backward_allreduce = False
-        if hasattr(engine, "pipeline_enable_backward_allreduce"):
-            engine.pipeline_enable_backward_allreduce = False
-    summed, flats = zero.fp32_groups_has_gradients, zero.fp32_groups_gradients_flat
-
-    def padding(group: int) -> Tensor:
-        return flats[group][zero.fp32_groups_actual_gradients_flat[group].numel() :]
-
-    @torch.no_grad()
-    def update(parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
-        memory = flats[group].untyped_storage()
-        if not memory.size():
-            memory.resize_(flats[group].nbytes)
-            padding(group).zero_()
-        total = zero.fp32_groups_gradients[group][index]
-        if parameter.grad is None:
-            if not summed[group][index]:
-                total.zero_()
-            return
-        gradient = parameter.grad.view(total.shape)
-        total.add_(gradient) if summed[group][index] else total.copy_(gradient)
-        parameter._hp_grad, summed[group][index] = total, True
-        if clear_lp_grads:
-            parameter.grad.zero_()
-
-    def clear() -> None:
-        for group, flat in enumerate(flats):
-            summed[group] = [False] * len(summed[group])
-            if release:
-                flat.untyped_storage().resize_(0)  # which all views of it share
-            else:
-                padding(group).zero_()  # a vetoed step leaves nan there
-
-    zero._update_hp_grad, zero.clear_hp_grads = update, clear
-    clear()
 
 
 def restore_linear() -> None:

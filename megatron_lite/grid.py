@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megatron_lite.host_copy import host_copy
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,18 @@ def reduce_sum(values: list[float], grid: Grid) -> list[float]:
     """
     if grid.world_size == 1:
         return values
-    counted = grid.is_last_stage and grid.tensor_rank == 0
-    # NCCL reduces float64 as well as gloo does; one small tensor a step costs microseconds.
-    tensor = torch.tensor(values if counted else [0.0] * len(values), dtype=torch.float64, device=grid.device)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
+    return begin_sum(torch.tensor(values, dtype=torch.float64, device=grid.device), grid)()
+
+
+def begin_sum(values: torch.Tensor, grid: Grid) -> Callable[[], list[float]]:
+    """Begin `reduce_sum` of values [n] on the device, float64. The function that is returned waits for the sums, but not
+    for what the device is given to do in the meantime."""
+    if grid.world_size > 1:
+        counted = grid.is_last_stage and grid.tensor_rank == 0
+        # NCCL reduces float64 as well as gloo does; one small tensor a step costs microseconds.
+        values = values.clone() if counted else torch.zeros_like(values)
+        dist.all_reduce(values)
+    return host_copy(values)
 
 
 def any_process(flags: Sequence[bool], grid: Grid) -> list[bool]:

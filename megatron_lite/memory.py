@@ -5,14 +5,15 @@ parameter of this process, n processes sharing the optimizer state, b = elements
 
 |                  | weights | gradients | master | moments | while the gradients are reduced                     |
 |------------------|---------|-----------|--------|---------|-----------------------------------------------------|
-| bf16, ZeRO 1     | 2       | 4 *       | 4 / n  | 8 / n   | 16-bit gradients 2; n > 1: a bucket in float32, 16  |
+| bf16, ZeRO 1     | 2       | 4 *       | 4 / n  | 8 / n   | 16-bit gradients 2, or n > 1: a bucket in 16 and 32 |
 | 16 bit, ZeRO 2   | 2       | 4 / n     | 4 / n  | 8 / n   | buckets                                             |
 | 16 bit, ZeRO 3   | 2 / n   | 6 / n     | 4 / n  | 8 / n   | buckets, and the weights that are gathered          |
 | float32, ZeRO 1  | 4       | 4         | 4 / n  | 8 / n   | buckets                                             |
 | float32, ZeRO 2  | 4       | 4 / n     | 4 / n  | 8 / n   | buckets                                             |
 | float32, ZeRO 3  | 4 / n   | 8 / n     | 4 / n  | 8 / n   | buckets, and the weights that are gathered          |
 
-* On a GPU from the end of a step's first backward pass to the end of the step (`spare_gradients` in deepspeed_setup.py).
+* On a GPU from the end of a step's first backward pass to the end of the step, and not at all where one process has one micro
+batch a step (bf16_step.py).
 """
 
 from __future__ import annotations
@@ -137,13 +138,13 @@ def _gradient_bytes(parameters: int, setting: Setting, width: int, bucket: float
     if stage == 3:
         return _Held(0.0, buckets, 0.0, buckets + bucket + (4 - width) * bucket / width / n)
     if setting.dtype == "bf16" and stage == 1:
-        # The optimizer adds 16-bit gradients to its float32 ones, then several processes reduce these: a flat copy of a
-        # bucket, and that in 16 bits. Between micro batches the 16-bit ones are set to zero and stay.
+        # After a backward pass the optimizer adds the 16-bit gradients to its float32 sums and frees them, then several
+        # processes reduce the sums: a flat copy of a bucket, and that in 16 bits.
+        if setting.released and n == setting.accumulation == 1:
+            return _Held(0.0, 0.0, 2.0, 2.0 * parameters)  # nothing to sum
         sums = 4.0 * parameters if setting.released else 0.0
-        after = 2.0 * parameters + sums + (6.0 * bucket / width if n > 1 else 0.0)
-        if setting.accumulation > 1:
-            return _Held(2.0 * parameters + sums, 2.0 * parameters + sums, 0.0, after)
-        return _Held(0.0, 0.0, 2.0, after)
+        before = sums if setting.accumulation > 1 else 0.0
+        return _Held(before, before, 2.0, sums + max(2.0 * parameters, 6.0 * bucket / width if n > 1 else 0.0))
     if stage == 1:
         sums = 4.0 * parameters if setting.accumulation > 1 else 0.0
         return _Held(sums, sums, width, width * parameters + sums + bucket)

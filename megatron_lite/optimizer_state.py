@@ -125,11 +125,11 @@ class OptimizerState:
     def poison_gradients(self) -> None:
         """Have every process skip the next update: a non-finite gradient on one makes ZeRO do so, and release its
         buffers properly."""
-        if hasattr(self._zero, "averaged_gradients"):
-            first = next(gradients[0] for gradients in self._zero.averaged_gradients.values() if gradients)
+        if hasattr(self._zero, "skip_next"):  # bf16_step.py
+            self._zero.skip_next()
         else:
-            first = self._zero.fp32_groups_gradient_flat_partition[0]
-        first.fill_(math.nan)
+            first = next(gradients[0] for gradients in self._zero.averaged_gradients.values() if gradients)
+            first.fill_(math.nan)
 
     @property
     def loss_scale(self) -> float:

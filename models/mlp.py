@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .fan_out import FanOut, apply_each
-from .forgetting import forgettable
 from .init import linear
 from .kernels import takes
 
@@ -43,14 +42,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up."""
     if takes(up) and gate.dtype == up.dtype:
         from .kernels.swiglu import swiglu as kernel
-    else:
-        kernel = _swiglu
-    y = kernel(gate, up)
-    forgettable(y, kernel, gate, up)
-    return y
 
-
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        return kernel(gate, up)
     return F.silu(gate) * up
 
 
@@ -72,9 +65,7 @@ class GELU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden_size] -> the same shape."""
         (hidden,) = self.fan_out(x, (self.up_proj,))
-        activated = F.gelu(hidden)
-        forgettable(activated, F.gelu, hidden)
-        return self.down_proj(activated)
+        return self.down_proj(F.gelu(hidden))
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""

@@ -13,6 +13,7 @@ import yaml
 
 from models.config import ModelConfig
 from models.lm import LanguageModel
+from tools.evaluation.masked import is_masked
 from tools.evaluation.prefix_tree import build_forest
 from tools.evaluation.scoring import Scorer
 
@@ -26,7 +27,7 @@ def config_of(name: str) -> ModelConfig:
     return ModelConfig(**{**values, "vocab_size": VOCABULARY})
 
 
-CAUSAL = sorted(p.stem for p in CONFIGS.glob("*_tiny.yml") if not config_of(p.stem).two_sided_mixers())
+CAUSAL = sorted(p.stem for p in CONFIGS.glob("*_tiny.yml") if not is_masked(config_of(p.stem)))
 
 
 def model_of(name: str, seed: int = 0, **changes: Any) -> LanguageModel:

@@ -28,4 +28,13 @@ def device() -> str:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+    convert = interpreter._convert_float
+
+    # It cuts float32 off where a device rounds to bfloat16.
+    def rounding(data, of, to, mode):
+        if to.primitive_bitwidth == 32:
+            return convert(data, of, to, mode)
+        return torch.from_numpy(data.copy()).bfloat16().view(torch.int16).numpy()
+
+    interpreter._convert_float = rounding
     return "cpu"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite import own_layers
+from megatron_lite import fan_out
 from megatron_lite.communication import Links, Workload, scaling, step_seconds, volumes
 from megatron_lite.config_schema import ParallelConfig
 from megatron_lite.grid import init_grid
@@ -43,7 +43,7 @@ SMALL = [
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_estimate_is_within_15_percent_of_what_a_step_allocates(dtype, accumulation, capsys):
     words = [*SMALL, f"precision.dtype={dtype}", f"batch.global_batch_size={accumulation}"]
-    cases = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "full")] + [(1, "elementwise"), (1, "selective")]
+    cases = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "full")] + [(1, "selective")]
     assert measure_memory.measure(words, cases) == 0, capsys.readouterr().out
     rows = re.findall(r"^ +(\d)  (\w+) +([\d.]+) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
     assert [(int(stage), mode) for stage, mode, *_ in rows] == cases
@@ -115,7 +115,7 @@ def test_layers_on_the_device_meta():
     assert 1 < costs(context=2)[1].kept / (whole[1].kept / 2) < 1.03
     assert costs("full")[1].kept == tokens  # its output alone
     assert costs("full")[1].backward > whole[1].kept - tokens
-    assert tokens < costs("selective")[1].kept < costs("elementwise")[1].kept < whole[1].kept
+    assert tokens < costs("selective")[1].kept < whole[1].kept
     # The kernel keeps its inputs and output; the plain form would keep 512 x 512 weights a head.
     assert costs(mixers=("attention",))[1].kept < 30 * tokens
     for name in ("lion", "mamba2", "hgrn2", "retnet"):
@@ -163,8 +163,6 @@ def test_every_kernel_counts_as_itself():
     mlp = 3 * width
     kept = norms_and_sums + convolution + projections + decay + cumulated + key + products + output + epilogue + mlp
     assert costs()[1].kept == pytest.approx(2 * 2 * 512 * kept, rel=0.01)
-    forgotten = 2 * d + convolution + decay + key + epilogue + width
-    assert costs("elementwise")[1].kept == pytest.approx(2 * 2 * 512 * (kept - forgotten), rel=0.01)
     names = {name.rpartition(".")[2] for name in unlaunched()}
     assert names == {path.stem for path in (ROOT / "models" / "kernels").glob("[!_]*.py")}
     assert not any(name in sys.modules and sys.modules[name] is module for name, module in unlaunched().items())
@@ -172,7 +170,7 @@ def test_every_kernel_counts_as_itself():
 
 def test_fan_outs_are_counted_as_the_engine_sets_them(monkeypatch):
     joined = []
-    monkeypatch.setattr(own_layers, "join_fan_outs", lambda layer, tensor: joined.append(tensor))
+    monkeypatch.setattr(fan_out, "join_fan_outs", lambda layer, tensor: joined.append(tensor))
     config = plan.read_config(SMALL, 1)
     for stage, words in ((1, []), (3, []), (1, ["parallel.compile=true"])):
         joined.clear()
@@ -188,13 +186,15 @@ def test_the_peak_of_a_step_is_at_its_fullest_moment():
     assert parts == {"weights": 800, "gradients": 1600, "optimizer": 4800, "activations": 4e6, "at work": 5e5}
     pipeline = step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=8, in_flight=3))
     assert pipeline["activations"] == 12e6
-    assert pipeline["gradients"] == 1600 + 800  # the 16-bit ones of the micro batch before
+    assert pipeline["gradients"] == 1600  # the 16-bit ones of the micro batch before are in these
     light = LayerCost(parameters=1000, largest=1000, kept=1, forward=1, backward=1)
-    assert step_bytes([light], Setting("bf16", 1, 4))["gradients"] == 4000 + 2000 + 6000  # while they are reduced
-    assert step_bytes([light], Setting("bf16", 1, 1))["gradients"] == 4000 + 2000  # which one process does not do
+    assert step_bytes([light], Setting("bf16", 1, 4))["gradients"] == 4000 + 6000  # while they are reduced
+    summed = Setting("bf16", 1, 1, accumulation=2)
+    assert step_bytes([light], summed)["gradients"] == 4000 + 2000  # which one process does not do
+    assert step_bytes([light], Setting("bf16", 1, 1))["gradients"] == 2000  # and of one micro batch there are no sums
     # Released, they are not there while the activations are, but for those of an earlier micro batch.
     assert step_bytes([layer] * 4, Setting("bf16", 1, 1))["gradients"] == 0
-    assert step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=2))["gradients"] == 1600 + 800
+    assert step_bytes([layer] * 4, summed)["gradients"] == 1600
     assert step_bytes([light], Setting("bf16", 1, 4))["optimizer"] == 3000
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -61,39 +60,13 @@ def test_a_closed_engine_leaves_nothing_behind(build):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("others", ["none", "elementwise"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_activation_checkpointing_changes_nothing(build, mode, others, stage):
+def test_activation_checkpointing_changes_nothing(build, mode, stage):
     config = model_config(num_layers=3)  # MetaLA's gate has a bias: see _linear in the engine
     steps = batches(4)
     expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=4)
-    engine = build(config, zero_stage=stage, activation_checkpointing={"mode": mode, "every": 2, "others": others})
+    engine = build(config, zero_stage=stage, activation_checkpointing={"mode": mode, "every": 2})
     assert_equal(run(engine, steps), expected, 1e-6)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("mixer", ["metala", "lion", "attention", "gla"])
-def test_what_is_forgotten_changes_no_bit(build, monkeypatch, mixer, stage, dtype):
-    settings = megatron_lite.engine.deepspeed_config
-
-    def none_persists(*args: Any, **words: Any) -> dict[str, Any]:
-        """ZeRO 3 takes the small weights away too, which norms and convolutions have."""
-        found = settings(*args, **words)
-        found["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return found
-
-    monkeypatch.setattr(megatron_lite.engine, "deepspeed_config", none_persists)
-    config = model_config((mixer,), mlp="gelu" if mixer == "attention" else "swiglu")
-    outcomes = []
-    for mode in ("none", "elementwise"):
-        engine = build(config, dtype=dtype, zero_stage=stage, activation_checkpointing={"mode": mode})
-        results = run(engine, batches(3))
-        weights = [fragment.tensors["weight"].clone() for fragment in engine.optimizer_state.fragments()]
-        engine.close()
-        outcomes.append((repr(results), torch.cat([weight.flatten() for weight in weights])))
-    assert outcomes[0][0] == outcomes[1][0]
-    assert torch.equal(outcomes[0][1], outcomes[1][1])
 
 
 def test_without_clipping_equals_the_oracle(build):
@@ -111,11 +84,15 @@ def test_bf16_stays_near_float32(build):
         assert result.loss == pytest.approx(loss, rel=2e-3)
 
 
+def as_it_comes(engine, zero, replicas, **_):
+    zero.skip_next = lambda: zero.fp32_groups_gradient_flat_partition[0].fill_(math.nan)
+
+
 @pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
 def test_gradients_in_bf16_are_summed_as_deepspeed_sums_them(build, monkeypatch, release):
     config = model_config()
-    # Steps of one and of three micro batches, one of them vetoed: gradients of all kinds lie in the memory before.
-    steps = [*batches(2), *batches(3, micro=3), *batches(2)]
+    # Steps of one, three and two micro batches, one of them vetoed: gradients of all kinds lie in the memory before.
+    steps = [*batches(2, accumulation=1), *batches(3, accumulation=3), *batches(2)]
 
     def train() -> tuple[list[StepResult], list[torch.Tensor]]:
         engine = build(config, dtype="bf16")
@@ -127,7 +104,7 @@ def test_gradients_in_bf16_are_summed_as_deepspeed_sums_them(build, monkeypatch,
 
     settings = megatron_lite.engine.deepspeed_config
     with monkeypatch.context() as patch:
-        patch.setattr(megatron_lite.engine, "spare_gradients", lambda *_, **__: None)
+        patch.setattr(megatron_lite.engine, "spare_gradients", as_it_comes)
         # Or it rounds sums over micro batches to bf16.
         exact = {"communication_data_type": "fp32"}
         patch.setattr(megatron_lite.engine, "deepspeed_config", lambda *args, **words: settings(*args, **words) | exact)

@@ -1,0 +1,246 @@
+"""AdamW as one Triton kernel a parameter group, with the sums and the norm of its gradients (CUDA, or Triton's interpreter).
+
+Master weights and moments of a group are flat. Its gradients are pieces of the same order that lie anywhere: one of 16 bits a
+parameter, as the backward pass leaves them, or a single flat one of float32. Copying them together first, clipping them in
+place and writing 16-bit weights in passes of their own would move two and a half times the bytes, in a launch a parameter.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHUNK = 8192  # elements of one program: enough that finding its piece costs nothing, few enough that the last ones end together
+_VECTOR = 8  # elements of 16 bits that are read at once
+
+
+@dataclass(frozen=True)
+class Lying:
+    """Gradients that lie somewhere, in the order of their `Pieces`.
+
+    Attributes:
+        addresses: int64 [pieces], 0 for a gradient that is missing and counts as zeros.
+        wide: float32, not bfloat16.
+        aligned: addresses, sizes and offsets allow to read vectors.
+    """
+
+    addresses: Tensor
+    wide: bool
+    aligned: bool
+    gradients: Sequence[Tensor | None]  # which keeps their memory
+
+
+class Pieces:
+    """How a flat tensor is made up of pieces.
+
+    Args:
+        sizes: elements of every piece, in order and without gaps from the beginning of the flat tensor.
+        counted: which of them `squares` counts; None: all.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device, counted: Sequence[bool] | None = None) -> None:
+        size = torch.tensor(sizes, dtype=torch.int64)
+        programs = (size + _CHUNK - 1) // _CHUNK
+        first, offset = programs.cumsum(0) - programs, size.cumsum(0) - size
+        limit = size if counted is None else size * torch.tensor(counted)
+        self.programs = int(programs.sum())
+        self._device, self._aligned = device, all(size % _VECTOR == 0 for size in sizes)
+        self._owner = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), programs).to(device)
+        self._table = torch.stack([first, size, offset, limit], dim=1).to(device)
+
+    def lying(self, gradients: Sequence[Tensor | None]) -> Lying:
+        """The gradients of the pieces, all of them contiguous, on the device and of one dtype, float32 or bfloat16."""
+        addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
+        there = [gradient for gradient in gradients if gradient is not None]
+        host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        wide = bool(there) and there[0].dtype == torch.float32
+        aligned = self._aligned and not any(address % 16 for address in addresses)
+        return Lying(host.to(self._device, non_blocking=True), wide, aligned, gradients)
+
+    def squares(self, gradients: Lying, out: Tensor) -> None:
+        """Write sums of squares of stretches of the counted gradients, float32, to `out` [programs]."""
+        self._run(_squares, gradients, out, BLOCK=2048)
+
+    def add(self, gradients: Lying, total: Tensor, fresh: Sequence[bool]) -> None:
+        """Add the gradients to `total`, float32 [elements], in which the pieces that are `fresh` hold nothing yet."""
+        host = torch.tensor(fresh, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        aligned = total.data_ptr() % 16 == 0
+        self._run(_add, gradients, total, host.to(self._device, non_blocking=True), aligned=aligned, BLOCK=1024)
+
+    def adamw(
+        self,
+        gradients: Lying,
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        weight: Tensor,
+        factor: Tensor,
+        *,
+        step: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        """The update of `torch.optim.AdamW`, computed in float32, in place.
+
+        Args:
+            master, exp_avg, exp_avg_sq: [elements] each, of any floating dtype.
+            weight: [elements], to which the new master weights are rounded.
+            factor: float32 scalar by which the gradients are multiplied; with NaN nothing is changed.
+            step: how many updates there are with this one.
+        """
+        beta1, beta2 = betas
+        flats = master, exp_avg, exp_avg_sq, weight
+        self._run(
+            _adamw,
+            gradients,
+            *flats,
+            factor,
+            lr * weight_decay,
+            1 - beta1,
+            1 - beta2,
+            lr / (1 - beta1**step),
+            1 / sqrt(1 - beta2**step),
+            eps,
+            aligned=all(flat.data_ptr() % 16 == 0 for flat in flats),
+            BLOCK=1024,
+        )
+
+    def _run(
+        self, kernel: triton.JITFunction, gradients: Lying, *arguments: Tensor | float, aligned: bool = True, BLOCK: int
+    ) -> None:
+        if self.programs:
+            kernel[(self.programs,)](
+                self._owner,
+                self._table,
+                gradients.addresses,
+                *arguments,
+                WIDE=gradients.wide,
+                ALIGNED=gradients.aligned and aligned,
+                CHUNK=_CHUNK,
+                BLOCK=BLOCK,
+                num_warps=8,
+            )
+
+
+@triton.jit
+def _own(owner, table, addresses, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
+    """This program's piece: its number, where the program begins in it, its size, its offset, its address, and how much of it
+    counts."""
+    program = tl.program_id(0)
+    piece = tl.load(owner + program)
+    row = table + piece * 4
+    first, size, offset, limit = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    start = (program - first) * CHUNK
+    address = tl.load(addresses + piece)
+    if ALIGNED:
+        size, offset, limit = tl.multiple_of(size, 8), tl.multiple_of(offset, 8), tl.multiple_of(limit, 8)
+        address = tl.multiple_of(address, 16)
+    return piece, start, size, offset, address, limit
+
+
+@triton.jit
+def _gradient(address, index, size, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
+    """float32 elements of a piece; zeros beyond its size and where it is missing."""
+    there = (index < size) & (address != 0)
+    if WIDE:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    else:
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return tl.load(pointer + index, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _squares(
+    owner,
+    table,
+    addresses,
+    out,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    _, start, _, _, address, limit = _own(owner, table, addresses, ALIGNED, CHUNK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for block in range(CHUNK // BLOCK):
+        index = start + block * BLOCK + tl.arange(0, BLOCK)
+        gradient = _gradient(address, index, limit, WIDE, ALIGNED)
+        total += gradient * gradient
+    tl.store(out + tl.program_id(0), tl.sum(total, axis=0))
+
+
+@triton.jit
+def _add(
+    owner,
+    table,
+    addresses,
+    total,
+    fresh,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    piece, start, size, offset, address, _ = _own(owner, table, addresses, ALIGNED, CHUNK)
+    held = tl.load(fresh + piece) == 0
+    for block in range(CHUNK // BLOCK):
+        index = start + block * BLOCK + tl.arange(0, BLOCK)
+        sums = total + (offset + index)
+        before = tl.load(sums, mask=(index < size) & held, other=0.0)
+        tl.store(sums, before + _gradient(address, index, size, WIDE, ALIGNED), mask=index < size)
+
+
+@triton.jit
+def _adamw(
+    owner,
+    table,
+    addresses,
+    master,
+    exp_avg,
+    exp_avg_sq,
+    weight,
+    factor,
+    decay,
+    rest1,
+    rest2,
+    rate,
+    root,
+    eps,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    _, start, size, offset, address, _ = _own(owner, table, addresses, ALIGNED, CHUNK)
+    scale = tl.load(factor)
+    if scale == scale:
+        for block in range(CHUNK // BLOCK):
+            index = start + block * BLOCK + tl.arange(0, BLOCK)
+            there = index < size
+            flat = offset + index
+            gradient = _gradient(address, index, size, WIDE, ALIGNED) * scale
+            first = tl.load(exp_avg + flat, mask=there, other=0.0).to(tl.float32)
+            second = tl.load(exp_avg_sq + flat, mask=there, other=0.0).to(tl.float32)
+            parameter = tl.load(master + flat, mask=there, other=0.0).to(tl.float32)
+            # beta and 1 - beta as two numbers of float32 do not add up to 1, which moments would gather from step to step.
+            first += rest1 * (gradient - first)
+            second += rest2 * (gradient * gradient - second)
+            parameter -= decay * parameter
+            parameter -= rate * tl.div_rn(first, tl.sqrt_rn(second) * root + eps)
+            tl.store(exp_avg + flat, first.to(exp_avg.dtype.element_ty), mask=there)
+            tl.store(exp_avg_sq + flat, second.to(exp_avg_sq.dtype.element_ty), mask=there)
+            tl.store(master + flat, parameter.to(master.dtype.element_ty), mask=there)
+            tl.store(weight + flat, parameter.to(weight.dtype.element_ty), mask=there)
