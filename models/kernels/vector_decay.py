@@ -1,0 +1,129 @@
+"""The recurrence with a decay a channel on Triton kernels, with its gradients.
+
+    S_t = diag(exp(g_t)) S_(t-1) + k_t v_t^T      o_t = scale q_t S_t
+One pass forms the states between chunks (`vector_decay_states.py`), a second one the outputs or the gradients of every
+chunk (`vector_decay_chunk.py`), a third one what passes inside chunks of strong decay (`vector_decay_strong.py`). The
+backward pass keeps the inputs alone and forms the states again. `models/chunked.py` is the reference.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .launch import Launch, aligned
+from .vector_decay_chunk import chunk_launches
+from .vector_decay_common import CHUNK, Case, find_chunks, triangles
+from .vector_decay_states import scan
+from .vector_decay_strong import strong_launches
+
+try:
+    import triton
+except ImportError as error:
+    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST_KEY, LARGEST_VALUE = 128, 256
+
+
+def vector_decay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As `models.recurrence.recurrence`, for q, k, v of one dtype and a decay a channel, taken as -80 where below.
+
+    Raises ValueError for more channels than the kernels take, for other dtypes and where there is no token.
+    """
+    batch, length, heads, dim_k = q.shape
+    dim_v = v.shape[-1]
+    if dim_k > LARGEST_KEY or dim_v > LARGEST_VALUE:
+        raise ValueError(
+            f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels take {LARGEST_KEY} and {LARGEST_VALUE} at most; use "
+            "form='chunked'"
+        )
+    if v.dtype not in _DTYPES or q.dtype != v.dtype or k.dtype != v.dtype:
+        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: the kernels take one dtype of {_DTYPES}")
+    segments = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    if length == 0 or v.numel() == 0:
+        raise ValueError("no tokens: use form='chunked'")
+    case = Case(
+        q.get_device(), batch, length, heads, dim_k, dim_v, v.dtype, float(scale), segments, initial_state is not None
+    )
+    initial_state = None if initial_state is None else initial_state.float()
+    return _VectorDecay.apply(q, k, v, log_decay.float(), initial_state, cu_seqlens, case)
+
+
+class _VectorDecay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        initial: Tensor | None,
+        cu_seqlens: Tensor | None,
+        case: Case,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v, g = (aligned(x) for x in (q, k, v, g))
+        initial = None if initial is None else aligned(initial)
+        table = None if cu_seqlens is None else _table(case, cu_seqlens)
+        final = _states(case, initial, v)
+        states = scan(case, False, k, v, g, initial, table, final)
+        o = torch.empty_like(v)
+        strong = torch.empty(case.rows, case.chunks, dtype=torch.int32, device=v.device)
+        chunk_launches(case)[0](q, k, v, g, table, triangles(q.device), states, o, strong)
+        strong_launches(case)[0](strong, q, k, v, g, table, o)
+        ctx.save_for_backward(q, k, v, g, initial, table, strong)
+        ctx.case = case
+        ctx.set_materialize_grads(False)
+        return o, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, g, initial, table, strong = ctx.saved_tensors
+        case = ctx.case
+        do = torch.zeros_like(v) if do is None else aligned(do)
+        d_final = None if d_final is None else aligned(d_final)
+        d_initial = None if initial is None else _states(case, d_final, initial)
+        states = scan(case, False, k, v, g, initial, table, None)
+        d_states = scan(case, True, q, do, g, d_final, table, d_initial)
+        dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
+        chunk_launches(case)[1](
+            do, q, k, v, g, table, triangles(q.device), states, d_states, dq, dk, dv, dg
+        )
+        strong_launches(case)[1](strong, do, q, k, v, g, table, dq, dk, dv, dg)
+        return dq, dk, dv, dg, d_initial, None, None
+
+
+def _states(case: Case, of_empty: Tensor | None, like: Tensor) -> Tensor:
+    """Room for a state a sequence. The kernels write those that have a token; what the others hold is `of_empty`, or 0."""
+    shape = case.sequences, case.heads, case.dim_k, case.dim_v
+    if not case.segments:
+        return torch.empty(shape, dtype=torch.float32, device=like.device)
+    if of_empty is not None:
+        return of_empty.clone()
+    return torch.zeros(shape, dtype=torch.float32, device=like.device)
+
+
+def _table(case: Case, cu_seqlens: Tensor) -> Tensor:
+    table = torch.empty(case.chunks + 1, 4, dtype=torch.int32, device=cu_seqlens.device)
+    _find(case.device, case.segments, case.chunks, cu_seqlens.dtype)(aligned(cu_seqlens), table)
+    return table
+
+
+@lru_cache(4096)
+def _find(device: int, segments: int, chunks: int, dtype: torch.dtype) -> Launch:
+    entries = triton.next_power_of_2(segments)
+    rows = max(1, 8192 // entries)
+    return Launch(find_chunks, (-(-chunks // rows),), chunks, segments, CHUNK, entries, rows, num_warps=4)

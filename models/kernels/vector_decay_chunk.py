@@ -1,0 +1,183 @@
+"""The recurrence inside one chunk, from the state before it and (backward) the gradient of the state after it.
+
+With g to base 2, b its running sum in the chunk, B its total, m = B/2, Q = scale q e^(b - m), K = k e^(m - b):
+    A = tril(Q K^T)    o = A v + Q (e^m S)           dA = tril(do v^T)    dv = A^T do + K (e^(B - m) dS')
+    dQ = dA K + e^m do S^T      dK = dA^T Q + e^(B - m) v dS'^T      dq = scale e^(b - m) dQ      dk = e^(m - b) dK
+    dg = reverse cumsum of (Q dQ - K dK) + e^B sum_v S dS' + sum_j K_j (e^(B - m) v_j dS'^T)
+The products in dg are of the numbers that the tensor cores were given, so that what cancels there cancels exactly; its
+last two terms are the gradient of B, taken apart so that what a chunk gives to later ones cancels so too.
+In a chunk of strong decay (`vector_decay_common.py`) A and dA are left out here, and Q, K taken relative to 0 and B.
+Triton 3.4 to 3.7.0 forms products of a transposed accumulator wrongly on Hopper: A^T and dA^T are products of their own.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from .launch import Launch
+from .vector_decay_common import (
+    CHUNK,
+    MILD,
+    Case,
+    chunk_of,
+    clamped,
+    load,
+    place,
+    references,
+    running_sum,
+    state_at,
+    store,
+)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
+
+
+@lru_cache(4096)
+def chunk_launches(case: Case) -> tuple[Launch, Launch]:
+    """Forward and backward."""
+    sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
+    (warps, registers), (backward_warps, backward_registers) = chunk_config(case)
+    forward = Launch(
+        _forward, (case.chunks, -(-case.dim_v // case.block_v), case.rows), *sizes, CHUNK, MILD, *case.flags,
+        num_warps=warps, num_stages=1, maxnreg=registers,
+    )  # fmt: skip
+    backward = Launch(
+        _backward, (case.chunks, case.rows), *sizes, CHUNK, MILD, *case.flags,
+        num_warps=backward_warps, num_stages=1, maxnreg=backward_registers,
+    )  # fmt: skip
+    return forward, backward
+
+
+def chunk_config(case: Case) -> tuple[tuple[int, int | None], tuple[int, int | None]]:
+    """Warps and most registers of a thread, forward and backward."""
+    return ((4, None), (4, None)) if case.block_k <= 64 else ((8, None), (8, None))
+
+
+@triton.jit
+def _load_state(states, i, ck, cv, K: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr):
+    address = state_at(states, i, ck, cv, V, K)
+    if EVEN:
+        return tl.load(address)
+    return tl.load(address, mask=(ck < K)[:, None] & (cv < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _forward(
+    q, k, v, g, table, triangle, states, o, strong, T, H, N, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, MILD: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    exact: tl.constexpr = q.dtype.element_ty == tl.float32
+    rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
+    n, bv, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, ck, cv = tl.arange(0, C), tl.arange(0, BK), bv * BV + tl.arange(0, BV)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    if start == end:
+        return
+    t = start + row
+    decay = clamped(load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN))
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    value = load(place(v, bh, T, H, V), t, cv, end, H, V, BV, EVEN).to(rounded)
+    state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
+    total = tl.sum(decay, 0)
+    until = running_sum(decay, triangle, C, False, exact)
+    mild, near_q, near_k = references(total, MILD)
+    query *= tl.exp2(until - near_q[None, :])
+    from_start = (query * tl.exp2(near_q)[None, :]).to(rounded)
+    query = query.to(rounded)
+    key = (key * tl.exp2(near_k[None, :] - until)).to(rounded)
+    a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    a = tl.where((row[:, None] >= row[None, :]) & (mild == 1), a, 0.0).to(rounded)
+    out = tl.dot(from_start, state, input_precision=PRECISION)
+    out = tl.dot(a, value, out, input_precision=PRECISION) * scale
+    store(place(o, bh, T, H, V), out, t, cv, end, H, V, BV, EVEN)
+    if bv == 0:
+        tl.store(strong + bh * N + n, 1 - mild)
+
+
+@triton.jit
+def _backward(
+    do, q, k, v, g, table, triangle, states, d_states, dq, dk, dv, dg, T, H, N, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, MILD: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    exact: tl.constexpr = q.dtype.element_ty == tl.float32
+    rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
+    n, bh = tl.program_id(0), tl.program_id(1)
+    row, ck, cv = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    v, do, dv = place(v, bh, T, H, V), place(do, bh, T, H, V), place(dv, bh, T, H, V)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    if start == end:
+        return
+    t = start + row
+    decay = clamped(load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN))
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    # The first block of values, which for most heads is all, is loaded once.
+    value = load(v, t, cv, end, H, V, BV, EVEN).to(rounded)
+    grad = load(do, t, cv, end, H, V, BV, EVEN).to(rounded)
+    d_state = _load_state(d_states, bh * N + n, ck, cv, K, V, EVEN)
+    state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
+    passing = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+
+    total = tl.sum(decay, 0)
+    until = running_sum(decay, triangle, C, False, exact)
+    mild, near_q, near_k = references(total, MILD)
+    upper = (row[:, None] <= row[None, :]) & (mild == 1)
+    lower = (row[:, None] >= row[None, :]) & (mild == 1)
+    query = (query * (tl.exp2(until - near_q[None, :]) * scale)).to(rounded)
+    shrink = tl.exp2(near_k[None, :] - until)
+    key = (key * shrink).to(rounded)
+    to_end = tl.exp2(total - near_k)[None, :]
+
+    a = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+    a = tl.where(upper, a, 0.0).to(rounded)
+    reach = (key.to(tl.float32) * to_end).to(rounded)
+    d_value = tl.dot(reach, d_state, input_precision=PRECISION)
+    d_value = tl.dot(a, grad, d_value, input_precision=PRECISION)
+    store(dv, d_value, t, cv, end, H, V, BV, EVEN)
+    d_key = tl.dot(value, tl.trans(d_state), input_precision=PRECISION)
+    da = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+    for block in tl.static_range(BV, V, BV):
+        d = block + cv
+        other = load(v, t, d, end, H, V, BV, EVEN).to(rounded)
+        other_grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
+        other_state = _load_state(d_states, bh * N + n, ck, d, K, V, EVEN)
+        passing += tl.sum(
+            _load_state(states, bh * N + n, ck, d, K, V, EVEN).to(tl.float32) * other_state.to(tl.float32), 1
+        )
+        d_value = tl.dot(reach, other_state, input_precision=PRECISION)
+        d_value = tl.dot(a, other_grad, d_value, input_precision=PRECISION)
+        store(dv, d_value, t, d, end, H, V, BV, EVEN)
+        d_key = tl.dot(other, tl.trans(other_state), d_key, input_precision=PRECISION)
+        da = tl.dot(other, tl.trans(other_grad), da, input_precision=PRECISION)
+    d_key *= to_end
+    d_total = tl.exp2(total) * passing + tl.sum(key.to(tl.float32) * d_key, 0)
+    d_key = tl.dot(tl.where(upper, da, 0.0).to(rounded), query, d_key, input_precision=PRECISION)
+    store(place(dk, bh, T, H, K), d_key * shrink, t, ck, end, H, K, BK, EVEN)
+    d_decay = -key.to(tl.float32) * d_key
+
+    d_query = tl.dot(grad, tl.trans(state), input_precision=PRECISION)
+    da = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    for block in tl.static_range(BV, V, BV):
+        d = block + cv
+        other = load(v, t, d, end, H, V, BV, EVEN).to(rounded)
+        other_grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
+        other_state = _load_state(states, bh * N + n, ck, d, K, V, EVEN)
+        d_query = tl.dot(other_grad, tl.trans(other_state), d_query, input_precision=PRECISION)
+        da = tl.dot(other_grad, tl.trans(other), da, input_precision=PRECISION)
+    d_query *= tl.exp2(near_q)[None, :]
+    d_query = tl.dot(tl.where(lower, da, 0.0).to(rounded), key, d_query, input_precision=PRECISION)
+    growth = tl.exp2(until - near_q[None, :]) * scale
+    store(place(dq, bh, T, H, K), d_query * growth, t, ck, end, H, K, BK, EVEN)
+    d_decay += query.to(tl.float32) * d_query
+    d_decay = running_sum(d_decay, triangle, C, True, exact) + d_total[None, :]
+    store(place(dg, bh, T, H, K), d_decay, t, ck, end, H, K, BK, EVEN)

@@ -1,0 +1,206 @@
+"""What the kernels of the recurrence with a decay a channel share: the case, the chunks of packed sequences, tiles.
+
+A chunk is up to CHUNK tokens of one sequence. Inside it, with b the running sum and B the total of the log decays (base
+2 here), exp(b_i - b_j) is formed as the product of exp(b_i - B/2) and exp(B/2 - b_j) where no channel decays by more
+than MILD over the chunk: the factors stay far inside of bfloat16. Where one does, what passes between tokens of that
+chunk is left to `vector_decay_strong.py`, and the rest takes exp(b_i) and exp(B - b_j), which are at most 1.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
+
+CHUNK = 64
+# exp(40) on either side of the middle, to base 2.
+MILD = 115.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that decides how the kernels are compiled and launched.
+
+    segments: entries of cu_seqlens but one, 0 for unpacked sequences. initial: whether a state comes in.
+    """
+
+    device: int
+    batch: int
+    length: int
+    heads: int
+    dim_k: int
+    dim_v: int
+    dtype: torch.dtype
+    scale: float
+    segments: int
+    initial: bool
+
+    @property
+    def rows(self) -> int:
+        """Heads of all rows of the batch."""
+        return self.batch * self.heads
+
+    @property
+    def sequences(self) -> int:
+        return self.segments or self.batch
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row, at most: every packed sequence may end in one that is not full."""
+        return -(-self.length // CHUNK) if not self.segments else self.length // CHUNK + min(self.segments, self.length)
+
+    @property
+    def block_k(self) -> int:
+        """Channels of a tile of keys."""
+        return max(self._narrowest, triton.next_power_of_2(self.dim_k))
+
+    @property
+    def block_v(self) -> int:
+        """Channels of a tile of values."""
+        return min(128, max(self._narrowest, triton.next_power_of_2(self.dim_v)))
+
+    @property
+    def _narrowest(self) -> int:
+        # Triton 3.6 and 3.7 let Hopper's products of 32 columns read outside of their memory.
+        return 16 if self.dtype == torch.float32 else 64
+
+    @property
+    def even(self) -> bool:
+        """Whether every tile lies inside of its tensor."""
+        return not (
+            self.segments or self.length % CHUNK or self.dim_k % self.block_k or self.dim_v % self.block_v
+        )  # fmt: skip
+
+    @property
+    def kept(self) -> torch.dtype:
+        """States between chunks, as the tensor cores would round them."""
+        return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
+
+    @property
+    def flags(self) -> tuple[bool, bool, str]:
+        """packed, even, and how products of float32 are formed: three TF32 ones."""
+        return self.segments > 0, self.even, "tf32x3" if self.dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def find_chunks(cu_seqlens, table, N, SEQUENCES, C: tl.constexpr, BS: tl.constexpr, B: tl.constexpr):
+    """table [N + 1, 4] int32: start, end, sequence, 1 for its first chunk + 2 for its last; at last their number."""
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    s = tl.arange(0, BS)
+    start = tl.load(cu_seqlens + s, mask=s < SEQUENCES, other=0).to(tl.int32)
+    end = tl.load(cu_seqlens + s + 1, mask=s < SEQUENCES, other=0).to(tl.int32)
+    until = tl.cumsum((end - start + C - 1) // C, 0)
+    total = tl.max(until, 0)
+    before = until[None, :] <= i[:, None]
+    sequence = tl.minimum(tl.sum(before.to(tl.int32), 1), SEQUENCES - 1)
+    first = tl.max(tl.where(before, until[None, :], 0), 1)
+    begin, limit = tl.load(cu_seqlens + sequence).to(tl.int32), tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+    token = begin + (i - first) * C
+    stop = tl.minimum(token + C, limit)
+    flags = (i == first).to(tl.int32) + 2 * (stop == limit).to(tl.int32)
+    real = i < total
+    place = table + i * 4
+    tl.store(place, tl.where(real, token, 0), mask=i < N)
+    tl.store(place + 1, tl.where(real, stop, 0), mask=i < N)
+    tl.store(place + 2, tl.where(real, sequence, 0), mask=i < N)
+    tl.store(place + 3, tl.where(real, flags, 0), mask=i < N)
+    tl.store(table + N * 4, total)
+
+
+@triton.jit
+def chunk_of(table, n, T, C: tl.constexpr, PACKED: tl.constexpr):
+    """First token of chunk n and the one after its last; in a packed row none where there are fewer chunks."""
+    if PACKED:
+        return tl.load(table + n * 4), tl.load(table + n * 4 + 1)
+    else:
+        return n * C, tl.minimum(n * C + C, T)
+
+
+@triton.jit
+def place(x, bh, T, H, D):
+    """Address of token 0 of batch element and head `bh` in x: [batch, T, H, D]."""
+    return x + ((bh // H).to(tl.int64) * T * H + bh % H) * D
+
+
+@triton.jit
+def load(x, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, COLUMNS: tl.constexpr = False):
+    """A tile [tokens, channels], or with COLUMNS [channels, tokens], at tokens t and channels d; 0 outside."""
+    if COLUMNS:
+        address, mask = x + t[None, :] * (H * D) + d[:, None], (t < end)[None, :] & (d < D)[:, None]
+    else:
+        address, mask = x + t[:, None] * (H * D) + d[None, :], (t < end)[:, None] & (d < D)[None, :]
+    if EVEN:
+        return tl.load(address)
+    return tl.load(address, mask=mask, other=0.0)
+
+
+@triton.jit
+def store(x, value, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+    address = x + t[:, None] * (H * D) + d[None, :]
+    if EVEN:
+        tl.store(address, value.to(x.dtype.element_ty))
+    else:
+        tl.store(address, value.to(x.dtype.element_ty), mask=(t < end)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def state_at(x, i, ck, cv, V: tl.constexpr, K: tl.constexpr):
+    """Addresses of a tile of state i in x: [..., K, V]."""
+    return x + i.to(tl.int64) * (K * V) + ck[:, None] * V + cv[None, :]
+
+
+@triton.jit
+def clamped(x):
+    """A log decay to base 2. exp(-80) is zero beside 1; nan stays."""
+    return tl.maximum(x.to(tl.float32), -80.0, propagate_nan=tl.PropagateNan.ALL) * 1.4426950408889634
+
+
+@triton.jit
+def references(total, MILD: tl.constexpr):
+    """1 where the chunk's decay is mild, else 0; and the exponents that queries and keys are taken relative to."""
+    mild = (tl.min(total, 0) >= -MILD).to(tl.int32)
+    half = total * 0.5
+    return mild, tl.where(mild == 1, half, 0.0), tl.where(mild == 1, half, total)
+
+
+@triton.jit
+def in_two(x):
+    """float32 x as the sum of two bfloat16, to 16 bits."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
+def running_sum(x, triangle, C: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+    """Sums of x [C, :] over the rows up to (REVERSE: from) each; unless EXACT by the tensor cores, instead of a scan."""
+    if EXACT:
+        return tl.cumsum(x, 0, reverse=REVERSE)
+    else:
+        high, low = in_two(x)
+        reached = load_triangle(triangle, C, REVERSE)
+        return tl.dot(reached, low, tl.dot(reached, high))
+
+
+@triton.jit
+def load_triangle(triangle, C: tl.constexpr, UPPER: tl.constexpr):
+    """Ones on one side of the diagonal and on it. Made on the spot it takes more instructions than a product with it."""
+    row = tl.arange(0, C)
+    return tl.load(triangle + UPPER * C * C + row[:, None] * C + row[None, :])
+
+
+@lru_cache(64)
+def triangles(device: torch.device) -> Tensor:
+    """bfloat16 [2, CHUNK, CHUNK]: lower and upper."""
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bfloat16, device=device).tril()
+    return torch.stack([lower, lower.T]).contiguous()

@@ -1,0 +1,160 @@
+"""What passes between tokens of one chunk of strong decay, exact for every decay, added to what the walk has left.
+
+A chunk is cut into blocks of 16. For j in an earlier block than i, exp(b_i - b_j) is exp(b_i - r) exp(r - b_j) with r the
+sum up to the block of i: both factors are at most 1, and where one of them is no number any more the product is none
+either. Inside a block the sums over j < t <= i are formed by adding, one j of every block at a time.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from .launch import Launch
+from .vector_decay_common import CHUNK, Case, chunk_of, clamped, load, place, store
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
+
+_SUB = 16
+
+
+@lru_cache(4096)
+def strong_launches(case: Case) -> tuple[Launch, Launch]:
+    """Forward and backward."""
+    forward, backward = (
+        Launch(
+            kernel, (case.chunks, case.rows), case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v,
+            case.block_k, case.block_v, CHUNK, _SUB, *case.flags, num_warps=8, num_stages=1,
+        )
+        for kernel in (_strong_forward, _strong_backward)
+    )  # fmt: skip
+    return forward, backward
+
+
+@triton.jit
+def _next(decay, g, t, row, offset, ck, end, H, K: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr):
+    """The sums over j < t <= i, j the token `offset` of i's block, from those of the token after j."""
+    later = load(g, t - row % SUB + offset + 1, ck, end, H, K, BK, False)
+    return decay + tl.where((row % SUB > offset)[:, None], clamped(later), 0.0)
+
+
+@triton.jit
+def _apart(query, key, until, decay, row, block, SUB: tl.constexpr):
+    """Queries of this block and keys of the ones before relative to the block's first token; the queries' factor."""
+    reference = tl.sum(tl.where((row < block * SUB)[:, None], decay, 0.0), 0)[None, :]
+    here = (row // SUB == block)[:, None]
+    before = (row < block * SUB)[:, None]
+    growth = tl.where(here, tl.exp2(tl.minimum(until - reference, 0.0)), 0.0)
+    shrink = tl.where(before, tl.exp2(tl.minimum(reference - until, 0.0)), 0.0)
+    return query * growth, key * shrink, growth, shrink
+
+
+@triton.jit
+def _strong_forward(
+    strong, q, k, v, g, table, o, T, H, N, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n, bh = tl.program_id(0), tl.program_id(1)
+    if tl.load(strong + bh * N + n) == 0:
+        return
+    rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
+    ck, cv, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
+    q, k, g = place(q, bh, T, H, K), place(k, bh, T, H, K), place(g, bh, T, H, K)
+    v, o = place(v, bh, T, H, V), place(o, bh, T, H, V)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    t = start + row
+    query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
+    a = tl.zeros([C, C], tl.float32)
+    decay = tl.zeros([C, BK], tl.float32)
+    for step in range(0, SUB):
+        offset = SUB - 1 - step
+        decay = _next(decay, g, t, row, offset, ck, end, H, K, BK, SUB)
+        near = load(k, t - row % SUB + offset, ck, end, H, K, BK, False).to(tl.float32)
+        score = tl.sum(query * near * tl.exp2(decay), 1)
+        column = row - row % SUB + offset
+        a = tl.where((row[None, :] == column[:, None]) & (row >= column)[:, None], score[:, None], a)
+    key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
+    decay = clamped(load(g, t, ck, end, H, K, BK, False))
+    until = tl.cumsum(decay, 0)
+    for block in range(1, C // SUB):
+        near_q, near_k, growth, shrink = _apart(query, key, until, decay, row, block, SUB)
+        a += tl.dot(near_q.to(rounded), tl.trans(near_k.to(rounded)), input_precision=PRECISION)
+    for block in range(0, V, BV):
+        d = block + cv
+        value = load(v, t, d, end, H, V, BV, False).to(rounded)
+        out = load(o, t, d, end, H, V, BV, False).to(tl.float32)
+        out = tl.dot(a.to(rounded), value, out, input_precision=PRECISION)
+        store(o, out, t, d, end, H, V, BV, False)
+
+
+@triton.jit
+def _strong_backward(
+    strong, do, q, k, v, g, table, dq, dk, dv, dg, T, H, N, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n, bh = tl.program_id(0), tl.program_id(1)
+    if tl.load(strong + bh * N + n) == 0:
+        return
+    rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
+    ck, cv, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
+    q, k, g = place(q, bh, T, H, K), place(k, bh, T, H, K), place(g, bh, T, H, K)
+    dq, dk, dg = place(dq, bh, T, H, K), place(dk, bh, T, H, K), place(dg, bh, T, H, K)
+    v, do, dv = place(v, bh, T, H, V), place(do, bh, T, H, V), place(dv, bh, T, H, V)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    t = start + row
+    da = tl.zeros([C, C], tl.float32)
+    for block in range(0, V, BV):
+        grad = load(do, t, block + cv, end, H, V, BV, False).to(rounded)
+        value = load(v, t, block + cv, end, H, V, BV, False).to(rounded)
+        da = tl.dot(grad, tl.trans(value), da, input_precision=PRECISION)
+    query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
+    a = tl.zeros([C, C], tl.float32)
+    decay = tl.zeros([C, BK], tl.float32)
+    d_query = tl.zeros([C, BK], tl.float32)
+    d_key = tl.zeros([C, BK], tl.float32)
+    for step in range(0, SUB):
+        offset = SUB - 1 - step
+        decay = _next(decay, g, t, row, offset, ck, end, H, K, BK, SUB)
+        near = load(k, t - row % SUB + offset, ck, end, H, K, BK, False).to(tl.float32)
+        column = row - row % SUB + offset
+        seen = (row[None, :] == column[:, None]) & (row >= column)[:, None]
+        weight = tl.exp2(decay)
+        a = tl.where(seen, tl.sum(query * near * weight, 1)[:, None], a)
+        weight *= tl.sum(tl.where(seen, da, 0.0), 1)[:, None]
+        d_query += near * weight
+        sums = tl.sum(tl.reshape(query * weight, [C // SUB, SUB, BK]), 1, keep_dims=True)
+        sums = tl.reshape(tl.broadcast_to(sums, [C // SUB, SUB, BK]), [C, BK])
+        d_key += tl.where((row % SUB == offset)[:, None], sums, 0.0)
+    key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
+    raw = load(g, t, ck, end, H, K, BK, False)
+    decay = clamped(raw)
+    until = tl.cumsum(decay, 0)
+    for block in range(1, C // SUB):
+        near_q, near_k, growth, shrink = _apart(query, key, until, decay, row, block, SUB)
+        near_q, near_k = near_q.to(rounded), near_k.to(rounded)
+        a += tl.dot(near_q, tl.trans(near_k), input_precision=PRECISION)
+        apart = (row // SUB == block)[:, None] & (row < block * SUB)[None, :]
+        da_apart = tl.where(apart, da, 0.0).to(rounded)
+        d_query += tl.dot(da_apart, near_k, input_precision=PRECISION) * growth
+        d_key += tl.trans(tl.dot(tl.trans(near_q), da_apart, input_precision=PRECISION)) * shrink
+    for block in range(0, V, BV):
+        d = block + cv
+        grad = load(do, t, d, end, H, V, BV, False).to(rounded)
+        d_value = tl.trans(tl.dot(tl.trans(grad), a.to(rounded), input_precision=PRECISION))
+        d_value += load(dv, t, d, end, H, V, BV, False).to(tl.float32)
+        store(dv, d_value, t, d, end, H, V, BV, False)
+    d_decay = tl.cumsum(query * d_query - key * d_key, 0, reverse=True)
+    d_decay += load(dg, t, ck, end, H, K, BK, False)
+    store(dg, tl.where(raw < -80.0, 0.0, d_decay), t, ck, end, H, K, BK, False)
+    d_query = d_query * scale + load(dq, t, ck, end, H, K, BK, False).to(tl.float32)
+    store(dq, d_query, t, ck, end, H, K, BK, False)
+    d_key += load(dk, t, ck, end, H, K, BK, False).to(tl.float32)
+    store(dk, d_key, t, ck, end, H, K, BK, False)

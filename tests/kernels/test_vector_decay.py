@@ -1,0 +1,133 @@
+"""The Triton kernels of the recurrence with a decay a channel against the float64 reference, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.recurrence import local_recurrence
+
+
+def decays(kind: str, *shape: int, generator: torch.Generator) -> Tensor:
+    """Log decays [batch, length, heads, dim]: MetaLA's, or ones that no factor of a whole chunk could hold."""
+    g = -torch.rand(*shape, generator=generator)
+    if kind == "none":
+        return g * 0.0
+    if kind == "mild":
+        return g * 0.1
+    if kind == "strong":
+        return g * 160.0
+    if kind == "middling":
+        return g * 4.0
+    if kind == "single":
+        return torch.where(torch.rand(*shape, generator=generator) < 0.02, -80.0, g * 0.05)
+    if kind == "later":
+        g[:, shape[1] // 2 :] *= 60.0
+        return g * 0.1
+    g[:, 5::37] = -torch.inf
+    return g
+
+
+def check(
+    device: str,
+    shape: tuple[int, int, int, int, int],
+    kind: str = "mild",
+    cu_seqlens: list[int] | None = None,
+    states: bool = True,
+    tolerance: float = 2e-5,
+) -> None:
+    """Outputs, final states and all gradients; with `states` initial ones, and a loss on the final ones."""
+    from models.kernels.vector_decay import vector_decay
+
+    batch, length, heads, dim_k, dim_v = shape
+    generator = torch.Generator().manual_seed(length + dim_k)
+    q, k = (torch.randn(batch, length, heads, dim_k, generator=generator) for _ in range(2))
+    v, d_o = (torch.randn(batch, length, heads, dim_v, generator=generator) for _ in range(2))
+    g = decays(kind, batch, length, heads, dim_k, generator=generator)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    initial, d_final = (torch.randn(sequences, heads, dim_k, dim_v, generator=generator) for _ in range(2))
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=device)
+    results = []
+    for wide in (True, False):
+        leaves = [x.to(device, torch.float64 if wide else torch.float32) for x in (q, k, v, g, initial)]
+        leaves = [x.requires_grad_() for x in leaves[: 5 if states else 4]]
+        before = leaves[4] if states else None
+        if wide:
+            # Below -80 the kernels see -80, which has no gradient.
+            clamped = leaves[3].clamp_min(-80.0)
+            o, final = local_recurrence(
+                *leaves[:3], clamped, scale=0.3, initial_state=before, cu_seqlens=bounds, form="recurrent"
+            )
+        else:
+            o, final = vector_decay(*leaves[:4], 0.3, before, bounds)
+        loss = (o * d_o.to(o)).sum() + ((final * d_final.to(final)).sum() if states else 0.0)
+        results.append([o, final, *torch.autograd.grad(loss, leaves)])
+    for name, found, expected in zip(("o", "final", "dq", "dk", "dv", "dg", "d initial"), *reversed(results), strict=False):
+        assert found.isfinite().all(), name
+        error = (found.double() - expected).norm() / expected.norm().clamp_min(1e-6)
+        assert error.item() < tolerance, (name, error.item())
+
+
+@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(2, 128, 2, 16, 16), (1, 3, 1, 16, 32), (1, 70, 2, 24, 40), (1, 65, 1, 5, 150), (1, 64, 1, 128, 16)]
+)
+def test_shapes(device: str, shape: tuple[int, int, int, int, int], states: bool) -> None:
+    """Whole chunks, and tokens, keys and values that do not fill their tiles."""
+    check(device, shape, states=states)
+
+
+@pytest.mark.parametrize("kind", ["none", "middling", "strong", "single", "later", "infinite"])
+def test_every_decay(device: str, kind: str) -> None:
+    """Also over chunks that one exponential of a whole chunk's decay would take out of float32."""
+    check(device, (1, 130, 2, 16, 16), kind, tolerance=5e-5)
+
+
+@pytest.mark.parametrize("kind", ["mild", "single"])
+@pytest.mark.parametrize("states", [True, False])
+def test_packed_sequences(device: str, kind: str, states: bool) -> None:
+    """Empty ones too, at the start, between others and, as batches of a fixed size have them, at the end."""
+    check(device, (1, 300, 2, 16, 16), kind, [0, 0, 1, 60, 188, 188, 252, 300, 300, 300], states, tolerance=5e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequences_cut_into_stretches(
+    device: str, packed: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """What few long sequences take, here with 7 chunks in stretches of two; packed, of up to 10 the last are empty."""
+    from models.kernels import vector_decay_states as kernels
+
+    for launches in (kernels._scan, kernels._ends):
+        request.addfinalizer(launches.cache_clear)
+        launches.cache_clear()
+    monkeypatch.setattr(kernels, "stretches_of", lambda _: 4)
+    check(device, (1, 400, 1, 16, 16), "later", [0, 90, 90, 230, 400] if packed else None, tolerance=5e-5)
+
+
+def test_nan_is_not_hidden(device: str) -> None:
+    """A decay that is no number gives no finite output."""
+    from models.kernels.vector_decay import vector_decay
+
+    q, k, v = (torch.randn(1, 70, 1, 16, device=device) for _ in range(3))
+    g = torch.zeros(1, 70, 1, 16, device=device)
+    g[0, 10, 0, 3] = torch.nan
+    o, final = vector_decay(q, k, v, g, 1.0, None, None)
+    assert o[0, 10:].isnan().any(-1).all()
+    assert final[0, 0, 3].isnan().all()
+
+
+def test_what_the_kernels_refuse(device: str) -> None:
+    from models.kernels.vector_decay import vector_decay
+
+    def call(dim_k: int, dim_v: int, length: int = 4, dtype: torch.dtype = torch.float32) -> None:
+        q = torch.zeros(1, length, 1, dim_k, device=device)
+        v = torch.zeros(1, length, 1, dim_v, device=device, dtype=dtype)
+        vector_decay(q, q, v, q, 1.0, None, None)
+
+    with pytest.raises(ValueError, match="head_dim_k 160"):
+        call(160, 16)
+    with pytest.raises(ValueError, match="one dtype"):
+        call(16, 16, dtype=torch.float64)
+    with pytest.raises(ValueError, match="no tokens"):
+        call(16, 16, length=0)
