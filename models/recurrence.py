@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .chunked import chunked_recurrence
 from .decay import decay_from_start, pairwise_decay, sum_after
+from .kernels import can_take
 from .precision import wide as widened
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import carried, exchange, packing, recomputed
@@ -40,7 +41,8 @@ def recurrence(
     tokens cu_seqlens[s] to cu_seqlens[s + 1] are one sequence; empty ones are legal; states are then [segments, ...].
 
     Returns o in v's shape and dtype and the final state in float32 (float64 for float64 inputs).
-    `auto` is flash-linear-attention on CUDA in 16 bits, one step of the recurrence for one token, else chunked.
+    `auto` is Triton kernels on CUDA in 16 bits (flash-linear-attention's for one decay a head), one step of the
+    recurrence for one token, else chunked.
     Raises ValueError for shapes that do not fit and for a form that does not exist.
 
     Inside `models.sequence_shards.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
@@ -71,6 +73,10 @@ def local_recurrence(
     _check(q, k, v, log_decay, initial_state, cu_seqlens)
     if form == "auto":
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            if _own_kernels_take(q, k, v, log_decay):
+                from .kernels.vector_decay import vector_decay
+
+                return vector_decay(q, k, v, log_decay, scale, initial_state, cu_seqlens)
             from .fla_backend import fla_recurrence
 
             return fla_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
@@ -98,6 +104,19 @@ def local_recurrence(
         outputs.append(o)
         finals.append(final_state)
     return torch.cat(outputs, 1).to(dtype), torch.cat(finals)
+
+
+# Off until measured.
+OWN_KERNELS = False
+
+
+def _own_kernels_take(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> bool:
+    """Whether this is for `models/kernels/vector_decay.py`: a decay a channel, heads that fit, and more than decoding."""
+    if not OWN_KERNELS or log_decay.shape[-1] == 1 or q.numel() == 0 or v.numel() == 0 or not can_take(q):
+        return False
+    if q.shape[-1] > 128 or v.shape[-1] > 256 or not q.dtype == k.dtype == v.dtype:
+        return False
+    return q.shape[1] > 16 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_decay)))
 
 
 def leave_out_of_graphs() -> None:

@@ -99,9 +99,7 @@ class _VectorDecay(torch.autograd.Function):
         states = scan(case, False, k, v, g, initial, table, None)
         d_states = scan(case, True, q, do, g, d_final, table, d_initial)
         dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
-        chunk_launches(case)[1](
-            do, q, k, v, g, table, triangles(q.device), states, d_states, dq, dk, dv, dg
-        )
+        chunk_launches(case)[1](do, q, k, v, g, table, triangles(q.device), states, d_states, dq, dk, dv, dg)
         strong_launches(case)[1](strong, do, q, k, v, g, table, dq, dk, dv, dg)
         return dq, dk, dv, dg, d_initial, None, None
 

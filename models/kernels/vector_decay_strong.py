@@ -84,7 +84,7 @@ def _strong_forward(
     decay = clamped(load(g, t, ck, end, H, K, BK, False))
     until = tl.cumsum(decay, 0)
     for block in range(1, C // SUB):
-        near_q, near_k, growth, shrink = _apart(query, key, until, decay, row, block, SUB)
+        near_q, near_k, _growth, _shrink = _apart(query, key, until, decay, row, block, SUB)
         a += tl.dot(near_q.to(rounded), tl.trans(near_k.to(rounded)), input_precision=PRECISION)
     for block in range(0, V, BV):
         d = block + cv

@@ -63,7 +63,9 @@ def check(
             o, final = vector_decay(*leaves[:4], 0.3, before, bounds)
         loss = (o * d_o.to(o)).sum() + ((final * d_final.to(final)).sum() if states else 0.0)
         results.append([o, final, *torch.autograd.grad(loss, leaves)])
-    for name, found, expected in zip(("o", "final", "dq", "dk", "dv", "dg", "d initial"), *reversed(results), strict=False):
+    for name, found, expected in zip(
+        ("o", "final", "dq", "dk", "dv", "dg", "d initial"), *reversed(results), strict=False
+    ):
         assert found.isfinite().all(), name
         error = (found.double() - expected).norm() / expected.norm().clamp_min(1e-6)
         assert error.item() < tolerance, (name, error.item())
