@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import numbers, positive, words
+from tools.arguments import command_line, numbers, positive, words
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.load_model import LoadedModel
@@ -24,27 +23,31 @@ Metrics = Mapping[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if any(word.startswith("--suite") for word in words):
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if any(word.startswith("--suite") for word in given):
         from tools.synthetic.command import synthetic_command, synthetic_suite
 
         try:
-            if synthetic_suite(words):
-                return synthetic_command(words)
+            if synthetic_suite(given):
+                return synthetic_command(given)
         except (OSError, ValueError) as error:
             print(error, file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("\ninterrupted: the same command goes on with the runs that are not finished", file=sys.stderr)
             return 130
-    options = None if words[:1] in (["compare"], ["table"]) else _parser().parse_args(words)
+    if given[:1] in (["compare"], ["table"]):
+        from tools.evaluation.command import compare_command, table_command
+
+        try:
+            return (compare_command if given[0] == "compare" else table_command)(given[1:])
+        except (OSError, ValueError) as error:
+            print(error, file=sys.stderr)
+            return 2
+    options = _parser().parse_args(given)
     from tools.load_model import CheckpointError
 
     try:
-        if options is None:
-            from tools.evaluation.command import compare_command, table_command
-
-            return (compare_command if words[0] == "compare" else table_command)(words[1:])
         asked = bool(options.suite or options.tasks)
         if NEEDLE in options.suite:
             from tools.evaluation.needle import needle_command
@@ -68,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_texts(options: argparse.Namespace) -> None:
     """Perplexity of texts: prints a table, adds to the results file. Raises as `load_model` and `evaluate_texts`."""
+    from tools.evaluation.report import plain
     from tools.load_model import load_model
 
     loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
@@ -78,7 +82,7 @@ def run_texts(options: argparse.Namespace) -> None:
     if options.by_position:
         write_results(out, loaded, {}, by_position=results)
     else:
-        print(table(["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"], _rows(results)))
+        print(plain(["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"], _rows(results)))
         write_results(out, loaded, {"perplexity": results})
     print(f"\n{out}")
 
@@ -112,10 +116,8 @@ def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str
 
 
 def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[str, Metrics]], **more: Any) -> None:
-    """Adds to a results file {suite: {task: {metric: value}}} and `more`; what it said of another checkpoint is dropped.
-
-    Written aside and renamed.
-    """
+    """Adds to a results file {suite: {task: {metric: value}}} and `more`; what it said of another checkpoint is dropped."""
+    from data.files import write_whole
     from megatron_lite.checkpoint_folder import versions
 
     checkpoint = str(loaded.checkpoint.resolve())
@@ -139,22 +141,7 @@ def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[s
         "results": results,
         **more,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.{os.getpid()}.aside")
-    aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(aside, out)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns under a rule; the first is text, the others are numbers."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [header, *rows]
-    ]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+    write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def _dtype(loaded: LoadedModel) -> str:
@@ -183,11 +170,10 @@ def _text(loaded: LoadedModel, name: str, folder: Path, text_key: str) -> TokenT
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python eval.py",
-        description="Evaluate a model: zero-shot suites through the lm-evaluation-harness, perplexity on any text.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_line(
+        "python eval.py",
+        "Evaluate a model: zero-shot suites through the lm-evaluation-harness, perplexity on any text.",
+        EPILOG,
     )
     parser.add_argument(
         "checkpoint", help="folder of a run, or one of its checkpoints/step_*; or a Hugging Face folder or name"

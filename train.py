@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lite.config import ConfigError, dump_config, explain_config, load_config
 from megatron_lite.config_schema import Config
+from tools.arguments import command_line
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
     from megatron_lite.grid import Grid
@@ -36,12 +37,7 @@ exit 0. Every key, its default and its meaning: configs/README.md
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0 when the run is complete or was stopped by a signal, 1 or 2 after an error."""
-    parser = argparse.ArgumentParser(
-        prog="python train.py",
-        description="Train a linear-attention language model.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("python train.py", "Train a linear-attention language model.", EPILOG)
     parser.add_argument(
         "config", nargs="*", metavar="FILE.yml | key.sub=value", help="files, merged left to right, and single values"
     )
@@ -100,16 +96,24 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
         parallel = config.parallel
         sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
         grid = init_grid(config.run.device, **sizes)
-        return _train(config, reload, grid)
-    except (CheckpointError, TooManySkippedSteps) as error:
+        fit = _prepare(config, reload, grid)
+    except CheckpointError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
     except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 2
+    try:
+        # From the first step on any other error is no answer to a configuration: it keeps its traceback.
+        return fit()
+    except (CheckpointError, TooManySkippedSteps) as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
 
 
-def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], grid: Grid) -> int:
+def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], grid: Grid) -> Callable[[], int]:
+    """Everything before the first step; returns what trains, to be called once. Raises ValueError, OSError and
+    CheckpointError for what cannot run."""
     import torch
 
     from megatron_lite import checkpoint, engine_checkpoint
@@ -137,7 +141,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
     if stored is not None and own and stored["step"] >= config.schedule.train_steps:
         if grid.is_main:
             print(complete_message(config, source, stored["step"]))
-        return 0
+        return lambda: 0
 
     data: PreparedData = _on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
     require_agreement({"data": file_facts(data.files)}, grid)
@@ -203,15 +207,19 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         sample=sample if _writes_samples(config, grid) else None,
         suites=suites,
     )
-    try:
-        result = trainer.fit()
-    finally:
-        if metrics is not None:
-            metrics.close()
-        engine.close()
-    if grid.is_main:
-        print(summary(config, result, data))
-    return 0
+
+    def fit() -> int:
+        try:
+            result = trainer.fit()
+        finally:
+            if metrics is not None:
+                metrics.close()
+            engine.close()
+        if grid.is_main:
+            print(summary(config, result, data))
+        return 0
+
+    return fit
 
 
 def _resume_from(config: Config[Any], grid: Grid) -> Path | None:

@@ -21,6 +21,13 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
 
 
+def write_whole(path: Path, text: str) -> None:
+    """A text file that a reader finds as it was before or as it is now, and never in between. Makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(path) as file:
+        file.write(text.encode())
+
+
 @contextlib.contextmanager
 def written_aside(path: Path) -> Iterator[IO[bytes]]:
     """A file to write that takes its place when the block ends well; after an exception nothing is left."""

@@ -1,8 +1,26 @@
-"""Values on a command line: `type=` of an argparse argument."""
+"""Command lines: a parser whose --help is written as it is to be read, and values, `type=` of an argument."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+def command_line(command: str, description: str | None, epilog: str = "") -> argparse.ArgumentParser:
+    """A parser of `command`; --help keeps the lines of the description (a module's docstring, say) and of the epilog."""
+    return argparse.ArgumentParser(
+        prog=command, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first key that a schema refuses, its value and why: "seeds = []: ..." or "name: Field required"."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    return f"{key}: {first['msg']}" if first["type"] == "missing" else f"{key} = {first['input']!r}: {first['msg']}"
 
 
 def words(text: str) -> list[str]:

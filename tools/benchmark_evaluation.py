@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.arguments import command_line
+
 # Documents of the whole sets, by data folder and the split that the harness evaluates.
 SIZES = {
     "super_glue/boolq/validation": 3270,
@@ -58,14 +60,14 @@ class Timing:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    import torch
 
     from tools.conversion.export import export
+    from tools.devices import device_of
     from tools.evaluation.harness import Request, prepare_tasks
     from tools.evaluation.huggingface import HuggingFaceLM
     from tools.load_model import load_model
 
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(device_of(options.device))
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         documents = write_whole_sets(options.data_dir, data, options.scale)
@@ -286,11 +288,7 @@ def _machine(device: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmark_evaluation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("python -m tools.benchmark_evaluation", __doc__)
     parser.add_argument("--data-dir", type=Path, required=True, help="rows of every task, as for eval.py")
     parser.add_argument("--checkpoint", type=Path, help="a run or step folder (default: --model at its random start)")
     parser.add_argument("--model", type=Path, default=Path("configs/model/metala_360m.yml"), help="default %(default)s")
@@ -298,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", type=float, default=1.0, help="part of the whole sets (default 1)")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens seen at once (default %(default)s)")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"])
-    parser.add_argument("--device", help="default: the GPU where there is one")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
     parser.add_argument("--hf-batch", default="auto", help="lm-eval's batch size (default auto)")
     parser.add_argument(
         "--hf-max-batch", type=int, default=512, help="where lm-eval's search begins (default %(default)s)"

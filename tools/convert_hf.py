@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.arguments import command_line
+
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.conversion.export import Export
 
@@ -31,7 +33,7 @@ def _export(options: argparse.Namespace) -> int:
         options.checkpoint,
         options.folder,
         dtype=options.dtype,
-        max_shard_bytes=_bytes(options.max_shard_size),
+        max_shard_bytes=options.max_shard_size,
         overwrite=options.overwrite,
         licence=options.licence,
         progress=sys.stderr.isatty(),
@@ -106,14 +108,20 @@ def _check(done: Export, options: argparse.Namespace) -> int:
 def _bytes(text: str) -> int:
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     unit = units.get(text[-2:].upper())
-    return int(float(text[:-2]) * unit) if unit else int(text)
+    try:
+        size = int(float(text[:-2]) * unit) if unit else int(text)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: bytes, or 500MB, 5GB and the like are allowed")
+    return size
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.convert_hf",
-        description="Checkpoints to Hugging Face folders and back.",
-        epilog=(
+    parser = command_line(
+        "python -m tools.convert_hf",
+        "Checkpoints to Hugging Face folders and back.",
+        (
             "examples:\n"
             "  python -m tools.convert_hf export runs/default exported/           weights as float32\n"
             "  python -m tools.convert_hf export runs/default exported/ --dtype bf16 --overwrite\n"
@@ -122,7 +130,6 @@ def _parser() -> argparse.ArgumentParser:
             "\n"
             "An export ends by comparing its logits with the trainer's and fails over the tolerance. docs/huggingface.md"
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser(
@@ -133,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("checkpoint", help="folder of a run, or one of its checkpoints/step_*")
     export.add_argument("folder", type=Path, help="the folder to write")
     export.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="of the weights (fp32)")
-    export.add_argument("--max-shard-size", default="5GB", help="largest weight file, as 500MB or 5GB (default 5GB)")
+    export.add_argument(
+        "--max-shard-size", type=_bytes, default="5GB", help="largest weight file, as 500MB or 5GB (default 5GB)"
+    )
     export.add_argument("--overwrite", action="store_true", help="replace the folder where it is an export already")
     export.add_argument("--licence", default="apache-2.0", help="the model card's, as the hub spells it (apache-2.0)")
     export.add_argument("--text", type=Path, help="text to compare logits on (default: what the run was trained on)")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -13,6 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from data.files import write_whole
+from tools.arguments import command_line, first_problem, positive, words
 
 RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "glue.yml"
 
@@ -52,16 +53,11 @@ class Recipe(BaseModel):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 2 for what cannot be run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.finetune_glue",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("python -m tools.finetune_glue", __doc__, EPILOG)
     parser.add_argument("checkpoint", type=Path, help="a run, a step folder, or a Hugging Face export")
     parser.add_argument("override", nargs="*", metavar="key=value", help="values of the recipe")
-    parser.add_argument("--tasks", default="", metavar="A,B", help="default: every task of the recipe")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each task (%(default)s)")
+    parser.add_argument("--tasks", type=words, default=[], metavar="A,B", help="default: every task of the recipe")
+    parser.add_argument("--seeds", type=positive, default=3, help="runs of each task (%(default)s)")
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="(%(default)s)")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="default: the hub")
     parser.add_argument("--output", type=Path, help="default: glue/ in the checkpoint's run")
@@ -75,18 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="for a trial without training data: train on the rest of the validation split, evaluate on this share of it",
     )
     options = parser.parse_intermixed_args(arguments)
+    from megatron_lite.checkpoint import CheckpointError
+
     try:
         recipe = load_recipe(options.recipe, options.override)
         if options.hold_out is not None and not 0 < options.hold_out < 1:
             raise ValueError(f"--hold-out {options.hold_out}: between 0 and 1")
-        names = [name for name in options.tasks.split(",") if name] or list(recipe.tasks)
+        names = options.tasks or list(recipe.tasks)
         unknown = [name for name in names if name not in recipe.tasks]
         if unknown:
             raise ValueError(f"--tasks {unknown[0]}: the recipe has {', '.join(recipe.tasks)}")
         output = options.output or _run_of(options.checkpoint) / "glue"
         session = Session(options.checkpoint, recipe, output, options.data, options.seeds, options.hold_out)
         print(session.run(names, chained=options.start == "recipe"))
-    except (ValueError, OSError) as error:
+    except (CheckpointError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -111,8 +109,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}") from None
+        raise ValueError(f"{path}: {first_problem(error)}") from None
     for name, task in recipe.tasks.items():
         for used in (name, task.start or name):
             if used not in TASKS:
@@ -132,7 +129,6 @@ class Session:
         if seeds < 1:
             raise ValueError(f"--seeds {seeds}: at least 1")
         self.recipe, self.output, self.data, self.seeds, self.hold_out = recipe, output, data, seeds, hold_out
-        output.mkdir(parents=True, exist_ok=True)
         self.model = _exported(checkpoint, output)
         identity = {
             "checkpoint": str(checkpoint.resolve()),
@@ -158,7 +154,7 @@ class Session:
                 kept = self.output / name if seed == 0 and name in starts else None
                 self._once(name, seed, weights, start, keep=kept)
         text = table(self.results["runs"], names, self.hold_out)
-        _write(self.output / "glue.md", text)
+        write_whole(self.output / "glue.md", text)
         return text
 
     def _weights_of(self, name: str) -> Path:
@@ -185,7 +181,7 @@ class Session:
             keep=keep,
         )
         print("  " + "  ".join(f"{metric} {value:.4f}" for metric, value in runs[key].items()), flush=True)
-        _write(self._file, json.dumps(self.results, indent=1) + "\n")
+        write_whole(self._file, json.dumps(self.results, indent=1) + "\n")
 
 
 def finetune(
@@ -329,8 +325,11 @@ def _exported(checkpoint: Path, output: Path) -> Path:
         return checkpoint
     folder = output / "pretrained"
     if not folder.exists():
+        from megatron_lite.checkpoint import resolve
         from tools.conversion.export import export
 
+        resolve(checkpoint)  # before a folder is made
+        output.mkdir(parents=True, exist_ok=True)
         export(checkpoint, folder)
     if json.loads((folder / "config.json").read_text())["architectures"] != ["MetalionForMaskedLM"]:
         print("note: a causal model; its last token is read", file=sys.stderr)
@@ -353,12 +352,6 @@ def _run_of(checkpoint: Path) -> Path:
     if checkpoint.name.startswith("step_"):
         return checkpoint.parent.parent
     return checkpoint.parent if checkpoint.name == "checkpoints" else checkpoint
-
-
-def _write(file: Path, text: str) -> None:
-    aside = file.with_name(file.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, file)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import positive
+from tools.arguments import command_line, positive
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.load_model import LoadedModel
@@ -28,8 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_sampling(options.temperature, options.top_k, options.top_p)
         prompts = _prompts(options)
+        out = None
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            out = options.out.open("w", encoding="utf-8")
         loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
-    except (CheckpointError, FileNotFoundError, ValueError) as error:
+    except (CheckpointError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     started = time.perf_counter()
@@ -42,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 count = tokens
         print()
     else:
-        out = options.out.open("w", encoding="utf-8") if options.out else None
         for number, (prompt, text, tokens) in enumerate(_batched(loaded, prompts, options), start=1):
             count += tokens
             print(f"--- {number} of {len(prompts)} ---\n{prompt}{text}", flush=True)
@@ -118,10 +121,10 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.generate",
-        description="Let a trained model continue a text. The text is printed as it is made.",
-        epilog=(
+    parser = command_line(
+        "python -m tools.generate",
+        "Let a trained model continue a text. The text is printed as it is made.",
+        (
             "examples:\n"
             '  python -m tools.generate runs/default --prompt "def "\n'
             '  python -m tools.generate runs/default --prompt "import " --temperature 0.7 --top-p 0.9 --seed 3\n'
@@ -131,7 +134,6 @@ def _parser() -> argparse.ArgumentParser:
             "The same seed gives the same text. Prompt n of a file draws from seed + n (counted from 0), whatever the\n"
             "other prompts are. Results go to stdout, speed and errors to stderr."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", help="folder of a run, or one of its checkpoints/step_*")
     source = parser.add_mutually_exclusive_group()

@@ -15,6 +15,7 @@ from data.manifest import manifest_tokenizer, read_manifest
 from data.sample_index import ORDERS
 from data.sources import read_sources
 from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
+from tools.arguments import command_line
 
 EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document                      counts, lengths, integrity
@@ -167,11 +168,10 @@ def _draw_lengths(lengths: NDArray[np.int64], path: Path, title: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.inspect_data",
-        description="Look into token files: counts, documents as text, what a run reads, lengths as a picture.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_line(
+        "python -m tools.inspect_data",
+        "Look into token files: counts, documents as text, what a run reads, lengths as a picture.",
+        EXAMPLES,
     )
     add = parser.add_argument
     add("prefix", type=Path, help="the token files without extension")

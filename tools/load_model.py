@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.files import write_whole
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, read_manifest
 from data.prepare import Prepared, prepare_corpus
@@ -22,6 +23,7 @@ from megatron_lite.checkpoint import CheckpointError, read_config_yaml, read_wei
 from megatron_lite.config_schema import DataConfig
 from models.config import ModelConfig
 from models.lm import LanguageModel
+from tools.devices import device_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -59,25 +61,24 @@ def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -
 
     Args:
         path: a run folder, a checkpoints folder or a step folder.
-        device: "auto" (a GPU where there is one), or a name that torch knows.
+        device: as `device_of`.
         dtype: "fp32", "bf16", "fp16", "fp64", or "auto": bf16 on a GPU, fp32 on a CPU.
 
     Raises:
         CheckpointError: no checkpoint there, or a damaged one.
         ValueError: weights that are not those of the stored configuration, a tokenizer that is larger than the model's
-            vocabulary, or an unknown dtype.
+            vocabulary, an unknown dtype, or a device that is not here.
         FileNotFoundError: the tokenizer is gone.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = device_of(device)
     if dtype == "auto":
-        dtype = "fp32" if torch.device(device).type == "cpu" else "bf16"
+        dtype = "fp32" if place.type == "cpu" else "bf16"
     if dtype not in DTYPES:
         raise ValueError(f"dtype = {dtype!r}: allowed are auto, {', '.join(DTYPES)}")
     checkpoint = resolve(path)
     config = read_config_yaml(checkpoint)
     model = build_model(model_config(config), read_weights(checkpoint), checkpoint)
-    model = model.to(device=device, dtype=DTYPES[dtype])
+    model = model.to(device=place, dtype=DTYPES[dtype])
     run = run_folder(checkpoint, config)
     tokenizer = read_tokenizer(run, config)
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -133,7 +134,7 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
         for path in (source, source.with_name("tokenizer_config.json")):
             if path.is_file() and path.resolve() != (folder / path.name).resolve():
                 shutil.copyfile(path, folder / path.name)
-    (folder / "description.json").write_text(json.dumps(description, indent=1) + "\n")
+    write_whole(folder / "description.json", json.dumps(description, indent=1) + "\n")
 
 
 def read_tokenizer(run: Path, config: dict[str, Any]) -> Tokenizer:

@@ -6,7 +6,6 @@ is the model without its head, on random tokens, forward. Memory is the peak of 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -17,6 +16,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from data.files import write_whole
+from tools.arguments import command_line
 
 FORMS = ("parallel", "chunked", "recurrent")
 SOFTMAX = "softmax attention"
@@ -29,12 +31,7 @@ example:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 1 where the forms disagree, 2 for what cannot be compared."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.masked_forms",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("python -m tools.masked_forms", __doc__, EPILOG)
     parser.add_argument("run", type=Path, help="a run, or a step folder")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096], help="tokens")
     parser.add_argument("--batch", type=int, default=1, help="sequences (%(default)s)")
@@ -42,9 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--out", type=Path, help="the plot; default: forms.png in the run's folder")
     options = parser.parse_args(arguments)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its profiler reports every start and stop
+    from tools.load_model import CheckpointError
+
     try:
         rows = compare(options.run, sorted(set(options.lengths)), batch=options.batch, device=options.device)
-    except (ValueError, OSError) as error:
+    except (CheckpointError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{'form':<18} {'tokens':>7} {'ms':>10} {'MiB':>10}   largest difference to parallel")
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         difference = "" if math.isnan(row["difference"]) else f"{row['difference']:.1e}"
         print(f"{row['form']:<18} {row['length']:>7} {row['ms']:>10.1f} {row['mib']:>10.1f}   {difference}")
     out = options.out or options.run / "forms.png"
-    out.with_suffix(".json").write_text(json.dumps(rows, indent=1).replace("NaN", "null") + "\n")
+    write_whole(out.with_suffix(".json"), json.dumps(rows, indent=1).replace("NaN", "null") + "\n")
     plot(rows, out)
     print(out)
     return int(any(row["difference"] > 1e-3 for row in rows))

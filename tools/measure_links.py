@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -16,19 +15,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from data.files import write_whole
+from tools.arguments import command_line
 
 if TYPE_CHECKING:
     from megatron_lite.communication import Links
+    from megatron_lite.grid import Grid
 
 SIZES = [1 << power for power in range(16, 31, 2)]  # 64 KiB to 1 GiB
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.measure_links", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("python -m tools.measure_links", __doc__)
     parser.add_argument("-o", "--output", type=Path, help="write the figures as JSON")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--largest", type=int, default=SIZES[-1], metavar="BYTES", help="(default 1 GiB)")
@@ -50,19 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{size:>14,}" + "".join(f"{values[index] / 1e9:>16.2f}" for values in rows["speed"].values()))
         print("latency of 8 bytes: " + ", ".join(f"{k} {v * 1e6:.1f} us" for k, v in rows["latency"].items()))
         if options.output is not None:
-            options.output.write_text(json.dumps(rows, indent=1) + "\n")
+            write_whole(options.output, json.dumps(rows, indent=1) + "\n")
             print(f"wrote {options.output}")
     return 0
 
 
-def measure(sizes: Sequence[int], grid: object) -> dict:
+def measure(sizes: Sequence[int], grid: Grid) -> dict[str, Any]:
     """Bus speeds in bytes a second and latencies in seconds, by collective."""
     import os
 
     import torch
     import torch.distributed as dist
 
-    device, n, rank = grid.device, grid.world_size, grid.rank  # type: ignore[attr-defined]
+    device, n, rank = grid.device, grid.world_size, grid.rank
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     item = torch.empty((), dtype=kind).element_size()
 
@@ -118,15 +119,23 @@ def measure(sizes: Sequence[int], grid: object) -> dict:
 
 
 def read_links(path: Path | None, machine: int) -> Links:
-    """Assumed links, with the measured ones in their place: inside a machine, or between machines, as they were run."""
+    """Assumed links, with the measured ones in their place: inside a machine, or between machines, as they were run.
+
+    Raises OSError, or ValueError for a file that this tool did not write.
+    """
     from megatron_lite.communication import Links
 
     links = replace(Links(), machine=machine)
     if path is None:
         return links
-    rows = json.loads(path.read_text())
-    best = max(rows["speed"]["all-reduce"])
-    hop = rows["latency"]["all-reduce"] / (2 * (rows["processes"] - 1))
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        best = max(rows["speed"]["all-reduce"])
+        hop = rows["latency"]["all-reduce"] / (2 * (rows["processes"] - 1))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--links {path}: not what tools.measure_links -o writes ({type(error).__name__}: {error})"
+        ) from error
     if rows["machines"] > 1:
         source = (
             f"{best / 1e9:.0f} GB/s between {rows['machines']} machines measured ({rows['device']}), inside assumed"

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.files import write_whole
 from megatron_lite.config import ConfigError, load_config
 from megatron_lite.config_files import parse_yaml
 from megatron_lite.neox_keys import NEOX_KEYS
+from tools.arguments import command_line
 
 # Same meaning, same value: GPT-NeoX's key and the key here, which is the one that its users are told.
 SAME = (
@@ -342,9 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             processes = layout.get("pipeline", 1) * layout.get("tensor", 1) * options.data_ranks
             load_config([draft], [], model_type=ModelConfig, world_size=processes)
         if options.out is not None:
-            aside = options.out.with_name(f".{options.out.name}.writing")
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(options.out)
+            write_whole(options.out, text)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -368,16 +368,15 @@ def _ordered(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.neox_config",
-        description="Turn GPT-NeoX configuration files into one of this project, and say what was left out and why.",
-        epilog=(
+    parser = command_line(
+        "python -m tools.neox_config",
+        "Turn GPT-NeoX configuration files into one of this project, and say what was left out and why.",
+        (
             "examples:\n"
             "  python -m tools.neox_config pythia-410M.yml                      to the screen\n"
             "  python -m tools.neox_config 410M.yml local_setup.yml -o run.yml  merged left to right, as GPT-NeoX does\n"
             "  python train.py run.yml --dry-run                                parameters, memory, FLOPs"
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="+", type=Path, help="GPT-NeoX's files")
     parser.add_argument("-o", "--out", type=Path, help="the file to write (default: the screen)")

@@ -6,7 +6,6 @@ throughput, the learning rate and the gradient norm. `--html` writes a report pa
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.metrics import read_metrics
+from tools.arguments import command_line
 
 # Okabe and Ito (2008): told apart by every kind of colour vision, and in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#000000")
@@ -177,16 +177,15 @@ def distinct_names(runs: Sequence[Path]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plot",
-        description="Draw the curves of one or several runs: loss, throughput, learning rate, gradient norm.",
-        epilog=(
+    parser = command_line(
+        "python -m tools.plot",
+        "Draw the curves of one or several runs: loss, throughput, learning rate, gradient norm.",
+        (
             "examples:\n"
             "  python -m tools.plot runs/default                     one run, to runs/default/plot.png\n"
             "  python -m tools.plot runs/metala runs/gla -o both.pdf two runs in one picture\n"
             "  python -m tools.plot runs/default --html              a report page, to runs/default/report.html\n"
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
     parser.add_argument("-o", "--out", type=Path, help="file to write; its suffix names the format (png, pdf, svg)")

@@ -16,6 +16,7 @@ from data.corpora import source_files
 from data.encode import Recipe
 from data.preprocess import preprocess
 from data.readers import SOURCE_KEY
+from tools.arguments import command_line, positive
 
 # GPT-NeoX's and Megatron-LM's names for what can be read here.
 TOKENIZER_TYPES = {
@@ -91,11 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.preprocess_data",
-        description="Raw text to token files that a config trains from (data.train, data.validation).",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_line(
+        "python -m tools.preprocess_data",
+        "Raw text to token files that a config trains from (data.train, data.validation).",
+        EXAMPLES,
     )
     add = parser.add_argument_group("input").add_argument
     add(
@@ -143,7 +143,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-prefix", required=True, metavar="PREFIX", help="start of the names of all outputs")
     add("--split", metavar="A,B[,C]", help="shares of train,validation,test by hash of the text; without it one output")
     add = parser.add_argument_group("runtime").add_argument
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that tokenise (%(default)s)")
+    add(
+        "--workers",
+        type=positive,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes that tokenise (%(default)s)",
+    )
     add("--no-progress", action="store_true", help="no progress bar")
     # GPT-NeoX's, accepted so that its command lines run: there is one format, and progress needs no help here.
     add("--dataset-impl", choices=["mmap"], default="mmap", help=argparse.SUPPRESS)

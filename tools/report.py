@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from data.files import write_whole
 from megatron_lite.metrics import read_metrics
 
 PAGE = Path(__file__).with_name("report_page.html")
@@ -30,8 +31,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     data = json.dumps(collect(run), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A script element ends at the first "</script", wherever it stands.
     page = PAGE.read_text(encoding="utf-8").replace(PLACEHOLDER, data.replace("<", "\\u003c"), 1)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    write_whole(out, page)
     return out
 
 

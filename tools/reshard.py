@@ -10,18 +10,17 @@ optimizer state and the trainer's state are the same, bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.arguments import command_line
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0, or 2 with a message."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.reshard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("python -m tools.reshard", __doc__)
     parser.add_argument("checkpoint", type=Path, help="run folder, checkpoints folder or step folder")
     parser.add_argument("output", type=Path, help="new folder; the checkpoint becomes OUTPUT/step_XXXXXXXX")
     for key in ("data", "tensor", "pipeline"):

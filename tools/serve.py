@@ -6,20 +6,21 @@ puts the export's class there and hands over.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from tools.arguments import command_line
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; what follows the folder goes to `transformers serve` as it is."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.serve",
-        description="Serve an exported model with transformers' own server. Runs until Ctrl-C.",
-        epilog=(
+    parser = command_line(
+        "python -m tools.serve",
+        "Serve an exported model with transformers' own server. Runs until Ctrl-C.",
+        (
             "examples:\n"
             "  python -m tools.serve exported/ --port 8000\n"
             "  python -m tools.serve exported/ --device cuda --dtype bfloat16     options of `transformers serve`\n"
@@ -29,7 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "/v1/completions continues a text. /v1/chat/completions needs a chat template, which a pretrained model has not.\n"
             "Needs transformers' extra: pip install 'transformers[serving]'. docs/huggingface.md"
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="what tools.convert_hf export wrote")
     options, rest = parser.parse_known_args(arguments)

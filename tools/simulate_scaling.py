@@ -9,21 +9,18 @@ The model is megatron_lite/communication.py; docs/scaling.md says what it assume
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tools.arguments import command_line, positive
 
 COUNTS = [1 << power for power in range(11)]  # 1 to 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.simulate_scaling",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("python -m tools.simulate_scaling", __doc__)
     parser.add_argument("config", nargs="+", metavar="FILE.yml | key.sub=value", help="as for train.py")
     parser.add_argument(
         "--flops",
@@ -31,22 +28,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=440e12,
         help="FLOP/s that one GPU reaches alone (default 4.4e14, MetaLA 1.4B on an H200)",
     )
-    parser.add_argument("--gpus-per-machine", type=int, default=8, help="(default 8)")
+    parser.add_argument("--gpus-per-machine", type=positive, default=8, help="(default 8)")
     parser.add_argument("--links", type=Path, help="JSON from tools.measure_links; default: assumed speeds")
     parser.add_argument("-o", "--output", type=Path, help="write the plot here")
     options = parser.parse_intermixed_args(arguments)
     from megatron_lite.communication import scaling
-    from megatron_lite.config import ConfigError
     from megatron_lite.layout import Layout
     from tools.measure_links import read_links
     from tools.plan import layer_flops, read_config, workload
 
     try:
         config = read_config(options.config, 1)
-    except ConfigError as error:
+        links = read_links(options.links, options.gpus_per_machine)
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    links = read_links(options.links, options.gpus_per_machine)
     work = workload(config, layer_flops(config), "bf16")
     layouts = {
         "data": Layout(),

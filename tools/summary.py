@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from data.files import write_whole
 from megatron_lite.checkpoint import layout_words, read_manifest
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
@@ -65,7 +66,7 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     if samples:
         report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
         lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]
-    (folder / "summary.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_whole(folder / "summary.json", json.dumps(report, indent=1) + "\n")
     plot = plot_loss(folder, baseline=report.get("unigram", {}).get("accuracy"))
     lines += [
         "",

@@ -13,6 +13,7 @@ from data.corpora import source_files
 from data.readers import read_documents
 from data.split import TextSample, split_position
 from data.tokenizer import load_tokenizer, train_sentencepiece
+from tools.arguments import command_line
 
 EXAMPLES = """example:
   python -m tools.train_tokenizer --input stdlib --vocab-size 4096 --output tokenizer.model
@@ -60,12 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.train_tokenizer",
-        description="Train a SentencePiece tokenizer on raw text.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("python -m tools.train_tokenizer", "Train a SentencePiece tokenizer on raw text.", EXAMPLES)
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs, or stdlib")
     add("--jsonl-key", default="text", metavar="KEY", help="key of the text in JSON lines (text)")

@@ -15,6 +15,7 @@ import yaml
 
 import train
 from megatron_lite import checkpoint
+from megatron_lite.trainer import Trainer
 from tests.cli.conftest import ROOT, start, train_lines, wait_for
 
 
@@ -310,3 +311,14 @@ def test_token_files_of_another_tokenizer_are_refused(arguments, tmp_path, capsy
     words = [word for word in arguments("other") if not word.startswith("data.corpus=")]
     assert train.main([*words, "data.corpus=null", f"data.train={tmp_path / 'moved'}"]) == 2
     assert "was written with another tokenizer" in capsys.readouterr().err
+
+
+def test_an_error_in_the_loop_keeps_its_traceback(arguments, monkeypatch):
+    """It is no answer to the configuration: exit status 2 would keep SLURM from trying again."""
+
+    def broken(self: Trainer, steps: object) -> None:
+        raise ValueError("a shape that does not fit")
+
+    monkeypatch.setattr(Trainer, "_step", broken)
+    with pytest.raises(ValueError, match="a shape that does not fit"):
+        train.main(arguments())

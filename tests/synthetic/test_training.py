@@ -204,5 +204,5 @@ def test_the_compression_model_reads_the_last_position_alone() -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="devices: cuda:99 does not exist"):
+    with pytest.raises(ValueError, match=r"the device .cuda:99. is not here: allowed are auto, cpu"):
         training_device("cuda:99")

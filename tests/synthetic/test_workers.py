@@ -150,5 +150,5 @@ def test_no_device_no_result(runs: Runs, tmp_path: Path) -> None:
     (run,) = runs(*QUICK)
     results = Results(tmp_path / "results.jsonl")
     failed, _ = train([Group((run,), (run,))], results, ["cuda:98", "cuda:99"])
-    assert failed == ["8x2 metala d=32 lr 0.005: ValueError: devices: cuda:98 does not exist; there are 0 GPUs"]
+    assert failed == ["8x2 metala d=32 lr 0.005: ValueError: the device 'cuda:98' is not here: allowed are auto, cpu"]
     assert not results.lines

@@ -46,9 +46,9 @@ def help_of(program: str, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_help_answers_at_once(program):
-    text, _, imported = help_of(program).rpartition("IMPORTED ")
+@pytest.mark.parametrize("command", [*PROGRAMS, "eval.py table", "eval.py compare", "eval.py --suite mqar"])
+def test_help_answers_at_once(command):
+    text, _, imported = help_of(*command.split()).rpartition("IMPORTED ")
     assert len(text) > 100
     assert imported.strip() == "[]"
 

@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.arguments import command_line
+
 if TYPE_CHECKING:
     from .training import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("python -m tools.benchmark", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, words in (
         ("kernels", "LION and MetaLA's epilogue against softmax attention, PyTorch and flash-linear-attention"),
@@ -198,7 +198,7 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _training_plan(options: argparse.Namespace) -> Plan:
-    import torch
+    from tools.devices import device_of
 
     from .training import Plan
     from .training_subjects import SUBJECTS
@@ -211,9 +211,6 @@ def _training_plan(options: argparse.Namespace) -> Plan:
             raise ValueError(f"--lengths {length}: must divide --tokens {tokens}")
         shapes.append((length, tokens // length))
     shapes = shapes or [(2048, 8), (16384, 1)]
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return Plan(
         config=options.config,
         overrides=tuple(options.override),
@@ -226,7 +223,7 @@ def _training_plan(options: argparse.Namespace) -> Plan:
         cold=options.cold,
         tuned=not options.no_tuning,
         peak=options.peak and 1e12 * options.peak,
-        device=device,
+        device=str(device_of(options.device)),
         resume=options.resume,
     )
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron_lite.config_files import read_sources
+from megatron_lite.config_files import ConfigError, read_sources
 from models.config import ModelConfig
+from tools.devices import device_of
 
 from .report import table, write_csv
 
@@ -41,12 +42,13 @@ class Row:
 
 
 def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int, device: str, llama: bool) -> list[Row]:
-    """Measures, prints and writes decode.csv; ends with the ratios that matter."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Measures, prints and writes decode.csv; ends with the ratios that matter. Raises ConfigError, and as `device_of`."""
+    device = str(device_of(device))
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    section = read_sources([config]).tree["model"]
-    model = ModelConfig(**{key: value for key, value in section.items() if value is not None})
+    sources = read_sources([config])
+    if sources.problems:
+        raise ConfigError(sources.problems)
+    model = ModelConfig(**{key: value for key, value in sources.tree["model"].items() if value is not None})
     rows: list[Row] = []
     with torch.inference_mode():
         own = _own(model, device, dtype)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import numbers, words
+from tools.arguments import command_line, numbers, words
 
 if TYPE_CHECKING:
     from tools.compare.plan import Comparison, Run
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
     """Prints the tables, and writes them, the figures and every number of the complete runs beside the runs."""
+    from data.files import write_whole
     from megatron_lite.checkpoint_folder import versions
     from tools.compare.figures import draw
     from tools.compare.results import plan_table, progress_note, read_results, rows_of, tables
@@ -96,9 +97,8 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
             for result in results
         ],
     }
-    comparison.folder.mkdir(parents=True, exist_ok=True)
-    _write(comparison.folder / "results.md", document)
-    _write(comparison.folder / "results.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_whole(comparison.folder / "results.md", document)
+    write_whole(comparison.folder / "results.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     written = [comparison.folder / "results.md", comparison.folder / "results.json"]
     if rows:
         written += draw(results, rows, comparison.folder, comparison.title, reference)
@@ -151,19 +151,8 @@ def _machine() -> str:
     return f"{place}, torch {torch.__version__}"
 
 
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.aside")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.compare",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("python -m tools.compare", __doc__, EPILOG)
     parser.add_argument("file", type=Path, help="the comparison, such as configs/experiments/compare_lm.yml")
     parser.add_argument("override", nargs="*", metavar="key.sub=value", help="values of every run, as for train.py")
     parser.add_argument("--models", type=words, default=[], metavar="A,B", help="only these")

@@ -17,6 +17,7 @@ from megatron_lite.config_files import CONFIGS, Sources, parse_yaml, read_source
 from megatron_lite.config_schema import Config
 from models.config import ModelConfig
 from models.lm import count_parameters
+from tools.arguments import first_problem
 from tools.compare.width import equal_width
 from tools.vocabulary import vocabulary_override
 
@@ -113,9 +114,7 @@ def read_comparison(path: Path) -> Comparison:
     try:
         found = Comparison.model_validate(read.tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path}: {key} = {first['input']!r}: {first['msg']}") from None
+        raise ValueError(f"{path}: {first_problem(error)}") from None
     reference = found.equal_parameters and found.equal_parameters.reference
     if reference is not None and reference not in found.models:
         raise ValueError(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from data.files import write_whole
 from megatron_lite.metrics import FILE_NAME
 from tools.compare.plan import Run, differing_keys
 
@@ -50,10 +51,7 @@ def prepare(runs: Sequence[Run]) -> None:
                     "--name, or remove the folder"
                 )
     for run in runs:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        aside = run.file.with_name(".run.yml.aside")
-        aside.write_text(run.text, encoding="utf-8")
-        os.replace(aside, run.file)
+        write_whole(run.file, run.text)
     data = {run.config.data.model_dump_json(): run for run in runs}
     for run in data.values():
         prepared_data(run.config.data, run.config.model.vocab_size)
@@ -140,6 +138,7 @@ class _Slot:
 
     def __init__(self, device: str, tune_kernels: bool) -> None:
         self.device, self._options = device, [] if tune_kernels else ["--untuned"]
+        self._interrupted = False
         self._process: subprocess.Popen[str] | None = None
 
     def train(self, run: Run, threads: int) -> int:
@@ -152,13 +151,16 @@ class _Slot:
         try:
             process.stdin.write(f"{run.file}\n")
             process.stdin.flush()
+            if self._interrupted:  # before there was this process
+                process.terminate()
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = ""
         return int(answer) if answer else process.wait()
 
     def interrupt(self) -> None:
-        """The run that is under way saves and ends."""
+        """The run that is under way, or about to be, saves and ends."""
+        self._interrupted = True
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 

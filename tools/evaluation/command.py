@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.files import write_whole
 from tools.evaluation.harness import (
     Prepared,
     Request,
@@ -72,7 +73,7 @@ def write_tables(suites: Sequence[Suite], models: Sequence[tuple[str, Results]],
             print(f"  {note}")
     files = {".md": markdown(tables, models), ".tex": latex(tables)}
     for suffix, text in files.items():
-        _write_text(out.with_suffix(suffix), text)
+        write_whole(out.with_suffix(suffix), text)
     bar_chart(tables, out.with_suffix(".png"))
     written = (out.with_suffix(suffix) for suffix in (".json", *files, ".png"))
     print("\n" + "\n".join(str(path) for path in written if path.is_file()))
@@ -159,10 +160,3 @@ def _suites_of(models: Sequence[Mapping[str, Any]]) -> list[Suite]:
     shown = {task for suite in suites for task in suite.tasks}
     rest = [task for results in models for task in results["versions"] if task not in shown]
     return [*suites, *([task_suite(list(dict.fromkeys(rest)))] if rest else [])]
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.aside")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from data.files import write_whole
 from tools.evaluation import multirc
 from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 from tools.evaluation.tasks import LoadedTask, load_tasks
@@ -166,23 +167,16 @@ def write_json(path: Path, content: Any) -> None:
     """Written aside and renamed."""
     from lm_eval.utils import handle_non_serializable
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.aside")
-    text = json.dumps(content, indent=1, ensure_ascii=False, default=handle_non_serializable)
-    aside.write_text(text + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False, default=handle_non_serializable) + "\n")
 
 
 def write_samples(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """`samples_TASK.jsonl`: every document with its prompts and answers, as the harness logs them."""
     from lm_eval.utils import handle_non_serializable
 
-    folder.mkdir(parents=True, exist_ok=True)
     for task, rows in samples.items():
         lines = [json.dumps(row, ensure_ascii=False, default=handle_non_serializable) + "\n" for row in rows]
-        aside = folder / f".samples_{task}.aside"
-        aside.write_text("".join(lines), encoding="utf-8")
-        os.replace(aside, folder / f"samples_{task}.jsonl")
+        write_whole(folder / f"samples_{task}.jsonl", "".join(lines))
 
 
 def read_results(path: Path) -> dict[str, Any]:

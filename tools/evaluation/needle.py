@@ -246,11 +246,10 @@ def _filler_text(opened: OpenedModel, file: Path | None, tokens: int) -> str:
 
 
 def _write(out: Path, results: dict[str, Any], text: str) -> None:
+    from data.files import write_whole
     from tools.evaluation.harness import write_json
 
     write_json(out, results)
-    aside = out.with_name(f".{out.name}.aside")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(out.with_suffix(".md"))
+    write_whole(out.with_suffix(".md"), text)
     heat_map(results, out.with_suffix(".png"))
     print("\n".join(str(out.with_suffix(suffix)) for suffix in (".json", ".md", ".png")))

@@ -67,13 +67,14 @@ def checkpoint_hash(checkpoint: Path) -> str:
 
 
 def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> OpenedModel:
+    from tools.devices import device_of
     from tools.evaluation.huggingface import HuggingFaceLM, folder_hash
 
     name = options.name or options.checkpoint.rstrip("/").rpartition("/")[2]
     out = options.out or Path("runs") / "evaluation" / name / file
     lm = HuggingFaceLM(
         options.checkpoint,
-        device=_device(options.device),
+        device=str(device_of(options.device)),
         dtype=options.dtype,
         max_length=length,
         trust_remote_code=options.trust_remote_code,
@@ -126,11 +127,3 @@ def _own(options: argparse.Namespace, file: str, length: int | None) -> OpenedMo
         "trained_length": trained,
     }
     return OpenedModel(lm, name, out, facts, loaded, answers.remove)
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"

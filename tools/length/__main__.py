@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.files import write_whole
+from tools.arguments import command_line
+
 if TYPE_CHECKING:
     from tools.load_model import LoadedModel
 
@@ -33,12 +36,7 @@ A model with learned positions is evaluated up to model.max_positions.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 2 for what cannot be evaluated."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.length",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("python -m tools.length", __doc__, EPILOG)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="runs, or step folders, of one kind")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens; default: see above")
     parser.add_argument("--tokens", type=int, default=1 << 20, help="at most so many of the text (%(default)s)")
@@ -61,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lengths = sorted({row["length"] for rows in results.values() for row in (rows if masked else rows["by_length"])})
     print(accuracy_table(results, lengths) if masked else loss_table(results))
     out = options.out or options.runs[0] / "length.png"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    write_whole(out.with_suffix(".json"), json.dumps(results, indent=1) + "\n")
     (plot_accuracy if masked else plot_loss)(results, out)
     print(out)
     return 0

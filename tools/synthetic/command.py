@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.arguments import command_line
+
 if TYPE_CHECKING:  # --help answers at once
     from .experiment import Experiment, Run
     from .results import Line, Results
@@ -160,6 +162,8 @@ def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
 
 
 def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
+    from data.files import write_whole
+
     from .curves import draw_curves
     from .experiment import sweeps
     from .report import cells_of, figure, mad_scores, markdown
@@ -173,9 +177,7 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
         cells = mad_scores(experiment, cells, grouped)
     text = markdown(experiment, cells)
     target = results.path.with_suffix(".md")
-    aside = target.with_name(f".{target.name}.aside")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(target)
+    write_whole(target, text)
     if experiment.suite == "listops":
         draw_curves(experiment, grouped, results, results.path.with_suffix(".png"))
     else:
@@ -226,12 +228,11 @@ def _machine(experiment: Experiment) -> tuple[str, list[str]]:
 
 
 def _parser(suite: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python eval.py --suite {suite}",
-        description="Train small models on generated tasks and measure what their mixers store and retrieve: mqar, "
+    parser = command_line(
+        f"python eval.py --suite {suite}",
+        "Train small models on generated tasks and measure what their mixers store and retrieve: mqar, "
         "multi-query associative recall; mad, six tasks of token manipulation; listops, nested operations on digits.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        EPILOG,
     )
     parser.add_argument("override", nargs="*", metavar="key=value", help=f"values of configs/experiments/{suite}.yml")
     parser.add_argument("--suite", choices=NAMES, required=True, help=argparse.SUPPRESS)

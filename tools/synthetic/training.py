@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tools.devices import device_of
+
 from .batches import Asked, batch_size, joined
 from .experiment import Run
 from .lane import Lane
@@ -231,11 +233,9 @@ def _graph(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def training_device(name: str) -> torch.device:
-    """A device by name, the current one from here on. ValueError where it does not exist."""
-    device = torch.device(name)
+    """A device by name, the current one from here on. Raises as `device_of`."""
+    device = device_of(name)
     if device.type == "cuda":
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"devices: {name} does not exist; there are {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device

@@ -1,0 +1,23 @@
+"""Devices by the names of a command line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
+    import torch
+
+
+def device_of(name: str) -> torch.device:
+    """ "auto" (a GPU where there is one), "cpu", or a GPU: "cuda", "cuda:1". Raises ValueError for anything else and for
+    a GPU that is not there."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda" if count else "cpu")
+    kind, _, index = name.partition(":")
+    if name == "cpu" or (kind == "cuda" and (not index or index.isdecimal()) and int(index or 0) < count):
+        return torch.device(name)
+    there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
+    raise ValueError(f"the device {name!r} is not here: allowed are auto, {there}")
