@@ -89,10 +89,9 @@ def run_texts(options: argparse.Namespace) -> None:
 
 def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Any]:
     """Perplexity of every text of `--data`, or of the run's validation set. Raises FileNotFoundError, ValueError."""
-    from tools.evaluation.masked import is_masked
     from tools.perplexity import perplexity, validation_text
 
-    if is_masked(loaded.model.config):
+    if loaded.model.config.two_sided_mixers():
         raise ValueError(
             f"{loaded.checkpoint} is a masked model: it sees the token that it would predict, so that it has no perplexity. "
             "Its pseudo-log-likelihood ranks the choices of --suite"

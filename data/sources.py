@@ -13,6 +13,7 @@ from .files import written_aside
 from .manifest import read_manifest
 
 UNKNOWN = "other"
+MOST = np.iinfo(np.int16).max + 1
 
 
 class SourceTable:
@@ -23,13 +24,22 @@ class SourceTable:
         self._ids = array("h")
 
     def add(self, source: str | None) -> None:
-        """The source of the next document; None where its record names none."""
-        self._ids.append(self._numbers.setdefault(source or UNKNOWN, len(self._numbers)))
+        """The source of the next document; None where its record names none. ValueError for too many sources."""
+        self._ids.append(self._number_of(source or UNKNOWN))
 
     def extend(self, names: list[str], ids: NDArray[np.int16]) -> None:
         """The sources of further documents, numbered by ``names``."""
-        numbers = np.array([self._numbers.setdefault(name, len(self._numbers)) for name in names], np.int16)
+        numbers = np.array([self._number_of(name) for name in names], np.int16)
         self._ids.frombytes(numbers[ids].tobytes())
+
+    def _number_of(self, name: str) -> int:
+        number = self._numbers.setdefault(name, len(self._numbers))
+        if number >= MOST:
+            raise ValueError(
+                f"more than {MOST:,} sources, such as {name!r}: the key that names a document's source "
+                "(data.source_key, --source-key) is to name a collection that many documents share"
+            )
+        return number
 
     @property
     def all_names(self) -> list[str]:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .files import written_aside
+
 TOKENIZER_TYPES = ("sentencepiece", "hf", "wordpiece", "bytes")
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -264,8 +266,7 @@ def train_sentencepiece(
         raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids come first; from 264 on")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.aside")
-    with open(aside, "wb") as file:
+    with written_aside(path) as file:
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=_training_chunks(texts),
@@ -291,12 +292,10 @@ def train_sentencepiece(
                 minloglevel=2,
             )
         except (RuntimeError, OSError) as error:
-            aside.unlink(missing_ok=True)
             raise ValueError(
                 f"SentencePiece could not train a {model_type} vocabulary of {vocab_size} on this text: {error}. Less"
                 " text needs a smaller data.tokenizer.vocab_size."
             ) from error
-    aside.replace(path)
 
 
 CHUNK_BYTES = 4000

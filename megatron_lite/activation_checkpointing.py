@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -12,14 +13,30 @@ from megatron_lite.config_schema import ParallelConfig
 
 
 def checkpointed(
-    layer: Callable[..., Tensor], index: int, count: int, parallel: ParallelConfig
+    layer: Callable[..., Tensor],
+    index: int,
+    count: int,
+    parallel: ParallelConfig,
+    forgetting: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Callable[..., Tensor]:
-    """The layer, or the layer under activation checkpointing (Chen et al. 2016). Only blocks recompute."""
-    settings = parallel.activation_checkpointing
-    block = index - 1
-    if settings.mode == "none" or not 0 < index < count - 1 or block % settings.every:
+    """The layer, or the layer under activation checkpointing (Chen et al. 2016). Only blocks recompute.
+
+    forgetting: the layers' own context in which they do not keep what is cheap to make again, for mode "elementwise"; without
+    it ValueError.
+    """
+    mode = mode_of(index, count, parallel)
+    if mode == "none":
         return layer
-    if settings.mode == "full":
+    if mode == "elementwise":
+        if forgetting is None:
+            raise ValueError("parallel.activation_checkpointing.mode = elementwise needs `forgetting` of the layers")
+
+        def call(x: Tensor, **context: Tensor) -> Tensor:
+            with forgetting():
+                return layer(x, **context)
+
+        return call
+    if mode == "full":
         return lambda x, **context: checkpoint(layer, x, use_reentrant=False, **context)
     # Selective (as torchtitan): matrix products are kept, everything cheap around them is computed again.
     return lambda x, **context: checkpoint(
@@ -29,6 +46,14 @@ def checkpointed(
         context_fn=lambda: create_selective_checkpoint_contexts(_keep_products),
         **context,
     )
+
+
+def mode_of(index: int, count: int, parallel: ParallelConfig) -> str:
+    """The mode of layer `index` of `count`: "none" for the first and the last, the embedding and the head."""
+    settings = parallel.activation_checkpointing
+    if not 0 < index < count - 1:
+        return "none"
+    return settings.others if (index - 1) % settings.every else settings.mode
 
 
 _PRODUCTS = {

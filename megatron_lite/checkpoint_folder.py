@@ -135,19 +135,25 @@ def rewrite(
 
 
 def publish(aside: Path, final: Path, manifest: Mapping[str, Any], config_yaml: str) -> None:
-    """Complete a folder of tensors, give it its name and let `latest` beside it name it. Raises OSError."""
+    """Complete a folder of tensors, give it its name and let `latest` beside it name it. Raises OSError.
+
+    A folder of that name, of the same step saved before, stays until the new one has its place.
+    """
     write_text(aside / "config.yml", config_yaml)
     write_text(aside / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     sync(aside)
-    if final.exists():  # the same step saved again, after a resume from an earlier one
-        shutil.rmtree(final)
+    former = final.with_name(f".{final.name}.former.writing")
+    if final.exists():
+        shutil.rmtree(former, ignore_errors=True)
+        os.replace(final, former)
     os.replace(aside, final)
     sync(final.parent)
     write_text(final.parent / "latest", final.name + "\n")
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
-    """Delete old checkpoints, never the newest. Call it on one process.
+    """Delete old checkpoints, never the newest nor the one that `latest` names. Call it on one process.
 
     Args:
         keep_last: how many of the newest stay; 0 keeps all.
@@ -158,9 +164,13 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     """
     steps = {int(p.name.removeprefix("step_")): p for p in directory.glob("step_*") if p.name[5:].isdigit()}
     newest = sorted(steps)[-keep_last:] if keep_last else list(steps)
-    gone = [steps[step] for step in sorted(steps) if step not in newest and step not in keep]
+    # Not always the newest: a run that was killed between a folder's name and `latest` goes on from the one before.
+    latest = directory / "latest"
+    named = latest.read_text().strip() if latest.is_file() else ""
+    gone = [p for step, p in sorted(steps.items()) if step not in newest and step not in keep and p.name != named]
     for folder in gone:
-        (folder / "manifest.json").unlink()  # without it the rest is no checkpoint, should this be interrupted
+        # Without it the rest is no checkpoint, should this be interrupted; the next call removes that rest.
+        (folder / "manifest.json").unlink(missing_ok=True)
         shutil.rmtree(folder)
     return gone
 

@@ -1,7 +1,7 @@
 """What a configuration may hold: every section and key with its type, range, default and meaning.
 
 Sections are frozen and refuse unknown keys. Values are strict: text is never read as a number. A key whose value
-follows from others (see `derived_values` in `config.py`) is filled in before the sections are built, so that the rest
+follows from others (see `derived_values` in `config_checks.py`) is filled in before the sections are built, so that the rest
 of the project reads plain values: `config.batch.gradient_accumulation_steps` is always an `int`.
 
 `configs/README.md` is generated from this file: the description of a field is its documentation.
@@ -86,7 +86,7 @@ class TokenizerConfig(Section):
     )
     vocab_size: int = Field(
         default=4096,
-        ge=260,
+        ge=264,
         description="Entries of a SentencePiece model trained here; a tokenizer from a file has its own.",
     )
 
@@ -275,10 +275,13 @@ class ScheduleConfig(Section):
 class ActivationCheckpointingConfig(Section):
     """Recomputes activations in the backward pass instead of keeping them: less memory, more time."""
 
-    mode: Literal["none", "full", "selective"] = Field(
-        default="none", description="full: whole blocks are recomputed; selective: what is cheap to compute is."
+    mode: Literal["none", "elementwise", "selective", "full"] = Field(
+        default="none",
+        description="elementwise: norms, activations, gates and short convolutions are recomputed, one by one; selective: all "
+        "but matrix products, a block at a time; full: whole blocks.",
     )
     every: int = Field(default=1, ge=1, description="Only every n-th block.")
+    others: Literal["none", "elementwise"] = Field(default="none", description="The mode of the blocks between.")
 
 
 class ParallelConfig(Section):

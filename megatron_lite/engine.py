@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +22,13 @@ from megatron_lite.bf16_step import spare_gradients
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.context_parallel import ContextShards, context_shards, own_stretch
 from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear
-from megatron_lite.fan_out import join_fan_outs
-from megatron_lite.flops import forward_flops
 from megatron_lite.grid import Grid, begin_sum, reduce_sum
-from megatron_lite.optimizer import build_optimizer, parameter_kind
-from megatron_lite.optimizer_state import OptimizerState, Placed
-from megatron_lite.partition import partition_words, shard_of
+from megatron_lite.optimizer import build_optimizer
+from megatron_lite.optimizer_state import OptimizerState
+from megatron_lite.own_layers import LayerSpec, OwnLayers
 from megatron_lite.source_losses import loss_by_source, traced
-from megatron_lite.tensor_parallel import TensorGroup, cut_layer
 
 Batch = Mapping[str, Tensor]
-
-
-class LayerSpec(Protocol):
-    """One layer of the model, not built yet: a canonical name, how to build it, and whose weight it shares."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tied_to(self) -> str | None: ...
 
 
 class Sequential(nn.Module):
@@ -112,12 +100,15 @@ class Engine:
         sequence_length: of the samples, to share the layers out over the stages by what they cost.
         split_sequence: a context in which the layers take their sequences for one process's stretch; needed with
             context parallelism.
+        forgetting: a context in which the layers make again what is cheap instead of keeping it; needed with activation
+            checkpointing of mode "elementwise".
         count_right: also count the tokens that are predicted right, in training and evaluation.
         asked_share: of the tokens at which a token is to be predicted, for what the last layer costs.
 
     Attributes:
         model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
         layers: the layers of this process's stage, cut.
+        words: partition word of every parameter of the model, by canonical name.
         optimizer_state: master weights, moments and loss scale of this process.
     """
 
@@ -136,6 +127,7 @@ class Engine:
         precision: PrecisionConfig,
         sequence_length: int = 2048,
         split_sequence: Callable[[ContextShards], contextlib.AbstractContextManager[None]] | None = None,
+        forgetting: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         count_right: bool = False,
         asked_share: float = 1.0,
     ) -> None:
@@ -144,15 +136,16 @@ class Engine:
         self.grid, self.dtype, self.accumulation = grid, dtype, accumulation
         self._right = torch.zeros((), dtype=torch.float64, device=grid.device) if count_right else None
         deepspeed = import_deepspeed()
-        with torch.device("meta"):
-            self.model: list[Any] = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
-        self._describe(specs)
-        bounds = [0, len(specs)]
-        if grid.pipe_size > 1:
-            from megatron_lite.pipeline import stage_bounds
-
-            bounds = stage_bounds(forward_flops(self.model, sequence_length, asked_share), grid.pipe_size)
-        own = range(bounds[grid.pipe_rank], bounds[grid.pipe_rank + 1])
+        self._own = own = OwnLayers(
+            specs,
+            build_layer,
+            seed=seed,
+            grid=grid,
+            parallel=parallel,
+            sequence_length=sequence_length,
+            asked_share=asked_share,
+        )
+        self.model, self.layers, self.words = own.model, list(own.layers.values()), own.words
         self._shards = context_shards(grid)
         if self._shards is not None and split_sequence is None:
             raise ValueError(
@@ -170,30 +163,9 @@ class Engine:
 
             return call
 
-        self._tensor: TensorGroup | None = None
-        # ZeRO 3 gathers a module's weights when it is called, and torch.compile makes kernels of its own.
-        overlap = parallel.zero_stage < 3 and not parallel.compile
-        if grid.tensor_group is not None:
-            sequence = parallel.sequence_parallel
-            self._tensor = TensorGroup(grid.tensor_group, grid.tensor_rank, grid.tensor_size, sequence, overlap)
-        layers: dict[int, nn.Module] = {}
-        for index in own:
-            with grid.device:
-                layers[index] = build_layer(specs[index], index, seed)
-            if self._tensor is not None:
-                cut_layer(layers[index], self._tensor)
-            if overlap:
-                join_fan_outs(layers[index], self._tensor)
-        self.layers: list[Any] = list(layers.values())
-        self._names = [specs[index].name for index in own]
-        self._tied = {spec.name: spec.tied_to for spec in specs if spec.tied_to is not None}
-        by_name = dict(zip(self._names, self.layers, strict=True))
-        for name, tied_to in self._tied.items():
-            if name in by_name and tied_to in by_name:
-                by_name[name].weight = by_name[tied_to].weight
         filler = nn.Parameter(torch.zeros(1, device=grid.device)) if grid.pipe_size > 1 else None
         client = build_optimizer(
-            [(parameter, self._kinds[name]) for name, parameter, _ in self._named_parameters()],
+            own.parameters_with_kind(),
             lr=optimizer.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
@@ -202,8 +174,8 @@ class Engine:
             filler=filler,
         )
         if parallel.compile:
-            for name, layer in by_name.items():
-                if name not in (specs[0].name, specs[-1].name):
+            for index, layer in own.layers.items():
+                if 0 < index < len(specs) - 1:
                     layer.compile()
         settings = deepspeed_config(
             self.layers,
@@ -216,16 +188,19 @@ class Engine:
             precision=precision,
         )
         # Inside the checkpointed call, because a layer that is computed again is so in a thread of the backward pass.
-        calls = {index: checkpointed(around(layer), index, len(specs), parallel) for index, layer in layers.items()}
+        calls = {
+            index: checkpointed(around(layer), index, len(specs), parallel, forgetting)
+            for index, layer in own.layers.items()
+        }
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory statistics while it builds
-            model, unit = self._module(layers, calls, bounds)
+            model, unit = self._module(calls)
             if any(parameter is filler for group in client.param_groups for parameter in group["params"]):
                 model.register_parameter("filler", filler)
             self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=client, config=settings, mpu=unit)
         spare_gradients(self._engine, zero, grid.replicas, release=grid.device.type == "cuda")
         self.zero_stage = max(1, parallel.zero_stage)
         self.optimizer_state = OptimizerState(
-            zero, client, list(self._placed_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid
+            zero, client, list(own.placed_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid
         )
 
     def train_step(
@@ -294,15 +269,16 @@ class Engine:
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode without gradients, for forward passes of any length through `layers` (one stage only)."""
         self._engine.eval()
-        sequence = self._tensor is not None and self._tensor.sequence
-        if self._tensor is not None:
-            self._tensor.sequence = False
+        tensor = self._own.tensor
+        sequence = tensor is not None and tensor.sequence
+        if tensor is not None:
+            tensor.sequence = False
         try:
             with torch.no_grad():
                 yield
         finally:
-            if self._tensor is not None:
-                self._tensor.sequence = sequence
+            if tensor is not None:
+                tensor.sequence = sequence
             self._engine.train()
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Evaluated:
@@ -346,7 +322,7 @@ class Engine:
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name to full shape of every parameter of the model, a tied one once."""
-        return dict(self._shapes)
+        return dict(self._own.shapes)
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers, so that another engine can be built in this process."""
@@ -355,7 +331,7 @@ class Engine:
 
         # DeepSpeed hangs methods of a parameter on the parameter itself. Such a circle is never collected, and with it
         # go weights and float32 gradients.
-        for _, parameter, _ in self._named_parameters():
+        for _, parameter, _ in self._own.named_parameters():
             for name, value in list(vars(parameter).items()):
                 if getattr(value, "__self__", None) is parameter:
                     delattr(parameter, name)
@@ -363,29 +339,14 @@ class Engine:
         deepspeed.utils.groups.mpu = None
         restore_linear()
 
-    def _describe(self, specs: Sequence[LayerSpec]) -> None:
-        """Shapes, partition words and kinds of every parameter of the model, by canonical name."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self.words: dict[str, str] = {}
-        self._kinds: dict[str, str] = {}
-        for spec, layer in zip(specs, self.model, strict=True):
-            words = partition_words(layer)
-            for key, parameter in layer.named_parameters():
-                if spec.tied_to is not None and key == "weight":
-                    continue
-                name = f"{spec.name}.{key}"
-                self._shapes[name], self.words[name] = tuple(parameter.shape), words[key]
-                self._kinds[name] = parameter_kind(layer, key)
-
-    def _module(
-        self, layers: Mapping[int, nn.Module], calls: Mapping[int, Callable[..., Tensor]], bounds: Sequence[int]
-    ) -> tuple[nn.Module, Any]:
+    def _module(self, calls: Mapping[int, Callable[..., Tensor]]) -> tuple[nn.Module, Any]:
         """What DeepSpeed wraps, and its "model parallel unit" where that is not the module's own."""
         self._stage: Any = None
         if self.grid.pipe_size > 1:
             from megatron_lite.pipeline import Stage
 
-            self._stage = Stage(layers, calls, bounds=bounds, grid=self.grid, tied=bool(self._tied))
+            own = self._own
+            self._stage = Stage(own.layers, calls, bounds=own.bounds, grid=self.grid, tied=bool(own.tied))
             return self._stage, None
         unit = None
         if self.grid.tensor_size > 1:
@@ -393,22 +354,6 @@ class Engine:
 
             unit = model_parallel_unit(self.grid)
         return Sequential(self.layers, list(calls.values())), unit
-
-    def _named_parameters(self) -> Iterator[tuple[str, Any, bool]]:
-        """(canonical name, parameter, whether it is the first copy) of this stage's parameters, a shared one once."""
-        seen: set[int] = set()
-        for prefix, layer in zip(self._names, self.layers, strict=True):
-            for key, parameter in layer.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    copy = prefix in self._tied and key == "weight"
-                    yield f"{self._tied[prefix] if copy else prefix}.{key}", parameter, not copy
-
-    def _placed_parameters(self) -> Iterator[Placed]:
-        rank, size = self.grid.tensor_rank, self.grid.tensor_size
-        for name, parameter, first in self._named_parameters():
-            shard = shard_of(self.words[name], self._shapes[name], rank, size)
-            yield Placed(name, parameter, shard, primary=first and (shard.count > 1 or rank == 0))
 
     def _accumulate(self, micro_batches: int) -> None:
         """Have so many micro batches make a step: a batch may grow during a run."""

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None) -> None:
     """Have the modules of a layer compute their fan-outs here. Not for ZeRO 3, which gathers a linear when it is called.
 
-    A module with `fan_out_is_entry` reads its input by its fan-out alone: there the parallel region is entered.
+    A module with `fan_out_is_entry` enters the parallel region here.
     """
     module: Any
     for module in layer.modules():
         if hasattr(module, "fan_out"):
             entry = tensor is not None and getattr(module, "fan_out_is_entry", False)
             module.fan_out = partial(fan_out, tensor if entry else None)
-            module.enters_by_fan_out = entry
 
 
 def fan_out(tensor: TensorGroup | None, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:

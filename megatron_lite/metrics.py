@@ -1,9 +1,9 @@
 """Metrics of a run: one `metrics.jsonl`, one progress display, TensorBoard and Weights & Biases as options.
 
 `metrics.jsonl` is the one source for plots, reports and comparisons. Each line is a JSON object
-`{"kind": ..., "step": ..., "time": ..., **values}`; kinds in use are `train`, `validation`, `sample`, `evaluation` (scores
-of suites), `evaluation_error`, `stop` and `slow_rank`; `time` is in seconds since the epoch. A NaN or an infinity is
-written as `null`, because JSON has no number for either, and `read_metrics` returns it as NaN.
+`{"kind": ..., "step": ..., "time": ..., **values}`; kinds in use are `train`, `validation`, `test`, `sample`, `evaluation`
+(scores of suites), `evaluation_error`, `checkpoint`, `stop` and `slow_rank`; `time` is in seconds since the epoch. A NaN or
+an infinity is written as `null`, because JSON has no number for either, and `read_metrics` returns it as NaN.
 
 Only rank 0 makes a `MetricsLogger`.
 """

@@ -39,9 +39,9 @@ class Shard:
         Raises:
             ValueError: the dimension does not divide.
         """
-        size = full.shape[self.dim] if self.count > 1 else 0
         if self.count == 1:
             return full
+        size = full.shape[self.dim]
         if size % self.count:
             raise ValueError(f"dimension {self.dim} of {tuple(full.shape)} does not divide into {self.count} parts")
         return full.narrow(self.dim, self.index * (size // self.count), size // self.count)

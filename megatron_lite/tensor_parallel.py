@@ -1,19 +1,20 @@
 """Tensor and sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198),
 applied from outside to plain modules.
 
-A module whose plan has a "row" entry is a parallel region: its input is entered once, each process computes its heads
-or columns on the whole sequence, and the row linear's outputs are summed. Between regions every process holds the whole
-activations, or with sequence parallelism its part of the sequence:
+A module whose plan has a "row" entry is a parallel region: its input is entered once (with `fan_out_is_entry` the input of
+its fan-out, unless the sequence is cut), each process computes its heads or columns on the whole sequence, and the row
+linear's outputs are summed. Between regions every process holds the whole
+activations, or with sequence parallelism its part of the tokens:
 
 |                   | enter (forward; backward)                           | leave (forward; backward)              |
 |-------------------|-----------------------------------------------------|----------------------------------------|
 | tensor            | as it is; sum of the gradients                      | sum; as it is                          |
-| with sequence     | all-gather along the sequence; reduce-scatter       | reduce-scatter; all-gather             |
+| with sequence     | all-gather of the tokens; reduce-scatter            | reduce-scatter; all-gather             |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron_lite.grid import all_gather, reduce_scatter
 from megatron_lite.partition import partition_words, shard_of, word_of
@@ -36,22 +36,22 @@ class TensorGroup:
         group, index, count: the processes, and this one's place among them.
         sequence: activations between regions are cut along the sequence; switched off while text is generated, whose
             lengths do not divide.
-        overlap: linears sum their outputs and gradients themselves, beside other work where there is any; not with ZeRO 3,
-            whose weights come and go with a module's call.
     """
 
     group: dist.ProcessGroup
     index: int
     count: int
     sequence: bool = False
-    overlap: bool = True
 
     def enter(self, x: Tensor) -> Tensor:
         """Into a parallel region. x: [batch, length, ...], with sequence parallelism this process's part of it."""
         return _GatherSequence.apply(x, self) if self.sequence else _SumGradient.apply(x, self)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Out of a parallel region: the sum of every process's x [batch, length, ...], or this process's part of it."""
+        """Out of a parallel region: the sum of every process's x [batch, length, ...], or this process's part of it.
+
+        The sum is formed in the memory of x, which must be a result that nothing else reads.
+        """
         return _ScatterSequence.apply(x, self) if self.sequence else _Sum.apply(x, self)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -70,6 +70,8 @@ def cut_layer(layer: nn.Module, tensor: TensorGroup) -> None:
     for name, module in modules.items():
         if "row" in getattr(module, "tensor_parallel_plan", {}).values():
             module.register_forward_pre_hook(partial(_enter, tensor))
+            if getattr(module, "fan_out_is_entry", False):
+                module.fan_out = partial(_entered, tensor)
         if isinstance(module, nn.Linear) and words[f"{name}.weight"] == "row":
             *path, local = name.split(".")
             setattr(layer.get_submodule(".".join(path)), local, _RowLinear(module, tensor))
@@ -95,9 +97,14 @@ def cut_layer(layer: nn.Module, tensor: TensorGroup) -> None:
 
 
 def _enter(tensor: TensorGroup, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not tensor.sequence and getattr(module, "enters_by_fan_out", False):
+    if not tensor.sequence and getattr(module, "fan_out_is_entry", False):
         return arguments
     return (tensor.enter(arguments[0]), *arguments[1:])
+
+
+def _entered(tensor: TensorGroup, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    x = x if tensor.sequence else tensor.enter(x)
+    return tuple(linear(x) for linear in linears)
 
 
 def _summed(tensor: TensorGroup, gradient: Tensor) -> Tensor:
@@ -120,10 +127,7 @@ class _RowLinear(nn.Module):
         self.weight, self.bias, self._tensor = linear.weight, linear.bias, tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._tensor.overlap and not self._tensor.sequence:
-            y = _SummedLinear.apply(x, self.weight, self._tensor)
-        else:
-            y = self._tensor.leave(F.linear(x, self.weight))
+        y = self._tensor.leave(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 
@@ -187,29 +191,15 @@ class _SumGradient(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
-        return _all_reduce(x, tensor)
+        if not x.is_contiguous():
+            return _all_reduce(x, tensor)
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=tensor.group)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _SummedLinear(torch.autograd.Function):
-    """The sum of every process's x weight^T, formed in the product's own memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, tensor: TensorGroup) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        y = F.linear(x, weight).contiguous()
-        dist.all_reduce(y, group=tensor.group)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        return (rows @ weight).view_as(x), rows.t() @ x.reshape(-1, x.shape[-1]), None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -253,11 +243,18 @@ def _all_reduce(x: Tensor, tensor: TensorGroup) -> Tensor:
     return total
 
 
+# A process's part is a block of the micro batch's tokens, counted through its sequences, so that the parts lie one after the
+# other in memory as they are sent. Between regions nothing looks at a token's neighbours or its place.
+
+
 def _gather_sequence(x: Tensor, tensor: TensorGroup) -> Tensor:
-    """[batch, length / count, ...] -> [batch, length, ...]."""
-    return all_gather(x, tensor.group, tensor.count).movedim(0, 1).flatten(1, 2)
+    """[batch, length / count, ...], a process's tokens -> [batch, length, ...]."""
+    batch, part, *rest = x.shape
+    return all_gather(x, tensor.group, tensor.count).view(batch, part * tensor.count, *rest)
 
 
 def _scatter_sequence(x: Tensor, tensor: TensorGroup) -> Tensor:
-    """The sum of every process's x [batch, length, ...], of which each keeps its part [batch, length / count, ...]."""
-    return reduce_scatter(x.unflatten(1, (tensor.count, -1)).movedim(1, 0), tensor.group)
+    """The sum of every process's x [batch, length, ...], of which each keeps its tokens [batch, length / count, ...]."""
+    batch, length, *rest = x.shape
+    parts = x.contiguous().view(tensor.count, batch, length // tensor.count, *rest)
+    return reduce_scatter(parts, tensor.group)

@@ -85,9 +85,9 @@ class ModelConfig:
         for key, value in (("norm_eps", self.norm_eps), ("init_std", self.init_std)):
             if not value > 0:
                 raise ValueError(f"model.{key} = {value}: must be greater than 0")
-        for key, allowed in _CHOICES.items():
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"model.{key} = {getattr(self, key)!r}: allowed are {', '.join(allowed)}")
+        for key, kind in typing.get_type_hints(ModelConfig).items():
+            if typing.get_origin(kind) is Literal and not _fits(getattr(self, key), kind):
+                raise ValueError(f"model.{key} = {getattr(self, key)!r}: allowed are {_type_words(kind)}")
         if (self.positions == "learned") != (self.max_positions is not None):
             advice = (
                 "set the longest sequence" if self.max_positions is None else "leave it out, or positions = learned"
@@ -113,7 +113,9 @@ class ModelConfig:
                     f"model.mixer_options.{name} is set but model.mixers = {list(self.mixers)} does not use {name!r}"
                 )
         for name in dict.fromkeys(self.mixers):
-            MIXERS[name].check(self, self.options_of(name))
+            options, check = self.options_of(name), getattr(MIXERS[name], "check", None)
+            if check is not None:
+                check(self, options)
 
     def options_of(self, mixer: str) -> Any:
         """The `Options` dataclass of `mixer`, filled from `mixer_options`. ValueError for an unknown or wrong key."""
@@ -218,20 +220,25 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
     return below + above
 
 
+def require_at_least(mixer: str, options: Any, least: int, *keys: str) -> None:
+    """ValueError for an option of `mixer` among `keys` that is under `least`; None stands for a default and passes."""
+    for key in keys:
+        value = getattr(options, key)
+        if value is not None and value < least:
+            raise ValueError(f"model.mixer_options.{mixer}.{key} = {value}: must be at least {least}")
+
+
+def require_positive(mixer: str, options: Any, *keys: str) -> None:
+    """ValueError for an option of `mixer` among `keys` that is not greater than 0 (NaN is not)."""
+    for key in keys:
+        if not getattr(options, key) > 0:
+            raise ValueError(f"model.mixer_options.{mixer}.{key} = {getattr(options, key)}: must be greater than 0")
+
+
 def check_key_width(mixer: str, config: ModelConfig, expand_k: float) -> None:
     """ValueError where keys of width expand_k * hidden_size over all heads cannot be cut into heads of equal width."""
     what = f"the key width of {mixer}, model.hidden_size * {expand_k:g}"
     require_divisor("model.num_heads", config.num_heads, what, config.hidden_size * expand_k)
-
-
-_CHOICES = {
-    "mlp": ("swiglu", "gelu"),
-    "norm": ("layernorm", "rmsnorm"),
-    "head": ("linear", "mlm"),
-    "positions": ("none", "learned"),
-    "init_method": ("normal", "small_init", "wang_init"),
-    "output_init_method": ("normal", "small_init", "wang_init"),
-}
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

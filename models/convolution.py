@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .forgetting import forgettable
 from .kernels import takes
 from .precision import wide
 from .sequence_shards import SequenceShards, current_shards, refuse_state
@@ -114,6 +115,21 @@ class CausalConvolution(nn.Module):
         return y, padded[window + ends[:, None]] if return_history else None
 
 
+def convolve_input(
+    conv: CausalConvolution | None,
+    x: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Mapping[str, Tensor],
+    return_state: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A mixer's input through its convolution, if it has one, and the beginning of its new state: "conv", when asked for."""
+    if conv is None:
+        return x, {}
+    x, history = conv(x, mask, cu_seqlens, state.get("conv"), return_state)
+    return x, {} if history is None else {"conv": history}
+
+
 def _window(start: Tensor, like: Tensor) -> Tensor:
     """Indices start_b, start_b + 1, ... in the shape of `like` [batch, places, channels]."""
     places = start[:, None] + torch.arange(like.shape[1], device=start.device)
@@ -128,15 +144,25 @@ def _behind(before: Tensor | None, x: Tensor, past: int) -> Tensor:
 def _convolve(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     """before: [batch, kernel - 1, channels] or None for zeros, x: [batch, length, channels] -> x's shape."""
     if takes(x) and weight.shape[1] <= _LONGEST:
-        from .kernels.causal_convolution import causal_convolution
+        from .kernels.causal_convolution import causal_convolution as form
+    elif x.device.type == "cpu" and not torch.compiler.is_compiling():
+        form = _in_tiles
+    else:
+        form = _by_torch
+    y = form(before, x, weight, silu)
+    forgettable(y, form, before, x, weight, silu)
+    return y
 
-        return causal_convolution(before, x, weight, silu)
-    past = weight.shape[1] - 1
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _Convolve.apply(x.new_zeros(x.shape[0], past, x.shape[2]) if before is None else before, x, weight, silu)
-    padded = _behind(before, x, past).transpose(1, 2)
+
+def _by_torch(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    padded = _behind(before, x, weight.shape[1] - 1).transpose(1, 2)
     y = F.conv1d(padded, weight.unsqueeze(1), groups=weight.shape[0]).transpose(1, 2)
     return F.silu(y) if silu else y
+
+
+def _in_tiles(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    past = weight.shape[1] - 1
+    return _Convolve.apply(x.new_zeros(x.shape[0], past, x.shape[2]) if before is None else before, x, weight, silu)
 
 
 class _Convolve(torch.autograd.Function):

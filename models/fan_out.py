@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-# An attribute of the modules that use it, so that a trainer can put its own in place. A module whose input goes nowhere else
-# says so by `fan_out_is_entry`.
+# An attribute of the modules that use it, so that a trainer can put its own in place. A module in which all that tensor
+# parallelism cuts is computed from its fan-out says so by `fan_out_is_entry`.
 FanOut = Callable[[Tensor, Sequence[nn.Linear]], tuple[Tensor, ...]]
 
 

@@ -61,12 +61,3 @@ class MetalionConfig(PreTrainedConfig):
     def model_config(self) -> ModelConfig:
         """The same as the model's own dataclass."""
         return ModelConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ModelConfig)})
-
-
-def is_causal(config: ModelConfig) -> bool:
-    """Whether no mixer of the model sees what comes after a token."""
-    return all(_mixer_is_causal(name, config.options_of(name)) for name in config.mixers)
-
-
-def _mixer_is_causal(name: str, options: Any) -> bool:
-    return getattr(options, "causal", getattr(MIXERS[name], "causal", True))

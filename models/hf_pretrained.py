@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .embedding import Embedding
 from .hf_cache import RecurrentCache
-from .hf_config import MetalionConfig, is_causal
+from .hf_config import MetalionConfig
 from .lm import layer_specs
 from .recurrence import leave_out_of_graphs
 
@@ -32,7 +32,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         leave_out_of_graphs()
         self.gradient_checkpointing = False
         model_config = config.model_config()
-        self._causal = is_causal(model_config)
+        self._causal = not model_config.two_sided_mixers()
         self._specs = {spec.name: spec for spec in layer_specs(model_config)}
         self.embedding = Embedding(model_config)
         self.blocks = nn.ModuleList(self._specs[f"blocks.{i}"].build() for i in range(config.num_layers))

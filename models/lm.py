@@ -1,4 +1,4 @@
-"""A causal language model as a list of layers, and as one module."""
+"""A language model, causal or masked, as a list of layers and as one module."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .fan_out import FanOut, apply_each
+from .forgetting import forgettable
 from .init import linear
 from .kernels import takes
 
@@ -42,8 +43,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up."""
     if takes(up) and gate.dtype == up.dtype:
         from .kernels.swiglu import swiglu as kernel
+    else:
+        kernel = _swiglu
+    y = kernel(gate, up)
+    forgettable(y, kernel, gate, up)
+    return y
 
-        return kernel(gate, up)
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
@@ -65,7 +72,9 @@ class GELU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden_size] -> the same shape."""
         (hidden,) = self.fan_out(x, (self.up_proj,))
-        return self.down_proj(F.gelu(hidden))
+        activated = F.gelu(hidden)
+        forgettable(activated, F.gelu, hidden)
+        return self.down_proj(activated)
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .forgetting import forgettable
 from .kernels import takes
 
 # Channels of a row that one program of the kernel holds.
@@ -39,20 +40,24 @@ class Norm(nn.Module):
 
         A residual stream that goes on with the h of here has its two gradients added where the norm's is formed.
         """
+        how = self.weight, self.bias, self.eps, self.centred
         if takes(x) and x.shape[-1] <= _LARGEST and (return_sum or not self.centred):
             from .kernels.add_norm import add_norm
 
-            h, y = add_norm(x, delta, self.weight, self.bias, self.eps, self.centred)
+            h, y = add_norm(x, delta, *how)
+            forgettable(y, lambda *of: add_norm(*of)[1], h, None, *how)
         else:
             h = x if delta is None else x + delta
-            y = self._of(h)
+            y = _normalised(h, *how)
+            forgettable(y, _normalised, h, *how)
         return (y, h) if return_sum else y
 
-    def _of(self, x: Tensor) -> Tensor:
-        if self.centred:
-            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-        wide = x if x.dtype == torch.float64 else x.float()
-        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self.weight is not None:
-            y = y * self.weight
-        return y.to(x.dtype)
+
+def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+    if centred:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    wide = x if x.dtype == torch.float64 else x.float()
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight
+    return y.to(x.dtype)

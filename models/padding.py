@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from .forgetting import forgettable
 
 
 def without_padding(mask: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -12,4 +15,9 @@ def without_padding(mask: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
     """
     if mask is None:
         return inputs
-    return tuple(x.masked_fill(~mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0.0) for x in inputs)
+    masked = []
+    for x in inputs:
+        padding = ~mask.view(*mask.shape, *[1] * (x.dim() - 2))
+        masked.append(x.masked_fill(padding, 0.0))
+        forgettable(masked[-1], torch.masked_fill, x, padding, 0.0)
+    return tuple(masked)

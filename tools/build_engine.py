@@ -6,6 +6,7 @@ from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid
 from models.config import ModelConfig
+from models.forgetting import forgetting
 from models.lm import build_layer, layer_specs
 from models.sequence_shards import sequence_shards
 
@@ -32,6 +33,7 @@ def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
         precision=config.precision,
         sequence_length=config.batch.sequence_length,
         split_sequence=sequence_shards,
+        forgetting=forgetting,
         count_right=config.data.objective == "masked",
         asked_share=config.data.asked_share,
     )

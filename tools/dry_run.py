@@ -1,8 +1,8 @@
 """What a configuration would cost, from one real layer of each kind: `python train.py CONFIG --dry-run`.
 
 The whole model is counted without being allocated. The embedding, one block of each mixer and the head are built at
-full width and run forward and backward on one fake sample, so a shape that does not fit fails here and activations are
-measured, not guessed. Nothing is saved.
+full width and run forward and backward on one fake sample, so a shape that does not fit fails here, and what they keep for the
+backward pass is counted, under the configuration's activation checkpointing. Nothing is saved.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from megatron_lite.config_schema import Config
 from megatron_lite.flops import training_flops_per_token
+from megatron_lite.layout import Layout
 from megatron_lite.memory import GIB, Setting, state_bytes
 from megatron_lite.precision import DTYPES, faster_dtype
 from models.config import ModelConfig
 from models.lm import LayerSpec, layer_specs
+from tools.meta_layers import layer_costs
 
 
 def dry_run(config: Config[ModelConfig]) -> int:
@@ -40,12 +41,21 @@ def dry_run(config: Config[ModelConfig]) -> int:
         sizes[-1] -= layers[-1].weight.numel()
     parameters = sum(sizes)
     flops = training_flops_per_token(layers, batch.sequence_length, config.data.asked_share)
-    activations, seconds = _measure(config, specs, device, DTYPES[dtype])
+    seconds = _seconds(config, specs, device, DTYPES[dtype])
+    costs = layer_costs(
+        model,
+        dtype=DTYPES[dtype],
+        micro_batch_size=1,
+        sequence_length=batch.sequence_length,
+        layout=Layout(),
+        parallel=config.parallel,
+        device="cpu" if device.type == "cpu" else "meta",
+    )
     stage = max(1, config.parallel.zero_stage)
     memory = state_bytes(parameters, Setting(dtype, stage, batch.data_ranks))
     # Those that are made anew in every step, as float32 sums.
     memory["gradients"] = memory["gradients"] or 4 * parameters / (batch.data_ranks if stage > 1 else 1)
-    memory["activations of one micro batch"] = activations * batch.micro_batch_size
+    memory["activations of one micro batch"] = batch.micro_batch_size * sum(cost.kept for cost in costs)
     run_tokens = config.schedule.train_steps * batch.tokens_per_step
     mixers = Counter(model.mixer_of(index) for index in range(model.num_layers))
     kinds = ", ".join(f"{count} {name}" for name, count in mixers.items())
@@ -77,49 +87,29 @@ def _scaled(number: float) -> str:
     return f"{number:.3g} "
 
 
-def _measure(
+def _seconds(
     config: Config[ModelConfig], specs: list[LayerSpec], device: torch.device, dtype: torch.dtype
-) -> tuple[float, dict[str, float]]:
-    """(bytes of activations that one sample keeps for the backward pass of the whole model, seconds by layer)."""
+) -> dict[str, float]:
+    """Seconds that one sample takes forward and backward through the embedding, a block of each mixer, and the head."""
     model, length = config.model, config.batch.sequence_length
-    checkpointing = config.parallel.activation_checkpointing
     tokens = torch.randint(model.vocab_size, (1, length), device=device)
     seconds: dict[str, float] = {}
-    kept_by_mixer: dict[str, float] = {}
-    total = 0.0
+    known: set[str] = set()
     for index, spec in enumerate(specs):
         mixer = model.mixer_of(index - 1) if 0 < index < len(specs) - 1 else spec.name
-        if mixer not in kept_by_mixer:
-            with device:
-                layer = spec.build().to(dtype)
-            arguments: dict[str, Any] = {}
-            if index == len(specs) - 1:
-                arguments = {"labels": tokens, "loss_weight": torch.ones(1, length, device=device)}
-            x = tokens if index == 0 else torch.randn(1, length, model.hidden_size, device=device, dtype=dtype)
-            kept_by_mixer[mixer], seconds[f"{spec.name} ({mixer})" if mixer != spec.name else mixer] = _run(
-                layer, x, arguments
-            )
-            del layer
-        recomputed = mixer != spec.name and checkpointing.mode == "full" and (index - 1) % checkpointing.every == 0
-        total += length * model.hidden_size * dtype.itemsize if recomputed else kept_by_mixer[mixer]
-    return total, seconds
-
-
-def _run(layer: nn.Module, x: Tensor, arguments: dict[str, Any]) -> tuple[float, float]:
-    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    x = x.requires_grad_(x.is_floating_point())
-    start = time.perf_counter()
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = layer(x, **arguments)
-    out.float().sum().backward()
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    return float(sum(kept.values())), time.perf_counter() - start
+        if mixer in known:
+            continue
+        known.add(mixer)
+        with device:
+            layer = spec.build().to(dtype)
+        arguments: dict[str, Any] = {}
+        if index == len(specs) - 1:
+            arguments = {"labels": tokens, "loss_weight": torch.ones(1, length, device=device)}
+        x = tokens if index == 0 else torch.randn(1, length, model.hidden_size, device=device, dtype=dtype)
+        start = time.perf_counter()
+        layer(x.requires_grad_(x.is_floating_point()), **arguments).float().sum().backward()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        seconds[spec.name if mixer == spec.name else f"{spec.name} ({mixer})"] = time.perf_counter() - start
+        del layer
+    return seconds

@@ -21,7 +21,7 @@ from tools.build_engine import build_engine
 from tools.meta_layers import layer_costs
 from tools.plan import layer_flops, memory, read_config
 
-CASES = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "selective", "full")]
+CASES = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "elementwise", "selective", "full")]
 
 
 def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None) -> int:

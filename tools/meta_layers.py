@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from megatron_lite import context_parallel, fan_out, grid, tensor_parallel
-from megatron_lite.activation_checkpointing import checkpointed
+from megatron_lite.activation_checkpointing import checkpointed, mode_of
 from megatron_lite.config_schema import ParallelConfig
 from megatron_lite.context_parallel import ContextShards
 from megatron_lite.layout import Layout
 from megatron_lite.memory import LayerCost, layer_cost
+from megatron_lite.own_layers import place_layer
 from megatron_lite.tensor_parallel import TensorGroup
 from models.config import ModelConfig
+from models.forgetting import forgetting
 from models.lm import build_layer, layer_specs
 from models.sequence_shards import sequence_shards
 from tools.meta_kernels import kernels_of_cuda
@@ -43,11 +45,10 @@ def layer_costs(
     specs = layer_specs(model)
     length = sequence_length // layout.context
     outside = length // layout.tensor if layout.sequence_parallel else length  # of the parallel regions
-    overlap = parallel.zero_stage < 3 and not parallel.compile
     group: Any = None
     tensor = None
     if layout.tensor > 1:
-        tensor = TensorGroup(group, 0, layout.tensor, layout.sequence_parallel, overlap)
+        tensor = TensorGroup(group, 0, layout.tensor, layout.sequence_parallel)
     # The last stretch carries the states of all before it.
     shards = ContextShards(group, layout.context - 1, layout.context) if layout.context > 1 else None
     tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64, device=device)
@@ -57,19 +58,15 @@ def layer_costs(
     with kernels_of_cuda() if device == "meta" else contextlib.nullcontext(), _no_collectives():
         for index, spec in enumerate(specs):
             block = 0 < index < len(specs) - 1
-            recomputed = (index - 1) % parallel.activation_checkpointing.every == 0
-            kind = f"{model.mixer_of(index - 1)} {recomputed}" if block else spec.name
+            kind = f"{model.mixer_of(index - 1)} {mode_of(index, len(specs), parallel)}" if block else spec.name
             if kind not in known:
                 with torch.device(device):
                     layer = build_layer(spec, index, None if device == "meta" else 0)
-                if tensor is not None:
-                    tensor_parallel.cut_layer(layer, tensor)
-                if overlap:
-                    fan_out.join_fan_outs(layer, tensor)
+                place_layer(layer, tensor, parallel)
                 layer = layer.to(dtype)
                 shape = (micro_batch_size, outside, model.hidden_size)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)
-                call = checkpointed(partial(_of_stretch, shards, layer), index, len(specs), parallel)
+                call = checkpointed(partial(_of_stretch, shards, layer), index, len(specs), parallel, forgetting)
                 extra = {"labels": tokens, "loss_weight": weight} if index == len(specs) - 1 else {}
                 own = sum(p.numel() for p in layer.parameters())
                 if spec.tied_to is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,33 +20,39 @@ from torch import Tensor
 class Launch:
     """kernel[grid](*pointers, *values, **options) with all but the pointers fixed.
 
-    The pointers' dtypes, which of them are None, and the device must be the same at every call, the first one not None,
-    and addresses multiples of 16 bytes: whoever keeps a Launch keeps it by what decides these. The kernel starts on
-    that device's current stream.
+    The pointers' dtypes, which of them are None, and the device must be the same at every call, the first one not None:
+    whoever keeps a Launch keeps it by what decides these. The kernel starts on that device's current stream.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         self._kernel, self._grid, self._values, self._options = kernel, (*grid, 1, 1)[:3], values, options
         self._device = -1
-        self._ordinary: Any = None
-        self._straight: tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]] | None = None
+        # By the pointers that are no multiples of 16 bytes: Triton reads vectors from those that are. A model's
+        # parameters lie one after the other in a trainer's memory, anywhere.
+        self._prepared: dict[tuple[int, ...], _Prepared] = {}
         self._hooks: Any = None
 
     def __call__(self, *pointers: Tensor | None) -> None:
-        if self._ordinary is None:
-            self._first(pointers)
+        addresses = [None if x is None else x.data_ptr() for x in pointers]
+        low = 0
+        for address in addresses:
+            if address is not None:
+                low |= address
+        odd = tuple(i for i, x in enumerate(addresses) if x is not None and x & 15) if low & 15 else ()
+        prepared = self._prepared.get(odd)
+        if prepared is None:
+            self._first(odd, pointers)
         elif torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 self(*pointers)
+        elif prepared.straight is None or _hooked(self._hooks):
+            prepared.ordinary(*addresses, *self._values)
         else:
-            arguments = *[None if x is None else x.data_ptr() for x in pointers], *self._values
-            if self._straight is None or _hooked(self._hooks):
-                self._ordinary(*arguments)
-            else:
-                start, before, after = self._straight
-                start(*before, torch._C._cuda_getCurrentRawStream(self._device), *after, *arguments)
+            start, before, after = prepared.straight
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
+            start(*before, stream, *after, *addresses, *self._values)
 
-    def _first(self, pointers: tuple[Tensor | None, ...]) -> None:
+    def _first(self, odd: tuple[int, ...], pointers: tuple[Tensor | None, ...]) -> None:
         assert pointers[0] is not None
         self._device = pointers[0].get_device()
         launch = self._kernel[self._grid]
@@ -56,13 +64,34 @@ class Launch:
             # Triton's interpreter compiles nothing.
             if compiled is not None:
                 self._hooks = _runtime()
-                if self._hooks is not None:
-                    self._straight = straight(compiled, self._grid, len(pointers) + len(self._values))
-                self._ordinary = compiled[self._grid]
+                count = len(pointers) + len(self._values)
+                found = None if self._hooks is None else straight(compiled, self._grid, count)
+                self._prepared[odd] = _Prepared(compiled[self._grid], found)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A compiled kernel: Triton's own launcher, and the C function behind it with what stands around the stream."""
+
+    ordinary: Callable[..., None]
+    straight: tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]] | None
+
+
+def over_elements(*kernels: Any, block: int) -> Callable[[torch.device, torch.dtype, int], tuple[Launch, ...]]:
+    """(device, dtype, number of elements) -> a launch of each kernel, kept for the next time.
+
+    The kernels take pointers to tensors of so many elements, that number, and how many of them a program takes.
+    """
+
+    @lru_cache(4096)
+    def launches(device: torch.device, dtype: torch.dtype, numel: int) -> tuple[Launch, ...]:
+        return tuple(Launch(kernel, (-(-numel // block),), numel, block, num_warps=4) for kernel in kernels)
+
+    return launches
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x contiguous and at an address that vectors of 16 bytes may be read from, as a `Launch` asks."""
+    """x contiguous and at an address that vectors of 16 bytes may be read from."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 

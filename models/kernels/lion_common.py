@@ -173,10 +173,16 @@ def decay_factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.c
     else:
         factor = tl.full([a.shape[0], b.shape[0]], 1.0, tl.float32)
     if SEGMENTS:
-        s_a = tl.load(segments + a, mask=a < T, other=-1)
-        s_b = tl.load(segments + b, mask=b < T, other=-2)
-        factor = tl.where(s_a[:, None] == s_b[None, :], factor, 0.0)
+        factor = inside_segments(factor, segments, a, b, T)
     return factor
+
+
+@triton.jit
+def inside_segments(factor, segments, a, b, T):
+    """factor where tokens a and b are of one segment, 0 elsewhere."""
+    s_a = tl.load(segments + a, mask=a < T, other=-1)
+    s_b = tl.load(segments + b, mask=b < T, other=-2)
+    return tl.where(s_a[:, None] == s_b[None, :], factor, 0.0)
 
 
 @triton.jit

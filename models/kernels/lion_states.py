@@ -137,7 +137,7 @@ def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int,
     175 that the compiler would take two.
     """
     if dtype == torch.bfloat16:
-        return block(dim_k, 64), block(dim_v, 128), 4, 3, 128 if dim_v <= 64 else None
+        return block(dim_k, 64), block(dim_v, 128), 4, *((2, 128) if dim_v <= 64 else (3, None))
     return block(dim_k, 64), block(dim_v, 64), 4, 2, None
 
 

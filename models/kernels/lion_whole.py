@@ -17,6 +17,7 @@ from .lion_common import (
     Case,
     base,
     block,
+    inside_segments,
     load_log_decay,
     load_rows,
     load_sums,
@@ -89,9 +90,7 @@ def _factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.conste
     else:
         factor = tl.full([a.shape[0], b.shape[0]], 1.0, tl.float32)
     if SEGMENTS:
-        s_a = tl.load(segments + a, mask=a < T, other=-1)
-        s_b = tl.load(segments + b, mask=b < T, other=-2)
-        factor = tl.where(s_a[:, None] == s_b[None, :], factor, 0.0)
+        factor = inside_segments(factor, segments, a, b, T)
     return factor
 
 

@@ -8,10 +8,13 @@ The plain PyTorch reference stands here, its Triton kernels in `metala_epilogue_
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..forgetting import forgettable
 from ..kernels import can_take
 from ..precision import wide
 
@@ -38,11 +41,12 @@ def metala_epilogue(
         raise ValueError(f"form {form!r}: allowed are auto, reference, triton")
     if form == "auto":
         form = "triton" if can_take(o) else "reference"
-    if form == "reference":
-        return reference(o, q, k, v, aug_weight, gate, eps)
-    from .metala_epilogue_triton import epilogue
-
-    return epilogue(o, q, k, v, aug_weight, gate, eps)
+    compute: Callable[..., Tensor] = reference
+    if form == "triton":
+        from .metala_epilogue_triton import epilogue as compute
+    y = compute(o, q, k, v, aug_weight, gate, eps)
+    forgettable(y, compute, o, q, k, v, aug_weight, gate, eps)
+    return y
 
 
 def reference(

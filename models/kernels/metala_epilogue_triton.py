@@ -55,7 +55,7 @@ class _Epilogue(torch.autograd.Function):
         dq = dk = dv = partial = None
         if aug_weight is not None:
             dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-            programs = _programs(o.shape)[1]
+            programs = _programs(o.shape, *_BACKWARD[:2])[1]
             partial = torch.empty(programs, aug_weight.numel(), dtype=torch.float32, device=o.device)
         if o.numel():
             launch = _launches(*ctx.case)[1]
@@ -75,20 +75,26 @@ def _launches(
 ) -> tuple[Launch, Launch]:
     """Forward and backward for o of this shape."""
     batch, length, heads, dim_v = shape
-    rows, programs = _programs(shape)
-    blocks = triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v), rows
-    values = batch * length, heads, eps, dim_k, dim_v, *blocks, weight is not None
-    forward, backward = (
-        Launch(kernel, (programs, heads), *values, num_warps=4, num_stages=1) for kernel in (_forward, _backward)
-    )
-    return forward, backward
+    sizes = batch * length, heads, eps, dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v)
+
+    def launch(kernel: Any, elements: int, programs: int, warps: int) -> Launch:
+        rows, grid = _programs(shape, elements, programs)
+        return Launch(kernel, (grid, heads), *sizes, rows, weight is not None, num_warps=warps, num_stages=1)
+
+    return launch(_forward, *_FORWARD), launch(_backward, *_BACKWARD)
 
 
-def _programs(shape: torch.Size) -> tuple[int, int]:
+# Elements of a tile, programs in all, warps: measured on an H200. The backward pass keeps so much of a token that one warp
+# with two of them is the fastest of eleven (211 us; 302 with the forward pass's).
+_FORWARD = 2048, 2048, 4
+_BACKWARD = 256, 16384, 1
+
+
+def _programs(shape: torch.Size, elements: int, programs: int) -> tuple[int, int]:
     """Rows of a tile and programs a head; these stay while there are tokens for all."""
     batch, length, heads, dim_v = shape
-    rows = max(1, 2048 // triton.next_power_of_2(dim_v))
-    return rows, min(triton.cdiv(batch * length, rows), max(1, 2048 // heads))
+    rows = max(1, elements // triton.next_power_of_2(dim_v))
+    return rows, min(triton.cdiv(batch * length, rows), max(1, programs // heads))
 
 
 @triton.jit

@@ -10,22 +10,19 @@ between are read and written six times.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import Launch, aligned
+from .launch import aligned, over_elements
 
 try:
     import triton
     import triton.language as tl
 except ImportError as error:
     raise ImportError("MetaLA's kernels need Triton: pip install triton") from error
-
-_BLOCK = 1024
 
 
 def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,14 +48,6 @@ class _DecayAndKey(torch.autograd.Function):
         if a.numel():
             _launches(a.device, a.dtype, a.numel())[1](aligned(d_log_decay), aligned(d_key), a, da)
         return da
-
-
-@lru_cache(4096)
-def _launches(device: torch.device, dtype: torch.dtype, numel: int) -> tuple[Launch, Launch]:
-    """Forward and backward."""
-    grid = (triton.cdiv(numel, _BLOCK),)
-    forward, backward = (Launch(kernel, grid, numel, _BLOCK, num_warps=4) for kernel in (_forward, _backward))
-    return forward, backward
 
 
 @triton.jit
@@ -89,3 +78,6 @@ def _backward(d_log_decay, d_key, a, da, N, BLOCK: tl.constexpr):
     dk = tl.load(d_key + i, mask=i < N, other=0.0).to(tl.float32)
     d = (dg - dk * tl.exp(_log_decay(x))) * tl.sigmoid(-x) * 0.0625
     tl.store(da + i, d.to(da.dtype.element_ty), mask=i < N)
+
+
+_launches = over_elements(_forward, _backward, block=1024)

@@ -5,22 +5,19 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import Launch, aligned
+from .launch import aligned, over_elements
 
 try:
     import triton
     import triton.language as tl
 except ImportError as error:
     raise ImportError("the kernels of SwiGLU need Triton: pip install triton") from error
-
-_BLOCK = 2048
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -48,14 +45,6 @@ class _SwiGLU(torch.autograd.Function):
         return dgate, dup
 
 
-@lru_cache(4096)
-def _launches(device: torch.device, dtype: torch.dtype, numel: int) -> tuple[Launch, Launch]:
-    """Forward and backward."""
-    grid = (triton.cdiv(numel, _BLOCK),)
-    forward, backward = (Launch(kernel, grid, numel, _BLOCK, num_warps=4) for kernel in (_forward, _backward))
-    return forward, backward
-
-
 @triton.jit
 def _forward(gate, up, y, N, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -73,3 +62,6 @@ def _backward(dy, gate, up, dgate, dup, N, BLOCK: tl.constexpr):
     s = tl.sigmoid(a)
     tl.store(dgate + i, (d * b * s * (1.0 + a * (1.0 - s))).to(dgate.dtype.element_ty), mask=i < N)
     tl.store(dup + i, (d * a * s).to(dup.dtype.element_ty), mask=i < N)
+
+
+_launches = over_elements(_forward, _backward, block=2048)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_divisor
+from ..config import ModelConfig, require_at_least, require_divisor
 from ..fan_out import FanOut, apply_each
 from ..init import linear
 
@@ -31,8 +31,7 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.rotary_pct <= 1:
             raise ValueError(f"model.mixer_options.attention.rotary_pct = {self.rotary_pct}: must be between 0 and 1")
-        if self.num_kv_heads is not None and self.num_kv_heads < 1:
-            raise ValueError(f"model.mixer_options.attention.num_kv_heads = {self.num_kv_heads}: must be at least 1")
+        require_at_least("attention", self, 1, "num_kv_heads")
 
 
 class Attention(nn.Module):

@@ -8,8 +8,9 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, check_key_width
-from ..convolution import CausalConvolution
+from ..config import ModelConfig, check_key_width, require_at_least, require_positive
+from ..convolution import CausalConvolution, convolve_input
+from ..head_norm import HEAD_NORM, HEAD_NORM_EPS, gated_head_norm
 from ..init import linear
 from ..padding import without_padding
 from ..precision import wide
@@ -22,13 +23,8 @@ class GLAOptions:
 
     low_rank: int = field(default=16, metadata={"doc": "Width between the two matrices that make the decay."})
     temperature: float = field(default=16.0, metadata={"doc": "The decay is sigmoid(a)^(1 / temperature)."})
-    norm: Literal["layernorm", "rmsnorm"] = field(
-        default="layernorm",
-        metadata={
-            "doc": "Norm of every head before the gate, without gain; rmsnorm in flash-linear-attention's models."
-        },
-    )
-    norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the variance (or mean square) in that norm."})
+    norm: Literal["layernorm", "rmsnorm"] = field(default="layernorm", metadata={"doc": HEAD_NORM})
+    norm_eps: float = field(default=1e-5, metadata={"doc": HEAD_NORM_EPS})
     expand_k: float = field(
         default=0.5, metadata={"doc": "Width of q, k and the decay over all heads / d; 1 for MQAR."}
     )
@@ -40,18 +36,9 @@ class GLAOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.low_rank < 1:
-            raise ValueError(f"model.mixer_options.gla.low_rank = {self.low_rank}: must be at least 1")
-        if not self.temperature > 0:
-            raise ValueError(f"model.mixer_options.gla.temperature = {self.temperature}: must be greater than 0")
-        if self.norm not in ("layernorm", "rmsnorm"):
-            raise ValueError(f"model.mixer_options.gla.norm = {self.norm!r}: allowed are layernorm, rmsnorm")
-        if not self.norm_eps > 0:
-            raise ValueError(f"model.mixer_options.gla.norm_eps = {self.norm_eps}: must be greater than 0")
-        if not self.expand_k > 0:
-            raise ValueError(f"model.mixer_options.gla.expand_k = {self.expand_k}: must be greater than 0")
-        if self.conv_kernel < 0:
-            raise ValueError(f"model.mixer_options.gla.conv_kernel = {self.conv_kernel}: must be at least 0")
+        require_at_least("gla", self, 1, "low_rank")
+        require_at_least("gla", self, 0, "conv_kernel")
+        require_positive("gla", self, "temperature", "norm_eps", "expand_k")
 
 
 class GLA(nn.Module):
@@ -113,11 +100,7 @@ class GLA(nn.Module):
         kernel - 1, hidden_size], its last inputs; with cu_seqlens a row for every segment.
         """
         state = state or {}
-        new_state: dict[str, Tensor] = {}
-        if self.conv is not None:
-            x, history = self.conv(x, mask, cu_seqlens, state.get("conv"), return_state)
-            if history is not None:
-                new_state["conv"] = history
+        x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim_k)) for proj in (self.q_proj, self.k_proj))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
         log_decay = F.logsigmoid(wide(self.decay_up(self.decay_down(x)))) / self.options.temperature
@@ -132,9 +115,7 @@ class GLA(nn.Module):
             initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
-        norm = F.layer_norm if self.options.norm == "layernorm" else F.rms_norm
-        o = norm(wide(o), o.shape[-1:], eps=self.options.norm_eps).flatten(-2)
-        y = self.out_proj((F.silu(wide(self.gate_proj(x))) * o).to(v.dtype))
+        y = self.out_proj(gated_head_norm(o, self.gate_proj(x), norm=self.options.norm, eps=self.options.norm_eps))
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:

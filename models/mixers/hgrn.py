@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..head_norm import gated_head_norm
 from ..init import linear
 from ..padding import without_padding
 from ..precision import wide
@@ -32,10 +33,6 @@ class HGRNOptions:
             "candidate and output projections. false: real state, the form that MetaLA compares and that has a kernel."
         },
     )
-
-    def __post_init__(self) -> None:
-        if self.input_gate not in ("tied", "free"):
-            raise ValueError(f"model.mixer_options.hgrn.input_gate = {self.input_gate!r}: allowed are tied, free")
 
 
 class HGRN(nn.Module):
@@ -78,10 +75,6 @@ class HGRN(nn.Module):
         self.out_proj = linear(config, size * self.parts, size, output=True)
         self._size = size
 
-    @staticmethod
-    def check(config: ModelConfig, options: HGRNOptions) -> None:
-        """Every shape can be built."""
-
     def forward(
         self,
         x: Tensor,
@@ -113,8 +106,7 @@ class HGRN(nn.Module):
         h, recurrent = scan(v, log_decay, initial_state=initial, cu_seqlens=cu_seqlens, compute_dtype=candidate.dtype)
         if self.theta is not None:
             h, recurrent = torch.view_as_real(h).flatten(-2), torch.view_as_real(recurrent)
-        o = F.layer_norm(h.unflatten(-1, (-1, self.head_dim)), (self.head_dim,), eps=1e-5).flatten(-2)
-        y = self.out_proj((F.silu(wide(self.gate_proj(x))) * o).to(candidate.dtype))
+        y = self.out_proj(gated_head_norm(h.unflatten(-1, (-1, self.head_dim)), self.gate_proj(x)))
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..config import ModelConfig, require_positive
 from ..init import linear
 from ..padding import without_padding
 from ..precision import wide
@@ -42,13 +42,7 @@ class HGRN2Options:
     norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the mean square in that norm."})
 
     def __post_init__(self) -> None:
-        for key, allowed in (("lower_bound_range", ("layer", "free")), ("norm_over", ("head", "all"))):
-            if getattr(self, key) not in allowed:
-                raise ValueError(
-                    f"model.mixer_options.hgrn2.{key} = {getattr(self, key)!r}: allowed are {', '.join(allowed)}"
-                )
-        if not self.norm_eps > 0:
-            raise ValueError(f"model.mixer_options.hgrn2.norm_eps = {self.norm_eps}: must be greater than 0")
+        require_positive("hgrn2", self, "norm_eps")
 
 
 class HGRN2(nn.Module):
@@ -91,10 +85,6 @@ class HGRN2(nn.Module):
         self.lower_bound = nn.Parameter(torch.full((size,), start)) if learned else None
         self.out_proj = linear(config, size, size, output=True)
         self._size = size
-
-    @staticmethod
-    def check(config: ModelConfig, options: HGRN2Options) -> None:
-        """Every shape that the model allows is legal."""
 
     @staticmethod
     def cut_sizes(config: ModelConfig, options: HGRN2Options) -> dict[str, int]:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
-from ..convolution import CausalConvolution
+from ..config import ModelConfig, require_at_least
+from ..convolution import CausalConvolution, convolve_input
 from ..init import linear
 from ..precision import ROW_SUM_EPS, wide
 from ..row_sum import recurrence_with_row_sum
@@ -35,15 +35,8 @@ class LinearAttentionOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.feature_map not in ("elu", "taylor"):
-            raise ValueError(
-                f"model.mixer_options.linear_attention.feature_map = {self.feature_map!r}: allowed are elu, taylor"
-            )
-        for key, least in (("feature_dim", 1), ("conv_kernel", 0)):
-            if getattr(self, key) < least:
-                raise ValueError(
-                    f"model.mixer_options.linear_attention.{key} = {getattr(self, key)}: must be at least {least}"
-                )
+        require_at_least("linear_attention", self, 1, "feature_dim")
+        require_at_least("linear_attention", self, 0, "conv_kernel")
 
 
 class LinearAttention(nn.Module):
@@ -82,10 +75,6 @@ class LinearAttention(nn.Module):
         self._size, self._keys = size, keys
         self._features = _taylor_width(self.key_dim) if taylor else self.key_dim
 
-    @staticmethod
-    def check(config: ModelConfig, options: LinearAttentionOptions) -> None:
-        """Every shape that the model allows is legal."""
-
     def forward(
         self,
         x: Tensor,
@@ -100,11 +89,7 @@ class LinearAttention(nn.Module):
         convolution "conv" [batch, kernel - 1, hidden_size], its last inputs; with cu_seqlens a row for every segment.
         """
         state = state or {}
-        new_state: dict[str, Tensor] = {}
-        if self.conv is not None:
-            x, history = self.conv(x, mask, cu_seqlens, state.get("conv"), return_state)
-            if history is not None:
-                new_state["conv"] = history
+        x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
         q, k = (proj(x).unflatten(-1, (-1, self.key_dim)) for proj in (self.q_proj, self.k_proj))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         q, k = (_features(wide(t), self.options.feature_map).to(v.dtype) for t in (q, k))

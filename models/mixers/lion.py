@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import expm1, log
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bidirectional import CONVENTIONS, ProjectedGate, bidirectional
-from ..config import ModelConfig
+from ..bidirectional import ProjectedGate, bidirectional
+from ..config import ModelConfig, require_positive
 from ..fan_out import FanOut, apply_each
+from ..forgetting import forgettable
 from ..init import init_std, linear
 from ..kernels import takes
 from ..padding import without_padding
@@ -70,20 +72,7 @@ class LionOptions:
     bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
 
     def __post_init__(self) -> None:
-        allowed = {
-            "variant": ("lit", "d", "s", "lstm", "grfa"),
-            "phi": ("silu", "silu_paper", "elu", "none"),
-            "decay_init": ("half", "retnet", "half_life"),
-            "mask_convention": CONVENTIONS,
-            "form": ("auto", "parallel", "recurrent", "chunked"),
-        }
-        for key, values in allowed.items():
-            if getattr(self, key) not in values:
-                raise ValueError(
-                    f"model.mixer_options.lion.{key} = {getattr(self, key)!r}: allowed are {', '.join(values)}"
-                )
-        if not self.half_life > 0:
-            raise ValueError(f"model.mixer_options.lion.half_life = {self.half_life}: must be greater than 0")
+        require_positive("lion", self, "half_life")
         if self.causal and self.form != "auto":
             raise ValueError(
                 f"model.mixer_options.lion.form = {self.form!r} is of both directions: set "
@@ -152,10 +141,6 @@ class Lion(nn.Module):
         self.fan_out: FanOut = apply_each
         self._size, self._heads = size, heads
 
-    @staticmethod
-    def check(config: ModelConfig, options: LionOptions) -> None:
-        """Every shape that the model allows is legal."""
-
     def forward(
         self,
         x: Tensor,
@@ -180,7 +165,7 @@ class Lion(nn.Module):
         logits = self._decay_logits(x)
         # Keys that another gate multiplies are rounded after it.
         gated = self.input_gate is not None or self.options.variant == "grfa"
-        q, k = _phi(q, self.options.phi, keep=False), _phi(k, self.options.phi, keep=gated)
+        q, k = feature_map(q, self.options.phi, keep=False), feature_map(k, self.options.phi, keep=gated)
         if self.options.phi == "none":
             k = k * self.head_dim**-0.5
         if self.input_gate is not None:
@@ -263,12 +248,20 @@ class _LayerNorm(nn.LayerNorm):
     parameter_kinds: ClassVar[dict[str, str]] = {"weight": "norm", "bias": "norm"}
 
 
-def _phi(x: Tensor, name: str, *, keep: bool) -> Tensor:
-    """The feature map in float32; where kernels take it, in x's dtype unless it is to be kept in float32."""
+def feature_map(x: Tensor, name: str, *, keep: bool) -> Tensor:
+    """phi(x) in float32; where kernels take it, in x's dtype unless it is to be kept in float32."""
+    form: Callable[..., Tensor] = _phi
+    how: tuple[Any, ...] = (name,)
     if name in ("silu", "silu_paper") and takes(x):
-        from ..kernels.feature_map import normalised_silu
+        from ..kernels.feature_map import normalised_silu as form
 
-        return normalised_silu(x, name == "silu_paper", torch.float32 if keep else x.dtype)
+        how = name == "silu_paper", torch.float32 if keep else x.dtype
+    y = form(x, *how)
+    forgettable(y, form, x, *how)
+    return y
+
+
+def _phi(x: Tensor, name: str) -> Tensor:
     x = wide(x)
     if name == "elu":
         return F.elu(x) + 1

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_divisor
+from ..config import ModelConfig, require_at_least, require_divisor
 from ..convolution import CausalConvolution
 from ..init import init_std, linear
 from ..precision import wide
@@ -36,10 +36,7 @@ class MambaOptions:
     )
 
     def __post_init__(self) -> None:
-        for key in ("expand", "state_size", "conv_kernel", "dt_rank", "groups"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"model.mixer_options.mamba.{key} = {value}: must be at least 1")
+        require_at_least("mamba", self, 1, "expand", "state_size", "conv_kernel", "dt_rank", "groups")
 
 
 class Mamba(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_divisor
+from ..config import ModelConfig, require_at_least, require_divisor
 from ..convolution import CausalConvolution
 from ..init import linear
 from ..precision import wide
@@ -26,9 +26,7 @@ class Mamba2Options:
     conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolutions see."})
 
     def __post_init__(self) -> None:
-        for key in ("expand", "state_size", "conv_kernel"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"model.mixer_options.mamba2.{key} = {getattr(self, key)}: must be at least 1")
+        require_at_least("mamba2", self, 1, "expand", "state_size", "conv_kernel")
 
 
 class Mamba2(nn.Module):

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, check_key_width
-from ..convolution import CausalConvolution
+from ..config import ModelConfig, check_key_width, require_at_least, require_positive
+from ..convolution import CausalConvolution, convolve_input
 from ..fan_out import FanOut, apply_each
+from ..forgetting import forgettable
 from ..init import linear
 from ..kernels import takes
 from ..kernels.metala_epilogue import metala_epilogue
@@ -50,12 +51,8 @@ class MetaLAOptions:
     expand_k: float = field(default=0.5, metadata={"doc": "Width of q, k and alpha over all heads / d; 1 for MQAR."})
 
     def __post_init__(self) -> None:
-        if self.preset not in ("released", "paper"):
-            raise ValueError(f"model.mixer_options.metala.preset = {self.preset!r}: allowed are released, paper")
-        if self.conv_kernel < 1:
-            raise ValueError(f"model.mixer_options.metala.conv_kernel = {self.conv_kernel}: must be at least 1")
-        if not self.expand_k > 0:
-            raise ValueError(f"model.mixer_options.metala.expand_k = {self.expand_k}: must be greater than 0")
+        require_at_least("metala", self, 1, "conv_kernel")
+        require_positive("metala", self, "expand_k")
         if not self.dynamic_decay and not self.key_projection:
             raise ValueError(
                 "model.mixer_options.metala.dynamic_decay = false: k = 1 - alpha would be the same for every token; set "
@@ -73,9 +70,9 @@ class MetaLA(nn.Module):
     Options = MetaLAOptions
     state_size: ClassVar[str] = "d^2 / (2 heads) float32 and (kernel - 1) d"
     splits_sequence: ClassVar[bool] = True
-    # The parallel region begins at the input of the convolution, which every channel of the cut maps reads.
+    fan_out_is_entry: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
-        "conv": "replicated, gradient summed",
+        "conv": "replicated",
         "q_proj": "column",
         "k_proj": "column",
         "a_proj": "column",
@@ -128,11 +125,7 @@ class MetaLA(nn.Module):
         hidden_size], the last inputs of the convolution; with cu_seqlens a row for every segment.
         """
         state = state or {}
-        new_state: dict[str, Tensor] = {}
-        if self.conv is not None:
-            x, history = self.conv(x, mask, cu_seqlens, state.get("conv"), return_state)
-            if history is not None:
-                new_state["conv"] = history
+        x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
         linears = {"q": self.q_proj, "v": self.v_proj, "gate": self.gate_proj, "a": self.a_proj, "k": self.k_proj}
         present = {name: linear for name, linear in linears.items() if linear is not None}
         of = dict(zip(present, self.fan_out(x, tuple(present.values())), strict=True))
@@ -175,8 +168,14 @@ def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
     """log alpha, alpha = sigmoid(a)^(1/16), in float32 (float64 for float64), and k = 1 - alpha in a's dtype."""
     if takes(a):
         from ..kernels.metala_gate import decay_and_key as kernel
+    else:
+        kernel = _decay_and_key
+    results = kernel(a)
+    forgettable(results, kernel, a)
+    return results
 
-        return kernel(a)
+
+def _decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
     log_decay = F.logsigmoid(wide(a)) / 16
     # In float32 until here: 1 - exp(g) formed in bfloat16 would be wrong by 3 % and more.
     return log_decay, (-torch.expm1(log_decay)).to(a.dtype)

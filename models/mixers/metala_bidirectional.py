@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..bidirectional_stretch import from_both_sides
-from ..config import ModelConfig
+from ..config import ModelConfig, require_at_least
 from ..convolution import CausalConvolution
 from ..init import linear
 from ..kernels.metala_epilogue import metala_epilogue
@@ -39,14 +39,7 @@ class MetaLABidirectionalOptions:
     conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolution sees."})
 
     def __post_init__(self) -> None:
-        if self.preset not in ("released", "paper"):
-            raise ValueError(
-                f"model.mixer_options.metala_bidirectional.preset = {self.preset!r}: allowed are released, paper"
-            )
-        if self.conv_kernel < 1:
-            raise ValueError(
-                f"model.mixer_options.metala_bidirectional.conv_kernel = {self.conv_kernel}: must be at least 1"
-            )
+        require_at_least("metala_bidirectional", self, 1, "conv_kernel")
 
 
 class MetaLABidirectional(nn.Module):

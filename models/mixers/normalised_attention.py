@@ -32,13 +32,6 @@ class NormalisedAttentionOptions:
         default="exp", metadata={"doc": "The function eta that makes the divisor of a row from its token."}
     )
 
-    def __post_init__(self) -> None:
-        if self.normaliser not in _INVERSE:
-            raise ValueError(
-                f"model.mixer_options.normalised_attention.normaliser = {self.normaliser!r}: allowed are "
-                f"{', '.join(_INVERSE)}"
-            )
-
 
 class NormalisedAttention(nn.Module):
     """Sieber et al. 2024: the softmax's row sum replaced by a learned function of the row's token.
@@ -69,10 +62,6 @@ class NormalisedAttention(nn.Module):
         self.eta_proj = linear(config, size, config.num_heads)
         self.out_proj = linear(config, size, size, output=True)
         self._size = size
-
-    @staticmethod
-    def check(config: ModelConfig, options: NormalisedAttentionOptions) -> None:
-        """Every shape that the model allows is legal."""
 
     def forward(
         self,

@@ -28,12 +28,6 @@ class QLSTMOptions:
         },
     )
 
-    def __post_init__(self) -> None:
-        if self.forget_gate not in ("sigmoid", "reversed"):
-            raise ValueError(
-                f"model.mixer_options.qlstm.forget_gate = {self.forget_gate!r}: allowed are sigmoid, reversed"
-            )
-
 
 class QLSTM(nn.Module):
     """qLSTM as in Sieber et al. 2024 (arXiv 2405.15731), section 4, and MetaLA's general recurrence, Eq. 13-15:
@@ -66,10 +60,6 @@ class QLSTM(nn.Module):
         self.log_exponent = nn.Parameter(torch.zeros(size)) if options.forget_gate == "reversed" else None
         self.out_proj = linear(config, size, size, output=True)
         self._size = size
-
-    @staticmethod
-    def check(config: ModelConfig, options: QLSTMOptions) -> None:
-        """Every shape can be built: channels are independent and the heads are not used."""
 
     def forward(
         self,

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_divisor
+from ..config import ModelConfig, require_at_least, require_divisor, require_positive
+from ..head_norm import HEAD_NORM, HEAD_NORM_EPS, gated_head_norm
 from ..init import head_numbers, linear
 from ..padding import without_padding
 from ..positions import token_positions
@@ -23,21 +23,12 @@ class RetNetOptions:
 
     expand_v: int = field(default=2, metadata={"doc": "Width of values and gate over hidden_size; the paper's is 2."})
     rotary_base: float = field(default=10000.0, metadata={"doc": "Base of the rotary wavelengths."})
-    norm: Literal["layernorm", "rmsnorm"] = field(
-        default="layernorm",
-        metadata={
-            "doc": "Norm of every head before the gate, without gain; rmsnorm in flash-linear-attention's models."
-        },
-    )
-    norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the variance (or mean square) in that norm."})
+    norm: Literal["layernorm", "rmsnorm"] = field(default="layernorm", metadata={"doc": HEAD_NORM})
+    norm_eps: float = field(default=1e-5, metadata={"doc": HEAD_NORM_EPS})
 
     def __post_init__(self) -> None:
-        if self.expand_v < 1:
-            raise ValueError(f"model.mixer_options.retnet.expand_v = {self.expand_v}: must be at least 1")
-        if self.norm not in ("layernorm", "rmsnorm"):
-            raise ValueError(f"model.mixer_options.retnet.norm = {self.norm!r}: allowed are layernorm, rmsnorm")
-        if not self.norm_eps > 0:
-            raise ValueError(f"model.mixer_options.retnet.norm_eps = {self.norm_eps}: must be greater than 0")
+        require_at_least("retnet", self, 1, "expand_v")
+        require_positive("retnet", self, "norm_eps")
 
 
 class RetNet(nn.Module):
@@ -114,9 +105,7 @@ class RetNet(nn.Module):
             initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
-        norm = F.layer_norm if self.options.norm == "layernorm" else F.rms_norm
-        o = norm(wide(o), o.shape[-1:], eps=self.options.norm_eps).flatten(-2)
-        y = self.out_proj((F.silu(wide(self.gate_proj(x))) * o).to(v.dtype))
+        y = self.out_proj(gated_head_norm(o, self.gate_proj(x), norm=self.options.norm, eps=self.options.norm_eps))
         return (y, {"recurrent": recurrent, "position": end}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_divisor
+from ..config import ModelConfig, require_at_least, require_divisor, require_positive
 from ..convolution import CausalConvolution
 from ..init import linear
 from ..padding import without_padding
@@ -28,11 +28,8 @@ class RGLRUOptions:
     exponent: float = field(default=8.0, metadata={"doc": "c in a_t = exp(-c softplus(Lambda) r_t)."})
 
     def __post_init__(self) -> None:
-        for key, value in (("width", self.width), ("conv_kernel", self.conv_kernel)):
-            if value is not None and value < 1:
-                raise ValueError(f"model.mixer_options.rg_lru.{key} = {value}: must be at least 1")
-        if not self.exponent > 0:
-            raise ValueError(f"model.mixer_options.rg_lru.exponent = {self.exponent}: must be greater than 0")
+        require_at_least("rg_lru", self, 1, "width", "conv_kernel")
+        require_positive("rg_lru", self, "exponent")
 
 
 class RGLRU(nn.Module):

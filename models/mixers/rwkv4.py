@@ -78,10 +78,6 @@ class RWKV4(nn.Module):
         self.out_proj = linear(config, size, size, output=True)
         self._size = size
 
-    @staticmethod
-    def check(config: ModelConfig, options: RWKV4Options) -> None:
-        """Every shape can be built: channels are independent and the heads are not used."""
-
     def forward(
         self,
         x: Tensor,

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_divisor
+from ..config import ModelConfig, require_at_least, require_divisor, require_positive
 from ..init import linear
 from ..padding import without_padding
 from ..precision import wide
@@ -28,15 +28,13 @@ class S5Options:
     )
 
     def __post_init__(self) -> None:
-        key = "model.mixer_options.s5"
-        if self.state_size is not None and self.state_size < 1:
-            raise ValueError(f"{key}.state_size = {self.state_size}: must be at least 1")
+        require_at_least("s5", self, 1, "state_size")
+        require_positive("s5", self, "max_phase")
         if not 0 < self.min_radius < self.max_radius < 1:
             raise ValueError(
-                f"{key}.min_radius = {self.min_radius}, max_radius = {self.max_radius}: must be 0 < min < max < 1"
+                f"model.mixer_options.s5.min_radius = {self.min_radius}, max_radius = {self.max_radius}: must be "
+                "0 < min < max < 1"
             )
-        if not self.max_phase > 0:
-            raise ValueError(f"{key}.max_phase = {self.max_phase}: must be greater than 0")
 
 
 class S5(nn.Module):

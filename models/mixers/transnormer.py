@@ -29,10 +29,6 @@ class TransNormerOptions:
     )
     phase_base: float = field(default=10000.0, metadata={"doc": "Base of the initial theta, as in rotary positions."})
 
-    def __post_init__(self) -> None:
-        if self.phase not in ("all", "first", "none"):
-            raise ValueError(f"model.mixer_options.transnormer.phase = {self.phase!r}: allowed are all, first, none")
-
 
 class TransNormer(nn.Module):
     """Gated linear attention of Qin et al. 2023, section 3 (LRPE-d, SimpleRMSNorm), phi = SiLU.
@@ -75,10 +71,6 @@ class TransNormer(nn.Module):
         self.register_buffer("head_index", head_numbers(config), persistent=False)
         self.rate = -8 / config.num_heads * (1 - layer_index / config.num_layers)
         self._size = size
-
-    @staticmethod
-    def check(config: ModelConfig, options: TransNormerOptions) -> None:
-        """Every shape that the model allows is legal."""
 
     def forward(
         self,

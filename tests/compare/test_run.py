@@ -57,16 +57,25 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def test_from_the_file_to_the_table(place: Path, monkeypatch, capsys) -> None:
+def test_from_the_file_to_the_table_with_a_run_that_fails_on_the_way(place: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
     words = ["tiny.yml", "--devices", "cpu", "--workers", "2"]
-    # A part first: what is complete is not trained again.
-    assert main([*words, "--sizes", "small", "--models", "softmax", "--seeds", "2"]) == 0
-    first = Path("runs/tiny/softmax-small-seed2/metrics.jsonl").read_text()
-    assert main(words) == 0
-    assert Path("runs/tiny/softmax-small-seed2/metrics.jsonl").read_text() == first
-    out = capsys.readouterr().out
     folder = Path("runs/tiny")
+    # A file where a folder should be: the save of this run cannot succeed. The others go on without it.
+    (folder / "metala-small-seed1").mkdir(parents=True)
+    (folder / "metala-small-seed1" / "checkpoints").write_text("in the way")
+    assert main(words) == 1
+    errors = capsys.readouterr().err
+    assert "metala-small-seed1 failed:" in errors
+    assert "the whole log: runs/tiny/metala-small-seed1/train.log" in errors
+    results = json.loads((folder / "results.json").read_text())
+    assert [run["run"] for run in results["runs"] if not run["final"]] == ["metala-small-seed1"]
+    # The same command trains what failed, and nothing that is complete.
+    (folder / "metala-small-seed1" / "checkpoints").unlink()
+    first = (folder / "softmax-small-seed2" / "metrics.jsonl").read_text()
+    assert main(words) == 0
+    assert (folder / "softmax-small-seed2" / "metrics.jsonl").read_text() == first
+    out = capsys.readouterr().out
     for name in ("results.md", "results.json", "results.png", "scaling.png", "sources.png"):
         assert (folder / name).stat().st_size > 500, name
     results = json.loads((folder / "results.json").read_text())
@@ -105,7 +114,7 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
         "evaluation.interval=0",
     ]
     run = Path("runs/cut/metala-small-seed1")
-    steps = 150
+    steps = 100
 
     def interrupt() -> None:
         while not (run / "metrics.jsonl").is_file() or len((run / "metrics.jsonl").read_text().splitlines()) < 4:
@@ -128,18 +137,3 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     assert main([*words, f"schedule.train_steps={steps}"]) == 0
     lines = [line["step"] for line in read_metrics(run) if line["kind"] == "train"]
     assert lines == list(range(1, steps + 1))
-
-
-def test_a_run_that_fails_leaves_the_others_alone(place: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(place)
-    words = ["tiny.yml", "--name", "broken", "--devices", "cpu", "--sizes", "small", "--seeds", "1"]
-    runs = Path("runs/broken")
-    # A folder where the checkpoint should be a file's: the save of this run cannot succeed.
-    (runs / "metala-small-seed1").mkdir(parents=True)
-    (runs / "metala-small-seed1" / "checkpoints").write_text("in the way")
-    assert main(words) == 1
-    captured = capsys.readouterr()
-    assert "metala-small-seed1 failed:" in captured.err
-    assert "the whole log: runs/broken/metala-small-seed1/train.log" in captured.err
-    assert (runs / "softmax-small-seed1" / "summary.json").is_file()
-    assert "| softmax" in captured.out

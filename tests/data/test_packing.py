@@ -168,3 +168,12 @@ def test_sources_of_other_files_are_refused(tmp_path):
     (tmp_path / "x.sources.npy").unlink()
     with pytest.raises(ValueError, match=r"x\.sources\.npy does not exist"):
         read_sources(prefix, 2)
+
+
+def test_a_source_key_that_differs_from_document_to_document_is_named():
+    table = SourceTable()
+    for number in range(2**15):
+        table.add(f"https://example.org/{number}")
+    with pytest.raises(ValueError, match=r"more than 32,768 sources, such as 'one more': .*data\.source_key"):
+        table.add("one more")
+    assert len(table.ids) == 2**15

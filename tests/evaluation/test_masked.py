@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from models.lm import LanguageModel
 from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.harness import Request, evaluate, prepare_tasks
-from tools.evaluation.masked import PseudoScorer, is_masked
+from tools.evaluation.masked import PseudoScorer
 from tools.evaluation.report import suite_table
 from tools.evaluation.suites import read_suite
 
@@ -38,7 +38,7 @@ def encoder(vocab_size: int = 320, **shape: Any) -> LanguageModel:
 @pytest.mark.parametrize("shape", ENCODERS)
 def test_one_token_at_a_time(shape):
     model = encoder(**shape).double()
-    assert is_masked(model.config)
+    assert model.config.two_sided_mixers()
     draw = np.random.default_rng(0)
     contexts = [draw.integers(0, 256, n) for n in (5, 1, 30, 12)]
     targets = [draw.integers(0, 256, n) for n in (3, 7, 1, 2)]
@@ -79,4 +79,4 @@ def test_a_tokenizer_without_a_row_for_its_mask_is_refused():
 
 
 def test_causal_models_are_not_masked():
-    assert not is_masked(ModelConfig(vocab_size=10, num_layers=1, hidden_size=32, num_heads=2))
+    assert not ModelConfig(vocab_size=10, num_layers=1, hidden_size=32, num_heads=2).two_sided_mixers()

@@ -13,7 +13,6 @@ import yaml
 
 from models.config import ModelConfig
 from models.lm import LanguageModel
-from tools.evaluation.masked import is_masked
 from tools.evaluation.prefix_tree import build_forest
 from tools.evaluation.scoring import Scorer
 
@@ -27,7 +26,7 @@ def config_of(name: str) -> ModelConfig:
     return ModelConfig(**{**values, "vocab_size": VOCABULARY})
 
 
-CAUSAL = sorted(p.stem for p in CONFIGS.glob("*_tiny.yml") if not is_masked(config_of(p.stem)))
+CAUSAL = sorted(p.stem for p in CONFIGS.glob("*_tiny.yml") if not config_of(p.stem).two_sided_mixers())
 
 
 def model_of(name: str, seed: int = 0, **changes: Any) -> LanguageModel:

@@ -10,6 +10,7 @@ from megatron_lite.checkpoint_writer import CheckpointWriter
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
+from models.forgetting import forgetting
 from models.lm import build_layer, layer_specs
 from tests import oracle
 from tests.trainer.conftest import batches, model_config
@@ -36,6 +37,7 @@ def engine_on(grid: Grid, config, dtype: str, stage: int = 1, seed: int = 11, **
         optimizer=OptimizerConfig(lr=LR),
         parallel=ParallelConfig(zero_stage=stage, **settings),
         precision=PrecisionConfig(fp16={"initial_scale_power": 8}),
+        forgetting=forgetting,
     )
 
 
@@ -63,7 +65,7 @@ def test_float32_equals_the_oracle(grid, stage):
     engine.close()
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "elementwise"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 4e-3), ("fp16", 1e-3)])
 def test_sixteen_bits_through_the_kernels_stay_near_float32(grid, dtype, tolerance, mode):
     config = model_config(("metala", "attention"), hidden_size=128)

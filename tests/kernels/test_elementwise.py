@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.mixers.lion import _phi
+from models.mixers.lion import feature_map
 from models.mixers.metala import decay_and_key
 from models.mlp import swiglu
 from models.norm import Norm
@@ -55,7 +55,7 @@ def test_feature_map(device: str, name: str, shape: tuple[int, ...]) -> None:
     def kernel(x: Tensor) -> tuple[Tensor]:
         return (normalised_silu(x, name == "silu_paper", torch.float32),)
 
-    compare(lambda x: (_phi(x, name, keep=True),), kernel, [2 * random(*shape, seed=8, device=device)], 2e-6)
+    compare(lambda x: (feature_map(x, name, keep=True),), kernel, [2 * random(*shape, seed=8, device=device)], 2e-6)
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])

@@ -93,6 +93,7 @@ def steps(masked: bool = False) -> list[list[dict[str, Tensor]]]:
 
 SEQUENCE = {"sequence_parallel": True}
 CHECKPOINTED = {"activation_checkpointing": {"mode": "full"}}
+FORGETTING = {"activation_checkpointing": {"mode": "full", "every": 2, "others": "elementwise"}}
 # Layouts that every model runs in, and layouts that the hybrid runs in (attention too); by number of processes.
 EVERY: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -114,6 +115,10 @@ HYBRID: dict[int, dict[str, dict[str, Any]]] = {
         "tensor2_checkpointed": {"tensor": 2, **SEQUENCE, **CHECKPOINTED},
         "pipeline2_zero0": {"pipeline": 2, "zero_stage": 0},
         "pipeline2_checkpointed": {"pipeline": 2, **CHECKPOINTED},
+        "tensor2_forgetting": {"tensor": 2, **FORGETTING},
+        "tensor2_sequence_forgetting": {"tensor": 2, **SEQUENCE, **FORGETTING},
+        "pipeline2_forgetting": {"pipeline": 2, **FORGETTING},
+        "data2_zero3_forgetting": {"zero_stage": 3, **FORGETTING},
     },
     4: {
         "tensor4": {"tensor": 4},
@@ -129,7 +134,11 @@ HYBRID: dict[int, dict[str, dict[str, Any]]] = {
 }
 # Layouts with sequences over several processes, for the mixers with a recurrent state.
 CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"context2": {"context": 2}, "context2_checkpointed": {"context": 2, **CHECKPOINTED}},
+    2: {
+        "context2": {"context": 2},
+        "context2_checkpointed": {"context": 2, **CHECKPOINTED},
+        "context2_forgetting": {"context": 2, **FORGETTING},
+    },
     4: {
         "context4": {"context": 4},
         "context2_data2_zero2": {"context": 2, "zero_stage": 2},

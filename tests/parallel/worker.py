@@ -17,11 +17,13 @@ from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
 from megatron_lite.schedule import learning_rate
 from models.config import ModelConfig
+from models.forgetting import forgetting
 from models.lm import build_layer, layer_specs
 from models.sequence_shards import sequence_shards
 from tests.parallel import layouts
 from tests.parallel.launch import leave
 from tests.parallel.layouts import LR, STEPS, WARMUP
+from tests.untuned import leave_untuned
 
 
 def grid_of(parallel: dict[str, Any]) -> Grid:
@@ -51,6 +53,7 @@ def engine_of(
         precision=PrecisionConfig(),
         sequence_length=layouts.LENGTH,
         split_sequence=sequence_shards,
+        forgetting=forgetting,
         count_right=count_right,
     )
 
@@ -104,9 +107,12 @@ def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
 
 def main(processes: int, out: Path) -> None:
     results: dict[str, Any] = {}
-    for name, parallel, dtype in layouts.guarded(processes):
-        results[name] = guards(parallel, dtype)
+    if os.environ.get("MATRIX_DEVICE") == "cuda":
+        leave_untuned()
     reached = out.with_suffix(f".{os.environ['RANK']}")  # which case a process hangs in
+    for name, parallel, dtype in layouts.guarded(processes):
+        reached.write_text(name)
+        results[name] = guards(parallel, dtype)
     for case in layouts.cases(processes):
         reached.write_text(case.name)
         try:

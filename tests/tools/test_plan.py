@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite import fan_out
+from megatron_lite import own_layers
 from megatron_lite.communication import Links, Workload, scaling, step_seconds, volumes
 from megatron_lite.config_schema import ParallelConfig
 from megatron_lite.grid import init_grid
@@ -43,7 +43,7 @@ SMALL = [
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_estimate_is_within_15_percent_of_what_a_step_allocates(dtype, accumulation, capsys):
     words = [*SMALL, f"precision.dtype={dtype}", f"batch.global_batch_size={accumulation}"]
-    cases = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "full")] + [(1, "selective")]
+    cases = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "full")] + [(1, "elementwise"), (1, "selective")]
     assert measure_memory.measure(words, cases) == 0, capsys.readouterr().out
     rows = re.findall(r"^ +(\d)  (\w+) +([\d.]+) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
     assert [(int(stage), mode) for stage, mode, *_ in rows] == cases
@@ -115,7 +115,7 @@ def test_layers_on_the_device_meta():
     assert 1 < costs(context=2)[1].kept / (whole[1].kept / 2) < 1.03
     assert costs("full")[1].kept == tokens  # its output alone
     assert costs("full")[1].backward > whole[1].kept - tokens
-    assert tokens < costs("selective")[1].kept < whole[1].kept
+    assert tokens < costs("selective")[1].kept < costs("elementwise")[1].kept < whole[1].kept
     # The kernel keeps its inputs and output; the plain form would keep 512 x 512 weights a head.
     assert costs(mixers=("attention",))[1].kept < 30 * tokens
     for name in ("lion", "mamba2", "hgrn2", "retnet"):
@@ -163,6 +163,8 @@ def test_every_kernel_counts_as_itself():
     mlp = 3 * width
     kept = norms_and_sums + convolution + projections + decay + cumulated + key + products + output + epilogue + mlp
     assert costs()[1].kept == pytest.approx(2 * 2 * 512 * kept, rel=0.01)
+    forgotten = 2 * d + convolution + decay + key + epilogue + width
+    assert costs("elementwise")[1].kept == pytest.approx(2 * 2 * 512 * (kept - forgotten), rel=0.01)
     names = {name.rpartition(".")[2] for name in unlaunched()}
     assert names == {path.stem for path in (ROOT / "models" / "kernels").glob("[!_]*.py")}
     assert not any(name in sys.modules and sys.modules[name] is module for name, module in unlaunched().items())
@@ -170,7 +172,7 @@ def test_every_kernel_counts_as_itself():
 
 def test_fan_outs_are_counted_as_the_engine_sets_them(monkeypatch):
     joined = []
-    monkeypatch.setattr(fan_out, "join_fan_outs", lambda layer, tensor: joined.append(tensor))
+    monkeypatch.setattr(own_layers, "join_fan_outs", lambda layer, tensor: joined.append(tensor))
     config = plan.read_config(SMALL, 1)
     for stage, words in ((1, []), (3, []), (1, ["parallel.compile=true"])):
         joined.clear()

@@ -13,6 +13,7 @@ from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, Precisi
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
 from models.config import ModelConfig
+from models.forgetting import forgetting
 from models.lm import build_layer, layer_specs
 
 VOCAB, LENGTH = 96, 24
@@ -63,6 +64,7 @@ def build(grid: Grid) -> Iterator[Any]:
             optimizer=OptimizerConfig(lr=3e-4, **settings.pop("optimizer", {})),
             parallel=ParallelConfig(**settings),
             precision=PrecisionConfig(),
+            forgetting=forgetting,
         )
         engines.append(engine)
         return engine

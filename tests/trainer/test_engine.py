@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -60,13 +61,39 @@ def test_a_closed_engine_leaves_nothing_behind(build):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("others", ["none", "elementwise"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_activation_checkpointing_changes_nothing(build, mode, stage):
+def test_activation_checkpointing_changes_nothing(build, mode, others, stage):
     config = model_config(num_layers=3)  # MetaLA's gate has a bias: see _linear in the engine
     steps = batches(4)
     expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=4)
-    engine = build(config, zero_stage=stage, activation_checkpointing={"mode": mode, "every": 2})
+    engine = build(config, zero_stage=stage, activation_checkpointing={"mode": mode, "every": 2, "others": others})
     assert_equal(run(engine, steps), expected, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("mixer", ["metala", "lion", "attention", "gla"])
+def test_what_is_forgotten_changes_no_bit(build, monkeypatch, mixer, stage, dtype):
+    settings = megatron_lite.engine.deepspeed_config
+
+    def none_persists(*args: Any, **words: Any) -> dict[str, Any]:
+        """ZeRO 3 takes the small weights away too, which norms and convolutions have."""
+        found = settings(*args, **words)
+        found["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return found
+
+    monkeypatch.setattr(megatron_lite.engine, "deepspeed_config", none_persists)
+    config = model_config((mixer,), mlp="gelu" if mixer == "attention" else "swiglu")
+    outcomes = []
+    for mode in ("none", "elementwise"):
+        engine = build(config, dtype=dtype, zero_stage=stage, activation_checkpointing={"mode": mode})
+        results = run(engine, batches(3))
+        weights = [fragment.tensors["weight"].clone() for fragment in engine.optimizer_state.fragments()]
+        engine.close()
+        outcomes.append((repr(results), torch.cat([weight.flatten() for weight in weights])))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert torch.equal(outcomes[0][1], outcomes[1][1])
 
 
 def test_without_clipping_equals_the_oracle(build):

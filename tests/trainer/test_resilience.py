@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from megatron_lite import checkpoint
-from megatron_lite.checkpoint_folder import prune
+from megatron_lite.checkpoint_folder import prune, publish
 from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
 from tests.cli.conftest import ROOT
 
@@ -115,6 +115,40 @@ def test_pruning_keeps_the_newest_and_what_is_kept_always(tmp_path):
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == ["step_00000001", "step_00000002", "step_00000200", "step_00000300", "step_notes"]
     assert prune(tmp_path, keep_last=0, keep=set()) == []
+
+
+def test_pruning_spares_what_latest_names_and_removes_what_an_interrupted_one_left(tmp_path):
+    for step in (1, 2, 3):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    for step in (2, 3):  # of step 1 the manifest is gone already
+        (tmp_path / f"step_{step:08d}" / "manifest.json").write_text("{}")
+    (tmp_path / "latest").write_text("step_00000002\n")
+    gone = prune(tmp_path, keep_last=1, keep=set())
+    assert [folder.name for folder in gone] == ["step_00000001"]
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_00000002", "step_00000003"]
+
+
+def test_a_step_saved_again_stays_until_the_new_one_has_its_place(tmp_path, monkeypatch):
+    final, aside = tmp_path / "step_00000001", tmp_path / ".step_00000001.writing"
+    for content in ("old", "new"):
+        aside.mkdir()
+        (aside / "weights").write_text(content)
+        publish(aside, final, {}, "")
+    assert (final / "weights").read_text() == "new"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
+    aside.mkdir()
+    former = tmp_path / ".step_00000001.former.writing"
+
+    def killed(source, target):
+        if source == aside:
+            assert (former / "weights").read_text() == "new"
+            raise OSError("killed")
+        source.rename(target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(OSError, match="killed"):
+        publish(aside, final, {}, "")
+    assert (former / "weights").read_text() == "new"
 
 
 @pytest.mark.parametrize(

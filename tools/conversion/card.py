@@ -55,9 +55,7 @@ def model_card(
     config: the run's configuration as plain YAML values. step: name of the step folder. parameters: weights, tied ones
     once. Tables of evaluations come from `results.json` in the run's folder, tokens from its metrics.
     """
-    from models.hf_config import is_causal
-
-    causal = is_causal(model)
+    causal = not model.two_sided_mixers()
     name = str(config.get("run", {}).get("name") or run.name)
     tag = "text-generation" if causal else "fill-mask"
     head = [

@@ -157,9 +157,7 @@ def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, sour
 
 def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> None:
     """config.json, generation_config.json, tokenizer and source."""
-    from models.hf_config import is_causal
-
-    causal = is_causal(model)
+    causal = not model.two_sided_mixers()
     special = export_tokenizer(tokenizer, folder, causal=causal)
     main_class = "MetalionForCausalLM" if causal else "MetalionForMaskedLM"
     main_auto = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"

@@ -19,7 +19,7 @@ from data.tokenizer import Tokenizer
 from models.lm import LanguageModel
 from tools.decoding import generate
 from tools.evaluation.answers import AnswerFile
-from tools.evaluation.masked import PseudoScorer, is_masked
+from tools.evaluation.masked import PseudoScorer
 from tools.evaluation.prefix_tree import Ids
 from tools.evaluation.processes import Processes
 from tools.evaluation.scoring import Scorer
@@ -61,7 +61,7 @@ class ProjectLM(TemplateLM):
         self.processes = processes or Processes()
         self.answers = AnswerFile(None, "", self.processes) if answers is None else answers
         self._tokenizer = tokenizer
-        self.masked = is_masked(model.config)
+        self.masked = bool(model.config.two_sided_mixers())
         self.scorer: Scorer | PseudoScorer
         if self.masked:
             before = () if tokenizer.begin_id is None else (tokenizer.begin_id,)

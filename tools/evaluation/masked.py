@@ -13,21 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from models.config import ModelConfig
 from models.lm import LanguageModel
 from models.precision import wide
 from tools.evaluation.prefix_tree import Ids
 
 Answer = tuple[float, bool]
 Unit = tuple[int, Ids, int, int]
-
-
-def is_masked(config: ModelConfig) -> bool:
-    """Whether a layer of the model sees what comes after a token, so that it cannot predict the next one."""
-    names = {config.mixer_of(layer) for layer in range(config.num_layers)}
-    return any(
-        name == "metala_bidirectional" or getattr(config.options_of(name), "causal", True) is False for name in names
-    )
 
 
 @dataclass

@@ -68,14 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Results by run, and whether the models are masked ones. Raises ValueError for runs of both kinds, and as
     `load_model` and `measure_run`."""
-    from tools.evaluation.masked import is_masked
     from tools.load_model import load_model
 
     results: dict[str, Any] = {}
     kinds: dict[str, Path] = {}
     for run in runs:
         loaded = load_model(run, device=options.device, dtype=options.dtype)
-        kinds.setdefault("masked" if is_masked(loaded.model.config) else "causal", run)
+        kinds.setdefault("masked" if loaded.model.config.two_sided_mixers() else "causal", run)
         if len(kinds) > 1:
             words = " and ".join(f"{path} is a {kind} model" for kind, path in kinds.items())
             raise ValueError(f"{words}: one picture holds one kind")
@@ -92,12 +91,11 @@ def measure_run(
     no text.
     """
     from data.indexed import IndexedTokens
-    from tools.evaluation.masked import is_masked
     from tools.length.causal import MULTIPLES, loss_over_length, pieces_read
     from tools.length.masked import masked_accuracy, readings
     from tools.perplexity import validation_text
 
-    masked = is_masked(loaded.model.config)
+    masked = bool(loaded.model.config.two_sided_mixers())
     prefix = data or str(validation_text(loaded).prefix)
     size, trained = IndexedTokens(prefix).num_tokens, int(loaded.config["batch"]["sequence_length"])
     default = MASKED_LENGTHS if masked else [int(trained * multiple) for multiple in MULTIPLES]

@@ -1,0 +1,44 @@
+"""Parameters anywhere in memory, as they lie in a trainer's flat buffers: the kernels give what they give elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.lm import LanguageModel
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LION = {"mixers": ["lion"], "mixer_options": {"lion": {"causal": False}}, "norm": "layernorm", "mlp": "gelu"}
+
+
+def step(lm: nn.Module, tokens: Tensor) -> list[Tensor]:
+    lm.zero_grad()
+    loss = lm(tokens, tokens)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in lm.parameters())]
+
+
+def move(lm: nn.Module, first: int) -> None:
+    """All parameters one after the other in one buffer, from element `first` on."""
+    parameters = list(lm.parameters())
+    buffer = torch.empty(first + sum(p.numel() for p in parameters), device="cuda", dtype=parameters[0].dtype)
+    for p in parameters:
+        p.data = buffer[first : first + p.numel()].copy_(p.data.flatten()).view(p.shape)
+        first += p.numel()
+
+
+@pytest.mark.parametrize("options", [{}, LION], ids=["metala", "lion"])
+def test_parameters_anywhere(options: dict[str, object]) -> None:
+    pytest.importorskip("fla")
+    config = ModelConfig(vocab_size=512, num_layers=2, hidden_size=192, num_heads=3, **options)
+    lm = LanguageModel(config, seed=1).to("cuda", torch.bfloat16)
+    tokens = torch.randint(0, 512, (2, 100), device="cuda")
+    expected = step(lm, tokens)
+    for first in (1, 4, 0):
+        move(lm, first)
+        for found, wanted in zip(step(lm, tokens), expected, strict=True):
+            # Products of another alignment may add in another order, in bf16.
+            assert ((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-9)).item() < 5e-2

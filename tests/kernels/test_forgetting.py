@@ -1,0 +1,56 @@
+"""Blocks that compute by the kernels and forget what they make: the same gradients, to the last bit."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.fan_out import join_fan_outs
+from models import kernels
+from models.block import Block
+from models.config import ModelConfig
+from models.forgetting import forgetting
+
+# Norms and SwiGLU; convolution, gate and epilogue; the feature maps of queries and keys.
+AGAIN = {"metala": 3 + 3, "lion": 3 + 2}
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("mixer", AGAIN)
+def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm: str) -> None:
+    from models.kernels.launch import Launch
+
+    shape = {"vocab_size": 8, "num_layers": 1, "hidden_size": 32, "num_heads": 2, "norm": norm}
+    options: dict[str, Any] = {"lion": {"causal": False}} if mixer == "lion" else {}
+    torch.manual_seed(5)
+    block = Block(ModelConfig(**shape, mixers=(mixer,), mixer_options=options), 0).to(device)
+    join_fan_outs(block, None)
+    x = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(1)).to(device)
+    launches = 0
+
+    def counted(self: Launch, *pointers: Tensor | None) -> None:
+        nonlocal launches
+        launches += 1
+        call(self, *pointers)
+
+    call = Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", counted)
+    # In the interpreter, tensors of a CPU go the kernels' way.
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(kernels, "_installed", lambda: True)
+
+    def gradients(context: AbstractContextManager[None]) -> tuple[int, list[Tensor]]:
+        before = launches
+        leaf = x.clone().requires_grad_()
+        with context:
+            y = block(leaf)
+        results = [y.detach(), *torch.autograd.grad(y.square().sum(), [leaf, *block.parameters()])]
+        return launches - before, results
+
+    (once, expected), (again, found) = gradients(nullcontext()), gradients(forgetting())
+    assert again == once + AGAIN[mixer]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -1,0 +1,230 @@
+"""What `forgetting` keeps and makes again, and that no gradient changes by a bit."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.memory import Allocations
+from models.block import Block
+from models.config import ModelConfig
+from models.forgetting import forgettable, forgetting
+from tests.models import mixer_cases
+
+
+class Counted:
+    """function, its result forgettable; `calls` counts."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, 0
+
+    def compute(self, *inputs: Any) -> Any:
+        self.calls += 1
+        return self.function(*inputs)
+
+    def __call__(self, *inputs: Any) -> Any:
+        results = self.compute(*inputs)
+        forgettable(results, self.compute, *inputs)
+        return results
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def memory_of(y: Tensor) -> weakref.ref[Any]:
+    return weakref.ref(y.untyped_storage())
+
+
+def test_a_result_is_not_kept_and_made_once_for_all_who_need_it():
+    double = Counted(lambda x: 2 * x)
+    x = leaf(4, 6)
+    with forgetting():
+        y = double(x)
+        memory = memory_of(y)
+        total = (y.square() + y.view(6, 4).exp().view(4, 6) * y).sum()
+    del y
+    assert memory() is None
+    total.backward()
+    assert double.calls == 2
+    again = x.detach().requires_grad_()
+    (4 * again.square() + (2 * again).exp() * 2 * again).sum().backward()
+    torch.testing.assert_close(x.grad, again.grad)
+
+
+def test_without_forgetting_or_gradients_everything_is_as_ever():
+    double = Counted(lambda x: 2 * x)
+    x = leaf(3)
+    for context in (nullcontext(), forgetting(False)):
+        with context:
+            y = double(x)
+            memory = memory_of(y)
+            total = y.square().sum()
+        del y
+        assert memory() is not None
+        total.backward()
+    with torch.no_grad(), forgetting():
+        memory = memory_of(double(x))
+    assert memory() is None
+    assert double.calls == 3
+
+
+def test_what_is_made_from_forgotten_results_and_several_results_of_one_function():
+    first, second = Counted(lambda x: x + 1), Counted(lambda x: (x * x, x * 3))
+    x = leaf(5)
+    with forgetting():
+        square, triple = second(first(x))
+        memories = [memory_of(square), memory_of(triple)]
+        total = (square[None].square() * triple.sin()).sum()
+    del square, triple
+    assert [memory() for memory in memories] == [None, None]
+    total.backward()
+    assert (first.calls, second.calls) == (2, 2)
+    shifted = x.detach() + 1
+    expected = 4 * shifted**3 * (3 * shifted).sin() + shifted**4 * 3 * (3 * shifted).cos()
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_what_was_made_again_is_forgotten_again():
+    double = Counted(lambda x: 2 * x)
+    x = leaf(1000)
+    with Allocations("cpu", [x]) as count:
+        with forgetting():
+            y = x
+            for _ in range(8):
+                y = double(y).square()
+        y.sum().backward()
+        peak = count.peak
+    kept = 8 * 4000  # the squares; the doubles would be as much again
+    assert peak < kept + 5 * 4000
+
+
+def test_an_alias_is_the_same_memory():
+    class Alias(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    x = leaf(3)
+    with forgetting():
+        y = Counted(torch.sin)(x)
+        memory = memory_of(y)
+        total = Alias.apply(y).square().sum()
+    del y
+    assert memory() is None
+    total.backward()
+    torch.testing.assert_close(x.grad, (2 * x).sin().detach())
+
+
+def test_a_part_of_a_larger_memory_is_kept():
+    x = leaf(4, 3)
+    with forgetting():
+        part = Counted(lambda x: x.exp()[1:])(x)
+        memory = memory_of(part)
+        total = part.square().sum()
+    del part
+    assert memory() is not None
+    total.backward()
+
+
+def test_a_result_that_was_changed_is_kept_as_it_is_now():
+    sine = Counted(torch.sin)
+    x = leaf(5)
+    with forgetting():
+        y = sine(x)
+        y.mul_(3)
+        total = y.square().sum()
+    total.backward()
+    assert sine.calls == 1
+    torch.testing.assert_close(x.grad, 9 * (2 * x).sin().detach())
+
+
+def test_an_input_that_was_changed_is_an_error():
+    x = leaf(5)
+    with forgetting():
+        held = x * 2
+        total = Counted(lambda x: x + 1)(held).square().sum()
+    held.add_(1)
+    with pytest.raises(
+        RuntimeError, match=r"\[5\] that the backward pass needs was changed in place .* work on a copy"
+    ):
+        total.backward()
+    with forgetting():
+        held = x * 2
+        total = held.square().sum()
+    held.detach().add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        total.backward()
+
+
+def test_a_graph_may_be_gone_through_twice_and_holds_nothing_when_it_is_gone():
+    x = leaf(7)
+    with forgetting():
+        total = Counted(torch.sin)(x).square().sum()
+    (first,) = torch.autograd.grad(total, x, retain_graph=True)
+    (second,) = torch.autograd.grad(total, x)
+    assert torch.equal(first, second)
+    gc.disable()
+    try:
+        with forgetting():
+            norm = nn.LayerNorm(7)
+            y = x.exp()  # which keeps its own result
+            memories = [memory_of(y)]
+            y = norm(Counted(torch.sin)(y))
+            memories.append(memory_of(y))
+            total = y.square().sum()
+        del y, total
+        assert [memory() for memory in memories] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("case", mixer_cases.CASES, ids=mixer_cases.name_of)
+def test_gradients_of_a_block_are_the_same_to_the_last_bit(case):
+    name, options = case
+    dtype = torch.float32 if options else torch.bfloat16
+    shape = {"vocab_size": 8, "num_layers": 3, "hidden_size": 32, "num_heads": 4, "mixers": (name,)}
+    other = name in ("attention", "retnet")
+    kinds = {"norm": "rmsnorm", "mlp": "gelu"} if other else {}
+    torch.manual_seed(5)
+    block = Block(ModelConfig(**shape, **kinds, mixer_options={name: options} if options else {}), 1).to(dtype)
+    x = mixer_cases.tokens(20, 2, dtype)
+    mask = torch.arange(20) < torch.tensor([[20], [13]])
+
+    def gradients(context: AbstractContextManager[None], **masked: Tensor) -> tuple[int, list[Tensor]]:
+        start = x.clone().requires_grad_()
+        with Allocations("cpu", [start, *block.parameters(), *masked.values()]) as count:
+            with context:
+                y = block(start, **masked)
+            kept = count.now
+        return kept, [y, *torch.autograd.grad(y.float().square().sum(), [start, *block.parameters()])]
+
+    for masked in ({}, {"mask": mask}):
+        (most, expected), (least, found) = gradients(nullcontext(), **masked), gradients(forgetting(), **masked)
+        assert least < most
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["", "parallel residual"])
+def test_no_product_of_a_metala_block_keeps_its_input(parallel):
+    torch.manual_seed(5)
+    config = ModelConfig(vocab_size=8, num_layers=3, hidden_size=32, num_heads=4, parallel_residual=parallel)
+    block = Block(config, 1)
+    made: list[weakref.ref[Any]] = []
+    inputs = (block.mixer.q_proj, block.mixer.out_proj, block.mlp.gate_proj, block.mlp.down_proj)
+    for linear in inputs:
+        linear.register_forward_pre_hook(lambda _, arguments: made.append(memory_of(arguments[0])))
+    with forgetting():
+        y = block(leaf(2, 20, 32))
+    assert [memory() for memory in made] == [None] * 4
+    assert y.requires_grad

@@ -1,0 +1,27 @@
+"""Leaving a parallel region: the sum over the processes takes no memory of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_lite.tensor_parallel import TensorGroup
+
+
+def test_the_sum_is_formed_in_the_memory_of_the_product(grid) -> None:
+    tensor = TensorGroup(dist.group.WORLD, 0, 1)
+    weight = torch.randn(3, 4, requires_grad=True)
+    x = torch.randn(2, 5, 4)
+    product = F.linear(x, weight)
+    address, wanted = product.data_ptr(), product.detach().clone()
+    y = tensor.leave(product)
+    assert y.data_ptr() == address
+    assert torch.equal(y, wanted)
+    y.square().sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * wanted.flatten(0, 1).t() @ x.flatten(0, 1))
+    # Other strides: the sum goes elsewhere, and the tensor stays as it was.
+    turned = torch.randn(5, 2, 3).transpose(0, 1)
+    before = turned.clone()
+    assert torch.equal(tensor.leave(turned), before)
+    assert torch.equal(turned, before)
