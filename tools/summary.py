@@ -100,8 +100,10 @@ def _uses(config: Config[Any]) -> list[str]:
 
 def command(config: Config[Any], steps: int) -> str:
     """How to train on to `steps`, with the words of the command that is running."""
-    words = [word for word in sys.argv[1:] if not word.startswith(("schedule.train_steps=", "schedule.time_budget"))]
+    words = [word for word in sys.argv[1:] if not word.startswith("schedule.train_steps=")]
     if config.schedule.time_budget_minutes is not None:
+        # A budget would take the number of steps from the checkpoint.
+        words = [word for word in words if not word.startswith("schedule.time_budget")]
         words.append("schedule.time_budget_minutes=null")
     return shlex.join(["python", "train.py", *words, f"schedule.train_steps={steps}"])
 
