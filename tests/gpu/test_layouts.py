@@ -1,4 +1,4 @@
-"""The parity matrix over NCCL: every layout of the GPUs here against the oracle on the CPU, in float32."""
+"""The parity matrix over NCCL: every layout of the GPUs here against the oracle in float32."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_layouts_over_nccl_train_as_one_process(tmp_path, processes):
         if "error" in result:
             wrong.append((case.name, result["error"][-500:]))
             continue
-        for step, (got, (loss, norm)) in enumerate(zip(result["history"], wanted, strict=True)):
-            if abs(got[0] / loss - 1) > 1e-5 or abs(got[1] / norm - 1) > 1e-3:
-                wrong.append((case.name, step, got, (loss, norm)))
-    assert not wrong
+        bounds = (1e-5, 1e-3) if case.dtype == "fp32" else (2e-3, 2e-2)
+        for step, (got, of) in enumerate(zip(result["history"], wanted, strict=True)):
+            if any(abs(x / y - 1) > bound for x, y, bound in zip(got, of, bounds, strict=True)):
+                wrong.append((case.name, step, got, of))
+    assert not wrong, "\n".join(map(str, wrong))
