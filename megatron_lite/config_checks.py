@@ -117,6 +117,9 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
     if config.precision.dtype == "fp16" and config.run.device == "cpu":
         text = "= fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed"
         yield Problem(("precision", "dtype"), text)
+    if config.precision.optimizer_state == "bf16" and config.precision.dtype != "bf16":
+        text = f"= bf16 with precision.dtype = {config.precision.dtype}: fp32 is allowed, or set precision.dtype=bf16"
+        yield Problem(("precision", "optimizer_state"), text)
     length, positions = config.batch.sequence_length, getattr(config.model, "max_positions", None)
     if positions is not None and length > positions:
         text = f"= {length}: at most model.max_positions = {positions} is allowed"

@@ -326,10 +326,17 @@ class Fp16Config(Section):
 
 
 class PrecisionConfig(Section):
-    """Number format of the forward and backward pass; weights and optimizer state are kept in float32."""
+    """Number format of the forward and backward pass, and of weights and optimizer state between steps."""
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto", description="auto: bf16 on cuda; on cpu the faster of bf16 and fp32, measured at the start."
+    )
+    optimizer_state: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="fp32: weights and AdamW's moments are kept in float32, with the 16-bit weights 14 bytes a parameter. "
+        "bf16, with dtype: bf16: all of them in bf16 alone, 6 bytes, and so are sums of gradients over micro batches. A change "
+        "of a weight by less than 1/512 of it is then rounded away: learning stalls as the learning rate falls; a second moment "
+        "whose beta is above 0.998 stands still.",
     )
     fp16: Fp16Config = Field(default=Fp16Config(), description="Dynamic loss scale of fp16.")
 

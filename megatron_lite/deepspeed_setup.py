@@ -57,6 +57,14 @@ def deepspeed_config(
         # check_grad_overflow: a NaN gradient must skip the step here as it does in fp16 and float32.
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if precision.optimizer_state == "bf16":
+            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+            # With float32 sums of gradients, ZeRO 1 takes another optimizer, which keeps float32 and does not say so.
+            config["data_types"] = {"grad_accum_dtype": "bf16"}
+            if (
+                grid.replicas == 1 and parallel.zero_stage < 3
+            ):  # nothing to reduce, so that buckets to reduce in are memory lost
+                config["zero_optimization"] |= {"overlap_comm": False, "contiguous_gradients": False}
     elif dtype == "fp16":
         scale = precision.fp16
         config["fp16"] = {
@@ -90,6 +98,22 @@ def import_deepspeed() -> Any:
     sys.modules["deepspeed.runtime.zero.linear"].LinearFunctionForZeroStage3.forward = staticmethod(_linear)  # type: ignore[attr-defined]
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
+
+
+def share_weights(zero: Any) -> None:
+    """Where ZeRO 1 or 2 keeps its part of the weights twice in bf16, the model's and the master weights, have both be one."""
+    if not getattr(zero, "bf16_master_weights_and_gradients", False) or not hasattr(zero, "bit16_groups"):
+        return
+    masters = zero.single_partition_of_fp32_groups
+    for master, partitions, group in zip(
+        masters, zero.parallel_partitioned_bit16_groups, zero.real_dp_process_group, strict=True
+    ):
+        master.data = partitions[torch.distributed.get_rank(group)].data
+    for parameter in (parameter for group in zero.bit16_groups for parameter in group):
+        mapping = parameter._hp_mapping
+        if mapping is not None:
+            at = mapping.hp_fragment_address
+            mapping.hp_fragment = masters[mapping.param_group_index].data.narrow(0, at.start, at.numel)
 
 
 def restore_linear() -> None:

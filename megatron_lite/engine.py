@@ -21,7 +21,7 @@ from megatron_lite.activation_checkpointing import checkpointed
 from megatron_lite.bf16_step import spare_gradients
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.context_parallel import ContextShards, context_shards, own_stretch
-from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear
+from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear, share_weights
 from megatron_lite.grid import Grid, begin_sum, reduce_sum
 from megatron_lite.optimizer import build_optimizer
 from megatron_lite.optimizer_state import OptimizerState
@@ -197,6 +197,7 @@ class Engine:
             if any(parameter is filler for group in client.param_groups for parameter in group["params"]):
                 model.register_parameter("filler", filler)
             self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=client, config=settings, mpu=unit)
+        share_weights(zero)
         spare_gradients(self._engine, zero, grid.replicas, release=grid.device.type == "cuda")
         self.zero_stage = max(1, parallel.zero_stage)
         self.optimizer_state = OptimizerState(

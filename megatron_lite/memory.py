@@ -11,6 +11,8 @@ parameter of this process, n processes sharing the optimizer state, b = elements
 | float32, ZeRO 1  | 4       | 4         | 4 / n  | 8 / n   | buckets                                             |
 | float32, ZeRO 2  | 4       | 4 / n     | 4 / n  | 8 / n   | buckets                                             |
 | float32, ZeRO 3  | 4 / n   | 8 / n     | 4 / n  | 8 / n   | buckets, and the weights that are gathered          |
+| all bf16, 1 or 2 | 2       | 2 / n     | 0      | 4 / n   | gradients 2; n > 1: buckets; then a flat copy 2 / n |
+| all bf16, ZeRO 3 | 2 / n   | 4 / n     | 2 / n  | 4 / n   | buckets, and the weights that are gathered          |
 
 * On a GPU from the end of a step's first backward pass to the end of the step, and not at all where one process has one micro
 batch a step (bf16_step.py).
@@ -64,6 +66,7 @@ class Setting:
         in_flight: micro batches whose activations are held at once (pipelines; else 1).
         overlap: reductions run beside the backward pass, in two buckets (CUDA).
         released: bf16's float32 gradients leave their memory to others between steps (CUDA).
+        optimizer_state: "fp32" or "bf16", of `precision.optimizer_state`.
     """
 
     dtype: str
@@ -73,6 +76,12 @@ class Setting:
     in_flight: int = 1
     overlap: bool = True
     released: bool = True
+    optimizer_state: str = "fp32"
+
+    @property
+    def narrow(self) -> bool:
+        """Whether weights, moments and gradients are all kept in bf16."""
+        return self.optimizer_state == "bf16"
 
 
 def state_bytes(parameters: int, setting: Setting) -> dict[str, float]:
@@ -81,12 +90,13 @@ def state_bytes(parameters: int, setting: Setting) -> dict[str, float]:
     n, stage = setting.replicas, setting.zero_stage
     parts = {"weights": width * parameters / (n if stage == 3 else 1)}
     if stage == 3:
-        parts["gradients"] = (4 + width) * parameters / n
-    elif setting.dtype == "bf16" and stage == 1:
+        parts["gradients"] = (2 if setting.narrow else 4) * parameters / n + width * parameters / n
+    elif setting.dtype == "bf16" and stage == 1 and not setting.narrow:
         parts["gradients"] = 0.0 if setting.released else 4.0 * parameters
     else:
         parts["gradients"] = 0.0  # made anew in every step: see `step_bytes`
-    parts["optimizer"] = 12 * parameters / n
+    # ZeRO 1 and 2 have the master weights in the weights' own memory (`share_weights` in deepspeed_setup.py).
+    parts["optimizer"] = (12 if not setting.narrow else 6 if stage == 3 else 4) * parameters / n
     return parts
 
 
@@ -136,7 +146,10 @@ def _gradient_bytes(parameters: int, setting: Setting, width: int, bucket: float
     n, stage = setting.replicas, setting.zero_stage
     buckets = bucket * (2 if setting.overlap else 1)
     if stage == 3:
-        return _Held(0.0, buckets, 0.0, buckets + bucket + (4 - width) * bucket / width / n)
+        cast = 0.0 if setting.narrow else (4 - width) * bucket / width / n
+        return _Held(0.0, buckets, 0.0, buckets + bucket + cast)
+    if setting.narrow:
+        return _narrow_gradient_bytes(parameters, setting, buckets)
     if setting.dtype == "bf16" and stage == 1:
         # After a backward pass the optimizer adds the 16-bit gradients to its float32 sums and frees them, then several
         # processes reduce the sums: a flat copy of a bucket, and that in 16 bits.
@@ -154,6 +167,19 @@ def _gradient_bytes(parameters: int, setting: Setting, width: int, bucket: float
     before = partition + sums if setting.accumulation > 1 else 0.0
     cast = bucket + 4 * largest if width == 2 else 0.0
     return _Held(before, buckets + (partition + sums + cast if full else 0.0), 0.0, partition + sums + buckets + cast)
+
+
+def _narrow_gradient_bytes(parameters: int, setting: Setting, buckets: float) -> _Held:
+    """ZeRO 1 and 2 with all in bf16. A process alone has no buckets, which otherwise take the gradients' memory over."""
+    n, partition = setting.replicas, 2.0 * parameters / setting.replicas
+    summed, cut = setting.accumulation > 1, setting.zero_stage == 2
+    earlier = 0.0 if not summed else partition if cut else 2.0 * parameters  # gradients of the micro batches before
+    again = earlier if cut else 0.0  # ZeRO 2 adds the last micro batch's to them, ZeRO 1 has them added by autograd
+    if n == 1:
+        return _Held(earlier, earlier, 0.0 if summed and not cut else 2.0, 4.0 * parameters + again)
+    reduced = partition if parameters > BUCKET else 0.0  # a bucket was reduced before all layers are through
+    ready = buckets if summed and not cut else 0.0  # they stay from micro batch to micro batch
+    return _Held(earlier + ready, earlier + buckets + reduced, 0.0, buckets + 2 * partition + again)
 
 
 class Allocations(TorchDispatchMode):

@@ -43,7 +43,8 @@ class Fragment:
         shard: which part of the full tensor tensor parallelism gave to this process.
         start: offset of the fragment in the flattened shard.
         primary: this process is the one to write it; others hold the same values.
-        tensors: "weight", "exp_avg", "exp_avg_sq": float32 views [numel] of the live state; writing to them changes it.
+        tensors: "weight", "exp_avg", "exp_avg_sq": views [numel] of the live state, in float32 or, where it is kept so, bf16;
+            writing to them changes it.
     """
 
     name: str

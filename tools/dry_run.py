@@ -51,10 +51,11 @@ def dry_run(config: Config[ModelConfig]) -> int:
         parallel=config.parallel,
         device="cpu" if device.type == "cpu" else "meta",
     )
-    stage = max(1, config.parallel.zero_stage)
-    memory = state_bytes(parameters, Setting(dtype, stage, batch.data_ranks))
-    # Those that are made anew in every step, as float32 sums.
-    memory["gradients"] = memory["gradients"] or 4 * parameters / (batch.data_ranks if stage > 1 else 1)
+    stage, kept = max(1, config.parallel.zero_stage), config.precision.optimizer_state
+    memory = state_bytes(parameters, Setting(dtype, stage, batch.data_ranks, optimizer_state=kept))
+    # Those that are made anew in every step, as sums in the format of the optimizer's state.
+    width = 2 if kept == "bf16" else 4
+    memory["gradients"] = memory["gradients"] or width * parameters / (batch.data_ranks if stage > 1 else 1)
     memory["activations of one micro batch"] = batch.micro_batch_size * sum(cost.kept for cost in costs)
     run_tokens = config.schedule.train_steps * batch.tokens_per_step
     mixers = Counter(model.mixer_of(index) for index in range(model.num_layers))

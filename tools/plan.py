@@ -185,7 +185,9 @@ def memory(
         in_flight = min(steps, layout.pipeline - index)
         if config.model.tie_embeddings and layout.pipeline > 1 and index == layout.pipeline - 1:
             own = [*own[:-1], replace(own[-1], parameters=own[-1].parameters + layers[0].largest)]
-        stages.append(step_bytes(own, Setting(dtype, stage, replicas, steps, in_flight, overlap, released)))
+        state = config.precision.optimizer_state
+        setting = Setting(dtype, stage, replicas, steps, in_flight, overlap, released, state)
+        stages.append(step_bytes(own, setting))
     return max(stages, key=lambda parts: sum(parts.values()))
 
 

@@ -310,6 +310,10 @@ def test_nearest_batch_sizes_are_legal() -> None:
             "checkpoint.extra_steps holds 101, 200: at most schedule.train_steps = 100 is allowed",
         ),
         (
+            ("precision.dtype=fp32", "precision.optimizer_state=bf16"),
+            "precision.optimizer_state = bf16 with precision.dtype = fp32: fp32 is allowed, or set precision.dtype=bf16",
+        ),
+        (
             ("run.device=cpu", "precision.dtype=fp16"),
             "precision.dtype = fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed",
         ),

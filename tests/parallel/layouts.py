@@ -41,12 +41,14 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     dtype: str = "fp32"
     masked: bool = False
+    state: str = "fp32"
 
     @property
     def name(self) -> str:
         changes = "".join(f"-{key}={value}" for key, value in self.changes.items())
         changes += "-masked" if self.masked else ""
-        return f"{self.layout}-{self.model}{changes}" + ("" if self.dtype == "fp32" else f"-{self.dtype}")
+        changes += "" if self.dtype == "fp32" else f"-{self.dtype}"
+        return f"{self.layout}-{self.model}{changes}" + ("" if self.state == "fp32" else f"-{self.state} state")
 
     @property
     def config(self) -> ModelConfig:
@@ -193,6 +195,11 @@ def cases(processes: int) -> list[Case]:
             Case("metala", name, layout, dtype="bf16")
             for name, layout in (EVERY[2] | CONTEXT[2]).items()
             if name in ("tensor2_sequence", "pipeline2", "context2")
+        ]
+        found += [
+            Case("hybrid", name, layout, dtype="bf16", state="bf16")
+            for name, layout in (EVERY[2] | HYBRID[2]).items()
+            if name in ("data2", "tensor2_sequence", "pipeline2", "data2_zero2", "data2_zero3")
         ]
         found += [Case("attention", "pipeline2", {"pipeline": 2}, changes) for changes in (BARE, WIDE)]
     else:

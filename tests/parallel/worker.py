@@ -38,6 +38,7 @@ def engine_of(
     *,
     seed: int = 11,
     dtype: str = "fp32",
+    state: str = "fp32",
     count_right: bool = False,
 ) -> Engine:
     return Engine(
@@ -50,7 +51,7 @@ def engine_of(
         accumulation=layouts.MICRO_BATCHES // grid.data_size,
         optimizer=OptimizerConfig(lr=LR),
         parallel=ParallelConfig(**parallel),
-        precision=PrecisionConfig(),
+        precision=PrecisionConfig(optimizer_state=state),  # type: ignore[arg-type]
         sequence_length=layouts.LENGTH,
         split_sequence=sequence_shards,
         forgetting=forgetting,
@@ -68,7 +69,7 @@ def own(step: list[Any], grid: Grid) -> list[Any]:
 
 def run(case: layouts.Case) -> dict[str, Any]:
     grid = grid_of(case.parallel)
-    engine = engine_of(case.config, case.parallel, grid, dtype=case.dtype, count_right=True)
+    engine = engine_of(case.config, case.parallel, grid, dtype=case.dtype, state=case.state, count_right=True)
     history, accuracies, evaluated = [], [], []
     for index, step in enumerate(layouts.steps(case.masked)):
         result = engine.train_step(own(step, grid), lr=rate(index))

@@ -83,14 +83,15 @@ def test_resumed_beside_its_peers(interrupted: tuple[Path, str], capsys: pytest.
     words = ["train", "--output", str(folder), "--steps", "2", "--shapes", "16x2", "--resume", *TINY]
     with pytest.raises(SystemExit, match=r"--resume: .*train.jsonl was measured with .*num_layers=1.*ask for the same"):
         main([*words, "model.norm=rmsnorm", "--subjects", "metalion"])
-    main([*words, "--subjects", "metalion", "llama", "gla"])
+    main([*words, "--subjects", "metalion", "metalion-bf16", "llama", "gla"])
     lines = [line for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines() if '"row"' in line]
     assert lines[: len(before)] == before
-    assert [json.loads(line)["row"]["method"] for line in lines[len(before) :]] == ["llama", "gla"]
+    assert [json.loads(line)["row"]["method"] for line in lines[len(before) :]] == ["metalion-bf16", "llama", "gla"]
     rows = {row["method"]: row for row in read(folder / "train.csv")}
     assert rows["gla"]["error"].startswith("not here: ")
     ratio = float(rows["llama"]["metalion / it, tokens/s"])
     assert ratio == pytest.approx(float(rows["metalion"]["tokens/s"]) / float(rows["llama"]["tokens/s"]))
+    assert rows["metalion-bf16"]["keeps"] == "bf16 weights, bf16 moments"
     assert rows["llama"]["keeps"] == "float32 weights, float32 moments"
     # 6 FLOPs a parameter and token, but for the embedding's; attention's causal half.
     parameters = int(rows["llama"]["parameters"])
@@ -132,7 +133,9 @@ def test_cold_is_a_start_with_empty_caches_before_the_one_that_is_measured(tmp_p
 
 def test_errors_name_the_value(tmp_path: Path) -> None:
     common = ["train", "--output", str(tmp_path)]
-    with pytest.raises(SystemExit, match="--subjects mambo: known are metalion, gla, hgrn2, retnet, llama, llama-comp"):
+    with pytest.raises(
+        SystemExit, match="--subjects mambo: known are metalion, metalion-elementwise, metalion-bf16, gla"
+    ):
         main([*common, "--subjects", "mambo"])
     with pytest.raises(SystemExit, match="--lengths 3000: must divide --tokens 4096"):
         main([*common, "--lengths", "3000", "4096"])

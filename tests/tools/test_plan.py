@@ -39,10 +39,11 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "state"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_estimate_is_within_15_percent_of_what_a_step_allocates(dtype, accumulation, capsys):
+def test_the_estimate_is_within_15_percent_of_what_a_step_allocates(dtype, state, accumulation, capsys):
     words = [*SMALL, f"precision.dtype={dtype}", f"batch.global_batch_size={accumulation}"]
+    words.append(f"precision.optimizer_state={state}")
     cases = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "full")] + [(1, "elementwise"), (1, "selective")]
     assert measure_memory.measure(words, cases) == 0, capsys.readouterr().out
     rows = re.findall(r"^ +(\d)  (\w+) +([\d.]+) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
@@ -74,8 +75,9 @@ def test_an_estimate_that_is_off_is_an_error(monkeypatch, capsys):
     assert "off by 20%" in capsys.readouterr().err
 
 
-def test_the_states_are_exact(capsys):
-    config = plan.read_config([*SMALL, "precision.dtype=bf16"], 1)
+@pytest.mark.parametrize(("state", "bytes_a_parameter"), [("fp32", 2 + 4 + 4 + 8), ("bf16", 2 + 4)])
+def test_the_states_are_exact(state, bytes_a_parameter):
+    config = plan.read_config([*SMALL, "precision.dtype=bf16", f"precision.optimizer_state={state}"], 1)
     grid = init_grid("cpu")
     with Allocations("cpu") as count:
         engine = build_engine(config, grid, "bf16")
@@ -83,7 +85,7 @@ def test_the_states_are_exact(capsys):
     elements = sum(p.numel() for p in engine.layers[0].parameters()) + sum(
         p.numel() for layer in engine.layers[1:] for p in layer.parameters()
     )
-    assert held == pytest.approx(18 * elements, rel=0.01)  # 2 + 4 + 4 + 8 bytes
+    assert held == pytest.approx(bytes_a_parameter * elements, rel=0.01)
     with count:
         engine.close()
     del engine
@@ -198,6 +200,9 @@ def test_the_peak_of_a_step_is_at_its_fullest_moment():
     assert step_bytes([layer] * 4, Setting("bf16", 1, 1))["gradients"] == 0
     assert step_bytes([layer] * 4, summed)["gradients"] == 1600
     assert step_bytes([light], Setting("bf16", 1, 4))["optimizer"] == 3000
+    narrow = step_bytes([light], Setting("bf16", 1, 1, optimizer_state="bf16"))
+    assert (narrow["weights"], narrow["gradients"], narrow["optimizer"]) == (2000, 4000, 4000)
+    assert step_bytes([light], Setting("bf16", 3, 4, optimizer_state="bf16"))["optimizer"] == 1500
 
 
 def test_the_table(capsys):

@@ -53,6 +53,7 @@ def build(grid: Grid) -> Iterator[Any]:
     def make(
         config: ModelConfig, *, seed: int = 11, dtype: str = "fp32", accumulation: int = 2, **settings: Any
     ) -> Engine:
+        precision = PrecisionConfig(**settings.pop("precision", {}))
         engine = Engine(
             layer_specs(config),
             build_layer,
@@ -63,7 +64,7 @@ def build(grid: Grid) -> Iterator[Any]:
             accumulation=accumulation,
             optimizer=OptimizerConfig(lr=3e-4, **settings.pop("optimizer", {})),
             parallel=ParallelConfig(**settings),
-            precision=PrecisionConfig(),
+            precision=precision,
             forgetting=forgetting,
         )
         engines.append(engine)

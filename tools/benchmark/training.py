@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .report import plot_bars, plot_lines, table, write_csv
-from .training_subjects import OWN, PRECISIONS, SUBJECTS, own_config
+from .training_subjects import OWN, OWN_CHANGES, PRECISIONS, SUBJECTS, own_config
 
 ROOT = Path(__file__).parents[2]
 Shape = tuple[int, int]  # length and batch
@@ -109,7 +109,7 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
         cases = [
             (name, precision)
             for name in plan.subjects
-            for precision in (plan.precisions if name != OWN else PRECISIONS[:1])
+            for precision in (plan.precisions if name not in OWN_CHANGES else PRECISIONS[:1])
         ]
         with (
             contextlib.suppress(KeyboardInterrupt),

@@ -14,6 +14,13 @@ import torch
 from torch import Tensor
 
 OWN = "metalion"
+# The project's subjects: the configuration as it is, and with changes. "metalion-bf16" keeps what the peers keep by default.
+_ELEMENTWISE = "parallel.activation_checkpointing.mode=elementwise"
+OWN_CHANGES: dict[str, tuple[str, ...]] = {
+    OWN: (),
+    f"{OWN}-elementwise": (_ELEMENTWISE,),
+    f"{OWN}-bf16": (_ELEMENTWISE, "precision.dtype=bf16", "precision.optimizer_state=bf16"),
+}
 PRECISIONS = ("bf16", "mixed")
 
 
@@ -111,15 +118,19 @@ def own_batch(tokens: Tensor) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_weight": weight}
 
 
-def _own(settings: Settings, device: torch.device) -> Training:
+def _own(settings: Settings, device: torch.device, *, changes: tuple[str, ...]) -> Training:
     from megatron_lite.flops import training_flops_per_token
 
-    config = own_config(settings.config, settings.overrides, settings.length, settings.batch)
-    engine = own_engine(config, device, settings.dtype)
+    config = own_config(settings.config, (*settings.overrides, *changes), settings.length, settings.batch)
+    dtype = settings.dtype if config.precision.dtype == "auto" else config.precision.dtype
+    engine = own_engine(config, device, dtype)
     state = next(iter(engine.optimizer_state.fragments())).tensors
     weights = next(engine.layers[0].parameters()).dtype
-    kept = [f"{_short(weights)} weights"] if weights != state["weight"].dtype else []
-    kept += [f"{_short(state['weight'].dtype)} master weights", f"{_short(state['exp_avg'].dtype)} moments"]
+    kept = [f"{_short(state['exp_avg'].dtype)} moments"]
+    if config.precision.optimizer_state == "fp32":
+        kept.insert(0, f"{_short(state['weight'].dtype)} master weights")
+    if weights != state["weight"].dtype or config.precision.optimizer_state == "bf16":
+        kept.insert(0, f"{_short(weights)} weights")
     return Training(
         lambda tokens: engine.train_step([own_batch(tokens)], lr=1e-5).loss,
         sum(torch.Size(shape).numel() for shape in engine.parameter_shapes().values()),
@@ -240,7 +251,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 SUBJECTS: Mapping[str, Callable[[Settings, torch.device], Training]] = {
-    OWN: _own,
+    **{name: partial(_own, changes=changes) for name, changes in OWN_CHANGES.items()},
     "gla": _gla,
     "hgrn2": _hgrn2,
     "retnet": _retnet,
