@@ -16,7 +16,7 @@ from models.hf import (
     MetalionForSequenceClassification,
     MetalionModel,
 )
-from models.hf_config import MetalionConfig, is_causal
+from models.hf_config import MetalionConfig
 from models.lm import LanguageModel
 from models.mixers import MIXERS
 
@@ -67,7 +67,7 @@ def test_logits_are_the_language_models(mixer: str) -> None:
     cfg = config([mixer])
     language_model = LanguageModel(cfg.model_config(), seed=0).eval()
     away_from_zero(language_model)
-    kind = MetalionForCausalLM if is_causal(cfg.model_config()) else MetalionForMaskedLM
+    kind = MetalionForMaskedLM if cfg.model_config().two_sided_mixers() else MetalionForCausalLM
     model = kind(cfg).eval()
     missing, unexpected = model.load_state_dict(language_model.state_dict(), strict=False)
     assert not missing
