@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +29,7 @@ def fla_recurrence(
         return _widened(q, k, v, log_decay, scale, initial_state, cu_seqlens)
     inputs = (q, k, v, log_decay) if initial_state is None else (q, k, v, log_decay, initial_state)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    common = {
+    common: dict[str, Any] = {
         "scale": scale,
         "initial_state": None if initial_state is None else initial_state.float(),
         "output_final_state": True,
@@ -38,6 +41,8 @@ def fla_recurrence(
         return scalar(q, k, v, g_gamma=log_decay[0, 0, :, 0].float().clamp_min(-80.0).contiguous(), **common)
     # exp(-80) is zero beside 1 in float32; the kernels subtract cumulated decays, which -inf would turn into nan.
     log_decay = log_decay.float().clamp_min(-80.0)
+    if not (short or needs_grad) and cu_seqlens is None:
+        return _forward(q, k, v, log_decay, scale, common["initial_state"])
     if log_decay.shape[-1] == 1:
         if short:
             return fused_recurrent_simple_gla(q, k, v, log_decay.squeeze(-1), **common)
@@ -49,6 +54,36 @@ def fla_recurrence(
     return chunk_gla(q, k, v, log_decay, **common)
 
 
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The forward passes of chunk_gla and chunk_simple_gla behind sums of the decays that are formed here.
+
+    The package's own kernel for these sums is compiled and timed anew for every batch size, and chunk_gla's others for
+    every size of chunk, which it takes from the length: seconds each, while an evaluation brings hundreds of shapes.
+    """
+    from fla.ops.gla.chunk import chunk_gla_fwd
+    from fla.ops.simple_gla.chunk import chunk_simple_gla_fwd
+
+    length = q.shape[1]
+    chunks = F.pad(log_decay, (0, 0, 0, 0, 0, -length % _CHUNK)).unflatten(1, (-1, _CHUNK))
+    # The kernels count in powers of 2.
+    sums = (chunks.cumsum(2) / math.log(2)).flatten(1, 2)[:, :length].contiguous()
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    settings: dict[str, Any] = {
+        "scale": scale,
+        "initial_state": None if initial_state is None else initial_state.contiguous(),
+        "output_final_state": True,
+        "chunk_size": _CHUNK,
+    }
+    with torch.cuda.device_of(q):
+        if log_decay.shape[-1] == 1:
+            return chunk_simple_gla_fwd(q, k, v, g=sums.squeeze(-1), **settings)
+        _, _, _, state, o = chunk_gla_fwd(q, k, v, log_decay, g_cumsum=sums, **settings)
+    return o, state
+
+
+_CHUNK = 64
 # Channels of a head that the kernels' matrix products need at least.
 _SMALLEST = 16
 

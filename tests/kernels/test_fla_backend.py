@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import ModuleType
 
@@ -23,13 +24,30 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         decay = log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1)
         return chunked_recurrence(q, k, v, decay, scale, initial_state, cu_seqlens)
 
+    def behind_sums(q, k, v, sums, *, scale, initial_state, output_final_state, chunk_size):
+        """Forward passes take the decays summed from the beginning of their chunk, to base 2."""
+        sums = (sums if sums.dim() == 4 else sums.unsqueeze(-1)) * math.log(2)
+        before = sums.roll(1, 1)
+        before[:, ::chunk_size] = 0
+        settings = {"scale": scale, "initial_state": initial_state, "output_final_state": output_final_state}
+        return kernel(q, k, v, sums - before, cu_seqlens=None, **settings)
+
+    def chunk_gla_fwd(q, k, v, g, g_cumsum, **settings):
+        o, state = behind_sums(q, k, v, g_cumsum, **settings)
+        return g_cumsum, None, None, state, o
+
+    def chunk_simple_gla_fwd(q, k, v, g, **settings):
+        return behind_sums(q, k, v, g, **settings)
+
     for name, functions in (
-        ("fla.ops.gla", ("chunk_gla", "fused_recurrent_gla")),
-        ("fla.ops.simple_gla", ("chunk_simple_gla", "fused_recurrent_simple_gla")),
+        ("fla.ops.gla", {"chunk_gla": kernel, "fused_recurrent_gla": kernel}),
+        ("fla.ops.gla.chunk", {"chunk_gla_fwd": chunk_gla_fwd}),
+        ("fla.ops.simple_gla", {"chunk_simple_gla": kernel, "fused_recurrent_simple_gla": kernel}),
+        ("fla.ops.simple_gla.chunk", {"chunk_simple_gla_fwd": chunk_simple_gla_fwd}),
     ):
         module = ModuleType(name)
-        for function in functions:
-            setattr(module, function, kernel)
+        for function, stand_in in functions.items():
+            setattr(module, function, stand_in)
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -53,4 +71,23 @@ def test_heads_of_few_channels_are_widened(
     found = fla_recurrence(q, k, v, log_decay, 0.5, before, None)
     assert kernels == [(max(16, dim_k), max(16, dim_v))]
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, check_dtype=False)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, check_dtype=False)
+
+
+@pytest.mark.parametrize("length", [17, 64, 150])
+@pytest.mark.parametrize("channels", [True, False])
+def test_without_gradients_the_decays_are_summed_chunk_by_chunk(
+    kernels: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, length: int, channels: bool
+) -> None:
+    monkeypatch.setattr("models.fla_backend._scalar_gradient_is_refused", lambda: False)
+    generator = torch.Generator().manual_seed(length)
+    q, k, v, decay = (torch.randn(3, length, 2, 16, generator=generator) for _ in range(4))
+    log_decay = -decay.abs()[..., : 16 if channels else 1].contiguous()
+    before = torch.randn(3, 2, 16, 16, generator=generator)
+    expected = chunked_recurrence(q, k, v, log_decay, 0.5, before, None)
+    with torch.no_grad():
+        found = fla_recurrence(q, k, v, log_decay, 0.5, before, None)
+    trained = fla_recurrence(q.requires_grad_(), k, v, log_decay, 0.5, before, None)
+    for one, two, other in zip(found, trained, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(two, other, rtol=1e-4, atol=1e-4)
