@@ -122,9 +122,8 @@ def test_tree_holds_every_token_of_every_request_once():
             node, before = stack.pop()
             path = (*before, *node.tokens.tolist())
             assert len(node.tokens) > 0
-            for offsets, wanted, requests in zip(node.offsets, node.targets, node.requests, strict=True):
-                request = int(requests[0])
-                ends = [*before, *node.tokens[: offsets[-1] + 1]]
+            for request, first, wanted in node.questions:
+                ends = [*before, *node.tokens[: first + len(wanted)]]
                 assert inputs[request][: len(ends)].tolist() == ends
                 found[request] += wanted.tolist()
             stack.extend((child, path) for child in node.children)
@@ -153,3 +152,14 @@ def test_memory_that_runs_out_halves_the_batch_and_counts_nothing_twice(monkeypa
     assert scorer.batch_tokens < 1 << 20
     for number, request in enumerate(zip(inputs, targets, strict=True)):
         assert found[number][0] == pytest.approx(alone(model, *request)[0], abs=1e-8)
+
+
+def test_rows_of_a_batch_are_of_about_one_length_once_it_fills_the_device(monkeypatch):
+    scorer = Scorer(model_of("metala_tiny"), batch_tokens=1 << 14)
+    draw = np.random.default_rng(0)
+    inputs = [draw.integers(0, VOCABULARY, length) for length in range(1, 400)]
+    scorer.score_units(scorer.units(*contexts_of(inputs, [ids[-1:] for ids in inputs])), len(inputs), done=list)
+    read = scorer.read
+    assert read == sum(map(len, inputs))
+    assert sum(scorer.shapes.values()) < 60
+    assert sum(rows * length * times for (rows, length), times in scorer.shapes.items()) < 1.1 * read

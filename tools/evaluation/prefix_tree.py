@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,24 +17,29 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 
 
-@dataclass
+class Question(NamedTuple):
+    """For `request`: after token `first` of a node, how likely is targets[0], after the next one targets[1], ..."""
+
+    request: int
+    first: int
+    targets: Ids
+
+
+@dataclass(slots=True)
 class Node:
     """A run of tokens after its parent's, and what is asked of its positions.
 
     Attributes:
         tokens: [length] ids, at least one.
         children: nodes that go on after the last token.
+        questions: any number; a token may be asked about more than once.
         row: place in the batch that computed the node; children find the parent's state there.
-        offsets, targets, requests: [asked] each: after token `offsets[i]`, how likely is `targets[i]`, for which
-            request. An offset may be asked more than once.
     """
 
     tokens: Ids
     children: list[Node] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
     row: int = 0
-    offsets: list[Ids] = field(default_factory=list)
-    targets: list[Ids] = field(default_factory=list)
-    requests: list[Ids] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -52,8 +58,7 @@ class Node:
         stack = [self]
         while stack:
             node = stack.pop()
-            for requests in node.requests:
-                found.update(requests.tolist())
+            found.update(question.request for question in node.questions)
             stack.extend(node.children)
         return found
 
@@ -74,9 +79,7 @@ def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int
         by_key.setdefault(key, []).append(request)
     ordered = sorted(by_key)
     sequences = [np.asarray(inputs[by_key[key][0]], np.int64) for key in ordered]
-    shared = np.zeros(len(ordered), np.int64)
-    for i in range(1, len(ordered)):
-        shared[i] = _common(sequences[i - 1], sequences[i])
+    shared = np.array([0, *(_common(a, b) for a, b in itertools.pairwise(sequences))], np.int64)
 
     roots: list[Node] = []
     # (first, end, depth, path): sequences first to end, of which `depth` tokens are already in the nodes of the path.
@@ -116,8 +119,5 @@ def _ask(path: tuple[tuple[int, Node], ...], sequence: Ids, targets: Ids, reques
     for start, node in path:
         end = start + len(node.tokens)
         low = max(first, start)
-        if low >= end:
-            continue
-        node.offsets.append(np.arange(low - start, end - start))
-        node.targets.append(targets[low - first : end - first])
-        node.requests.append(np.full(end - low, request))
+        if low < end:
+            node.questions.append(Question(request, low - start, targets[low - first : end - first]))

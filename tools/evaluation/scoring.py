@@ -5,6 +5,8 @@ Only the positions that are asked about go through the output projection; the vo
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.kernels import takes
 from models.lm import LanguageModel
 from models.precision import wide
 from tools.evaluation.prefix_tree import Ids, Node, build_forest
@@ -20,6 +23,8 @@ State = list[dict[str, Tensor]]
 Answer = tuple[float, bool]
 # Logits formed at a time, in elements.
 _LOGITS_CPU, _LOGITS_CUDA = 1 << 23, 1 << 28
+# Tokens of a batch that keep a device busy, and how much shorter than its longest row another of it may be then.
+_ENOUGH_CPU, _ENOUGH_CUDA, _EVEN = 1 << 10, 1 << 14, 0.875
 
 
 @dataclass
@@ -31,12 +36,14 @@ class Scorer:
         batch_tokens: tokens of a batch, padding included; 0 measures what fits. Halved for good when memory runs out.
         state_bytes: what the states of a batch may take.
         read: tokens that went through the model so far, padding excluded.
+        shapes: how many batches of each (rows, length) went through the model so far.
     """
 
     model: LanguageModel
     batch_tokens: int = 0
     state_bytes: int = 0
     read: int = field(default=0, init=False)
+    shapes: Counter[tuple[int, int]] = field(default_factory=Counter, init=False)
 
     def __post_init__(self) -> None:
         self.device = next(self.model.parameters()).device
@@ -66,12 +73,36 @@ class Scorer:
         """
         self._sums = torch.zeros(requests, dtype=torch.float64, device=self.device)
         self._misses = torch.zeros(requests, dtype=torch.int64, device=self.device)
+        before: Callable[[], list[tuple[int, Answer]]] | None = None
         for batch in self._batches(units):
             self._descend(batch, None)
-            answered = sorted(set().union(*(node.asked_by for node in batch)))
-            index = torch.tensor(answered, device=self.device)
-            sums, misses = self._sums[index].tolist(), self._misses[index].tolist()
-            done([(r, (total, miss == 0)) for r, total, miss in zip(answered, sums, misses, strict=True)])
+            answers = self._answers(sorted(set().union(*(node.asked_by for node in batch))))
+            # Waits for the batch before, so that the device has the next one's work while this process prepares more.
+            if before is not None:
+                done(before())
+            before = answers
+        if before is not None:
+            done(before())
+
+    def _answers(self, requests: list[int]) -> Callable[[], list[tuple[int, Answer]]]:
+        """What the device has summed for these requests up to here, to be had when it has."""
+        index = self._moved(torch.tensor(requests))
+        sums, misses = (x[index].to("cpu", non_blocking=True) for x in (self._sums, self._misses))
+        ready = torch.cuda.Event() if self.device.type == "cuda" else None
+        if ready is not None:
+            ready.record(torch.cuda.current_stream(self.device))
+
+        def wait() -> list[tuple[int, Answer]]:
+            if ready is not None:
+                ready.synchronize()
+            found = zip(requests, sums.tolist(), misses.tolist(), strict=True)
+            return [(request, (total, missed == 0)) for request, total, missed in found]
+
+        return wait
+
+    def _moved(self, x: Tensor) -> Tensor:
+        """x on the device, without waiting for what is queued there."""
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
 
     def _descend(self, nodes: Sequence[Node], state: State | None) -> None:
         """Computes nodes of one depth and everything below; `state` is that of their parents' batch."""
@@ -95,6 +126,7 @@ class Scorer:
 
         below: that the nodes begin from a state of their own each.
         """
+        enough = _ENOUGH_CUDA if self.device.type == "cuda" else _ENOUGH_CPU
         # Leaves need no state after them, which is most of the memory.
         for group in ([n for n in nodes if n.children], [n for n in nodes if not n.children]):
             batch: list[Node] = []
@@ -103,7 +135,10 @@ class Scorer:
                 size = self._bytes_a_row + self._bytes_a_token * longest
                 rows = self.state_bytes // size if node.children or below else self.batch_tokens
                 most = min(self.batch_tokens // longest, rows)
-                if batch and len(batch) >= most:
+                # Padding costs more than one batch more, once the batch fills the device. A batch with children is the
+                # beginning of theirs, and these should be many.
+                padded = not node.children and len(node.tokens) < _EVEN * longest
+                if batch and (len(batch) >= most or (padded and len(batch) * longest >= enough)):
                     yield batch
                     batch = []
                 batch.append(node)
@@ -120,23 +155,29 @@ class Scorer:
         mask = (
             torch.arange(tokens.shape[1]) < lengths[:, None] if keep and bool((lengths < lengths.max()).any()) else None
         )
-        if state is not None:
-            rows = torch.tensor([node.row for node in batch], device=self.device)
-            state = [{key: value.index_select(0, rows) for key, value in layer.items()} for layer in state]
-        hidden, new_state = self._forward(tokens, mask, state, keep)
+        rows = None if state is None else torch.tensor([node.row for node in batch])
+        hidden, new_state = self._forward(tokens, mask, state, keep, rows)
         self._answer(batch, hidden)
         self.read += int(lengths.sum())
+        self.shapes[tokens.shape[0], tokens.shape[1]] += 1
         for row, node in enumerate(batch):
             for child in node.children:
                 child.row = row
         return new_state if keep else None
 
-    def _forward(self, tokens: Tensor, mask: Tensor | None, state: State | None, keep: bool) -> tuple[Tensor, State]:
-        x = tokens.to(self.device)
-        mask = None if mask is None else mask.to(self.device)
+    def _forward(
+        self, tokens: Tensor, mask: Tensor | None, state: State | None, keep: bool, rows: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """state: of which a row of tokens begins with the one that `rows` says."""
+        x = self._moved(tokens)
+        mask = None if mask is None else self._moved(mask)
+        rows = None if rows is None else self._moved(rows)
         layers = [self.model.embedding, *self.model.blocks]
         new_state: State = []
-        for layer, before in zip(layers, [None] * len(layers) if state is None else state, strict=True):
+        for number, layer in enumerate(layers):
+            before = None
+            if state is not None and rows is not None:
+                before = {key: value.index_select(0, rows) for key, value in state[number].items()}
             x = layer(x, mask=mask, state=before, return_state=keep)
             if keep:
                 x, after = x
@@ -146,30 +187,47 @@ class Scorer:
     def _answer(self, batch: list[Node], hidden: Tensor) -> None:
         """Adds what the batch's positions say to the requests' sums: all of it, or nothing when memory runs out."""
         length = hidden.shape[1]
-        asked = [(row * length, node) for row, node in enumerate(batch) if node.offsets]
+        asked = [
+            (row * length + question.first, question) for row, node in enumerate(batch) for question in node.questions
+        ]
         if not asked:
             return
-        places = np.concatenate([start + offsets for start, node in asked for offsets in node.offsets])
-        targets = torch.from_numpy(np.concatenate([t for _, node in asked for t in node.targets])).to(self.device)
-        requests = torch.from_numpy(np.concatenate([r for _, node in asked for r in node.requests])).to(self.device)
-        unique, which = np.unique(places, return_inverse=True)
-        rows = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(unique).to(self.device)]
+        counts = np.array([len(question.targets) for _, question in asked])
+        starts = np.array([place for place, _ in asked]) - (np.cumsum(counts) - counts)
+        places = np.repeat(starts, counts) + np.arange(counts.sum())
+        order = np.argsort(places, kind="stable")
+        unique, which = np.unique(places[order], return_inverse=True)
+        wanted = np.concatenate([question.targets for _, question in asked])[order]
+        owners = np.repeat([question.request for _, question in asked], counts)[order]
+        rows = hidden.reshape(-1, hidden.shape[-1])[self._moved(torch.from_numpy(unique))]
+        row, targets, requests = self._moved(torch.from_numpy(np.stack([which, wanted, owners])))
         log_likelihood = torch.empty(len(places), dtype=torch.float64, device=self.device)
         greedy = torch.empty(len(places), dtype=torch.bool, device=self.device)
         elements = _LOGITS_CUDA if self.device.type == "cuda" else _LOGITS_CPU
         step = max(1, elements // self.model.config.vocab_size)
-        order = np.argsort(which, kind="stable")
-        bounds = np.searchsorted(which[order], np.arange(0, len(unique) + step, step))
-        for chunk, start in enumerate(range(0, len(unique), step)):
-            members = torch.from_numpy(order[bounds[chunk] : bounds[chunk + 1]]).to(self.device)
-            row = torch.from_numpy(which[order[bounds[chunk] : bounds[chunk + 1]]] - start).to(self.device)
-            logits = wide(self.model.head(rows[start : start + step]))
-            best, mass = logits.argmax(-1), torch.logsumexp(logits, -1)
-            wanted = targets[members]
-            log_likelihood[members] = (logits[row, wanted] - mass[row]).double()
-            greedy[members] = best[row] == wanted
+        first = range(0, len(unique), step)
+        bounds = np.searchsorted(which, [*first, len(unique)]).tolist()
+        for start, (low, high) in zip(first, itertools.pairwise(bounds), strict=True):
+            here, target = row[low:high] - start, targets[low:high]
+            logits = self.model.head(rows[start : start + step])
+            chosen = wide(logits[here, target])
+            best, log_sum = _likeliest(logits)
+            log_likelihood[low:high] = chosen - log_sum[here]
+            greedy[low:high] = best[here] == target
         self._sums.index_add_(0, requests, log_likelihood)
         self._misses.index_add_(0, requests, (~greedy).long())
+
+
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of logits [rows, vocab], which may be overwritten: the index of the largest, the log of sum(exp)."""
+    if takes(logits):
+        from models.kernels.cross_entropy import row_statistics
+
+        largest, best, mass, _ = row_statistics(logits, None, torch.zeros_like(logits[:, 0], dtype=torch.int64))
+        return best, largest + mass.log()
+    z = wide(logits)
+    peak, best = z.max(-1)
+    return best, peak + z.sub_(peak[:, None]).exp_().sum(-1).log()
 
 
 @torch.inference_mode()
