@@ -2,70 +2,80 @@
 
 python -m tools.benchmark_evaluation --data-dir DATA --tokenizer TOKENIZER_JSON         # 360M, random weights, one GPU
 python -m tools.benchmark_evaluation --data-dir DATA --checkpoint runs/metala_360m      # a trained model
+python -m tools.benchmark_evaluation --data-dir DATA --tokenizer TOKENIZER_JSON --scale 0.1 --limit-minutes 2 --only hf
 
 Both read the same exported weights in one process, one after the other, after a warm-up. Tasks of which the folder holds
-only a part are filled up to the size of the whole set with rows whose words are shuffled, so that no two are alike and
-what requests share is what they share in the whole set (MultiRC: 83 paragraphs, 953 questions, 4,848 answers).
+only a part are filled up to the size of the whole set with rows whose words are shuffled (tools/evaluation/whole_sets.py).
+A side that is stopped by --limit-minutes is reported with what it has done, and its time for the rest is estimated from it.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.arguments import command_line
-
-# Documents of the whole sets, by data folder and the split that the harness evaluates.
-SIZES = {
-    "super_glue/boolq/validation": 3270,
-    "super_glue/cb/validation": 56,
-    "super_glue/copa/validation": 100,
-    "super_glue/multirc/validation": 4848,
-    "super_glue/rte/validation": 277,
-    "super_glue/wic/validation": 638,
-    "super_glue/wsc.fixed/validation": 104,
-    "lambada_openai/test": 5153,
-    "logiqa/test": 651,
-    "wsc273/test": 273,
-    "piqa/validation": 1838,
-    "hellaswag/validation": 10042,
-    "winogrande/validation": 1267,
-    "ai2_arc/ARC-Easy/test": 2376,
-    "ai2_arc/ARC-Challenge/test": 1172,
-    "openbookqa/test": 500,
-}
-PARAGRAPHS, QUESTIONS = 83, 953
-Row = dict[str, Any]
+from tools.evaluation.whole_sets import write_whole_sets
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of the whole evaluation, and of it those in which the model was asked (tokenising included)."""
+    """What one side took, in seconds.
+
+    Attributes:
+        name: metalion or hf.
+        total: the whole evaluation, the harness's requests and metrics included.
+        tokenising, scoring: parts of it.
+        requests, tokens: that were answered.
+        share: of all tokens; below 1 the evaluation was stopped, and `whole` is an estimate.
+        answers: log-likelihood by (context, continuation).
+        batches: what a model of this project read: tokens, with and without padding, batches and their distinct shapes.
+    """
 
     name: str
     total: float
-    asked: float
-    answers: list[float]
-    results: dict[str, Any]
+    tokenising: float
+    scoring: float
+    requests: int
+    tokens: int
+    share: float
+    answers: dict[tuple[str, str], float]
+    batches: dict[str, int] | None = None
+
+    @property
+    def tokens_a_second(self) -> float:
+        """While the model is asked."""
+        return self.tokens / max(1e-9, self.scoring)
+
+    @property
+    def whole(self) -> float:
+        """Seconds of the whole evaluation: measured, or what it would take at this speed. nan if nothing was answered."""
+        if self.share == 1.0:
+            return self.total
+        return self.total + self.scoring * (1 / self.share - 1) if self.share else float("nan")
+
+    @property
+    def asking(self) -> float:
+        """Seconds of tokenising and scoring of all requests, as `whole`."""
+        return self.tokenising + self.scoring / self.share if self.share else float("nan")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if options.tokenizer is None and options.checkpoint is None:
+        _parser().error("--tokenizer says how the random model reads text; or give a --checkpoint")
+    import torch
 
     from tools.conversion.export import export
     from tools.devices import device_of
     from tools.evaluation.harness import Request, prepare_tasks
-    from tools.evaluation.huggingface import HuggingFaceLM
-    from tools.load_model import load_model
 
     device = str(device_of(options.device))
     with tempfile.TemporaryDirectory() as folder:
@@ -77,48 +87,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exported = Path(folder) / "exported"
         export(checkpoint, exported, dtype=options.dtype)
         prepared = prepare_tasks(Request(suites=("superglue", "commonsense"), data_dir=data))
-        loaded = load_model(checkpoint, device=device, dtype=options.dtype)
-        parameters = sum(p.numel() for p in loaded.model.parameters())
-        print(
-            f"{parameters / 1e6:,.1f} M parameters, {options.dtype} on {_machine(device)}, {documents:,} documents",
-            flush=True,
-        )
-
-        ours = _ours(loaded, options.max_length)
-        theirs = HuggingFaceLM(
-            str(exported),
-            device=device,
-            dtype=options.dtype,
-            batch_size=options.hf_batch,
-            max_length=options.max_length,
-            trust_remote_code=True,
-        )
-        theirs.max_batch_size = options.hf_max_batch
         timings = []
-        for name, lm in (("metalion", ours), ("hf", theirs)):
+        for name in [options.only] if options.only else ["metalion", "hf"]:
+            lm = _own(checkpoint, device, options) if name == "metalion" else _hf(exported, device, options)
+            if not timings:
+                parameters = sum(p.numel() for p in lm.model.parameters())
+                print(
+                    f"{parameters / 1e6:,.1f} M parameters, {options.dtype} on {_machine(device)}, {documents:,} documents",
+                    flush=True,
+                )
             _warm_up(lm)
-            timings.append(measure(name, lm, prepared, device))
-            print(f"{name}: {timings[-1].total:.1f} s, of which asking the model {timings[-1].asked:.1f} s", flush=True)
-        report(timings, ours, options.output)
+            timings.append(measure(name, lm, prepared, options.limit_minutes))
+            del lm
+            if device.startswith("cuda"):
+                torch.cuda.empty_cache()
+        report(timings, options.output)
     return 0
-
-
-def write_whole_sets(source: Path, target: Path, scale: float = 1.0, seed: int = 0) -> int:
-    """Every data set at its whole size (times `scale`), real rows first; returns the number of documents."""
-    total = 0
-    for name, size in SIZES.items():
-        rows = _read(source, name)
-        size = max(3, round(size * scale))
-        draw = random.Random(f"{seed}/{name}")
-        if name == "super_glue/multirc/validation":
-            rows = _multirc(rows, size, scale, draw)
-        else:
-            rows = [*rows[:size], *(_shuffled(draw.choice(rows), draw) for _ in range(size - len(rows)))]
-        path = target / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        total += len(rows)
-    return total
 
 
 def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> Path:
@@ -152,133 +136,131 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
     return saved
 
 
-def measure(name: str, lm: Any, prepared: Any, device: str) -> Timing:
-    """Runs the suites through a model."""
-    import torch
-
+def measure(name: str, lm: Any, prepared: Any, limit_minutes: float | None = None) -> Timing:
+    """Runs the suites through a model, with a line every few seconds."""
     from tools.evaluation.harness import evaluate
+    from tools.evaluation.watch import TimeUpError, Watch, follow
 
-    asked, answers = 0.0, []
-    original = lm.loglikelihood
-
-    def timed(requests: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal asked
-        begin = time.perf_counter()
-        found = original(requests, *args, **kwargs)
-        asked += time.perf_counter() - begin
-        answers.extend(value for value, _ in found)
-        return found
-
-    lm.loglikelihood = timed
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    results = evaluate(lm, prepared)
-    assert results is not None
-    return Timing(name, time.perf_counter() - begin, asked, answers, results)
-
-
-def report(timings: Sequence[Timing], ours: Any, output: Path) -> None:
-    """Prints the table and writes `evaluation.json`."""
-    mine, other = timings
-    difference = max(abs(a - b) for a, b in zip(mine.answers, other.answers, strict=True))
-    print(
-        f"\n{len(mine.answers):,} requests, {ours.asked_tokens / 1e6:.2f} M tokens asked, {ours.scorer.read / 1e6:.2f} M read; "
-        f"largest difference of a request {difference:.3g}\n"
+    watch = Watch(name, sys.stdout, None if limit_minutes is None else 60 * limit_minutes)
+    follow(lm, watch)
+    watch.start()
+    try:
+        evaluate(lm, prepared)
+    except TimeUpError as stop:
+        print(stop, flush=True)
+    total = watch.seconds
+    batches = None
+    if (scorer := getattr(lm, "scorer", None)) is not None:
+        shapes = scorer.shapes
+        batches = {
+            "tokens_read": scorer.read,
+            "with_padding": sum(rows * length * times for (rows, length), times in shapes.items()),
+            "batches": sum(shapes.values()),
+            "shapes": len(shapes),
+        }
+    tokenised = watch.ready or watch.seconds
+    return Timing(
+        name,
+        total,
+        tokenised - watch.began,
+        watch.ended - watch.ready,
+        watch.answered,
+        watch.answered_tokens,
+        watch.share,
+        watch.answers,
+        batches,
     )
-    print("| model | whole evaluation, s | asking the model, s | tokens asked a second |")
-    print("|---|---:|---:|---:|")
-    for timing in timings:
-        print(f"| {timing.name} | {timing.total:.1f} | {timing.asked:.1f} | {ours.asked_tokens / timing.asked:,.0f} |")
-    print(f"\nhf over metalion: {other.total / mine.total:.2f} x whole, {other.asked / mine.asked:.2f} x asking")
+
+
+def report(timings: Sequence[Timing], output: Path) -> None:
+    """Prints the table and writes `evaluation.json`."""
+    print("\n| model | requests | tokens asked | whole, s | tokenising, s | scoring, s | tokens asked a second |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for t in timings:
+        whole = f"{t.total:.1f}" if t.share == 1.0 else f"about {t.whole:.0f} (stopped at {t.total:.0f})"
+        print(
+            f"| {t.name} | {t.requests:,} | {t.tokens:,} | {whole} | {t.tokenising:.1f} | {t.scoring:.1f} | "
+            f"{t.tokens_a_second:,.0f} |"
+        )
+    content: dict[str, Any] = {t.name: _entry(t) for t in timings}
+    print()
+    for t in timings:
+        if t.batches is not None:
+            padding = 1 - t.batches["tokens_read"] / max(1, t.batches["with_padding"])
+            print(
+                f"{t.name} read {t.batches['tokens_read'] / 1e6:.2f} M tokens in {t.batches['batches']} batches of "
+                f"{t.batches['shapes']} shapes, {padding:.0%} padding"
+            )
+    if len(timings) == 2:
+        mine, other = timings
+        both = mine.answers.keys() & other.answers.keys()
+        difference = max((abs(mine.answers[key] - other.answers[key]) for key in both), default=float("nan"))
+        estimated = "" if mine.share == other.share == 1.0 else ", partly estimated"
+        print(f"largest difference of {len(both):,} requests that both answered: {difference:.3g}")
+        print(
+            f"{other.name} over {mine.name}: {other.whole / mine.whole:.2f} x whole, "
+            f"{other.asking / mine.asking:.2f} x tokenising and scoring{estimated}"
+        )
+        content["largest_difference"] = difference
+        content["ratio"] = {"whole": other.whole / mine.whole, "asking": other.asking / mine.asking}
     output.mkdir(parents=True, exist_ok=True)
-    content = {
-        "requests": len(mine.answers),
-        "tokens_asked": ours.asked_tokens,
-        "tokens_read": ours.scorer.read,
-        "largest_difference": difference,
-        "seconds": {t.name: {"total": t.total, "asked": t.asked} for t in timings},
-        "ratio": {"total": other.total / mine.total, "asked": other.asked / mine.asked},
-    }
     (output / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _ours(loaded: Any, max_length: int) -> Any:
-    from tools.evaluation.adapter import ProjectLM
+def _entry(timing: Timing) -> dict[str, Any]:
+    entry = {key: value for key, value in vars(timing).items() if key not in ("name", "answers")}
+    return {**entry, "whole": timing.whole, "asking": timing.asking, "estimated": timing.share < 1.0}
 
+
+def _own(checkpoint: Path, device: str, options: argparse.Namespace) -> Any:
+    from tools.evaluation.adapter import ProjectLM
+    from tools.load_model import load_model
+
+    loaded = load_model(checkpoint, device=device, dtype=options.dtype)
     return ProjectLM(
-        loaded.model, loaded.tokenizer, max_length=max_length, name="metalion", progress=sys.stderr.isatty()
+        loaded.model, loaded.tokenizer, max_length=options.max_length, name="metalion", progress=sys.stderr.isatty()
     )
 
 
+def _hf(exported: Path, device: str, options: argparse.Namespace) -> Any:
+    from tools.evaluation.huggingface import HuggingFaceLM
+
+    lm = HuggingFaceLM(
+        str(exported),
+        device=device,
+        dtype=options.dtype,
+        batch_size=options.hf_batch,
+        max_length=options.max_length,
+        trust_remote_code=True,
+    )
+    lm.max_batch_size = options.hf_max_batch
+    return lm
+
+
 def _warm_up(lm: Any) -> None:
-    """Compiles what is compiled on first use, at the shapes that come."""
+    """Compiles what is compiled on first use: short and long beginnings and endings, and lengths of every kind."""
     from lm_eval.api.instance import Instance
 
     draw = random.Random(0)
-    texts = [" ".join(draw.choice(["state", "decay", "gate"]) for _ in range(n)) for n in (3, 20, 60, 150, 400) * 6]
-    pairs = [(text, f" {word} end") for text in texts for word in ("some", "another long")]
-    lm.loglikelihood([Instance("loglikelihood", {}, pair, i, metadata=("", i, 1)) for i, pair in enumerate(pairs)])
+
+    def text(words: int) -> str:
+        return " ".join(draw.choice(["state", "decay", "gate"]) for _ in range(words))
+
+    compiles = next(lm.model.parameters()).is_cuda
+    pairs = []
+    for context in (text(n) for n in ((3, 15, 16, 21, 60, 64, 150, 400) if compiles else (3,))):
+        pairs += [(context, f" {text(n)}") for n in (1, 2, 7, 16, 17, 32, 41, 80)]
+    for number in range(3 if compiles else 1):  # alone, with equal beginnings, and in batches of another size
+        lm.loglikelihood(
+            [Instance("loglikelihood", {}, pair, i, metadata=("", i, 1)) for i, pair in enumerate(pairs[number:])],
+            disable_tqdm=True,
+        )
     for counter in ("requests", "truncated"):
         getattr(lm, counter).clear()
     lm.asked_tokens = lm.longest = 0
     if hasattr(lm, "scorer"):
         lm.scorer.read = 0
-
-
-def _shuffled(value: Any, draw: random.Random) -> Any:
-    """The same row with the words of every text in another order; labels, indices and single words stay."""
-    if isinstance(value, dict):
-        return {key: item if key in _KEPT else _shuffled(item, draw) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_shuffled(item, draw) for item in value]
-    if not isinstance(value, str):
-        return value
-    words = value.split(" ")
-    if "_" in words:  # the blank stays where it is
-        place = words.index("_")
-        rest = words[:place] + words[place + 1 :]
-        draw.shuffle(rest)
-        return " ".join([*rest[:place], "_", *rest[place:]])
-    draw.shuffle(words)
-    return " ".join(words)
-
-
-_KEPT = {"label", "answerKey", "answer", "idx", "id", "pronoun", "span1_text", "span2_text", "word", "text_label"}
-
-
-def _multirc(rows: list[Row], size: int, scale: float, draw: random.Random) -> list[Row]:
-    paragraphs = [_shuffled(draw.choice(rows)["paragraph"], draw) for _ in range(max(1, round(PARAGRAPHS * scale)))]
-    questions = [
-        (i % len(paragraphs), _shuffled(draw.choice(rows)["question"], draw))
-        for i in range(max(1, round(QUESTIONS * scale)))
-    ]
-    found = []
-    for number in range(size):
-        question = number * len(questions) // size
-        paragraph, text = questions[question]
-        answer = " ".join(
-            draw.choice(draw.choice(rows)["paragraph"].split(" "))
-            for _ in range(len(draw.choice(rows)["answer"].split(" ")))
-        )
-        index = {"paragraph": paragraph, "question": question, "answer": number}
-        row = {"paragraph": paragraphs[paragraph], "question": text, "answer": answer, "idx": index}
-        found.append({**row, "label": draw.randrange(2)})
-    return found
-
-
-def _read(source: Path, name: str) -> list[Row]:
-    # Where the evaluated split is there in part only, the rows of the other one help.
-    rows: list[Row] = []
-    for split in (name.rpartition("/")[2], "validation", "test"):
-        for suffix in (".jsonl.gz", ".jsonl"):
-            path = source / name.rpartition("/")[0] / f"{split}{suffix}"
-            if path.is_file():
-                text = gzip.decompress(path.read_bytes()) if suffix.endswith(".gz") else path.read_bytes()
-                rows += [row for line in text.decode().splitlines() if (row := json.loads(line)) not in rows[:50]]
-    if not rows:
-        raise FileNotFoundError(f"{source} lacks {name}.jsonl.gz: a few rows of every task are needed to begin with")
-    return rows
+        lm.scorer.shapes.clear()
 
 
 def _machine(device: str) -> str:
@@ -294,6 +276,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, default=Path("configs/model/metala_360m.yml"), help="default %(default)s")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of the random model")
     parser.add_argument("--scale", type=float, default=1.0, help="part of the whole sets (default 1)")
+    parser.add_argument("--only", choices=["metalion", "hf"], help="one side alone")
+    parser.add_argument("--limit-minutes", type=float, help="stop each side after so long and estimate the rest")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens seen at once (default %(default)s)")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")

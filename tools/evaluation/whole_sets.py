@@ -1,0 +1,108 @@
+"""Data of the suites at the size of the whole sets, where a folder holds only a part of a set.
+
+What is missing are rows whose words are shuffled, so that no two are alike and what requests share is what they share
+in the whole set (MultiRC: 83 paragraphs, 953 questions, 4,848 answers).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+# Documents of the whole sets, by data folder and the split that the harness evaluates.
+SIZES = {
+    "super_glue/boolq/validation": 3270,
+    "super_glue/cb/validation": 56,
+    "super_glue/copa/validation": 100,
+    "super_glue/multirc/validation": 4848,
+    "super_glue/rte/validation": 277,
+    "super_glue/wic/validation": 638,
+    "super_glue/wsc.fixed/validation": 104,
+    "lambada_openai/test": 5153,
+    "logiqa/test": 651,
+    "wsc273/test": 273,
+    "piqa/validation": 1838,
+    "hellaswag/validation": 10042,
+    "winogrande/validation": 1267,
+    "ai2_arc/ARC-Easy/test": 2376,
+    "ai2_arc/ARC-Challenge/test": 1172,
+    "openbookqa/test": 500,
+}
+PARAGRAPHS, QUESTIONS = 83, 953
+Row = dict[str, Any]
+
+
+def write_whole_sets(source: Path, target: Path, scale: float = 1.0, seed: int = 0) -> int:
+    """Every data set at its whole size (times `scale`), real rows first; returns the number of documents."""
+    total = 0
+    for name, size in SIZES.items():
+        rows = _read(source, name)
+        size = max(3, round(size * scale))
+        draw = random.Random(f"{seed}/{name}")
+        if name == "super_glue/multirc/validation":
+            rows = _multirc(rows, size, scale, draw)
+        else:
+            rows = [*rows[:size], *(_shuffled(draw.choice(rows), draw) for _ in range(size - len(rows)))]
+        path = target / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        total += len(rows)
+    return total
+
+
+def _shuffled(value: Any, draw: random.Random) -> Any:
+    """The same row with the words of every text in another order; labels, indices and single words stay."""
+    if isinstance(value, dict):
+        return {key: item if key in _KEPT else _shuffled(item, draw) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shuffled(item, draw) for item in value]
+    if not isinstance(value, str):
+        return value
+    words = value.split(" ")
+    if "_" in words:  # the blank stays where it is
+        place = words.index("_")
+        rest = words[:place] + words[place + 1 :]
+        draw.shuffle(rest)
+        return " ".join([*rest[:place], "_", *rest[place:]])
+    draw.shuffle(words)
+    return " ".join(words)
+
+
+_KEPT = {"label", "answerKey", "answer", "idx", "id", "pronoun", "span1_text", "span2_text", "word", "text_label"}
+
+
+def _multirc(rows: list[Row], size: int, scale: float, draw: random.Random) -> list[Row]:
+    paragraphs = [_shuffled(draw.choice(rows)["paragraph"], draw) for _ in range(max(1, round(PARAGRAPHS * scale)))]
+    questions = [
+        (i % len(paragraphs), _shuffled(draw.choice(rows)["question"], draw))
+        for i in range(max(1, round(QUESTIONS * scale)))
+    ]
+    found = []
+    for number in range(size):
+        question = number * len(questions) // size
+        paragraph, text = questions[question]
+        answer = " ".join(
+            draw.choice(draw.choice(rows)["paragraph"].split(" "))
+            for _ in range(len(draw.choice(rows)["answer"].split(" ")))
+        )
+        index = {"paragraph": paragraph, "question": question, "answer": number}
+        row = {"paragraph": paragraphs[paragraph], "question": text, "answer": answer, "idx": index}
+        found.append({**row, "label": draw.randrange(2)})
+    return found
+
+
+def _read(source: Path, name: str) -> list[Row]:
+    # Where the evaluated split is there in part only, the rows of the other one help.
+    rows: list[Row] = []
+    for split in (name.rpartition("/")[2], "validation", "test"):
+        for suffix in (".jsonl.gz", ".jsonl"):
+            path = source / name.rpartition("/")[0] / f"{split}{suffix}"
+            if path.is_file():
+                text = gzip.decompress(path.read_bytes()) if suffix.endswith(".gz") else path.read_bytes()
+                rows += [row for line in text.decode().splitlines() if (row := json.loads(line)) not in rows[:50]]
+    if not rows:
+        raise FileNotFoundError(f"{source} lacks {name}.jsonl.gz: a few rows of every task are needed to begin with")
+    return rows
