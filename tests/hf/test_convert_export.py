@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 
 import tools.conversion.export as exporting
 from megatron_lite.checkpoint import read_weights
+from models.config import ModelConfig
 from tests.hf.conftest import write_run
+from tools.conversion.card import model_card
 from tools.conversion.compare import load_export
 from tools.convert_hf import main
 
@@ -129,6 +131,17 @@ def test_what_is_no_checkpoint(trained_run: Path, tmp_path: Path, capsys: pytest
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
     assert "blocks.0.mlp.down_proj.bias is missing" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_card_of_a_run_that_is_writing_its_metrics(tmp_path: Path) -> None:
+    """The step's own line may not be there, as with a logging interval, and the last one is cut."""
+    lines = [{"kind": "train", "step": step, "time": 0.0, "tokens": 64 * step} for step in (2, 4)]
+    cut = '{"kind": "train", "st'
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
+    model = ModelConfig(vocab_size=32, num_layers=1, hidden_size=32, num_heads=2)
+    facts: dict[str, Any] = {"run": tmp_path, "parameters": 1, "dtype": "fp32", "licence": "mit"}
+    assert "| tokens | 256 |" in model_card({}, model, step="step_00000004", **facts)
+    assert "| tokens | unknown |" in model_card({}, model, step="step_00000003", **facts)
 
 
 def test_the_card(trained_run: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.metrics import FILE_NAME, read_metrics
 from models.config import ModelConfig
 
 _CITATIONS = {
@@ -124,13 +125,10 @@ def _training(config: Mapping[str, Any], run: Path, step: str) -> list[tuple[str
 
 
 def _tokens(run: Path, step: int) -> str:
-    metrics = run / "metrics.jsonl"
-    if step and metrics.is_file():
-        with open(metrics, encoding="utf-8") as file:
-            for line in file:
-                record = json.loads(line)
-                if record.get("kind") == "train" and record.get("step") == step and "tokens" in record:
-                    return f"{int(record['tokens']):,}"
+    if step and (run / FILE_NAME).is_file():
+        for line in read_metrics(run):
+            if line["kind"] == "train" and line["step"] == step:
+                return f"{int(line['tokens']):,}"
     return "unknown"
 
 

@@ -57,7 +57,7 @@ class AnswerFile:
         return self._known.get(key)
 
     def add(self, answers: Iterable[tuple[str, Any]]) -> None:
-        """Keeps (key, answer) pairs; they are on disk when this returns."""
+        """Keeps (key, answer) pairs; a process that is killed after this has lost none of them."""
         if self._file is None:
             return
         for key, value in answers:
