@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 8192  # elements of one program: enough that finding its piece costs nothing, few enough that the last ones end together
+_CHUNK = 4096  # elements of one program: enough that finding its piece costs nothing, few enough that the last ones end together
 _VECTOR = 8  # elements of 16 bits that are read at once
 
 
@@ -68,13 +68,15 @@ class Pieces:
 
     def squares(self, gradients: Lying, out: Tensor) -> None:
         """Write sums of squares of stretches of the counted gradients, float32, to `out` [programs]."""
-        self._run(_squares, gradients, out, BLOCK=2048)
+        self._run(_squares, gradients, out, BLOCK=512, warps=4)
 
     def add(self, gradients: Lying, total: Tensor, fresh: Sequence[bool]) -> None:
         """Add the gradients to `total`, float32 [elements], in which the pieces that are `fresh` hold nothing yet."""
         host = torch.tensor(fresh, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         aligned = total.data_ptr() % 16 == 0
-        self._run(_add, gradients, total, host.to(self._device, non_blocking=True), aligned=aligned, BLOCK=1024)
+        self._run(
+            _add, gradients, total, host.to(self._device, non_blocking=True), aligned=aligned, BLOCK=1024, warps=8
+        )
 
     def adamw(
         self,
@@ -113,11 +115,18 @@ class Pieces:
             1 / sqrt(1 - beta2**step),
             eps,
             aligned=all(flat.data_ptr() % 16 == 0 for flat in flats),
-            BLOCK=1024,
+            BLOCK=2048,
+            warps=16,
         )
 
     def _run(
-        self, kernel: triton.JITFunction, gradients: Lying, *arguments: Tensor | float, aligned: bool = True, BLOCK: int
+        self,
+        kernel: triton.JITFunction,
+        gradients: Lying,
+        *arguments: Tensor | float,
+        aligned: bool = True,
+        BLOCK: int,
+        warps: int,
     ) -> None:
         if self.programs:
             kernel[(self.programs,)](
@@ -129,7 +138,7 @@ class Pieces:
                 ALIGNED=gradients.aligned and aligned,
                 CHUNK=_CHUNK,
                 BLOCK=BLOCK,
-                num_warps=8,
+                num_warps=warps,
             )
 
 

@@ -1,14 +1,14 @@
 """What DeepSpeed's bf16 optimizer does after a backward pass, in few large kernels and without its detours.
 
 As it comes, it adds every gradient to float32 sums by way of a float32 copy, zeroes these sums twice a step and the gradients
-before every backward pass, has a single process flatten, reduce (which rounds sums over micro batches to bf16) and unflatten
-all of them, takes the norm of each, multiplies each, asks the device twice before it goes on, and writes the 16-bit weights in
-a pass of their own. What is computed stays what it is.
+before every backward pass, flattens, reduces (which rounds sums over micro batches to bf16) and unflattens all of them on every
+process, a single one too, takes the norm of each, multiplies each, asks the device twice before it goes on, and writes the
+16-bit weights in a pass of their own. What is computed stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lite.gradient_reduction import average_own
 from megatron_lite.host_copy import host_copy
 
 
@@ -40,9 +41,14 @@ def spare_gradients(engine: Any, zero: Any, replicas: int, *, release: bool, ker
         if pipeline:
             engine.pipeline_enable_backward_allreduce = False
 
+    def reduce(**_: Any) -> None:
+        for flat, group in zip(zero.fp32_groups_gradients_flat, zero.real_dp_process_group, strict=True):
+            average_own(flat, group, engine.communication_data_type)
+
     def single() -> bool:
         return kernels and replicas == 1 and not pipeline and engine.gradient_accumulation_steps() == 1
 
+    engine.buffered_allreduce_fallback = reduce
     step = _Step(zero, single, release, _Kernels(zero) if kernels else _Torch(zero))
     zero.update_hp_grads, zero.step, zero.skip_next = step.add, step.step, step.skip_next
     zero.clear_lp_grads = zero.clear_hp_grads = zero.zero_grad = _nothing
@@ -60,7 +66,7 @@ class _Arithmetic(Protocol):
         """Add to the float32 sums, of which the fresh ones hold nothing yet."""
 
     def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
-        """Sum of squares over the parameters that this process is to count."""
+        """Sum of squares over the gradients that this process is to count, of those whose optimizer state it has."""
 
     def update(self, gradients: list[list[Tensor | None]] | None, factor: Tensor) -> None:
         """AdamW with the gradients times the factor, a scalar; with NaN nothing."""
@@ -109,6 +115,8 @@ class _Step:
             square = self._arithmetic.square(gradients)
             if zero.mpu is not None:
                 dist.all_reduce(square, group=zero.mpu.get_model_parallel_group())
+            if dist.get_world_size(zero.dp_process_group) > 1:
+                dist.all_reduce(square, group=zero.dp_process_group)
             length = square.sqrt()
             # Fetched before the update is queued: the host goes on to the next step while the device is at it.
             told = host_copy(length)
@@ -156,15 +164,22 @@ class _Step:
         )
 
 
-def _counted(zero: Any, group: int) -> list[bool]:
-    """Which gradients of a group this process counts in the norm: of copies on several processes, one."""
+def _own_sums(zero: Any, group: int) -> list[tuple[Tensor, bool]]:
+    """The float32 sums of a group, parameter by parameter, as far as this process has their optimizer state, and whether it is
+    the one to count them in the norm: of copies on several processes, one does."""
     from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
 
     first = bwc_tensor_model_parallel_rank(mpu=zero.mpu) == 0
-    return [
-        not getattr(parameter, "ds_pipe_replicated", False) and (first or is_model_parallel_parameter(parameter))
-        for parameter in zero.bf16_groups[group]
-    ]
+    length = zero.fp32_groups_flat_partition[group].numel()
+    begin = dist.get_rank(zero.real_dp_process_group[group]) * length
+    sums, offset = [], 0
+    for parameter in zero.bf16_groups[group]:
+        counted = first or is_model_parallel_parameter(parameter)
+        start, end = (min(max(at, begin), begin + length) for at in (offset, offset + parameter.numel()))
+        part = zero.fp32_groups_gradients_flat[group][start:end]
+        sums.append((part, counted and not getattr(parameter, "ds_pipe_replicated", False)))
+        offset += parameter.numel()
+    return sums
 
 
 class _Torch:
@@ -172,6 +187,8 @@ class _Torch:
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero
+        sums = [_own_sums(zero, group) for group in range(len(zero.bf16_groups))]
+        self._counted = [part for group in sums for part, counted in group if counted and part.numel()]
 
     def add(self, group: int, gradients: list[Tensor | None], fresh: list[bool]) -> None:
         for total, gradient, first in zip(self._zero.fp32_groups_gradients[group], gradients, fresh, strict=True):
@@ -181,8 +198,9 @@ class _Torch:
                 total.zero_()
 
     def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
-        sums, _ = self._zero.get_grads_for_norm()
-        return torch.stack(torch._foreach_norm(sums)).square().sum().view(1)
+        if not self._counted:
+            return self._zero.fp32_groups_flat_partition[0].new_zeros(1)
+        return torch.stack(torch._foreach_norm(self._counted)).square().sum().view(1)
 
     def update(self, gradients: list[list[Tensor | None]] | None, factor: Tensor) -> None:
         zero = self._zero
@@ -207,10 +225,19 @@ class _Kernels:
         from megatron_lite.adamw import Lying, Pieces
 
         self._zero, self._device = zero, zero.fp32_groups_flat_partition[0].device
-        self._pieces = [
-            Pieces([parameter.numel() for parameter in parameters], self._device, _counted(zero, group))
-            for group, parameters in enumerate(zero.bf16_groups)
-        ]
+        sums = [_own_sums(zero, group) for group in range(len(zero.bf16_groups))]
+        self._own_sums = [[part for part, _ in group] for group in sums]
+        counted = [[counts for _, counts in group] for group in sums]
+
+        def pieces(tensors: list[list[Tensor]]) -> list[Pieces]:
+            return [
+                Pieces([tensor.numel() for tensor in group], self._device, counts)
+                for group, counts in zip(tensors, counted, strict=True)
+            ]
+
+        self._pieces = pieces(zero.bf16_groups)
+        alone = all(dist.get_world_size(group) == 1 for group in zero.real_dp_process_group)
+        self._own_pieces = self._pieces if alone else pieces(self._own_sums)
         self._partitions = [Pieces([master.numel()], self._device) for master in zero.fp32_groups_flat_partition]
         self._lying: list[Lying] = []
 
@@ -219,16 +246,14 @@ class _Kernels:
         pieces.add(pieces.lying(_contiguous(gradients)), self._zero.fp32_groups_gradients_flat[group], fresh)
 
     def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
-        sums = gradients or [
-            [total if some else None for total, some in zip(totals, summed, strict=True)]
-            for totals, summed in zip(
-                self._zero.fp32_groups_gradients, self._zero.fp32_groups_has_gradients, strict=True
-            )
-        ]
-        self._lying = [pieces.lying(_contiguous(each)) for pieces, each in zip(self._pieces, sums, strict=True)]
-        counts = [pieces.programs for pieces in self._pieces]
+        every = self._own_pieces if gradients is None else self._pieces
+        found: Sequence[Sequence[Tensor | None]] = self._own_sums
+        if gradients is not None:
+            found = [_contiguous(group) for group in gradients]
+        self._lying = [pieces.lying(group) for pieces, group in zip(every, found, strict=True)]
+        counts = [pieces.programs for pieces in every]
         out = torch.empty(sum(counts), dtype=torch.float32, device=self._device)
-        for pieces, lying, part in zip(self._pieces, self._lying, out.split(counts), strict=True):
+        for pieces, lying, part in zip(every, self._lying, out.split(counts), strict=True):
             pieces.squares(lying, part)
         return out.sum(dtype=torch.float64).view(1)
 

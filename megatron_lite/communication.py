@@ -6,7 +6,7 @@ n sends 2 S (n - 1) / n, an all-gather or reduce-scatter S (n - 1) / n):
 
 | kind                   | a step                                                                                   |
 |------------------------|------------------------------------------------------------------------------------------|
-| data, ZeRO 1           | 2 (n-1)/n w P for the gradients, (n-1)/n w P for the weights                               |
+| data, ZeRO 1           | (n-1)/n w P for the gradients (in bf16, else 2), (n-1)/n w P for the weights                |
 | data, ZeRO 2           | m x 2 (n-1)/n w P for the gradients, (n-1)/n w P for the weights                           |
 | data, ZeRO 3           | m x 2 (n-1)/n w P to gather the weights twice, m x (n-1)/n w P for the gradients            |
 | tensor                 | m L x 4 all-reduces of w T d (2 forward, 2 backward; 6 with full activation checkpointing)    |
@@ -83,7 +83,7 @@ def volumes(work: Workload, layout: Layout, gpus: int) -> dict[str, float]:
     elif work.zero_stage == 2:
         of_data = (2 * micro_batches + 1) * ring * own
     else:
-        of_data = 3 * ring * own
+        of_data = 2 * ring * own
     passes = 6 if work.recompute else 4
     t, c = layout.tensor, layout.context
     return {

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -198,7 +199,9 @@ class Engine:
                 model.register_parameter("filler", filler)
             self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=client, config=settings, mpu=unit)
         share_weights(zero)
-        spare_gradients(self._engine, zero, grid.replicas, release=grid.device.type == "cuda")
+        cuda = grid.device.type == "cuda"
+        kernels = cuda and find_spec("triton") is not None
+        spare_gradients(self._engine, zero, grid.replicas, release=cuda, kernels=kernels)
         self.zero_stage = max(1, parallel.zero_stage)
         self.optimizer_state = OptimizerState(
             zero, client, list(own.placed_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid

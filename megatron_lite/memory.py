@@ -5,7 +5,7 @@ parameter of this process, n processes sharing the optimizer state, b = elements
 
 |                  | weights | gradients | master | moments | while the gradients are reduced                     |
 |------------------|---------|-----------|--------|---------|-----------------------------------------------------|
-| bf16, ZeRO 1     | 2       | 4 *       | 4 / n  | 8 / n   | 16-bit gradients 2, or n > 1: a bucket in 16 and 32 |
+| bf16, ZeRO 1     | 2       | 4 *       | 4 / n  | 8 / n   | 16-bit gradients 2                                  |
 | 16 bit, ZeRO 2   | 2       | 4 / n     | 4 / n  | 8 / n   | buckets                                             |
 | 16 bit, ZeRO 3   | 2 / n   | 6 / n     | 4 / n  | 8 / n   | buckets, and the weights that are gathered          |
 | float32, ZeRO 1  | 4       | 4         | 4 / n  | 8 / n   | buckets                                             |
@@ -151,13 +151,13 @@ def _gradient_bytes(parameters: int, setting: Setting, width: int, bucket: float
     if setting.narrow:
         return _narrow_gradient_bytes(parameters, setting, buckets)
     if setting.dtype == "bf16" and stage == 1:
-        # After a backward pass the optimizer adds the 16-bit gradients to its float32 sums and frees them, then several
-        # processes reduce the sums: a flat copy of a bucket, and that in 16 bits.
+        # After a backward pass the optimizer adds the 16-bit gradients to its float32 sums and frees them; what is sent of
+        # these is a small bucket.
         if setting.released and n == setting.accumulation == 1:
             return _Held(0.0, 0.0, 2.0, 2.0 * parameters)  # nothing to sum
         sums = 4.0 * parameters if setting.released else 0.0
         before = sums if setting.accumulation > 1 else 0.0
-        return _Held(before, before, 2.0, sums + max(2.0 * parameters, 6.0 * bucket / width if n > 1 else 0.0))
+        return _Held(before, before, 2.0, sums + 2.0 * parameters)
     if stage == 1:
         sums = 4.0 * parameters if setting.accumulation > 1 else 0.0
         return _Held(sums, sums, width, width * parameters + sums + bucket)

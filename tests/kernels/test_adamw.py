@@ -15,8 +15,8 @@ from tests.trainer.conftest import batches, build, model_config
 
 __all__ = ["build"]
 
-EVEN = [8192 * 2 + 64, 8, 1024, 8192]
-ODD = [3, 8192 + 5, 1, 300]
+EVEN = [4096 * 2 + 64, 8, 1024, 4096]
+ODD = [3, 4096 + 5, 1, 300]
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +111,7 @@ def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch
         monkeypatch.setattr(
             megatron_lite.engine,
             "spare_gradients",
-            lambda *args, kernels=kernels, **_: changed(*args, release=True, kernels=kernels),
+            lambda *args, by=kernels, **_: changed(*args, release=True, kernels=by),
         )
         engine = build(model_config(), dtype="bf16", accumulation=1)
         zero = engine._engine.optimizer
