@@ -107,19 +107,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> Path:
     """A run whose weights are as at the start of training. The tokenizer is a Hugging Face tokenizer.json."""
-    from data.tokenizer import load_tokenizer
-    from megatron_lite import engine_checkpoint
+    import torch
+
+    from data.tokenizer import load_tokenizer, padded_vocab_size
+    from megatron_lite.checkpoint_folder import write_weights
     from megatron_lite.config import dump_config, load_config
-    from megatron_lite.grid import init_grid
+    from megatron_lite.partition import partition_words
     from models.config import ModelConfig
-    from tools.build_engine import build_engine
+    from models.lm import LanguageModel
     from tools.load_model import keep_tokenizer
 
-    entries = load_tokenizer("hf", tokenizer).vocab_size
+    reader = load_tokenizer("hf", tokenizer)
     overrides = [
         f"run.directory={run}",
-        f"model.vocab_size={-(-entries // 128) * 128}",
-        f"run.device={device.partition(':')[0]}",
+        f"model.vocab_size={padded_vocab_size(reader.vocab_size)}",
         "data.corpus=stdlib",
         "data.tokenizer.type=hf",
         f"data.tokenizer.path={tokenizer}",
@@ -129,10 +130,13 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
         "optimizer.lr=1e-3",
     ]
     config = load_config([model], overrides, model_type=ModelConfig, world_size=1)
-    engine = build_engine(config, init_grid(config.run.device), "fp32")
-    saved = engine_checkpoint.save(engine, run / "checkpoints", step=0, state={}, config_yaml=dump_config(config))
-    engine.close()
-    keep_tokenizer(load_tokenizer("hf", tokenizer), run)
+    with torch.device(device):
+        built = LanguageModel(config.model, seed=config.run.seed)
+    weights = {name: parameter.detach().cpu() for name, parameter in built.named_parameters()}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    words = partition_words(built)
+    saved = write_weights(run / "checkpoints", weights.items(), shapes, words=words, config_yaml=dump_config(config))
+    keep_tokenizer(reader, run)
     return saved
 
 
@@ -194,14 +198,19 @@ def report(timings: Sequence[Timing], output: Path) -> None:
     if len(timings) == 2:
         mine, other = timings
         both = mine.answers.keys() & other.answers.keys()
-        difference = max((abs(mine.answers[key] - other.answers[key]) for key in both), default=float("nan"))
+        differences = [(abs(mine.answers[key] - other.answers[key]), abs(other.answers[key])) for key in both]
+        difference = max((value for value, _ in differences), default=float("nan"))
+        relative = max((value / max(1.0, size) for value, size in differences), default=float("nan"))
         estimated = "" if mine.share == other.share == 1.0 else ", partly estimated"
-        print(f"largest difference of {len(both):,} requests that both answered: {difference:.3g}")
+        print(
+            f"largest difference of {len(both):,} requests that both answered: {difference:.3g}, relative {relative:.2g} "
+            "(the harness rounds each token's log-likelihood and their sum to the model's dtype)"
+        )
         print(
             f"{other.name} over {mine.name}: {other.whole / mine.whole:.2f} x whole, "
             f"{other.asking / mine.asking:.2f} x tokenising and scoring{estimated}"
         )
-        content["largest_difference"] = difference
+        content["largest_difference"], content["largest_relative_difference"] = difference, relative
         content["ratio"] = {"whole": other.whole / mine.whole, "asking": other.asking / mine.asking}
     output.mkdir(parents=True, exist_ok=True)
     (output / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
