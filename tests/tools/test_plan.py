@@ -44,7 +44,9 @@ SMALL = [
 def test_the_estimate_is_within_15_percent_of_what_a_step_allocates(dtype, state, accumulation, capsys):
     words = [*SMALL, f"precision.dtype={dtype}", f"batch.global_batch_size={accumulation}"]
     words.append(f"precision.optimizer_state={state}")
-    cases = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "full")] + [(1, "elementwise"), (1, "selective")]
+    cases = [(stage, "none") for stage in (1, 2, 3)] + [(1, "elementwise")]
+    if state == "fp32":
+        cases += [(1, "full"), (3, "full"), (1, "selective")]
     assert measure_memory.measure(words, cases) == 0, capsys.readouterr().out
     rows = re.findall(r"^ +(\d)  (\w+) +([\d.]+) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
     assert [(int(stage), mode) for stage, mode, *_ in rows] == cases
