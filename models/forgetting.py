@@ -83,20 +83,16 @@ class _Recipe:
         # Detached: a weight that ZeRO 3 takes away has its values here still.
         self._function = function
         self._inputs = [_keep(x.detach()) if isinstance(x, Tensor) else x for x in inputs]
-        self._results: tuple[Tensor, ...] | None = None
-        self.users = 0
+        self._results: tuple[Tensor, ...] = ()
 
     def result(self, place: int) -> Tensor:
-        """One of the results; they stay until the last of their users has asked."""
-        results = self._results
-        if results is None:
+        """One of the results. They are made at the first call, and go when the graph lets go of the last that needs them."""
+        if not self._results:
             inputs = [_remember(x) if isinstance(x, _Held | _Forgotten) else x for x in self._inputs]
             with torch.no_grad():
                 made = self._function(*inputs)
-            results = (made,) if isinstance(made, Tensor) else tuple(made)
-        self.users -= 1
-        self._results = results if self.users > 0 else None
-        return results[place]
+            self._results = (made,) if isinstance(made, Tensor) else tuple(made)
+        return self._results[place]
 
 
 def _keep(x: Tensor) -> _Held | _Forgotten:
@@ -104,7 +100,6 @@ def _keep(x: Tensor) -> _Held | _Forgotten:
     if made is None or (made.dtype, made.version) != (x.dtype, x._version):
         # An operation that keeps its own result must not hold, by way of the tensor, itself.
         return _Held(x if x.is_leaf else x.detach(), x._version)
-    made.recipe.users += 1
     return _Forgotten(made.recipe, made.place, x.size(), x.stride(), int(x.storage_offset()))
 
 
