@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .chunked import chunked_recurrence
 from .decay import decay_from_start, pairwise_decay, sum_after
-from .kernels import can_take
+from .kernels import vector_decay_takes
 from .precision import wide as widened
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import carried, exchange, packing, recomputed
@@ -31,6 +31,7 @@ def recurrence(
     scale: float = 1.0,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    mild_decay: bool = False,
     form: Form = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Decayed linear attention, causal.
@@ -40,9 +41,12 @@ def recurrence(
     initial_state: [batch, heads, head_dim_k, head_dim_v], zero if None. cu_seqlens: [segments + 1] int with batch 1:
     tokens cu_seqlens[s] to cu_seqlens[s + 1] are one sequence; empty ones are legal; states are then [segments, ...].
 
+    mild_decay: no channel is expected to lose more than exp(-80) over 64 tokens. Any decay is computed rightly; with those
+    the project's kernels on CUDA are faster than flash-linear-attention's, with strong ones slower.
+
     Returns o in v's shape and dtype and the final state in float32 (float64 for float64 inputs).
-    `auto` is Triton kernels on CUDA in 16 bits (flash-linear-attention's for one decay a head), one step of the
-    recurrence for one token, else chunked.
+    `auto` is Triton kernels on CUDA in 16 bits (the project's or flash-linear-attention's), one step of the recurrence for
+    one token, else chunked.
     Raises ValueError for shapes that do not fit and for a form that does not exist.
 
     Inside `models.sequence_shards.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
@@ -51,11 +55,12 @@ def recurrence(
     shards = current_shards()
     if shards is None:
         return local_recurrence(
-            q, k, v, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, form=form
-        )
+            q, k, v, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, mild_decay=mild_decay,
+            form=form,
+        )  # fmt: skip
     if initial_state is not None:
         refuse_state()
-    return _over_shards(shards, q, k, v, log_decay, scale, cu_seqlens, form)
+    return _over_shards(shards, q, k, v, log_decay, scale, cu_seqlens, mild_decay, form)
 
 
 def local_recurrence(
@@ -67,13 +72,14 @@ def local_recurrence(
     scale: float = 1.0,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    mild_decay: bool = False,
     form: Form = "auto",
 ) -> tuple[Tensor, Tensor]:
     """As `recurrence`, of these tokens alone, also where they are a stretch of a longer sequence."""
     _check(q, k, v, log_decay, initial_state, cu_seqlens)
     if form == "auto":
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            if _own_kernels_take(q, k, v, log_decay):
+            if mild_decay and vector_decay_takes(q, k, v, log_decay):
                 from .kernels.vector_decay import vector_decay
 
                 return vector_decay(q, k, v, log_decay, scale, initial_state, cu_seqlens)
@@ -106,19 +112,6 @@ def local_recurrence(
     return torch.cat(outputs, 1).to(dtype), torch.cat(finals)
 
 
-# Off until measured.
-OWN_KERNELS = False
-
-
-def _own_kernels_take(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> bool:
-    """Whether this is for `models/kernels/vector_decay.py`: a decay a channel, heads that fit, and more than decoding."""
-    if not OWN_KERNELS or log_decay.shape[-1] == 1 or q.numel() == 0 or v.numel() == 0 or not can_take(q):
-        return False
-    if q.shape[-1] > 128 or v.shape[-1] > 256 or not q.dtype == k.dtype == v.dtype:
-        return False
-    return q.shape[1] > 16 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_decay)))
-
-
 def leave_out_of_graphs() -> None:
     """Have torch.compile call the chunked form as it is: traced, its loops over chunks compile for minutes."""
     global chunked_recurrence
@@ -134,12 +127,13 @@ def _over_shards(
     log_decay: Tensor,
     scale: float,
     cu_seqlens: Tensor | None,
+    mild_decay: bool,
     form: Form,
 ) -> tuple[Tensor, Tensor]:
     """The stretch from a zero state, by any kernel, and what the state from the stretches before adds to it."""
     packed = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], shards)
     inside = None if packed is None else packed.cu_seqlens
-    o, final = local_recurrence(q, k, v, log_decay, scale=scale, cu_seqlens=inside, form=form)
+    o, final = local_recurrence(q, k, v, log_decay, scale=scale, cu_seqlens=inside, mild_decay=mild_decay, form=form)
     end, decay = final, log_decay.sum(1, dtype=torch.float64).exp().to(final.dtype).unsqueeze(-1)
     if packed is not None:
         end, decay = final.index_select(0, packed.last), decay * packed.from_left[-1]

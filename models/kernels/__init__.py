@@ -1,9 +1,9 @@
 """Triton kernels, imported only where a CUDA device (or Triton's interpreter) runs them.
 
 `lion.py` is LION's operator over `lion_tile.py` (short sequences, with `lion_whole.py` for the shortest) and
-`lion_chunk.py` (long ones); its plain PyTorch reference is `models/bidirectional.py`. `metala_epilogue.py` holds its
-reference itself and needs no Triton to import. The other kernels stand in for the lines of PyTorch beside which they
-are called.
+`lion_chunk.py` (long ones); its plain PyTorch reference is `models/bidirectional.py`. `vector_decay.py` is the recurrence
+with a decay a channel, its reference `models/chunked.py`. `metala_epilogue.py` holds its reference itself and needs no
+Triton to import. The other kernels stand in for the lines of PyTorch beside which they are called.
 """
 
 from __future__ import annotations
@@ -24,6 +24,19 @@ def takes(x: Tensor) -> bool:
 def can_take(x: Tensor) -> bool:
     """Whether x lies on CUDA, where Triton is installed, and is not float64."""
     return x.is_cuda and x.dtype != torch.float64 and _installed()
+
+
+def vector_decay_takes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> bool:
+    """Whether `vector_decay.py` is for this recurrence: 16 bits, a decay a channel, more tokens than decoding has, and
+    heads of sizes for which it was measured to be the fastest; it takes larger ones."""
+    if log_decay.shape[-1] == 1 or q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        return False
+    if q.shape[-1] > 64 or v.shape[-1] > 128 or not can_take(q):
+        return False
+    # Numbers of a row are counted by 32 bits.
+    if not q.numel() or not 0 < v.numel() < 2**31 * v.shape[0]:
+        return False
+    return q.shape[1] > 16 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_decay)))
 
 
 @cache

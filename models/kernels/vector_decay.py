@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned
 from .vector_decay_chunk import chunk_launches
-from .vector_decay_common import CHUNK, Case, find_chunks, triangles
+from .vector_decay_common import CHUNK, Case, find_chunks, triangle
 from .vector_decay_states import scan
 from .vector_decay_strong import strong_launches
 
@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_KEY, LARGEST_VALUE = 128, 256
 
 
@@ -41,8 +41,11 @@ def vector_decay(
 ) -> tuple[Tensor, Tensor]:
     """As `models.recurrence.recurrence`, for q, k, v of one dtype and a decay a channel, taken as -80 where below.
 
-    Raises ValueError for more channels than the kernels take, for other dtypes and where there is no token.
+    Raises ValueError for more channels than the kernels take, for other dtypes (float32 is for Triton's interpreter) and
+    where there is no token.
     """
+    if not scale > 0:
+        q, scale = q * scale, 1.0
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
     if dim_k > LARGEST_KEY or dim_v > LARGEST_VALUE:
@@ -50,14 +53,15 @@ def vector_decay(
             f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels take {LARGEST_KEY} and {LARGEST_VALUE} at most; use "
             "form='chunked'"
         )
-    if v.dtype not in _DTYPES or q.dtype != v.dtype or k.dtype != v.dtype:
-        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: the kernels take one dtype of {_DTYPES}")
+    taken = _DTYPES if v.is_cuda else (*_DTYPES, torch.float32)
+    if v.dtype not in taken or q.dtype != v.dtype or k.dtype != v.dtype:
+        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: the kernels take one dtype of {taken}")
     segments = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     if length == 0 or v.numel() == 0:
         raise ValueError("no tokens: use form='chunked'")
     case = Case(
-        q.get_device(), batch, length, heads, dim_k, dim_v, v.dtype, float(scale), segments, initial_state is not None
-    )
+        q.get_device(), batch, length, heads, dim_k, dim_v, v.dtype, float(scale), segments, initial_state is not None,
+    )  # fmt: skip
     initial_state = None if initial_state is None else initial_state.float()
     return _VectorDecay.apply(q, k, v, log_decay.float(), initial_state, cu_seqlens, case)
 
@@ -75,15 +79,8 @@ class _VectorDecay(torch.autograd.Function):
         case: Case,
     ) -> tuple[Tensor, Tensor]:
         q, k, v, g = (aligned(x) for x in (q, k, v, g))
-        initial = None if initial is None else aligned(initial)
-        table = None if cu_seqlens is None else _table(case, cu_seqlens)
-        final = _states(case, initial, v)
-        states = scan(case, False, k, v, g, initial, table, final)
-        o = torch.empty_like(v)
-        strong = torch.empty(case.rows, case.chunks, dtype=torch.int32, device=v.device)
-        chunk_launches(case)[0](q, k, v, g, table, triangles(q.device), states, o, strong)
-        strong_launches(case)[0](strong, q, k, v, g, table, o)
-        ctx.save_for_backward(q, k, v, g, initial, table, strong)
+        o, final, kept = forward(case, q, k, v, g, initial, cu_seqlens)
+        ctx.save_for_backward(q, k, v, g, initial, *kept)
         ctx.case = case
         ctx.set_materialize_grads(False)
         return o, final
@@ -91,17 +88,57 @@ class _VectorDecay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g, initial, table, strong = ctx.saved_tensors
-        case = ctx.case
-        do = torch.zeros_like(v) if do is None else aligned(do)
-        d_final = None if d_final is None else aligned(d_final)
-        d_initial = None if initial is None else _states(case, d_final, initial)
-        states = scan(case, False, k, v, g, initial, table, None)
-        d_states = scan(case, True, q, do, g, d_final, table, d_initial)
-        dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
-        chunk_launches(case)[1](do, q, k, v, g, table, triangles(q.device), states, d_states, dq, dk, dv, dg)
-        strong_launches(case)[1](strong, do, q, k, v, g, table, dq, dk, dv, dg)
-        return dq, dk, dv, dg, d_initial, None, None
+        saved = ctx.saved_tensors
+        do = torch.zeros_like(saved[2]) if do is None else aligned(do)
+        return *backward(ctx.case, do, d_final, *saved), None, None
+
+
+# What `backward` takes from `forward`: which chunks are strong, the chunks of packed sequences, the ends of stretches.
+Kept = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def forward(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Kept]:
+    """o and the final states."""
+    initial = None if initial is None else aligned(initial)
+    table = None if cu_seqlens is None else _table(case, cu_seqlens)
+    final = _states(case, initial, v)
+    states, ends = scan(case, False, k, v, g, initial, table, final)
+    o = torch.empty_like(v)
+    strong = torch.empty(case.rows, case.chunks, dtype=torch.int32, device=v.device)
+    if table is not None:
+        strong.zero_()
+    chunk_launches(case)[0](q, k, v, g, table, states, o, strong)
+    strong_launches(case)[0](strong, q, k, v, g, table, o)
+    return o, final, (strong, table, *(ends or (None, None)))
+
+
+def backward(
+    case: Case,
+    do: Tensor,
+    d_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    initial: Tensor | None,
+    strong: Tensor,
+    table: Tensor | None,
+    end_states: Tensor | None,
+    end_decays: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v, g and the initial states."""
+    initial = None if initial is None else aligned(initial)
+    d_final = None if d_final is None else aligned(d_final)
+    d_initial = None if initial is None else _states(case, d_final, initial)
+    ends = None if end_states is None or end_decays is None else (end_states, end_decays)
+    states, _ = scan(case, False, k, v, g, initial, table, None, ends)
+    d_states, _ = scan(case, True, q, do, g, d_final, table, d_initial)
+    dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
+    chunk_launches(case)[1](do, q, k, v, g, table, triangle(q.device), states, d_states, dq, dk, dv, dg)
+    strong_launches(case)[1](strong, do, q, k, v, g, table, dq, dk, dv, dg)
+    return dq, dk, dv, dg, d_initial
 
 
 def _states(case: Case, of_empty: Tensor | None, like: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from .vector_decay_common import (
     chunk_of,
     clamped,
     load,
+    load_triangle,
     place,
     references,
     running_sum,
@@ -70,25 +71,26 @@ def _load_state(states, i, ck, cv, K: tl.constexpr, V: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def _forward(
-    q, k, v, g, table, triangle, states, o, strong, T, H, N, scale,
+    q, k, v, g, table, states, o, strong, T, H: tl.constexpr, N, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, MILD: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    exact: tl.constexpr = q.dtype.element_ty == tl.float32
-    rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
+    rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
     n, bv, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, ck, cv = tl.arange(0, C), tl.arange(0, BK), bv * BV + tl.arange(0, BV)
     start, end = chunk_of(table, n, T, C, PACKED)
     if start == end:
         return
     t = start + row
-    decay = clamped(load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN))
-    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    # All loads at once, those that go to other threads first last: a load between two products waits for memory alone.
+    decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
     value = load(place(v, bh, T, H, V), t, cv, end, H, V, BV, EVEN).to(rounded)
     state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    decay = clamped(decay)
     total = tl.sum(decay, 0)
-    until = running_sum(decay, triangle, C, False, exact)
+    until = tl.cumsum(decay, 0)
     mild, near_q, near_k = references(total, MILD)
     query *= tl.exp2(until - near_q[None, :])
     from_start = (query * tl.exp2(near_q)[None, :]).to(rounded)
@@ -105,7 +107,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    do, q, k, v, g, table, triangle, states, d_states, dq, dk, dv, dg, T, H, N, scale,
+    do, q, k, v, g, table, triangle, states, d_states, dq, dk, dv, dg, T, H: tl.constexpr, N, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, MILD: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -118,24 +120,25 @@ def _backward(
     if start == end:
         return
     t = start + row
-    decay = clamped(load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN))
-    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    # The first block of values, which for most heads is all, is loaded once.
+    # As forward; the first block of values, which for most heads is all, is loaded once.
+    decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    reached = load_triangle(triangle, C)
     value = load(v, t, cv, end, H, V, BV, EVEN).to(rounded)
     grad = load(do, t, cv, end, H, V, BV, EVEN).to(rounded)
     d_state = _load_state(d_states, bh * N + n, ck, cv, K, V, EVEN)
     state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    decay = clamped(decay)
     passing = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
 
     total = tl.sum(decay, 0)
-    until = running_sum(decay, triangle, C, False, exact)
+    until = running_sum(decay, reached, False, exact)
     mild, near_q, near_k = references(total, MILD)
     upper = (row[:, None] <= row[None, :]) & (mild == 1)
     lower = (row[:, None] >= row[None, :]) & (mild == 1)
-    query = (query * (tl.exp2(until - near_q[None, :]) * scale)).to(rounded)
-    shrink = tl.exp2(near_k[None, :] - until)
-    key = (key * shrink).to(rounded)
+    query = (query * tl.exp2(until - near_q[None, :]) * scale).to(rounded)
+    key = (key * tl.exp2(near_k[None, :] - until)).to(rounded)
     to_end = tl.exp2(total - near_k)[None, :]
 
     a = tl.dot(key, tl.trans(query), input_precision=PRECISION)
@@ -162,8 +165,8 @@ def _backward(
     d_key *= to_end
     d_total = tl.exp2(total) * passing + tl.sum(key.to(tl.float32) * d_key, 0)
     d_key = tl.dot(tl.where(upper, da, 0.0).to(rounded), query, d_key, input_precision=PRECISION)
-    store(place(dk, bh, T, H, K), d_key * shrink, t, ck, end, H, K, BK, EVEN)
     d_decay = -key.to(tl.float32) * d_key
+    store(place(dk, bh, T, H, K), d_key * tl.exp2(-(until - near_k[None, :])), t, ck, end, H, K, BK, EVEN)
 
     d_query = tl.dot(grad, tl.trans(state), input_precision=PRECISION)
     da = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
@@ -176,8 +179,8 @@ def _backward(
         da = tl.dot(other_grad, tl.trans(other), da, input_precision=PRECISION)
     d_query *= tl.exp2(near_q)[None, :]
     d_query = tl.dot(tl.where(lower, da, 0.0).to(rounded), key, d_query, input_precision=PRECISION)
-    growth = tl.exp2(until - near_q[None, :]) * scale
-    store(place(dq, bh, T, H, K), d_query * growth, t, ck, end, H, K, BK, EVEN)
     d_decay += query.to(tl.float32) * d_query
-    d_decay = running_sum(d_decay, triangle, C, True, exact) + d_total[None, :]
+    # Written otherwise than above, or the compiler keeps the exponentials of above in registers.
+    store(place(dq, bh, T, H, K), d_query * (tl.exp2(-(near_q[None, :] - until)) * scale), t, ck, end, H, K, BK, EVEN)
+    d_decay = running_sum(d_decay, tl.trans(reached), True, exact) + d_total[None, :]
     store(place(dg, bh, T, H, K), d_decay, t, ck, end, H, K, BK, EVEN)

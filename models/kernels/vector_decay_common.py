@@ -182,25 +182,27 @@ def in_two(x):
 
 
 @triton.jit
-def running_sum(x, triangle, C: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr):
-    """Sums of x [C, :] over the rows up to (REVERSE: from) each; unless EXACT by the tensor cores, instead of a scan."""
+def load_triangle(triangle, C: tl.constexpr, BELOW: tl.constexpr = False):
+    """Ones below the diagonal and (unless BELOW) on it. Made on the spot they take longer than a product with them."""
+    row = tl.arange(0, C)
+    return tl.load(triangle + BELOW * C * C + row[:, None] * C + row[None, :])
+
+
+@triton.jit
+def running_sum(x, reached, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+    """Sums of x [C, :] over the rows up to (REVERSE: from) each; unless EXACT by the tensor cores, instead of a scan.
+
+    reached: of `load_triangle`, REVERSE: transposed.
+    """
     if EXACT:
         return tl.cumsum(x, 0, reverse=REVERSE)
     else:
         high, low = in_two(x)
-        reached = load_triangle(triangle, C, REVERSE)
         return tl.dot(reached, low, tl.dot(reached, high))
 
 
-@triton.jit
-def load_triangle(triangle, C: tl.constexpr, UPPER: tl.constexpr):
-    """Ones on one side of the diagonal and on it. Made on the spot it takes more instructions than a product with it."""
-    row = tl.arange(0, C)
-    return tl.load(triangle + UPPER * C * C + row[:, None] * C + row[None, :])
-
-
 @lru_cache(64)
-def triangles(device: torch.device) -> Tensor:
-    """bfloat16 [2, CHUNK, CHUNK]: lower and upper."""
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bfloat16, device=device).tril()
-    return torch.stack([lower, lower.T]).contiguous()
+def triangle(device: torch.device) -> Tensor:
+    """bfloat16 [2, CHUNK, CHUNK] for `load_triangle`."""
+    ones = torch.ones(CHUNK, CHUNK, dtype=torch.bfloat16, device=device)
+    return torch.stack([ones.tril(), ones.tril(-1)])

@@ -1,8 +1,8 @@
 """States of the recurrence before chunks, from the left (k, v), and gradients of those after them, from the right (q, do).
 
     S_(n+1) = e^B S_n + sum_j e^(B - b_j) k_j v_j^T        dS_n = e^B dS_(n+1) + sum_i scale e^(b_i) q_i do_i^T
-Few long sequences are cut into stretches: each is scanned from nothing for its end, the ends are carried from stretch to
-stretch, and each is scanned again from what came to it.
+Few long sequences are cut into stretches: each is scanned from nothing for its end, and again from what the ends of those
+before it bring to it.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .launch import Launch
-from .vector_decay_common import CHUNK, Case, chunk_of, clamped, in_two, load, load_triangle, place, state_at, triangles
+from .vector_decay_common import CHUNK, Case, chunk_of, clamped, in_two, load, load_triangle, place, state_at, triangle
 
 try:
     import triton
@@ -25,37 +25,41 @@ except ImportError as error:
     raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
 
 
+# End states and log decays of every stretch, float32 [batch * heads, stretches, dk, dv] and [..., dk]; None for one.
+Ends = tuple[Tensor, Tensor] | None
+
+
 def scan(
     case: Case, backward: bool, x: Tensor, y: Tensor, g: Tensor, edge: Tensor | None, table: Tensor | None,
-    leave: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The state before (backward: its gradient after) every chunk: `case.kept` [batch * heads, chunks, dk, dv].
+    leave: Tensor | None, ends: Ends = None,
+) -> tuple[Tensor, Ends]:  # fmt: skip
+    """The state before (backward: its gradient after) every chunk, `case.kept` [batch * heads, chunks, dk, dv]; and the
+    ends of the stretches, which are not formed again where they are given.
 
     x, y: k and v, or q and do for `backward`; edge: float32 [sequences, heads, head_dim_k, head_dim_v], the initial
     states or the gradients of the final ones, zero if None; leave: of the same shape, where the states at the other end
     are written for all sequences that have a token, or None.
     """
-    stretches, triangle = stretches_of(case), triangles(x.device)
+    stretches, ones = stretches_of(case), triangle(x.device)
     states = x.new_empty(case.rows, case.chunks, case.dim_k, case.dim_v, dtype=case.kept)
-    starts = None
-    if stretches > 1:
-        first, carry = _ends(case, stretches, backward, edge is not None)
-        starts = x.new_empty(case.rows, stretches, case.dim_k, case.dim_v, dtype=torch.float32)
-        passing = x.new_empty(case.rows, stretches, case.dim_k, dtype=torch.float32)
-        first(x, y, g, edge, table, triangle, None, starts, passing, None)
-        carry(starts, passing, None if case.segments else edge)
-    _scan(case, stretches, backward, False, edge is not None, leave is not None)(
-        x, y, g, edge, table, triangle, starts, states, None, leave
+    if stretches > 1 and ends is None:
+        ends = (
+            x.new_empty(case.rows, stretches, case.dim_k, case.dim_v, dtype=torch.float32),
+            x.new_empty(case.rows, stretches, case.dim_k, dtype=torch.float32),
+        )
+        _scan(case, backward, True, edge is not None, False)(x, y, g, edge, table, ones, *ends, None, None)
+    _scan(case, backward, False, edge is not None, leave is not None)(
+        x, y, g, edge, table, ones, *(ends or (None, None)), states, leave
     )
-    return states
+    return states, ends
 
 
 @lru_cache(4096)
 def stretches_of(case: Case) -> int:
-    """Reading everything twice pays from four stretches on; 512 programs fill an H200."""
+    """Reading everything twice pays from four stretches on; 256 programs were the fastest on an H200."""
     block_k, block_v, _, _ = scan_config(case)
     blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
-    stretches = min(512 // (case.rows * blocks), case.chunks // 8)
+    stretches = min(256 // (case.rows * blocks), case.chunks // 8)
     return stretches if stretches >= 4 else 1
 
 
@@ -65,34 +69,27 @@ def scan_config(case: Case) -> tuple[int, int, int, int]:
 
 
 @lru_cache(4096)
-def _scan(case: Case, stretches: int, backward: bool, ends: bool, edge: bool, leave: bool) -> Launch:
+def _scan(case: Case, backward: bool, to_end: bool, edge: bool, leave: bool) -> Launch:
+    """to_end: the scan of every stretch for its end alone."""
+    stretches = stretches_of(case)
     block_k, block_v, warps, stages = scan_config(case)
     blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
     return Launch(
         _states, (blocks, stretches, case.rows),
         case.length, case.heads, case.chunks, stretches, case.scale if backward else 1.0, case.dim_k, case.dim_v,
-        block_k, block_v, CHUNK, backward, ends, stretches > 1 and not ends, edge, leave, *case.flags,
+        block_k, block_v, CHUNK, backward, to_end, stretches > 1 and not to_end, edge, leave, *case.flags,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
-@lru_cache(4096)
-def _ends(case: Case, stretches: int, backward: bool, edge: bool) -> tuple[Launch, Launch]:
-    carry = Launch(
-        _carry, (-(-case.dim_k * case.dim_v // 512), case.rows),
-        stretches, case.dim_k, case.dim_v, backward, edge and not case.segments, 512, num_warps=4,
-    )  # fmt: skip
-    return _scan(case, stretches, backward, True, edge, False), carry
-
-
 @triton.jit
 def _states(
-    x, y, g, edge, table, triangle, starts, states, passing, leave, T, H, N, S, scale,
+    x, y, g, edge, table, triangle, ends, decays, states, leave, T, H: tl.constexpr, N, S, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BACKWARD: tl.constexpr,
-    ENDS: tl.constexpr, CUT: tl.constexpr, EDGE: tl.constexpr, LEAVE: tl.constexpr, PACKED: tl.constexpr,
+    TO_END: tl.constexpr, CUT: tl.constexpr, EDGE: tl.constexpr, LEAVE: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One stretch: its end alone, from nothing (ENDS), or its states, from `starts` where a sequence is CUT."""
+    """One stretch: its end alone, from nothing (TO_END), or its states, where a sequence is CUT from what `ends` give."""
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     exact: tl.constexpr = x.dtype.element_ty == tl.float32
     rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
@@ -108,15 +105,20 @@ def _states(
     begin = stretch * size
     count = tl.maximum(tl.minimum(size, chunks - begin), 0)
     state = tl.zeros([BK, BV], tl.float32)
-    if CUT:
-        state = tl.load(state_at(starts, bh * S + stretch, ck, cv, V, K), mask=inside, other=0.0)
-    elif EDGE and not PACKED and not ENDS:
+    if EDGE and not PACKED and not TO_END:
         state = tl.load(state_at(edge, bh, ck, cv, V, K), mask=inside, other=0.0)
+    if CUT:
+        # What comes to this stretch, from those before it.
+        for step in range(0, S - 1 - stretch if BACKWARD else stretch):
+            at = bh * S + (S - 1 - step if BACKWARD else step)
+            decay = tl.load(decays + at * K + ck, mask=ck < K, other=0.0)
+            state *= tl.exp2(decay)[:, None]
+            state += tl.load(state_at(ends, at, ck, cv, V, K), mask=inside, other=0.0)
     through = tl.zeros([BK], tl.float32)
-    # Backward: sums up to a token. Forward: those over the tokens after it, the diagonal is left out.
-    reached = load_triangle(triangle, C, BACKWARD)
-    if not BACKWARD:
-        reached = tl.where(row[:, None] == row[None, :], 0.0, reached).to(tl.bfloat16)
+    # Sums over the tokens up to one, or forward over those after it.
+    reached = load_triangle(triangle, C, not BACKWARD)
+    if BACKWARD:
+        reached = tl.trans(reached)
     for step in range(0, count):
         n = begin + (count - 1 - step if BACKWARD else step)
         start, end = chunk_of(table, n, T, C, PACKED)
@@ -131,7 +133,7 @@ def _states(
             through = tl.where(comes != 0, -float("inf"), through)
             if EDGE:
                 state += tl.load(state_at(edge, at, ck, cv, V, K), mask=inside & (comes != 0), other=0.0)
-        if not ENDS:
+        if not TO_END:
             here = state_at(states, bh * N + n, ck, cv, V, K)
             if EVEN:
                 tl.store(here, state.to(states.dtype.element_ty))
@@ -155,26 +157,7 @@ def _states(
     if LEAVE and not PACKED:
         at_end = (begin == 0 if BACKWARD else begin + count == N) & (count > 0)
         tl.store(state_at(leave, bh, ck, cv, V, K), state, mask=inside & at_end)
-    if ENDS:
-        tl.store(state_at(states, bh * S + stretch, ck, cv, V, K), state, mask=inside)
+    if TO_END:
+        tl.store(state_at(ends, bh * S + stretch, ck, cv, V, K), state, mask=inside)
         if bv == 0:
-            tl.store(passing + (bh * S + stretch) * K + ck, through, mask=ck < K)
-
-
-@triton.jit
-def _carry(
-    ends, passing, edge, S, K: tl.constexpr, V: tl.constexpr, BACKWARD: tl.constexpr, EDGE: tl.constexpr,
-    B: tl.constexpr,
-):  # fmt: skip
-    """Ends of stretches [batch * heads, S, K, V] -> what comes to each, in place."""
-    bh = tl.program_id(1)
-    i = tl.program_id(0) * B + tl.arange(0, B)
-    inside = i < K * V
-    state = tl.zeros([B], tl.float32)
-    if EDGE:
-        state = tl.load(edge + bh.to(tl.int64) * (K * V) + i, mask=inside, other=0.0)
-    for step in range(0, S):
-        at = bh.to(tl.int64) * S + (S - 1 - step if BACKWARD else step)
-        end = tl.load(ends + at * (K * V) + i, mask=inside, other=0.0)
-        tl.store(ends + at * (K * V) + i, state, mask=inside)
-        state = state * tl.exp2(tl.load(passing + at * K + i // V, mask=inside, other=0.0)) + end
+            tl.store(decays + (bh * S + stretch) * K + ck, through, mask=ck < K)

@@ -1,8 +1,9 @@
-"""What passes between tokens of one chunk of strong decay, exact for every decay, added to what the walk has left.
+"""What passes between tokens of one chunk of strong decay, exact for every decay, added to what is formed without it.
 
 A chunk is cut into blocks of 16. For j in an earlier block than i, exp(b_i - b_j) is exp(b_i - r) exp(r - b_j) with r the
 sum up to the block of i: both factors are at most 1, and where one of them is no number any more the product is none
-either. Inside a block the sums over j < t <= i are formed by adding, one j of every block at a time.
+either. Inside a block whose decay is mild, r is half of the block's; else the sums over j < t <= i are formed by adding,
+one j of every block at a time.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -13,7 +14,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .launch import Launch
-from .vector_decay_common import CHUNK, Case, chunk_of, clamped, load, place, store
+from .vector_decay_common import CHUNK, MILD, Case, chunk_of, clamped, load, place, store
 
 try:
     import triton
@@ -27,13 +28,11 @@ _SUB = 16
 @lru_cache(4096)
 def strong_launches(case: Case) -> tuple[Launch, Launch]:
     """Forward and backward."""
-    forward, backward = (
-        Launch(
-            kernel, (case.chunks, case.rows), case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v,
-            case.block_k, case.block_v, CHUNK, _SUB, *case.flags, num_warps=8, num_stages=1,
-        )
-        for kernel in (_strong_forward, _strong_backward)
-    )  # fmt: skip
+    grid = case.chunks, case.rows
+    sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
+    options = {"num_warps": 8, "num_stages": 1}
+    forward = Launch(_strong_forward, grid, *sizes, CHUNK, _SUB, MILD, *case.flags, **options)
+    backward = Launch(_strong_backward, grid, *sizes, CHUNK, _SUB, MILD, *case.flags, **options)
     return forward, backward
 
 
@@ -42,6 +41,14 @@ def _next(decay, g, t, row, offset, ck, end, H, K: tl.constexpr, BK: tl.constexp
     """The sums over j < t <= i, j the token `offset` of i's block, from those of the token after j."""
     later = load(g, t - row % SUB + offset + 1, ck, end, H, K, BK, False)
     return decay + tl.where((row % SUB > offset)[:, None], clamped(later), 0.0)
+
+
+@triton.jit
+def _blocks(decay, C: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr):
+    """Running sums inside of every block less half of the block's total; and the least total of a block."""
+    blocks = tl.reshape(decay, [C // SUB, SUB, BK])
+    total = tl.sum(blocks, 1, keep_dims=True)
+    return tl.reshape(tl.cumsum(blocks, 1) - 0.5 * total, [C, BK]), tl.min(tl.min(tl.min(total, 2), 1), 0)
 
 
 @triton.jit
@@ -59,7 +66,7 @@ def _apart(query, key, until, decay, row, block, SUB: tl.constexpr):
 def _strong_forward(
     strong, q, k, v, g, table, o, T, H, N, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    MILD: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n, bh = tl.program_id(0), tl.program_id(1)
     if tl.load(strong + bh * N + n) == 0:
@@ -71,17 +78,23 @@ def _strong_forward(
     start, end = chunk_of(table, n, T, C, PACKED)
     t = start + row
     query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
-    a = tl.zeros([C, C], tl.float32)
-    decay = tl.zeros([C, BK], tl.float32)
-    for step in range(0, SUB):
-        offset = SUB - 1 - step
-        decay = _next(decay, g, t, row, offset, ck, end, H, K, BK, SUB)
-        near = load(k, t - row % SUB + offset, ck, end, H, K, BK, False).to(tl.float32)
-        score = tl.sum(query * near * tl.exp2(decay), 1)
-        column = row - row % SUB + offset
-        a = tl.where((row[None, :] == column[:, None]) & (row >= column)[:, None], score[:, None], a)
     key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
     decay = clamped(load(g, t, ck, end, H, K, BK, False))
+    near, least = _blocks(decay, C, BK, SUB)
+    a = tl.zeros([C, C], tl.float32)
+    if least >= -MILD:
+        near_q, near_k = (query * tl.exp2(near)).to(rounded), (key * tl.exp2(-near)).to(rounded)
+        a = tl.dot(near_q, tl.trans(near_k), input_precision=PRECISION)
+        a = tl.where((row[:, None] // SUB == row[None, :] // SUB) & (row[:, None] >= row[None, :]), a, 0.0)
+    else:
+        between = tl.zeros([C, BK], tl.float32)
+        for step in range(0, SUB):
+            offset = SUB - 1 - step
+            between = _next(between, g, t, row, offset, ck, end, H, K, BK, SUB)
+            other = load(k, t - row % SUB + offset, ck, end, H, K, BK, False).to(tl.float32)
+            score = tl.sum(query * other * tl.exp2(between), 1)
+            column = row - row % SUB + offset
+            a = tl.where((row[None, :] == column[:, None]) & (row >= column)[:, None], score[:, None], a)
     until = tl.cumsum(decay, 0)
     for block in range(1, C // SUB):
         near_q, near_k, _growth, _shrink = _apart(query, key, until, decay, row, block, SUB)
@@ -98,7 +111,7 @@ def _strong_forward(
 def _strong_backward(
     strong, do, q, k, v, g, table, dq, dk, dv, dg, T, H, N, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    MILD: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n, bh = tl.program_id(0), tl.program_id(1)
     if tl.load(strong + bh * N + n) == 0:
@@ -116,26 +129,42 @@ def _strong_backward(
         value = load(v, t, block + cv, end, H, V, BV, False).to(rounded)
         da = tl.dot(grad, tl.trans(value), da, input_precision=PRECISION)
     query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
-    a = tl.zeros([C, C], tl.float32)
-    decay = tl.zeros([C, BK], tl.float32)
-    d_query = tl.zeros([C, BK], tl.float32)
-    d_key = tl.zeros([C, BK], tl.float32)
-    for step in range(0, SUB):
-        offset = SUB - 1 - step
-        decay = _next(decay, g, t, row, offset, ck, end, H, K, BK, SUB)
-        near = load(k, t - row % SUB + offset, ck, end, H, K, BK, False).to(tl.float32)
-        column = row - row % SUB + offset
-        seen = (row[None, :] == column[:, None]) & (row >= column)[:, None]
-        weight = tl.exp2(decay)
-        a = tl.where(seen, tl.sum(query * near * weight, 1)[:, None], a)
-        weight *= tl.sum(tl.where(seen, da, 0.0), 1)[:, None]
-        d_query += near * weight
-        sums = tl.sum(tl.reshape(query * weight, [C // SUB, SUB, BK]), 1, keep_dims=True)
-        sums = tl.reshape(tl.broadcast_to(sums, [C // SUB, SUB, BK]), [C, BK])
-        d_key += tl.where((row % SUB == offset)[:, None], sums, 0.0)
     key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
     raw = load(g, t, ck, end, H, K, BK, False)
     decay = clamped(raw)
+    near, least = _blocks(decay, C, BK, SUB)
+    a = tl.zeros([C, C], tl.float32)
+    d_query = tl.zeros([C, BK], tl.float32)
+    d_key = tl.zeros([C, BK], tl.float32)
+    # Of the numbers that the products were given, as in `vector_decay_chunk.py`: most of it cancels.
+    d_decay = tl.zeros([C, BK], tl.float32)
+    if least >= -MILD:
+        growth, shrink = tl.exp2(near), tl.exp2(-near)
+        near_q, near_k = (query * growth).to(rounded), (key * shrink).to(rounded)
+        inside = (row[:, None] // SUB == row[None, :] // SUB) & (row[:, None] >= row[None, :])
+        a = tl.where(inside, tl.dot(near_q, tl.trans(near_k), input_precision=PRECISION), 0.0)
+        da_inside = tl.where(inside, da, 0.0).to(rounded)
+        d_query = tl.dot(da_inside, near_k, input_precision=PRECISION)
+        d_key = tl.trans(tl.dot(tl.trans(near_q), da_inside, input_precision=PRECISION))
+        d_decay = near_q.to(tl.float32) * d_query - near_k.to(tl.float32) * d_key
+        d_query *= growth
+        d_key *= shrink
+    else:
+        between = tl.zeros([C, BK], tl.float32)
+        for step in range(0, SUB):
+            offset = SUB - 1 - step
+            between = _next(between, g, t, row, offset, ck, end, H, K, BK, SUB)
+            other = load(k, t - row % SUB + offset, ck, end, H, K, BK, False).to(tl.float32)
+            column = row - row % SUB + offset
+            seen = (row[None, :] == column[:, None]) & (row >= column)[:, None]
+            factor = tl.exp2(between)
+            a = tl.where(seen, tl.sum(query * other * factor, 1)[:, None], a)
+            factor *= tl.sum(tl.where(seen, da, 0.0), 1)[:, None]
+            d_query += other * factor
+            sums = tl.sum(tl.reshape(query * factor, [C // SUB, SUB, BK]), 1, keep_dims=True)
+            sums = tl.reshape(tl.broadcast_to(sums, [C // SUB, SUB, BK]), [C, BK])
+            d_key += tl.where((row % SUB == offset)[:, None], sums, 0.0)
+        d_decay = query * d_query - key * d_key
     until = tl.cumsum(decay, 0)
     for block in range(1, C // SUB):
         near_q, near_k, growth, shrink = _apart(query, key, until, decay, row, block, SUB)
@@ -143,18 +172,23 @@ def _strong_backward(
         a += tl.dot(near_q, tl.trans(near_k), input_precision=PRECISION)
         apart = (row // SUB == block)[:, None] & (row < block * SUB)[None, :]
         da_apart = tl.where(apart, da, 0.0).to(rounded)
-        d_query += tl.dot(da_apart, near_k, input_precision=PRECISION) * growth
-        d_key += tl.trans(tl.dot(tl.trans(near_q), da_apart, input_precision=PRECISION)) * shrink
+        d_apart = tl.dot(da_apart, near_k, input_precision=PRECISION)
+        d_decay += near_q.to(tl.float32) * d_apart
+        d_query += d_apart * growth
+        d_apart = tl.trans(tl.dot(tl.trans(near_q), da_apart, input_precision=PRECISION))
+        d_decay -= near_k.to(tl.float32) * d_apart
+        d_key += d_apart * shrink
     for block in range(0, V, BV):
         d = block + cv
         grad = load(do, t, d, end, H, V, BV, False).to(rounded)
         d_value = tl.trans(tl.dot(tl.trans(grad), a.to(rounded), input_precision=PRECISION))
         d_value += load(dv, t, d, end, H, V, BV, False).to(tl.float32)
         store(dv, d_value, t, d, end, H, V, BV, False)
-    d_decay = tl.cumsum(query * d_query - key * d_key, 0, reverse=True)
+    d_decay = tl.cumsum(d_decay, 0, reverse=True)
     d_decay += load(dg, t, ck, end, H, K, BK, False)
     store(dg, tl.where(raw < -80.0, 0.0, d_decay), t, ck, end, H, K, BK, False)
-    d_query = d_query * scale + load(dq, t, ck, end, H, K, BK, False).to(tl.float32)
+    d_query *= scale
+    d_query += load(dq, t, ck, end, H, K, BK, False).to(tl.float32)
     store(dq, d_query, t, ck, end, H, K, BK, False)
     d_key += load(dk, t, ck, end, H, K, BK, False).to(tl.float32)
     store(dk, d_key, t, ck, end, H, K, BK, False)

@@ -114,6 +114,7 @@ class GLA(nn.Module):
             scale=self.head_dim_k**-0.5,
             initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
+            mild_decay=self.options.temperature >= 8,
         )
         y = self.out_proj(gated_head_norm(o, self.gate_proj(x), norm=self.options.norm, eps=self.options.norm_eps))
         return (y, new_state) if return_state else y

@@ -144,6 +144,7 @@ class MetaLA(nn.Module):
             scale=self.scale,
             initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
+            mild_decay=True,
         )
         y = self.out_proj(metala_epilogue(o, q, k, v, self.aug_weight, of["gate"]))
         return (y, new_state) if return_state else y

@@ -130,7 +130,7 @@ def _both_directions(
     """q, k, log_decay: [batch, length, heads, head_dim_k], k and log_decay wide; v and the result [..., head_dim_v]."""
     if not q.shape[1]:
         return v
-    forward, _ = local_recurrence(q, k.to(v.dtype), v, log_decay, scale=scale, cu_seqlens=cu_seqlens)
+    forward, _ = local_recurrence(q, k.to(v.dtype), v, log_decay, scale=scale, cu_seqlens=cu_seqlens, mild_decay=True)
     following = (k * log_decay.exp()).to(v.dtype), v, log_decay
     key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
     flipped = None
@@ -140,6 +140,6 @@ def _both_directions(
         key, decay = (t.masked_fill(last[None, :, None, None], 0.0) for t in (key, decay))
         flipped = q.shape[1] - cu_seqlens.flip(0)
     backward, _ = local_recurrence(
-        q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale=scale, cu_seqlens=flipped
+        q.flip(1), key.flip(1), value.flip(1), decay.flip(1), scale=scale, cu_seqlens=flipped, mild_decay=True
     )
     return forward + backward.flip(1)

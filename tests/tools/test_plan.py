@@ -128,7 +128,7 @@ def test_layers_on_the_device_meta():
 
 # GiB of the fullest process, torch.cuda.max_memory_allocated over all steps of `tools.benchmark layouts`: MetaLA 1.4B, bf16,
 # ZeRO 1, on H200 of one host, torch 2.11.0, triton 3.6.0, 2026-11-21, when float32 gradients
-# stayed between steps. docs/scaling.md shows the same table.
+# stayed between steps and the recurrence ran on flash-linear-attention's kernels. docs/scaling.md shows the same table.
 LONG = ["batch.sequence_length=131072", "parallel.activation_checkpointing.mode=full"]
 MEASURED = {
     "1 GPU": (Layout(), 1, 8, 4, [], 60.717),
@@ -142,7 +142,8 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_estimate_is_within_15_percent_of_what_was_measured_on_gpus(name):
+def test_the_estimate_is_within_15_percent_of_what_was_measured_on_gpus(name, monkeypatch):
+    monkeypatch.setattr("models.recurrence.vector_decay_takes", lambda *_: False)
     layout, gpus, micro, accumulation, words, measured = MEASURED[name]
     samples = micro * accumulation * gpus // layout.pipeline
     words = [*words, f"batch.micro_batch_size={micro}", f"batch.global_batch_size={samples}"]
@@ -158,14 +159,14 @@ def test_the_estimate_is_within_15_percent_of_what_was_measured_on_gpus(name):
 
 def test_every_kernel_counts_as_itself():
     """A block under the kernels keeps what `save_for_backward` of each says, in elements of 16 bits a token."""
-    d, heads, width = 256, 8, ModelConfig(vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8).mlp_width
+    d, width = 256, ModelConfig(vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8).mlp_width
     norms_and_sums = 4 * d  # the norms' outputs, the sum between them, the block's output
     convolution = d
     projections = d // 2 + d + d + d // 2  # q, v, gate, a
-    decay, cumulated, key = d, d, d // 2  # half as wide, in float32
-    products, output, epilogue = 2 * 64 * heads, d, d
+    decay, key = d, d // 2  # half as wide, the decay in float32
+    output, epilogue = d, d
     mlp = 3 * width
-    kept = norms_and_sums + convolution + projections + decay + cumulated + key + products + output + epilogue + mlp
+    kept = norms_and_sums + convolution + projections + decay + key + output + epilogue + mlp
     assert costs()[1].kept == pytest.approx(2 * 2 * 512 * kept, rel=0.01)
     forgotten = 2 * d + convolution + decay + key + epilogue + width
     assert costs("elementwise")[1].kept == pytest.approx(2 * 2 * 512 * (kept - forgotten), rel=0.01)

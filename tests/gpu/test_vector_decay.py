@@ -1,0 +1,90 @@
+"""The project's kernels of the recurrence with a decay a channel, on a CUDA device in 16 bits, against float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.kernels import vector_decay_takes
+from models.recurrence import recurrence
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def inputs(shape: tuple[int, int, int, int, int], kind: str, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v, log decay, initial state."""
+    batch, length, heads, dim_k, dim_v = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, device="cuda", generator=generator)
+
+    q, k = (normal(batch, length, heads, dim_k).to(dtype) for _ in range(2))
+    v = normal(batch, length, heads, dim_v).to(dtype)
+    g = -torch.rand(batch, length, heads, dim_k, device="cuda", generator=generator)
+    if kind == "single":
+        g = torch.where(torch.rand(g.shape, device="cuda", generator=generator) < 0.02, -80.0, g * 0.05)
+    elif kind == "later":
+        g[:, length // 2 :] *= 40.0
+        g *= 0.1
+    else:
+        g *= {"none": 0.0, "mild": 0.1, "middling": 4.0, "strong": 160.0}[kind]
+    return [q, k, v, g, normal(batch, heads, dim_k, dim_v)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtype"),
+    [
+        ((2, 300, 2, 64, 128), "none", torch.bfloat16),
+        ((2, 300, 2, 64, 128), "middling", torch.bfloat16),
+        ((2, 300, 2, 64, 128), "strong", torch.bfloat16),
+        ((2, 256, 2, 64, 128), "single", torch.bfloat16),
+        ((2, 256, 2, 64, 128), "later", torch.float16),
+        ((2, 300, 2, 64, 128), "single", torch.float16),
+        ((2, 300, 3, 24, 80), "mild", torch.bfloat16),
+        ((2, 300, 3, 16, 32), "single", torch.bfloat16),
+        ((2, 300, 2, 128, 256), "later", torch.bfloat16),
+        # Few and long: cut into stretches.
+        ((1, 5000, 2, 64, 128), "mild", torch.bfloat16),
+        ((1, 4096, 2, 64, 128), "later", torch.bfloat16),
+    ],
+)
+def test_kernels_equal_the_reference(shape, kind, dtype):
+    from models.kernels.vector_decay import vector_decay
+
+    tensors = inputs(shape, kind, dtype)
+    weights = torch.randn_like(tensors[2], dtype=torch.float32), torch.randn_like(tensors[4])
+    results = []
+    for wide in (True, False):
+        leaves = [x.detach().float() if wide else x.detach().clone() for x in tensors]
+        leaves = [x.requires_grad_() for x in leaves]
+        # The kernels take what is below -80 as -80.
+        g = leaves[3].clamp_min(-80.0) if wide else leaves[3]
+        if wide:
+            o, final = recurrence(*leaves[:3], g, scale=0.2, initial_state=leaves[4], form="chunked")
+        else:
+            o, final = vector_decay(*leaves[:3], g, 0.2, leaves[4], None)
+        loss = (o * weights[0]).sum() + (final * weights[1]).sum()
+        results.append([o, final, *torch.autograd.grad(loss, leaves)])
+    for name, found, expected in zip(("o", "final", "q", "k", "v", "g", "state"), *reversed(results), strict=True):
+        assert found.isfinite().all(), name
+        assert relative(found, expected) < (1e-2 if name in ("o", "final") else 2e-2), name
+
+
+def test_which_recurrences_they_are_for():
+    """Mild decays, as a mixer promises them, and heads of the sizes that were measured."""
+    q, k, v, g, _ = inputs((1, 100, 2, 64, 128), "mild", torch.bfloat16)
+    q.requires_grad_()
+    o, _ = recurrence(q, k, v, g, mild_decay=True)
+    assert "VectorDecay" in type(o.grad_fn).__name__
+    assert not vector_decay_takes(q, k, v, g[..., :1])
+    assert not vector_decay_takes(q.float(), k.float(), v.float(), g)
+    assert not vector_decay_takes(*(x.repeat(1, 1, 1, 2) for x in (q, k, v, g)))
+    with torch.no_grad():
+        assert vector_decay_takes(q, k, v, g)
+        assert not vector_decay_takes(*(x[:, :16] for x in (q, k, v, g)))
