@@ -29,13 +29,18 @@ def spare_gradients(engine: Any, zero: Any, replicas: int, *, release: bool, ker
         replicas: processes whose gradients are summed.
         release: give the memory of the float32 sums back after each step. Of use with an allocator that keeps it for others,
             as CUDA's.
-        kernels: by Triton, which also spares the float32 sums where there is nothing to sum: one process, one micro batch.
+        kernels: by Triton, which also spares the float32 sums where there is nothing to sum: one process, one micro batch. One
+            process with ZeRO 1 and all state in bf16, whose sums are autograd's, has the same step then.
     """
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-    if not isinstance(zero, BF16_Optimizer):
-        return
     pipeline = hasattr(engine, "pipeline_enable_backward_allreduce")
+    narrow = getattr(zero, "bf16_master_weights_and_gradients", False) and hasattr(zero, "bit16_groups")
+    narrow = narrow and kernels and replicas == 1 and not pipeline and not zero.partition_gradients
+    if narrow:
+        _name_alike(zero)
+    elif not isinstance(zero, BF16_Optimizer):
+        return
     if replicas == 1:
         engine.enable_backward_allreduce = False
         if pipeline:
@@ -46,12 +51,23 @@ def spare_gradients(engine: Any, zero: Any, replicas: int, *, release: bool, ker
             average_own(flat, group, engine.communication_data_type)
 
     def single() -> bool:
-        return kernels and replicas == 1 and not pipeline and engine.gradient_accumulation_steps() == 1
+        return narrow or (kernels and replicas == 1 and not pipeline and engine.gradient_accumulation_steps() == 1)
 
     engine.buffered_allreduce_fallback = reduce
     step = _Step(zero, single, release, _Kernels(zero) if kernels else _Torch(zero))
     zero.update_hp_grads, zero.step, zero.skip_next = step.add, step.step, step.skip_next
     zero.clear_lp_grads = zero.clear_hp_grads = zero.zero_grad = _nothing
+
+
+def _name_alike(zero: Any) -> None:
+    """Have the optimizer of ZeRO 1 that keeps all in bf16 name what it holds as the bf16 optimizer does."""
+    zero.bf16_groups, zero.bf16_groups_flat = zero.bit16_groups, zero.bit16_groups_flat
+    zero.bf16_partitioned_groups = zero.parallel_partitioned_bit16_groups
+    zero.fp32_groups_flat_partition = zero.single_partition_of_fp32_groups
+    none = [flat.new_empty(0) for flat in zero.bit16_groups_flat]  # float32 sums
+    zero.fp32_groups_gradients_flat = none
+    zero.fp32_groups_gradients = [[flat] * len(group) for flat, group in zip(none, zero.bit16_groups, strict=True)]
+    zero.fp32_groups_has_gradients = [[False] * len(group) for group in zero.bit16_groups]
 
 
 def _nothing(*_: Any, **__: Any) -> None:

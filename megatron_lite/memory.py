@@ -176,7 +176,9 @@ def _narrow_gradient_bytes(parameters: int, setting: Setting, buckets: float) ->
     earlier = 0.0 if not summed else partition if cut else 2.0 * parameters  # gradients of the micro batches before
     again = earlier if cut else 0.0  # ZeRO 2 adds the last micro batch's to them, ZeRO 1 has them added by autograd
     if n == 1:
-        return _Held(earlier, earlier, 0.0 if summed and not cut else 2.0, 4.0 * parameters + again)
+        # On a GPU, ZeRO 1 reads the gradients where they lie (bf16_step.py).
+        copied = 0.0 if setting.released and not cut else 2.0
+        return _Held(earlier, earlier, 0.0 if summed and not cut else 2.0, (2.0 + copied) * parameters + again)
     reduced = partition if parameters > BUCKET else 0.0  # a bucket was reduced before all layers are through
     ready = buckets if summed and not cut else 0.0  # they stay from micro batch to micro batch
     return _Held(earlier + ready, earlier + buckets + reduced, 0.0, buckets + 2 * partition + again)

@@ -145,3 +145,43 @@ def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch
     for a, b in zip(states, kernel_states, strict=True):
         for key, exact in a.items():
             assert ((b[key] - exact).norm() / exact.norm().clamp_min(1e-12)).item() < 1e-2, key
+
+
+def test_steps_with_all_in_bf16_are_those_of_deepspeed(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [*batches(2, accumulation=1), *batches(2), *batches(2, accumulation=1)]
+    changed = megatron_lite.engine.spare_gradients
+    results = []
+    for kernels in (False, True):
+        monkeypatch.setattr(
+            megatron_lite.engine,
+            "spare_gradients",
+            lambda *args, by=kernels, **_: changed(*args, release=True, kernels=by),
+        )
+        engine = build(model_config(), dtype="bf16", precision={"optimizer_state": "bf16"}, accumulation=1)
+        zero = engine._engine.optimizer
+        assert hasattr(zero, "skip_next") == kernels
+        told = []
+        for index, step in enumerate(steps):
+            told.append(engine.train_step(step, lr=1e-3, veto=lambda loss, index=index: index == 1))
+            assert all(p.grad is None for p in engine.layers[1].parameters())
+            if index == 0:
+                state = {int(each["step"]) for each in zero.optimizer.state.values()}
+                assert state == {1}
+                first = [
+                    {key: tensor.float() for key, tensor in fragment.tensors.items()}
+                    for fragment in engine.optimizer_state.fragments()
+                ]
+        weights = [p for layer in engine.layers for p in layer.parameters()]
+        owned = {p.untyped_storage().data_ptr() for p in weights}
+        fragments = list(engine.optimizer_state.fragments())
+        assert all(fragment.tensors["weight"].untyped_storage().data_ptr() in owned for fragment in fragments)
+        results.append((told, first))
+    (expected, states), (found, kernel_states) = results
+    assert [result.skipped for result in found] == [False, True, False, False, False, False]
+    for index, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert a.skipped == b.skipped
+        assert a.loss == pytest.approx(b.loss, rel=1e-6 if index == 0 else 1e-2)
+        assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-4 if index == 0 else 0.1)
+    for a, b in zip(states, kernel_states, strict=True):
+        for key, exact in a.items():  # DeepSpeed rounds the clipped gradients to bf16
+            assert ((b[key] - exact).norm() / exact.norm().clamp_min(1e-12)).item() < 1e-2, key

@@ -204,7 +204,9 @@ def test_the_peak_of_a_step_is_at_its_fullest_moment():
     assert step_bytes([layer] * 4, summed)["gradients"] == 1600
     assert step_bytes([light], Setting("bf16", 1, 4))["optimizer"] == 3000
     narrow = step_bytes([light], Setting("bf16", 1, 1, optimizer_state="bf16"))
-    assert (narrow["weights"], narrow["gradients"], narrow["optimizer"]) == (2000, 4000, 4000)
+    assert (narrow["weights"], narrow["gradients"], narrow["optimizer"]) == (2000, 2000, 4000)
+    copied = Setting("bf16", 2, 1, optimizer_state="bf16")
+    assert step_bytes([light], copied)["gradients"] == 4000
     assert step_bytes([light], Setting("bf16", 3, 4, optimizer_state="bf16"))["optimizer"] == 1500
 
 
