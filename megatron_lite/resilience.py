@@ -136,8 +136,8 @@ class SkipCounter:
         directory: where the dump is written.
     """
 
-    def __init__(self, limit: int, directory: Path, *, total: int = 0) -> None:
-        self.total, self.in_a_row = total, 0
+    def __init__(self, limit: int, directory: Path) -> None:
+        self.in_a_row = 0
         self._limit, self._directory = limit, directory
         self._history: deque[dict[str, Any]] = deque(maxlen=100)
 
@@ -160,7 +160,6 @@ class SkipCounter:
                 "gradient_norm": repr(gradient_norm),
             }
         )
-        self.total += skipped
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self._limit and self.in_a_row >= self._limit:
             path = self._directory / f"skipped_step_{step:08d}.json"

@@ -58,9 +58,7 @@ def generate(
     state = None
     for _ in range(max_tokens):
         logits, state = _last_logits(model, tokens, padding, state)
-        drawn = next_tokens(
-            logits[:, :vocab_size], temperature=temperature, top_k=top_k, top_p=top_p, generators=generators
-        )
+        drawn = next_tokens(logits[:, :vocab_size], generators, temperature=temperature, top_k=top_k, top_p=top_p)
         ids = drawn.tolist()
         alive = [a and i != stop_id for a, i in zip(alive, ids, strict=True)]
         if not any(alive):

@@ -10,20 +10,20 @@ from torch import Tensor
 
 def next_tokens(
     logits: Tensor,
+    generators: Sequence[torch.Generator],
     *,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    generators: Sequence[torch.Generator] | None = None,
 ) -> Tensor:
     """Draws one token a row.
 
     Args:
         logits: [batch, vocab_size].
+        generators: one a row, on the CPU, so that what is drawn for one row does not depend on the others.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: only the k most likely tokens; 0 for all.
         top_p: only the most likely tokens that together reach this probability (Holtzman et al. 2020).
-        generators: one a row, on the CPU, so that what is drawn for one row does not depend on the others.
 
     Returns:
         [batch] int64, on the logits' device.
@@ -32,8 +32,7 @@ def next_tokens(
         return logits.argmax(-1)
     kept = keep_likely(logits.float() / temperature, top_k=top_k, top_p=top_p)
     probabilities = kept.softmax(-1).cpu()
-    streams = generators if generators is not None else [torch.default_generator] * len(probabilities)
-    drawn = [torch.multinomial(row, 1, generator=stream) for row, stream in zip(probabilities, streams, strict=True)]
+    drawn = [torch.multinomial(row, 1, generator=own) for row, own in zip(probabilities, generators, strict=True)]
     return torch.cat(drawn).to(logits.device)
 
 

@@ -177,3 +177,15 @@ def test_a_source_key_that_differs_from_document_to_document_is_named():
     with pytest.raises(ValueError, match=r"more than 32,768 sources, such as 'one more': .*data\.source_key"):
         table.add("one more")
     assert len(table.ids) == 2**15
+
+
+def test_names_of_sources_are_kept_where_one_names_more_than_that_it_is_unknown(tmp_path):
+    table = SourceTable()
+    table.add(None)
+    assert table.names == []
+    table.add("Github")
+    assert table.names == ["other", "Github"]
+    prefix = write(tmp_path / "x", [3, 2], ["a", "b"])
+    write_sources(prefix, np.array([0, -1], np.int16))
+    with pytest.raises(ValueError, match="numbers 2 documents from -1 to 0"):
+        read_sources(prefix, 2)

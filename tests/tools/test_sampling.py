@@ -44,11 +44,13 @@ def test_keeps_what_the_naive_walk_keeps(logits: list[int], top_k: int, top_p: f
 def test_ties_stay_by_smaller_id() -> None:
     kept = keep_likely(torch.zeros(1, 4), top_k=2)
     assert kept[0].tolist() == [0.0, 0.0, -float("inf"), -float("inf")]
+    # Two of four reach one half exactly: no third.
+    assert keep_likely(torch.zeros(1, 4), top_p=0.5).isfinite().tolist() == [[True, True, False, False]]
 
 
 def draws(logits: Tensor, count: int, **arguments: float) -> Tensor:
     generator = torch.Generator().manual_seed(5)
-    ids = [next_tokens(logits[None], generators=[generator], **arguments) for _ in range(count)]
+    ids = [next_tokens(logits[None], [generator], **arguments) for _ in range(count)]
     return torch.bincount(torch.cat(ids), minlength=len(logits)) / count
 
 
@@ -61,19 +63,19 @@ def test_frequencies_follow_the_distribution() -> None:
     torch.testing.assert_close(two[:2], logits[:2].softmax(0), atol=0.03, rtol=0)
 
 
+def streams(rows: list[int]) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(100 + row) for row in rows]
+
+
 def test_temperature_zero_is_the_most_likely() -> None:
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(next_tokens(logits, temperature=0.0), logits.argmax(-1))
+    assert torch.equal(next_tokens(logits, streams([0] * len(logits)), temperature=0.0), logits.argmax(-1))
 
 
 def test_a_row_draws_from_its_own_stream() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
-
-    def streams(rows: list[int]) -> list[torch.Generator]:
-        return [torch.Generator().manual_seed(100 + row) for row in rows]
-
-    together = next_tokens(logits, generators=streams([0, 1, 2]))
-    alone = next_tokens(logits[1:2], generators=streams([1]))
+    together = next_tokens(logits, streams([0, 1, 2]))
+    alone = next_tokens(logits[1:2], streams([1]))
     assert together[1] == alone[0]
 
 
