@@ -80,9 +80,7 @@ def local_recurrence(
     if form == "auto":
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             if mild_decay and vector_decay_takes(q, k, v, log_decay):
-                from .kernels.vector_decay import vector_decay
-
-                return vector_decay(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+                return _by_kernels(q, k, v, log_decay, scale, initial_state, cu_seqlens)
             from .fla_backend import fla_recurrence
 
             return fla_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
@@ -113,10 +111,26 @@ def local_recurrence(
 
 
 def leave_out_of_graphs() -> None:
-    """Have torch.compile call the chunked form as it is: traced, its loops over chunks compile for minutes."""
-    global chunked_recurrence
+    """Have torch.compile call the chunked form and the kernels as they are: traced, its loops over chunks compile for
+    minutes, and the kernels' launches cannot be."""
+    global chunked_recurrence, _by_kernels
     if not getattr(chunked_recurrence, "_torchdynamo_disable", False):
         chunked_recurrence = torch.compiler.disable(chunked_recurrence)
+        _by_kernels = torch.compiler.disable(_by_kernels)
+
+
+def _by_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    from .kernels.vector_decay import vector_decay
+
+    return vector_decay(q, k, v, log_decay, scale, initial_state, cu_seqlens)
 
 
 def _over_shards(
