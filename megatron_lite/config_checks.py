@@ -104,10 +104,14 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
     elif schedule.warmup_steps > schedule.decay_steps:
         text = f"= {schedule.decay_steps}: at least schedule.warmup_steps = {schedule.warmup_steps} is allowed"
         yield Problem(("schedule", "decay_steps"), text)
-    elif schedule.kind == "wsd" and schedule.warmup_steps > schedule.decay_steps * (1 - schedule.wsd_decay_fraction):
+    elif schedule.kind == "wsd" and (
+        # Rounded as `schedule.learning_rate` does: 10 of 100 steps of warmup do go with a fraction of 0.9.
+        round(schedule.wsd_decay_fraction * schedule.decay_steps) > schedule.decay_steps - schedule.warmup_steps
+    ):
+        most = math.floor((1 - schedule.warmup_steps / schedule.decay_steps) * 1000 + 1e-6) / 1000
         text = (
             f"= {schedule.wsd_decay_fraction} of {schedule.decay_steps} steps begins before the warmup of "
-            f"{schedule.warmup_steps} ends: at most {1 - schedule.warmup_steps / schedule.decay_steps:.3g} is allowed"
+            f"{schedule.warmup_steps} ends: at most {most:g} is allowed"
         )
         yield Problem(("schedule", "wsd_decay_fraction"), text)
     if late := [step for step in checkpoint.extra_steps if step > schedule.train_steps]:

@@ -352,6 +352,16 @@ def test_values_that_do_not_go_together(overrides: tuple[str, ...], message: str
     assert line.partition(" (override")[0].partition(" (data")[0] == message
 
 
+@pytest.mark.parametrize(("warmup", "decay"), [(1, 3), (10, 100), (50, 100), (100, 100)])
+def test_the_decay_of_wsd_that_is_named_is_allowed(warmup: int, decay: int) -> None:
+    steps = ("schedule.kind=wsd", f"schedule.warmup_steps={warmup}", f"schedule.decay_steps={decay}")
+    (found,) = problems(*steps, "schedule.wsd_decay_fraction=1")
+    most = found.partition("at most ")[2].split()[0]
+    load_config([], [*LEAST, *steps, f"schedule.wsd_decay_fraction={most}"], model_type=StandIn)
+    if warmup < decay:  # other schedules do not decay by this fraction
+        load_config([], [*LEAST, *steps[1:], "schedule.wsd_decay_fraction=1"], model_type=StandIn)
+
+
 def test_a_file_that_is_not_there_does_not_make_its_keys_missing(here: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([here / "gone.yml"], ["model.nrom=rmsnorm"], model_type=StandIn)

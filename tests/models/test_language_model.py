@@ -54,6 +54,7 @@ def test_parameters_of_pythia_410m():
 @pytest.mark.parametrize(("size", "width"), [(1024, 2816), (2048, 5632), (256, 768)])
 def test_width_of_swiglu(size, width):
     assert ModelConfig(8, 2, size, 4).mlp_width == width
+    assert ModelConfig(8, 2, size, 4, intermediate_size=width - 1).mlp_width == width - 1
 
 
 def test_names_of_parameters():

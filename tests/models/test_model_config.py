@@ -83,3 +83,8 @@ def test_every_field_is_documented():
 def test_file_imports_without_torch():
     code = "import sys; sys.modules['torch'] = None; import models.config"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_is_enough():
+    config = ModelConfig(1, 1, 1, 1, mixers=("attention",), intermediate_size=1, positions="learned", max_positions=1)
+    assert config.mlp_width == 1
