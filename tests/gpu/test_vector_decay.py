@@ -37,6 +37,10 @@ def inputs(shape: tuple[int, int, int, int, int], kind: str, dtype: torch.dtype)
     return [q, k, v, g, normal(batch, heads, dim_k, dim_v)]
 
 
+# An empty sequence at the start, one between others and one at the end, one of a single token, one of two chunks.
+PACKED = [0, 0, 1, 60, 188, 188, 300, 400, 400]
+
+
 @pytest.mark.parametrize(
     ("shape", "kind", "dtype"),
     [
@@ -52,12 +56,18 @@ def inputs(shape: tuple[int, int, int, int, int], kind: str, dtype: torch.dtype)
         # Few and long: cut into stretches.
         ((1, 5000, 2, 64, 128), "mild", torch.bfloat16),
         ((1, 4096, 2, 64, 128), "later", torch.bfloat16),
+        # Packed.
+        ((1, 400, 2, 64, 128), "mild", torch.bfloat16),
+        ((1, 400, 2, 32, 64), "single", torch.bfloat16),
     ],
 )
 def test_kernels_equal_the_reference(shape, kind, dtype):
     from models.kernels.vector_decay import vector_decay
 
     tensors = inputs(shape, kind, dtype)
+    cu_seqlens = torch.tensor(PACKED, device="cuda", dtype=torch.int32) if shape[1] == PACKED[-1] else None
+    if cu_seqlens is not None:
+        tensors[4] = torch.randn(len(PACKED) - 1, *tensors[4].shape[1:], device="cuda")
     weights = torch.randn_like(tensors[2], dtype=torch.float32), torch.randn_like(tensors[4])
     results = []
     for wide in (True, False):
@@ -66,9 +76,11 @@ def test_kernels_equal_the_reference(shape, kind, dtype):
         # The kernels take what is below -80 as -80.
         g = leaves[3].clamp_min(-80.0) if wide else leaves[3]
         if wide:
-            o, final = recurrence(*leaves[:3], g, scale=0.2, initial_state=leaves[4], form="chunked")
+            o, final = recurrence(
+                *leaves[:3], g, scale=0.2, initial_state=leaves[4], cu_seqlens=cu_seqlens, form="chunked"
+            )
         else:
-            o, final = vector_decay(*leaves[:3], g, 0.2, leaves[4], None)
+            o, final = vector_decay(*leaves[:3], g, 0.2, leaves[4], cu_seqlens)
         loss = (o * weights[0]).sum() + (final * weights[1]).sum()
         results.append([o, final, *torch.autograd.grad(loss, leaves)])
     for name, found, expected in zip(("o", "final", "q", "k", "v", "g", "state"), *reversed(results), strict=True):
