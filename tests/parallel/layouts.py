@@ -194,7 +194,7 @@ def cases(processes: int) -> list[Case]:
         found += [
             Case("metala", name, layout, dtype="bf16")
             for name, layout in (EVERY[2] | CONTEXT[2]).items()
-            if name in ("tensor2_sequence", "pipeline2", "context2")
+            if name in ("data2", "tensor2_sequence", "pipeline2", "context2")
         ]
         found += [
             Case("hybrid", name, layout, dtype="bf16", state="bf16")
