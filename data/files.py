@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -40,3 +41,27 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def folder_aside(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its place when the block ends, and is removed when the block fails.
+
+    Args:
+        overwrite: replace a folder that holds something; else that is an OSError.
+    """
+    folder = folder.absolute()
+    aside, old = (folder.with_name(f".{folder.name}.{word}") for word in ("writing", "old"))
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        if overwrite and folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.replace(folder, old)
+        os.replace(aside, folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    if overwrite:
+        shutil.rmtree(old, ignore_errors=True)

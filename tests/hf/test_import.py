@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from megatron_lite.checkpoint import read_config_yaml, read_weights
 from models.config import ModelConfig
 from models.lm import LanguageModel
+from tools.conversion.importing import import_folder
 from tools.convert_hf import main
 from tools.load_model import build_model, load_model, model_config
 
@@ -301,10 +302,29 @@ def test_settings_without_counterpart(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "use_short_conv = True has no counterpart here; allowed are False" in said
 
 
-def test_a_run_that_exists(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def no_space(*_: object, **__: object) -> Path:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_run_that_exists(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     assert main(["import", str(exported), str(run)]) == 0
     assert "exists: name another run folder" in error_of(["import", str(exported), str(run)], capsys)
+    (run / "old").touch()
+    before = sorted(path.relative_to(run) for path in run.rglob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr("tools.conversion.importing.write_weights", no_space)
+        with pytest.raises(OSError, match="No space"):
+            import_folder(exported, run, overwrite=True)
+    assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
     assert main(["import", str(exported), str(run), "--overwrite"]) == 0
+    assert not (run / "old").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    shutil.copytree(exported, run / "folder")
+    said = error_of(["import", str(run / "folder"), str(run), "--overwrite"], capsys)
+    assert "lies in" in said
+    assert (run / "folder").is_dir()
     (run / "metrics.jsonl").touch()
     assert "was trained in" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.files import folder_aside
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint import Weights, read_config_yaml, resolve
 from megatron_lite.tensor_stream import write_tensors
@@ -92,20 +91,13 @@ def export(
     tokenizer = read_tokenizer(run, config)
     check_vocabulary(tokenizer.vocab_size, model.vocab_size, str(tokenizer.path or tokenizer.type))
 
-    aside = folder.absolute().with_name(f".{folder.absolute().name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    with folder_aside(folder, overwrite=overwrite) as aside:
         write_description(aside, model, tokenizer, dtype)
         write_training_side(aside, config, tokenizer)
         sizes = write_shards(aside, weights, weights.shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
         parameters = sum(math.prod(shape) for shape in weights.shapes.values())
         card = model_card(config, model, run=run, step=source.name, parameters=parameters, dtype=dtype, licence=licence)
         (aside / "README.md").write_text(card, encoding="utf-8")
-        _into_place(aside, folder, overwrite)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     return Export(folder, source, weights, config, tokenizer, parameters, sum(sizes), len(sizes))
 
 
@@ -237,17 +229,6 @@ def write_shards(
         index = {name: file for file, group in zip(names, groups, strict=True) for name in group}
         _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
     return [(folder / file).stat().st_size for file in names]
-
-
-def _into_place(aside: Path, folder: Path, overwrite: bool) -> None:
-    if folder.exists() and overwrite:
-        old = aside.with_name(f".{folder.absolute().name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(folder, old)
-        os.replace(aside, folder)
-        shutil.rmtree(old)
-    else:
-        os.replace(aside, folder)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

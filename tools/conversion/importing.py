@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.files import folder_aside
 from data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint_folder import write_weights
 from megatron_lite.config import dump_config, load_config
@@ -61,6 +61,8 @@ def import_folder(folder: Path, run: Path, *, overwrite: bool = False, progress:
         CheckpointError: the checkpoint could not be written.
     """
     _check_run(run, overwrite)
+    if overwrite and folder.resolve().is_relative_to(run.resolve()):
+        raise FileExistsError(f"{folder} lies in {run}, which --overwrite would remove: name another run folder")
     theirs = read_config(folder)
     foreign = translate(theirs)
     tensors = Tensors(folder)
@@ -71,14 +73,10 @@ def import_folder(folder: Path, run: Path, *, overwrite: bool = False, progress:
     tokenizer = _tokenizer(folder)
     if tokenizer is not None:
         check_vocabulary(tokenizer.vocab_size, foreign.model.vocab_size, str(tokenizer.path or tokenizer.type))
-    if overwrite:
-        shutil.rmtree(run, ignore_errors=True)
-    existed = run.exists()
-    try:
-        run.mkdir(parents=True, exist_ok=True)
+    with folder_aside(run, overwrite=overwrite) as aside:
         if tokenizer is not None:
-            keep_tokenizer(tokenizer, run)
-        text = _configuration(folder, run, theirs, foreign.model, tokenizer)
+            keep_tokenizer(tokenizer, aside)
+        text = _configuration(folder, run, aside, theirs, foreign.model, tokenizer)
 
         def read() -> Iterator[tuple[str, Tensor]]:
             from tqdm import tqdm
@@ -86,12 +84,9 @@ def import_folder(folder: Path, run: Path, *, overwrite: bool = False, progress:
             for name, shape in tqdm(shapes.items(), desc="weights", disable=not progress):
                 yield name, make(foreign, name, tensors, shape)
 
-        checkpoint = write_weights(run / "checkpoints", read(), shapes, words=partition_words(model), config_yaml=text)
-        (run / "config.yml").write_text(text, encoding="utf-8")
-    except BaseException:
-        if not existed:
-            shutil.rmtree(run, ignore_errors=True)
-        raise
+        written = write_weights(aside / "checkpoints", read(), shapes, words=partition_words(model), config_yaml=text)
+        (aside / "config.yml").write_text(text, encoding="utf-8")
+    checkpoint = run / written.relative_to(aside)
     import yaml
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -141,9 +136,13 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _configuration(
-    folder: Path, run: Path, theirs: Mapping[str, Any], model: ModelConfig, tokenizer: Tokenizer | None
+    folder: Path, run: Path, aside: Path, theirs: Mapping[str, Any], model: ModelConfig, tokenizer: Tokenizer | None
 ) -> str:
-    """The resolved configuration of a run that goes on from here: an export's own, or defaults to be adapted."""
+    """The resolved configuration of a run that goes on from here: an export's own, or defaults to be adapted.
+
+    Args:
+        aside: where `run` is being written, with its tokenizer.
+    """
     import yaml
 
     side = folder / TRAINING_FOLDER / "config.yml"
@@ -163,13 +162,13 @@ def _configuration(
     values["checkpoint"] = checkpoint
     data = dict(values["data"])
     if tokenizer is not None:
-        kept = json.loads((run / "tokenizer" / "description.json").read_text(encoding="utf-8"))
+        kept = json.loads((aside / "tokenizer" / "description.json").read_text(encoding="utf-8"))
         file = str(run / "tokenizer" / kept["file"]) if kept["file"] else None
         data["tokenizer"] = {**(data.get("tokenizer") or {}), "type": tokenizer.type, "path": file}
     elif not side.is_file():
         data["tokenizer"] = {"type": "bytes"}  # there is none: a placeholder that asks for no file
     values["data"] = data
-    draft = run / ".config.yml.writing"
+    draft = aside / ".config.yml.writing"
     draft.write_text(yaml.safe_dump(_without_empty(values), sort_keys=False), encoding="utf-8")
     try:
         return dump_config(load_config([draft], [], model_type=ModelConfig, world_size=1))
