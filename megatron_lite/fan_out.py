@@ -34,22 +34,31 @@ def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None) -> None:
             module.fan_out = partial(fan_out, tensor if entry else None)
 
 
-def fan_out(tensor: TensorGroup | None, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+def fan_out(
+    tensor: TensorGroup | None, x: Tensor, linears: Sequence[nn.Linear], again: bool = False
+) -> tuple[Tensor, ...]:
     """linear(x) for every linear. x: [..., in]; with `tensor`, x is entered into a parallel region, unless activations
-    are cut along the sequence: then it has been."""
+    are cut along the sequence: then it has been.
+
+    again: and x, for one more product. What that gives as its gradient of x is added to in place, and is no more to be
+    read.
+    """
     group = None if tensor is None or tensor.sequence else tensor.group
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
-    return _FanOut.apply(x, group, len(linears), *weights, *biases)
+    return _FanOut.apply(x, group, again, len(linears), *weights, *biases)
 
 
 class _FanOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, count: int, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, group: Any, again: bool, count: int, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.biased = group, [bias is not None for bias in biases]
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        outputs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
+        return (*outputs, *((x,) if again else ()))
 
     @staticmethod
     @once_differentiable
@@ -57,12 +66,14 @@ class _FanOut(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         rows = x.reshape(-1, x.shape[-1])
-        dx = torch.mm(flat[0], weights[0])
-        for gradient, weight in zip(flat[1:], weights[1:], strict=True):
+        products = list(zip(flat, weights, strict=False))
+        # What another product has given, or the first one here.
+        dx = flat.pop().contiguous() if len(flat) > len(weights) else torch.mm(*products.pop(0))
+        for gradient, weight in products:
             dx.addmm_(gradient, weight)
         work = None if ctx.group is None else dist.all_reduce(dx, group=ctx.group, async_op=True)
         of_weights = [gradient.t() @ rows for gradient in flat]
         of_biases = [gradient.sum(0) if biased else None for gradient, biased in zip(flat, ctx.biased, strict=True)]
         if work is not None:
             work.wait()
-        return dx.view_as(x), None, None, *of_weights, *of_biases
+        return dx.view_as(x), None, None, None, *of_weights, *of_biases

@@ -102,9 +102,9 @@ def _enter(tensor: TensorGroup, module: nn.Module, arguments: tuple[Any, ...]) -
     return (tensor.enter(arguments[0]), *arguments[1:])
 
 
-def _entered(tensor: TensorGroup, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+def _entered(tensor: TensorGroup, x: Tensor, linears: Sequence[nn.Linear], again: bool = False) -> tuple[Tensor, ...]:
     x = x if tensor.sequence else tensor.enter(x)
-    return tuple(linear(x) for linear in linears)
+    return (*(linear(x) for linear in linears), *((x,) if again else ()))
 
 
 def _summed(tensor: TensorGroup, gradient: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .bidirectional_forms import chunk_size, chunked, decays, heads_first, recurrent, values_of
 from .bidirectional_stretch import from_both_sides
+from .feature_map import feature_map
 from .kernels import can_take
 from .precision import ROW_SUM_EPS, wide
 from .sequence_shards import SequenceShards, current_shards
@@ -56,6 +57,7 @@ def bidirectional(
     log_decay: Tensor | None = None,
     *,
     gate: Tensor | ProjectedGate | None = None,
+    phi: str | None = None,
     scaled: bool = True,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -67,8 +69,10 @@ def bidirectional(
     q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v].
     log_decay: [batch, length, heads] (or a last dimension of 1) for one decay a head, [..., head_dim_k] for a vector;
     None for no decay. -inf at a token cuts both directions there.
-    gate: instead of it, [batch, length, heads] or a `ProjectedGate`: log_decay = logsigmoid(gate).
-    scaled: y = num / (row sum + 1e-6); q and k must be positive for that to be sensible (Lion's phi).
+    gate: instead of it, [batch, length, heads], [heads] for every token, or a `ProjectedGate`: log_decay =
+    logsigmoid(gate).
+    phi: a name of `models.feature_map`, applied to q and k first and rounded to v's dtype; None where it already is.
+    scaled: y = num / (row sum + 1e-6); q and k must be positive for that to be sensible (as phi makes them).
     mask: [batch, length] bool, True for real tokens; padding never changes real tokens, and its own output is 0.
     cu_seqlens: [segments + 1], batch 1: no segment sees another; empty segments are legal.
     mask_convention: "eq17", symmetric; "shifted" delays the decay of the forward direction by one token.
@@ -82,6 +86,8 @@ def bidirectional(
     """
     shards = current_shards()
     if shards is not None:
+        if phi is not None:
+            q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
         return _over_shards(shards, q, k, v, log_decay, gate, scaled, mask, cu_seqlens, mask_convention, form)
     return local_bidirectional(
         q,
@@ -89,6 +95,7 @@ def bidirectional(
         v,
         log_decay,
         gate=gate,
+        phi=phi,
         scaled=scaled,
         mask=mask,
         cu_seqlens=cu_seqlens,
@@ -104,6 +111,7 @@ def local_bidirectional(
     log_decay: Tensor | None = None,
     *,
     gate: Tensor | ProjectedGate | None = None,
+    phi: str | None = None,
     scaled: bool = True,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -113,9 +121,10 @@ def local_bidirectional(
     """As `bidirectional`, of these tokens alone, also where they are a stretch of a longer sequence."""
     _check(q, k, v, log_decay, gate, mask, cu_seqlens, mask_convention, form)
     if form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention)):
-        return _on_kernels(q, k, v, log_decay, gate, scaled, mask, cu_seqlens, form.removeprefix("triton_"))
-    if isinstance(gate, ProjectedGate):
-        gate = gate.logits()
+        return _on_kernels(q, k, v, log_decay, gate, phi, scaled, mask, cu_seqlens, form.removeprefix("triton_"))
+    if phi is not None:
+        q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
+    gate = _of_every_token(gate, q)
     forward, backward, segments = decays(q, log_decay, gate, mask, cu_seqlens, mask_convention)
     q_, k_, v_ = heads_first(q), heads_first(k), values_of(v, scaled)
     if mask is not None:
@@ -136,6 +145,7 @@ def _on_kernels(
     v: Tensor,
     log_decay: Tensor | None,
     gate: Tensor | ProjectedGate | None,
+    phi: str | None,
     scaled: bool,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -143,16 +153,30 @@ def _on_kernels(
 ) -> Tensor:
     from .kernels.lion import lion
 
+    if phi == "elu":
+        q, k, phi = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype), None
     if isinstance(gate, ProjectedGate):
         # One product of one dtype is what the kernels' node takes over; autocast and mixtures stay with PyTorch.
         if gate.x.dtype == gate.weight.dtype and not torch.is_autocast_enabled():
             return lion(
-                q, k, v, projection=(gate.x, gate.weight), bias=gate.bias, scaled=scaled, mask=mask,
-                cu_seqlens=cu_seqlens, kernel=kernel,
+                q, k, v, projection=(gate.x, gate.weight), bias=gate.bias, phi=phi, scaled=scaled,
+                mask=mask, cu_seqlens=cu_seqlens, kernel=kernel,
             )  # fmt: skip
         gate = gate.logits()
-    decay = log_decay if gate is None else gate
-    return lion(q, k, v, decay, logits=gate is not None, scaled=scaled, mask=mask, cu_seqlens=cu_seqlens, kernel=kernel)
+    decay, bias = log_decay if gate is None else gate, None
+    if gate is not None and gate.ndim == 1:
+        decay, bias = None, gate
+    return lion(
+        q, k, v, decay, bias=bias, logits=gate is not None, phi=phi, scaled=scaled, mask=mask, cu_seqlens=cu_seqlens,
+        kernel=kernel,
+    )  # fmt: skip
+
+
+def _of_every_token(gate: Tensor | ProjectedGate | None, q: Tensor) -> Tensor | None:
+    """[batch, length, heads] (or a last dimension of 1)."""
+    if isinstance(gate, ProjectedGate):
+        return gate.logits()
+    return gate if gate is None or gate.ndim > 1 else wide(gate).expand(q.shape[:3])
 
 
 def _over_shards(
@@ -169,8 +193,7 @@ def _over_shards(
     form: str,
 ) -> Tensor:
     """Numerators and row sums of the stretch, by any form, and of the rest of the sequence; only then the quotient."""
-    if isinstance(gate, ProjectedGate):
-        gate = gate.logits()
+    gate = _of_every_token(gate, q)
     packed = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], shards)
     inside = None if packed is None else packed.cu_seqlens
 
@@ -263,7 +286,8 @@ def _check_shapes(
             "twice and [batch, length, heads, head_dim_v]"
         )
     for name, x, last in (("log_decay", log_decay, (1, q[3])), ("gate", gate, (1,))):
-        if x is not None and tuple(x) != shape and tuple(x) not in [(*shape, n) for n in last]:
+        of_all = name == "gate" and x == shape[2:]
+        if x is not None and not of_all and tuple(x) != shape and tuple(x) not in [(*shape, n) for n in last]:
             raise ValueError(f"{name} {tuple(x)}: expected {shape}, or that and a last dimension of {last}")
     if mask is not None and tuple(mask) != shape[:2]:
         raise ValueError(f"mask {tuple(mask)}: expected [batch, length] = {shape[:2]}")

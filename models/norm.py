@@ -41,7 +41,7 @@ class Norm(nn.Module):
         A residual stream that goes on with the h of here has its two gradients added where the norm's is formed.
         """
         how = self.weight, self.bias, self.eps, self.centred
-        if takes(x) and x.shape[-1] <= _LARGEST and (return_sum or not self.centred):
+        if takes(x) and x.shape[-1] <= _LARGEST:
             from .kernels.add_norm import add_norm
 
             h, y = add_norm(x, delta, *how)
@@ -61,3 +61,18 @@ def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     if weight is not None:
         y = y * weight
     return y.to(x.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's, by the kernel of `Norm` where it applies; for norms that every setting of `model.norm` leaves as they are."""
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated", "bias": "replicated"}
+    parameter_kinds: ClassVar[dict[str, str]] = {"weight": "norm", "bias": "norm"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> the same shape."""
+        if takes(x) and x.shape[-1] <= _LARGEST:
+            from .kernels.add_norm import add_norm
+
+            return add_norm(x, None, self.weight, self.bias, self.eps, True)[1]
+        return super().forward(x)

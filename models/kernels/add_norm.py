@@ -55,23 +55,27 @@ class _AddNorm(torch.autograd.Function):
             _forward_launch(*case, x.numel(), x.shape[-1], delta is not None)(x, delta, weight, bias, h, y)
         ctx.save_for_backward(h, weight, bias)
         ctx.case, ctx.added = case, delta is not None
+        # Nothing is added where nobody goes on with h.
+        ctx.set_materialize_grads(False)
         return h, y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dh: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dh: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         h, weight, bias = ctx.saved_tensors
         size = h.shape[-1]
         dx = torch.empty_like(h)
+        dy = torch.zeros_like(h) if dy is None else dy
+        parameters = [p for p in (weight, bias) if p is not None]
         programs = min(h.numel() // size, _PROGRAMS)
-        of_weight, of_bias = (
-            None if p is None else torch.empty(programs, size, dtype=torch.float32, device=h.device)
-            for p in (weight, bias)
-        )
+        partial = h.new_empty((len(parameters), programs, size), dtype=torch.float32) if parameters else None
         if h.numel():
-            launch = _backward_launch(*ctx.case, h.numel(), size)
-            launch(aligned(dh), aligned(dy), h, weight, dx, of_weight, of_bias)
-        d_weight, d_bias = (None if total is None else total.sum(0).to(weight.dtype) for total in (of_weight, of_bias))
+            launch = _backward_launch(*ctx.case, h.numel(), size, dh is not None)
+            launch(aligned(dy), None if dh is None else aligned(dh), h, weight, dx, partial)
+        d_weight = d_bias = None
+        if partial is not None:
+            totals = iter(partial.sum(1).to(parameters[0].dtype).unbind())
+            d_weight, d_bias = (None if p is None else next(totals) for p in (weight, bias))
         return dx, dx if ctx.added else None, d_weight, d_bias, None, None
 
 
@@ -88,10 +92,10 @@ def _forward_launch(
 @lru_cache(4096)
 def _backward_launch(
     device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: bool, eps: float, centred: bool,
-    numel: int, size: int,
+    numel: int, size: int, through: bool,
 ) -> Launch:  # fmt: skip
     block, rows = triton.next_power_of_2(size), numel // size
-    flags = weight is not None, bias, centred
+    flags = weight is not None, bias, centred, through
     return Launch(_backward, (min(rows, _PROGRAMS),), rows, size, eps, block, *flags, num_warps=_warps(block))
 
 
@@ -133,9 +137,10 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dh, dy, h, weight, dx, d_weight, d_bias, rows, size, eps,
-    BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
+    dy, dh, h, weight, dx, partial, rows, size, eps,
+    BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr, THROUGH: tl.constexpr,
 ):  # fmt: skip
+    """partial: [weight, bias, of those that there are][program][channel]."""
     i = tl.arange(0, BLOCK)
     inside = i < size
     if WEIGHT:
@@ -147,7 +152,8 @@ def _backward(
         at = tl.cast(r, tl.int64) * size + i
         row = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        through = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
+        if THROUGH:
+            through = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
         normal, inverse = _normalised(row, inside, size, eps, CENTRED)
         if BIAS:
             of_bias += d
@@ -157,9 +163,13 @@ def _backward(
         d_row = d - normal * (tl.sum(d * normal, 0) / size)
         if CENTRED:
             d_row -= tl.sum(d, 0) / size
-        tl.store(dx + at, (through + d_row * inverse).to(dx.dtype.element_ty), mask=inside)
+        d_row *= inverse
+        if THROUGH:
+            d_row += through
+        tl.store(dx + at, d_row.to(dx.dtype.element_ty), mask=inside)
     at = tl.program_id(0) * size + i
     if WEIGHT:
-        tl.store(d_weight + at, of_weight, mask=inside)
+        tl.store(partial + at, of_weight, mask=inside)
+        at += tl.num_programs(0) * size
     if BIAS:
-        tl.store(d_bias + at, of_bias, mask=inside)
+        tl.store(partial + at, of_bias, mask=inside)

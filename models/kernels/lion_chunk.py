@@ -24,11 +24,13 @@ from torch import Tensor
 
 from .launch import Launch
 from .lion_common import (
+    NO_GATE,
     Case,
     Kernel,
     base,
     block,
     decay_factor,
+    empty_gate_gradient,
     load_rows,
     load_scale,
     load_sums,
@@ -67,9 +69,9 @@ def forward(
     The states are kept for the backward pass where they are no larger than k and v, and else formed again.
     """
     running, outputs = _forward_launches(case)
-    if gate is not None and b is None:
+    if case.mode != NO_GATE and b is None:
         b = per_token(case, q)
-        running(gate, bias, b)
+        running(b, gate, bias)
     states, sums = states_between_chunks(case, False, k, v, b, segments)
     # Allocated only now: for short sequences the device waits for the host's way to the launches.
     y = torch.empty_like(v)
@@ -98,7 +100,7 @@ def backward(
         states, sums = states_between_chunks(case, False, k, v, b, segments)
     d_states, d_sums = states_between_chunks(case, True, q, dy, b, segments, y, den, delta)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dgate = None if gate is None else torch.empty_like(gate)
+    dgate = empty_gate_gradient(case, q, gate, -(-case.length // chunk_size(case.dtype)))
     _backward_launch(case)(
         dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate
     )
@@ -172,6 +174,23 @@ def _take_state(
 
 
 @triton.jit
+def _load_column(sums, here, rows, K: tl.constexpr, SCALED: tl.constexpr):
+    """Row sums' column of the state at `here`."""
+    if SCALED:
+        return tl.load(sums + here * K + rows, mask=rows < K, other=0.0)
+    else:
+        return tl.zeros([rows.shape[0]], tl.float32)
+
+
+@triton.jit
+def _take_column(held, sums, here, rows, K: tl.constexpr, BK: tl.constexpr):
+    if K <= BK:
+        return held
+    else:
+        return _load_column(sums, here, rows, K, True)
+
+
+@triton.jit
 def _edges(b, segments, n, t, T, C: tl.constexpr, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
     """Factors of what comes to tokens t from the left and from the right of chunk n; and of what passes through it."""
     left = tl.where(t < T, 1.0, 0.0)
@@ -207,6 +226,7 @@ def _forward(
     value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV)
     held_left = _load_state(states, here, ck, cv, K, V, BK, BV)
     held_right = _load_state(states, there, ck, cv, K, V, BK, BV)
+    column_left, column_right = _load_column(sums, here, ck, K, SCALED), _load_column(sums, there, ck, K, SCALED)
     left, right, _ = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
     a = tl.zeros([C, C], tl.float32)
     for block_k in range(0, K, BK):
@@ -222,7 +242,7 @@ def _forward(
     total = tl.sum(a, 1)
     out = tl.dot(a.to(value.dtype), value, input_precision=PRECISION)
     for side in tl.static_range(2):
-        near, held = (here, held_left) if side == 0 else (there, held_right)
+        near, held, column_held = (here, held_left, column_left) if side == 0 else (there, held_right, column_right)
         part, part_total = tl.zeros([C, BV], tl.float32), tl.zeros([C], tl.float32)
         for block_k in range(0, K, BK):
             d = block_k + ck
@@ -230,7 +250,7 @@ def _forward(
             state = _take_state(held, states, near, d, cv, K, V, BK, BV)
             part = tl.dot(tile.to(state.dtype), state, part, input_precision=PRECISION)
             if SCALED:
-                column = tl.load(sums + near * K + d, mask=d < K, other=0.0)
+                column = _take_column(column_held, sums, near, d, K, BK)
                 part_total += tl.sum(tile * column[None, :], 1)
         weight = left if side == 0 else right
         out += part * weight[:, None]
@@ -262,24 +282,29 @@ def _backward(
     held_right = _load_state(states, there, ck, cv, K, V, BK, BV)
     d_held_left = _load_state(d_states, here, ck, cv, K, V, BK, BV)
     d_held_right = _load_state(d_states, there, ck, cv, K, V, BK, BV)
+    column_left, column_right = _load_column(sums, here, ck, K, SCALED), _load_column(sums, there, ck, K, SCALED)
+    d_column_left = _load_column(d_sums, here, ck, K, SCALED)
+    d_column_right = _load_column(d_sums, there, ck, K, SCALED)
     left, right, through = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
     scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
     until = load_sums(b, t, T, GATE)
     if GATE != 0:
-        passing = 0.0
+        passed, passed_column = tl.zeros([BK, BV], tl.float32), tl.zeros([BK], tl.float32)
         for side in tl.static_range(2):
             near, far = (here, there) if side == 0 else (there, here)
             held, d_held = (held_left, d_held_right) if side == 0 else (held_right, d_held_left)
+            column_held, d_column_held = (column_left, d_column_right) if side == 0 else (column_right, d_column_left)
             for block_k in range(0, K, BK):
                 d_k = block_k + ck
                 for block_v in range(0, V, BV):
                     d_v = block_v + cv
                     state = _take_state(held, states, near, d_k, d_v, K, V, BK, BV).to(tl.float32)
                     d_state = _take_state(d_held, d_states, far, d_k, d_v, K, V, BK, BV)
-                    passing += tl.sum(state * d_state.to(tl.float32))
+                    passed += state * d_state.to(tl.float32)
                 if SCALED:
-                    column = tl.load(sums + near * K + d_k, mask=d_k < K, other=0.0)
-                    passing += tl.sum(column * tl.load(d_sums + far * K + d_k, mask=d_k < K, other=0.0))
+                    d_column = _take_column(d_column_held, d_sums, far, d_k, K, BK)
+                    passed_column += _take_column(column_held, sums, near, d_k, K, BK) * d_column
+        passing = tl.sum(tl.sum(passed, 1) + passed_column, 0)
 
     a, ds = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for block_k in range(0, K, BK):
@@ -336,7 +361,8 @@ def _backward(
                 tile = _take(value, v, t, d_v, T, H, V, BV).to(state.dtype)
                 part = tl.dot(tile, tl.trans(state), part, input_precision=PRECISION)
             if SCALED:
-                part += tl.load(d_sums + near * K + d_k, mask=d_k < K, other=0.0)[None, :]
+                column_held = d_column_left if side == 0 else d_column_right
+                part += _take_column(column_held, d_sums, near, d_k, K, BK)[None, :]
             part *= (left if side == 0 else right)[:, None]
             d_key += part
             if GATE != 0:
@@ -360,7 +386,8 @@ def _backward(
                 tile = _take(grad, dy, t, d_v, T, H, V, BV).to(state.dtype)
                 part = tl.dot(tile, tl.trans(state), part, input_precision=PRECISION)
             if SCALED:
-                part -= inner[:, None] * tl.load(sums + near * K + d_k, mask=d_k < K, other=0.0)[None, :]
+                column_held = column_left if side == 0 else column_right
+                part -= inner[:, None] * _take_column(column_held, sums, near, d_k, K, BK)[None, :]
             part *= ((left if side == 0 else right) * scale)[:, None]
             d_query += part
             if GATE != 0:
@@ -372,7 +399,7 @@ def _backward(
         store_rows(base(dq, bh, T, H, K), d_query, t, d_k, T, H, K, BK)
     if GATE != 0:
         d_decay = passing * through + tl.cumsum(d_inside + d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
-        store_gate_gradient(dgate, gate, bias, bh, d_decay, t, T, H, GATE)
+        store_gate_gradient(dgate, gate, bias, bh, d_decay, t, T, H, GATE, n, tl.num_programs(0))
 
 
 CHUNK = Kernel(chunk, forward, backward)

@@ -22,8 +22,9 @@ try:
 except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
-# Where the decay comes from: there is none, its logarithm is given, or log decay = logsigmoid(gate [+ bias of the head]).
-NO_GATE, LOG_DECAY, LOGITS, BIASED_LOGITS = 0, 1, 2, 3
+# Where the decay comes from: there is none, its logarithm is given, or log decay = logsigmoid(gate [+ bias of the head]),
+# or that of the bias alone, every token's.
+NO_GATE, LOG_DECAY, LOGITS, BIASED_LOGITS, BIAS = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -111,7 +112,10 @@ def store_columns(x, value, t, d, T, H, D: tl.constexpr, BD: tl.constexpr, EVEN:
 
 @triton.jit
 def _load_gate(gate, bias, bh, t, T, H, GATE: tl.constexpr):
-    x = tl.load(base(gate, bh, T, H, 1) + t * H, mask=t < T, other=0.0).to(tl.float32)
+    if GATE == 4:
+        x = tl.where(t < T, tl.load(bias + bh % H).to(tl.float32), 0.0)
+    else:
+        x = tl.load(base(gate, bh, T, H, 1) + t * H, mask=t < T, other=0.0).to(tl.float32)
     if GATE == 3:
         x += tl.load(bias + bh % H).to(tl.float32)
     return x
@@ -132,10 +136,15 @@ def load_log_decay(gate, bias, bh, t, T, H, GATE: tl.constexpr):
 
 
 @triton.jit
-def store_gate_gradient(dgate, gate, bias, bh, d_log_decay, t, T, H, GATE: tl.constexpr):
+def store_gate_gradient(dgate, gate, bias, bh, d_log_decay, t, T, H, GATE: tl.constexpr, part=0, parts=1):
+    """Of tokens t; of a bias alone their sum, which is that of one part of the sequence."""
     if GATE >= 2:
         d_log_decay = d_log_decay * tl.sigmoid(-_load_gate(gate, bias, bh, t, T, H, GATE))
-    tl.store(base(dgate, bh, T, H, 1) + t * H, d_log_decay.to(dgate.dtype.element_ty), mask=t < T)
+    if GATE == 4:
+        total = tl.sum(tl.where(t < T, d_log_decay, 0.0), 0)
+        tl.store(dgate + ((bh // H) * parts + part) * H + bh % H, total)
+    else:
+        tl.store(base(dgate, bh, T, H, 1) + t * H, d_log_decay.to(dgate.dtype.element_ty), mask=t < T)
 
 
 @triton.jit
@@ -202,7 +211,7 @@ def _row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.con
 
 
 @triton.jit
-def _running_sum(gate, bias, c, T, H, GATE: tl.constexpr, RESTART: tl.constexpr, BT: tl.constexpr):
+def _running_sum(c, gate, bias, T, H, GATE: tl.constexpr, RESTART: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(1)
     total = 0.0
     first = tl.program_id(0) * BT
@@ -222,7 +231,7 @@ def row_inner(case: Case) -> Launch:
 
 @lru_cache(4096)
 def running_sum(case: Case, chunk: int | None = None) -> Launch:
-    """(gate, bias, c): sums of the base 2 log decay up to each token, float32 [batch, heads, length].
+    """(c, gate, bias): sums of the base 2 log decay up to each token, float32 [batch, heads, length].
 
     With `chunk`, a power of two, they start again after every that many tokens.
     """
@@ -234,6 +243,13 @@ def running_sum(case: Case, chunk: int | None = None) -> Launch:
 def per_token(case: Case, like: Tensor) -> Tensor:
     """An empty float32 [batch, heads, length] on the device of `like`."""
     return like.new_empty((case.batch, case.heads, case.length), dtype=torch.float32)
+
+
+def empty_gate_gradient(case: Case, q: Tensor, gate: Tensor | None, parts: int = 1) -> Tensor | None:
+    """What `store_gate_gradient` fills, with so many parts of every sequence."""
+    if case.mode == BIAS:
+        return q.new_empty((case.batch * parts, case.heads), dtype=torch.float32)
+    return None if gate is None else torch.empty_like(gate)
 
 
 @lru_cache

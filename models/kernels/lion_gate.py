@@ -1,8 +1,8 @@
 """LION-s' gate from the layer's input: its projection and the running sum of its log decay in one kernel, and backward.
 
-    gate = x W^T      dx = dgate W      dW = dgate^T x
-The projection to a few heads moves x once and computes next to nothing; so does each direction here. dW is summed by
-every program over its own tokens and over programs afterwards: the order of the sum does not depend on their timing.
+    gate = x W^T (+ b)      dx = dgate W      dW = dgate^T x      db = sum of dgate
+The projection to a few heads moves x once and computes next to nothing; so does each direction here. dW and db are
+summed by every program over its own tokens and over programs afterwards: their order does not depend on timing.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -38,14 +38,17 @@ def project(
     return gate, sums
 
 
-def project_backward(case: Case, dgate: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight."""
+def project_backward(
+    case: Case, dgate: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x, weight and bias."""
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    dbias = None if bias is None else torch.empty_like(bias)
     gradients, reduce, programs = _backward_launches(case, x.shape[-1])
-    partial = x.new_empty((programs, *weight.shape), dtype=torch.float32)
+    partial = x.new_empty((programs, weight.numel() + case.heads), dtype=torch.float32)
     gradients(dgate, x, weight, dx, partial)
-    reduce(partial, dweight)
-    return dx, dweight
+    reduce(partial, dweight, dbias)
+    return dx, dweight, dbias
 
 
 @lru_cache(4096)
@@ -66,7 +69,8 @@ def _backward_launches(case: Case, size: int) -> tuple[Launch, Launch, int]:
         _project_backward, (programs, -(-size // channels)), tokens, case.heads, size, block(case.heads), channels,
         rows, case.flags()[-1], num_warps=4, num_stages=3 if _sixteen_bits(case) else 2,
     )  # fmt: skip
-    reduce = Launch(_reduce, (-(-case.heads * size // 64),), case.heads * size, programs, num_warps=4)
+    numbers = case.heads * size
+    reduce = Launch(_reduce, (-(-(numbers + case.heads) // 64),), numbers, case.heads, programs, num_warps=4)
     return gradients, reduce, programs
 
 
@@ -104,10 +108,11 @@ def _project_backward(
     dgate, x, weight, dx, partial, N, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """partial: [program][of the weight, of the bias], the latter filled by the programs of the first channels."""
     h, s = tl.arange(0, BH), tl.program_id(1) * BS + tl.arange(0, BS)
     of_weight = (h < H)[:, None] & (s < S)[None, :]
     w = tl.load(weight + h[:, None] * S + s[None, :], mask=of_weight, other=0.0)
-    total = tl.zeros([BH, BS], tl.float32)
+    total, of_bias = tl.zeros([BH, BS], tl.float32), tl.zeros([BH], tl.float32)
     for start in range(tl.program_id(0) * BT, N, tl.num_programs(0) * BT):
         t = start + tl.arange(0, BT)
         row = t.to(tl.int64)[:, None]
@@ -116,12 +121,18 @@ def _project_backward(
         d = tl.load(dgate + row * H + h[None, :], mask=(t < N)[:, None] & (h < H)[None, :], other=0.0)
         tl.store(dx + row * S + s[None, :], tl.dot(d, w, input_precision=PRECISION).to(dx.dtype.element_ty), mask=of_x)
         total = tl.dot(tl.trans(d), tile, total, input_precision=PRECISION)
-    tl.store(partial + (tl.program_id(0) * H + h[:, None]) * S + s[None, :], total, mask=of_weight)
+        of_bias += tl.sum(d.to(tl.float32), 0)
+    partial += tl.program_id(0) * (H * S + H)
+    tl.store(partial + h[:, None] * S + s[None, :], total, mask=of_weight)
+    if tl.program_id(1) == 0:
+        tl.store(partial + H * S + h, of_bias, mask=h < H)
 
 
 @triton.jit
-def _reduce(partial, out, N, P):
+def _reduce(partial, dweight, dbias, N, H, P):
     i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, 32)
-    address = partial + rows[:, None] * N + i[None, :]
-    values = tl.load(address, mask=(rows < P)[:, None] & (i < N)[None, :], other=0.0)
-    tl.store(out + i, tl.sum(values, 0).to(out.dtype.element_ty), mask=i < N)
+    address = partial + rows[:, None] * (N + H) + i[None, :]
+    total = tl.sum(tl.load(address, mask=(rows < P)[:, None] & (i < N + H)[None, :], other=0.0), 0)
+    tl.store(dweight + i, total.to(dweight.dtype.element_ty), mask=i < N)
+    if dbias is not None:
+        tl.store(dbias + i - N, total.to(dbias.dtype.element_ty), mask=(i >= N) & (i < N + H))

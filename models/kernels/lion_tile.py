@@ -29,6 +29,7 @@ from .lion_common import (
     base,
     block,
     decay_factor,
+    empty_gate_gradient,
     load_log_decay,
     load_rows,
     load_scale,
@@ -51,6 +52,8 @@ except ImportError as error:
 
 # Up to this many tokens every program of the forward pass forms the running sums of its sequence itself.
 _WHOLE = 128
+# Tokens of a turn of the kernel that forms the gate's gradient.
+_GATE_BLOCK = 256
 
 
 def chunk(case: Case) -> int | None:
@@ -76,13 +79,13 @@ def forward(
     """
     y = torch.empty_like(v)
     den = per_token(case, q) if case.scaled else None
-    c = None if gate is None else per_token(case, q)
+    c = None if case.mode == NO_GATE else per_token(case, q)
     if takes_whole(case):
         forward_whole(case)(q, k, v, gate, bias, c, segments, y, den)
         return y, (den, c)
     running, outputs = _forward_launches(case)
     if running is not None:
-        running(gate, bias, c)
+        running(c, gate, bias)
     outputs(q, k, v, gate, bias, c, segments, y, den)
     return y, (den, c)
 
@@ -99,10 +102,11 @@ def backward(
     y: Tensor,
     saved: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and gate."""
+    """Gradients of q, k, v and gate; of a bias alone those of its parts, [parts, heads]."""
     den, c = saved
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dgate = None if gate is None else torch.empty_like(gate)
+    parts = 1 if takes_whole(case) else -(-case.length // _GATE_BLOCK)
+    dgate = empty_gate_gradient(case, q, gate, parts)
     dc = None if c is None else torch.empty_like(c)
     if takes_whole(case):
         backward_whole(case)(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, dc)
@@ -112,7 +116,7 @@ def backward(
     if case.scaled:
         row_inner(case)(dy, y, delta)
     gradients(dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc)
-    if gate is not None:
+    if dgate is not None:
         gate_gradient(dc, gate, bias, dgate)
     return dq, dk, dv, dgate
 
@@ -139,7 +143,7 @@ def _backward_launches(case: Case) -> tuple[Launch, Launch]:
         *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns,
         *case.flags(), num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
-    return gradients, Launch(_gate_gradient, (programs,), case.length, case.heads, case.mode, 256, num_warps=1)
+    return gradients, Launch(_gate_gradient, (programs,), case.length, case.heads, case.mode, _GATE_BLOCK, num_warps=1)
 
 
 def _forward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
@@ -297,9 +301,12 @@ def _gate_gradient(dc, gate, bias, dgate, T, H, GATE: tl.constexpr, BT: tl.const
     bh = tl.program_id(0)
     total = 0.0
     for step in range(0, tl.cdiv(T, BT)):
-        t = (tl.cdiv(T, BT) - 1 - step) * BT + tl.arange(0, BT)
+        part = tl.cdiv(T, BT) - 1 - step
+        t = part * BT + tl.arange(0, BT)
         x = tl.load(dc + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
-        store_gate_gradient(dgate, gate, bias, bh, total + tl.cumsum(x, 0, reverse=True), t, T, H, GATE)
+        store_gate_gradient(
+            dgate, gate, bias, bh, total + tl.cumsum(x, 0, reverse=True), t, T, H, GATE, part, tl.cdiv(T, BT)
+        )
         total += tl.sum(x, 0)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import expm1, log
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from ..bidirectional import ProjectedGate, bidirectional
 from ..config import ModelConfig, require_positive
 from ..fan_out import FanOut, apply_each
-from ..forgetting import forgettable
+from ..feature_map import feature_map
 from ..init import init_std, linear
-from ..kernels import takes
+from ..norm import LayerNorm
 from ..padding import without_padding
 from ..precision import ROW_SUM_EPS, wide
 from ..recurrence import recurrence
@@ -137,7 +136,7 @@ class Lion(nn.Module):
         self.input_gate = linear(config, size, heads, bias=True) if options.variant == "lstm" else None
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
         normed = options.variant == "lit" if options.output_norm is None else options.output_norm
-        self.output_norm = _LayerNorm(size) if normed else None
+        self.output_norm = LayerNorm(size) if normed else None
         self.fan_out: FanOut = apply_each
         self._size, self._heads = size, heads
 
@@ -159,36 +158,39 @@ class Lion(nn.Module):
                 "lion with model.mixer_options.lion.causal = false sees both directions and has no state to decode from: "
                 "call it without state and return_state, or set causal = true"
             )
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim)) for y in self.fan_out(x, (self.q_proj, self.k_proj, self.v_proj))
-        )
+        projected = self.decay_weight is not None and self.input_gate is None
+        q, k, v, *again = self.fan_out(x, (self.q_proj, self.k_proj, self.v_proj), again=projected)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        x = again[0] if projected else x
         logits = self._decay_logits(x)
-        # Keys that another gate multiplies are rounded after it.
+        # Keys that another gate multiplies are rounded after it; otherwise `bidirectional` applies phi.
         gated = self.input_gate is not None or self.options.variant == "grfa"
-        q, k = feature_map(q, self.options.phi, keep=False), feature_map(k, self.options.phi, keep=gated)
-        if self.options.phi == "none":
-            k = k * self.head_dim**-0.5
+        phi = None if self.options.phi == "none" else self.options.phi
+        if phi is not None and (self.options.causal or gated):
+            q, k, phi = feature_map(q, phi, v.dtype), feature_map(k, phi, None if gated else v.dtype), None
+        elif phi is None:
+            k = wide(k) * self.head_dim**-0.5
         if self.input_gate is not None:
             k = k * torch.sigmoid(wide(self.input_gate(x))).unsqueeze(-1)
         if self.options.variant == "grfa" and isinstance(logits, Tensor):
             k = k * torch.sigmoid(-logits).unsqueeze(-1)
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        k = k.to(v.dtype)
         if self.options.causal:
             logits = logits.logits() if isinstance(logits, ProjectedGate) else logits
             o, recurrent = self._causal(q, k, v, logits, mask, cu_seqlens, (state or {}).get("recurrent"))
         else:
-            o = self._both_ways(q, k, v, logits, mask, cu_seqlens)
+            o = self._both_ways(q, k, v, logits, phi, mask, cu_seqlens)
         y = self.out_proj(o.flatten(-2).to(v.dtype))
         if self.output_norm is not None:
             y = self.output_norm(y)
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def _decay_logits(self, x: Tensor) -> Tensor | ProjectedGate | None:
-        """lambda = sigmoid of this: [batch, length, heads] in float32 (float64 for float64)."""
+        """lambda = sigmoid of this: [batch, length, heads] in float32 (float64 for float64), or what `bidirectional` takes."""
         if self.decay is None:
             return None
         if self.decay_weight is None:
-            return wide(self.decay).expand(*x.shape[:2], -1)
+            return wide(self.decay).expand(*x.shape[:2], -1) if self.options.causal else self.decay
         gate = ProjectedGate(x, self.decay_weight, self.decay)
         return gate.logits() if self.options.variant == "grfa" else gate
 
@@ -218,6 +220,7 @@ class Lion(nn.Module):
         k: Tensor,
         v: Tensor,
         logits: Tensor | ProjectedGate | None,
+        phi: str | None,
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> Tensor:
@@ -227,6 +230,7 @@ class Lion(nn.Module):
             k,
             F.pad(v, (0, 1), value=1.0) if lstm else v,
             gate=logits,
+            phi=phi,
             scaled=self.options.scaled and not lstm,
             mask=mask,
             cu_seqlens=cu_seqlens,
@@ -242,33 +246,6 @@ class Lion(nn.Module):
         inside = min(64, length) * (2 * dim + self.options.scaled)
         states = 4 * dim * (dim + self.options.scaled)
         return 8 * self._size**2 + self._heads * (gates + directions * (inside + states))
-
-
-class _LayerNorm(nn.LayerNorm):
-    parameter_kinds: ClassVar[dict[str, str]] = {"weight": "norm", "bias": "norm"}
-
-
-def feature_map(x: Tensor, name: str, *, keep: bool) -> Tensor:
-    """phi(x) in float32; where kernels take it, in x's dtype unless it is to be kept in float32."""
-    form: Callable[..., Tensor] = _phi
-    how: tuple[Any, ...] = (name,)
-    if name in ("silu", "silu_paper") and takes(x):
-        from ..kernels.feature_map import normalised_silu as form
-
-        how = name == "silu_paper", torch.float32 if keep else x.dtype
-    y = form(x, *how)
-    forgettable(y, form, x, *how)
-    return y
-
-
-def _phi(x: Tensor, name: str) -> Tensor:
-    x = wide(x)
-    if name == "elu":
-        return F.elu(x) + 1
-    if name == "none":
-        return x
-    x = F.silu(x) + 0.5 if name == "silu" else F.silu(x + 0.5)
-    return F.normalize(x, dim=-1)
 
 
 def _initial_logits(options: LionOptions, heads: int) -> Tensor:

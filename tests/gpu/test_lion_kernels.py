@@ -80,6 +80,23 @@ def test_a_projected_gate_and_its_gradients(length: int, dtype: torch.dtype, bia
         assert ((found.double() - expected).norm() / expected.norm()).item() < limit, i
 
 
+@pytest.mark.parametrize("length", [50, 128, 300])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dim", [40, 64, 128])
+def test_the_feature_map_and_a_gate_of_every_token(length: int, dtype: torch.dtype, dim: int) -> None:
+    _, _, v, gate, dy = random_inputs((4, length, 3, dim), dtype, 3.0)
+    for phi, scaled in (("silu", True), ("silu_paper", False)):
+        q, k = (torch.randn(4, length, 3, dim, device="cuda").to(dtype) for _ in range(2))
+        check([q, k, v, gate, dy], form="auto", phi=phi, scaled=scaled)
+        check([q, k, v, gate[0, 0].clone(), dy], form="auto", phi=phi, scaled=scaled)
+
+
+def test_many_short_sequences() -> None:
+    """More than there are programs: each takes several."""
+    for length in (64, 100, 128):
+        check(random_inputs((300, length, 4, 64), torch.bfloat16, 2.0), form="auto")
+
+
 @pytest.mark.parametrize("length", [1, 7, 16, 31, 48, 63, 64, 65, 127, 128])
 @pytest.mark.parametrize("dim", [32, 40, 64])
 def test_short_sequences_by_the_automatic_choice(length: int, dim: int) -> None:

@@ -15,7 +15,10 @@ KERNELS = ("triton_tile", "triton_chunk")
 def outputs(tensors: list[Tensor], dy: Tensor, dtype: torch.dtype, **arguments) -> list[Tensor]:
     """y and the gradients of q, k, v and the decay."""
     q, k, v, gate = (x.detach().clone().to(dtype).requires_grad_() for x in tensors)
-    decay = {"gate": {"gate": gate}, "log_decay": {"log_decay": F.logsigmoid(gate)}, None: {}}[arguments.pop("decay")]
+    decays = {"gate": {"gate": gate}, "log_decay": {"log_decay": F.logsigmoid(gate)}, None: {}}
+    # One of every token.
+    decays["head"] = {"gate": gate[0, 0]}
+    decay = decays[arguments.pop("decay")]
     y = bidirectional(q, k, v, **decay, **arguments)
     y.backward(dy.to(dtype))
     return [y.detach().double(), *(x.grad.double() for x in (q, k, v, gate) if x.grad is not None)]
@@ -24,7 +27,8 @@ def outputs(tensors: list[Tensor], dy: Tensor, dtype: torch.dtype, **arguments) 
 def check(device: str, form: str, shape: tuple[int, int, int, int, int], tolerance: float = 2e-5, **arguments) -> None:
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator().manual_seed(length + dim_k)
-    q, k = (torch.rand(batch, length, heads, dim_k, generator=generator) + 0.1 for _ in range(2))
+    draw = torch.randn if "phi" in arguments else torch.rand
+    q, k = (draw(batch, length, heads, dim_k, generator=generator) + 0.1 for _ in range(2))
     v, dy = (torch.randn(batch, length, heads, dim_v, generator=generator) for _ in range(2))
     gate = torch.randn(batch, length, heads, generator=generator) * 2 + 2
     tensors = [x.to(device) for x in (q, k, v, gate)]
@@ -37,7 +41,7 @@ def check(device: str, form: str, shape: tuple[int, int, int, int, int], toleran
 
 
 @pytest.mark.parametrize("form", KERNELS)
-@pytest.mark.parametrize("decay", [None, "log_decay", "gate"])
+@pytest.mark.parametrize("decay", [None, "log_decay", "gate", "head"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_every_decay(device: str, form: str, decay: str | None, scaled: bool) -> None:
     check(device, form, (2, 70, 2, 16, 16), decay=decay, scaled=scaled)
@@ -51,7 +55,7 @@ def test_shapes_that_do_not_fill_their_tiles(device: str, form: str, shape: tupl
     check(device, form, shape)
 
 
-@pytest.mark.parametrize("decay", [None, "log_decay", "gate"])
+@pytest.mark.parametrize("decay", [None, "log_decay", "gate", "head"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_whole_sequence_in_one_program(
     device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch
@@ -66,6 +70,18 @@ def test_a_whole_sequence_in_one_program(
         check(device, "triton_tile", (2, length, 2, 16, 24), decay=decay, scaled=scaled)
     check(device, "triton_tile", (3, 64, 1, 16, 32), decay=decay, scaled=scaled)
     check(device, "triton_tile", (1, 60, 2, 16, 16), decay=decay, cu_seqlens=torch.tensor([0, 7, 40, 40, 60]))
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("phi", ["silu", "silu_paper", "elu"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_feature_map(device: str, form: str, phi: str, masked: bool) -> None:
+    """In the operator's own node, and before it where padding is put in between."""
+    # What is printed is not always positive, and row sums may be next to nothing.
+    arguments = {"phi": phi, "scaled": phi != "silu_paper"}
+    if masked:
+        arguments["mask"] = (torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) > 0.3).to(device)
+    check(device, form, (2, 40, 1, 24, 16), **arguments)
 
 
 @pytest.mark.parametrize(("decay", "scaled"), [(None, True), ("gate", True), ("gate", False)])
@@ -91,7 +107,7 @@ def test_packed_segments(device: str, form: str, decay: str | None) -> None:
 
 
 @pytest.mark.parametrize("form", KERNELS)
-@pytest.mark.parametrize("decay", ["gate", "log_decay"])
+@pytest.mark.parametrize("decay", ["gate", "log_decay", "head"])
 def test_padding(device: str, form: str, decay: str) -> None:
     mask = torch.rand(2, 75, generator=torch.Generator().manual_seed(1)) > 0.3
     check(device, form, (2, 75, 1, 16, 16), decay=decay, mask=mask.to(device))
