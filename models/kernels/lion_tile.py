@@ -107,10 +107,10 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     parts = 1 if takes_whole(case) else -(-case.length // _GATE_BLOCK)
     dgate = empty_gate_gradient(case, q, gate, parts)
-    dc = None if c is None else torch.empty_like(c)
     if takes_whole(case):
-        backward_whole(case)(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, dc)
+        backward_whole(case)(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate)
         return dq, dk, dv, dgate
+    dc = None if c is None else torch.empty_like(c)
     gradients, gate_gradient = _backward_launches(case)
     delta = None if den is None else torch.empty_like(den)
     if case.scaled:

@@ -34,9 +34,8 @@ except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
 LONGEST = 128
-# Keys of a tile of the backward pass. Blocks of 32 are right with 8 warps and heads up to 64; with 4 warps, or with
-# heads of 128, Triton 3.6 compiled them to something else on an H200.
-_KEYS = 32
+# Bytes of shared memory that hold the next sequence's tiles beside this one's, forward and backward.
+_TWO_FORWARD, _TWO_BACKWARD = 120 * 1024, 184 * 1024
 
 
 def takes_whole(case: Case) -> bool:
@@ -48,22 +47,28 @@ def takes_whole(case: Case) -> bool:
 def forward_whole(case: Case) -> Launch:
     """(q, k, v, gate, bias, c, segments, y, den). Programs stay on the device and take one sequence after the other."""
     sequences, rows = case.batch * case.heads, block(case.length)
-    multiprocessors, stages = _device(case.device)
+    multiprocessors, memory = _device(case.device)
     return Launch(
         _forward, (min(sequences, 2 * multiprocessors),),
         *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows,
-        *case.flags(), _even(case, rows), stages, num_warps=8, num_stages=1, maxnreg=128,
+        *case.flags(), _even(case, rows), 2 if memory >= _TWO_FORWARD else 1, num_warps=8, num_stages=1, maxnreg=128,
     )  # fmt: skip
 
 
 @lru_cache(4096)
 def backward_whole(case: Case) -> Launch:
-    """(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys), the last like c."""
-    rows = max(_KEYS, block(case.length))
+    """(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate), as `forward_whole`.
+
+    Two tiles of 128 x 128 float32 numbers fill a multiprocessor's registers.
+    """
+    sequences, rows = case.batch * case.heads, max(32, block(case.length))
+    multiprocessors, memory = _device(case.device)
+    programs, registers = (1, 255) if rows == LONGEST else (2, 128)
     return Launch(
-        _backward, (case.batch * case.heads,),
-        *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, _KEYS,
-        *case.flags(), _even(case, rows), num_warps=8, num_stages=1, maxnreg=128,
+        _backward, (min(sequences, programs * multiprocessors),),
+        *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows,
+        *case.flags(), _even(case, rows), 2 if memory >= _TWO_BACKWARD else 1, num_warps=8, num_stages=1,
+        maxnreg=registers,
     )  # fmt: skip
 
 
@@ -72,14 +77,14 @@ def _even(case: Case, rows: int) -> bool:
     return case.length == rows and case.dim_k == block(case.dim_k) and case.dim_v == block(case.dim_v)
 
 
+@lru_cache
 def _device(device: int) -> tuple[int, int]:
-    """Multiprocessors; and whether one holds the tiles of two sequences (2) or of one (1)."""
+    """Multiprocessors, and bytes of shared memory that a program can have."""
     if device < 0:
         # Triton's interpreter computes on the CPU.
-        return 1, 1
+        return 1, 0
     properties = torch.cuda.get_device_properties(device)
-    memory = getattr(properties, "shared_memory_per_block_optin", 0)
-    return properties.multi_processor_count, 2 if memory >= 120 * 1024 else 1
+    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 0)
 
 
 @triton.jit
@@ -124,56 +129,42 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, T, H, eps, N,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All queries of a sequence at once, its keys BN at a time. of_keys: their part of dc on its way to rows."""
-    bh = tl.program_id(0)
+    """As `_forward`."""
     t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
-    k, dk, v, dv = base(k, bh, T, H, K), base(dk, bh, T, H, K), base(v, bh, T, H, V), base(dv, bh, T, H, V)
-    query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
-    grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
-    first = tl.arange(0, BN)
-    key, value = load_rows(k, first, ck, T, H, K, BK, EVEN), load_rows(v, first, cv, T, H, V, BV, EVEN)
-    if GATE != 0:
-        c += bh.to(tl.int64) * T
-        of_keys += bh.to(tl.int64) * T
-    c_t = load_sums(c, t, T, GATE)
-    if SCALED:
-        out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
-        inner = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-        scale = row_scale(den, bh, t, T, eps)
-    dc = tl.zeros([BM], tl.float32)
-    d_query = tl.zeros([BM, BK], tl.float32)
-    for begin in range(0, BM if EVEN else T, BN):
-        u = begin + tl.arange(0, BN)
-        # Loaded a turn ahead, so that memory answers while this turn computes; the last turn's is not used.
-        after = (begin + BN) % BM + tl.arange(0, BN) if EVEN else u + BN
-        next_key, next_value = load_rows(k, after, ck, T, H, K, BK, EVEN), load_rows(v, after, cv, T, H, V, BV, EVEN)
+    for step in tl.range(0, tl.cdiv(N - tl.program_id(0), tl.num_programs(0)), num_stages=STAGES):
+        bh = tl.program_id(0) + step * tl.num_programs(0)
+        query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
+        key = load_rows(base(k, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
+        value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+        grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+        if SCALED:
+            out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+            inner = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+            scale = row_scale(den, bh, t, T, eps)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         ds = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
-        factor = _factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
+        c_t = load_sums(c + bh.to(tl.int64) * T if GATE != 0 else c, t, T, GATE)
+        factor = _factor(c_t, c_t, segments, t, t, T, GATE, SEGMENTS)
         if SCALED:
             factor *= scale[:, None]
             ds -= inner[:, None]
         p = (a * factor).to(grad.dtype)
         ds *= factor
         d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
+        store_columns(base(dv, bh, T, H, V), d_value, t, cv, T, H, V, BV, EVEN)
         if GATE != 0:
             # The diagonal takes part in both sums and cancels.
             w = a * ds
-            w = tl.where(t[:, None] >= u[None, :], w, w * -1.0)
-            dc += tl.sum(w, 1)
-            tl.store(of_keys + u, tl.sum(w, 0), mask=u < T)
-        store_columns(dv, d_value, u, cv, T, H, V, BV, EVEN)
+            w = tl.where(t[:, None] >= t[None, :], w, w * -1.0)
+            dc = tl.cumsum(tl.sum(w, 1) - tl.sum(w, 0), 0, reverse=True)
+            store_gate_gradient(dgate, gate, bias, bh, dc, t, T, H, GATE)
         ds = ds.to(query.dtype)
-        d_query = tl.dot(ds, key, d_query, input_precision=PRECISION)
+        d_query = tl.dot(ds, key, input_precision=PRECISION)
+        store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK, EVEN)
         d_key = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
-        store_columns(dk, d_key, u, ck, T, H, K, BK, EVEN)
-        key, value = next_key, next_value
-    store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK, EVEN)
-    if GATE != 0:
-        tl.debug_barrier()
-        dc -= tl.load(of_keys + t, mask=t < T, other=0.0)
-        store_gate_gradient(dgate, gate, bias, bh, tl.cumsum(dc, 0, reverse=True), t, T, H, GATE)
+        store_columns(base(dk, bh, T, H, K), d_key, t, ck, T, H, K, BK, EVEN)
