@@ -117,7 +117,7 @@ def _silu(x, mask, PHI: tl.constexpr):
 @triton.jit
 def _forward(x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr):
     """Of x, and of x_2 by the programs of a second row."""
-    if x_2 is not None:
+    if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if tl.program_id(1) == 1:
             x, y = x_2, y_2
     at, mask = _tile(rows, dim, BLOCK, TILE)
@@ -129,7 +129,7 @@ def _forward(x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE:
 def _backward(
     dy, x, dx, dy_2, x_2, dx_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr
 ):  # fmt: skip
-    if x_2 is not None:
+    if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if tl.program_id(1) == 1:
             dy, x, dx = dy_2, x_2, dx_2
     at, mask = _tile(rows, dim, BLOCK, TILE)
