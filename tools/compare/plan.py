@@ -131,8 +131,7 @@ def plan_runs(
     sizes: Sequence[str] = (),
     seeds: Sequence[int] = (),
 ) -> list[Run]:
-    """The runs of a comparison, or those of some of its models, sizes and seeds; seed by seed, so that what is cut
-    short has every model in every size.
+    """The runs of a comparison, or those of some of its models, sizes and seeds, seed by seed.
 
     Raises:
         ValueError: an unknown model or size, or no width that gives equal parameters.

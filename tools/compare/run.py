@@ -77,7 +77,7 @@ def run_all(
     """
     outcome = Outcome()
     waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
-    left = [run for run in runs if not run.complete]
+    left = _in_order([run for run in runs if not run.complete])
     for run in left:
         waiting.put(run)
     stop = threading.Event()
@@ -131,6 +131,12 @@ def run_all(
         for slot in slots:
             slot.kill()
     return outcome
+
+
+def _in_order(runs: Sequence[Run]) -> list[Run]:
+    """Seed by seed, the longest first: what is begun last is short, so that no device waits long for another."""
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    return sorted(runs, key=lambda run: (seeds.index(run.seed), -run.parameters * run.config.schedule.train_steps))
 
 
 class _Slot:
