@@ -73,6 +73,18 @@ def test_from_words_to_a_table(words: list[str], tmp_path: Path, capsys: pytest.
     assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
 
 
+def test_what_another_machine_computed_is_reported(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*words, "precision=auto"]
+    results = Results(tmp_path / "out" / "results.jsonl")
+    with results.writing():
+        for run in plan(load_experiment("mqar", words), "bf16"):
+            results.add(line_of(run, {"accuracy": 0.5, "best_accuracy": 0.5}, {}))
+    assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
+    assert "| metala | 50.0 (0.005) |" in capsys.readouterr().out
+
+
 def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--suite", "mqar", *words, "batch_size=4", "models=[metala,attention]", "--check"]
     assert evaluation.main(command) == 0

@@ -122,8 +122,9 @@ def run_all(
                 bar.update(_show(bar, runs, waiting.qsize) - bar.n)
             for slot in slots if stop.is_set() else ():
                 slot.interrupt()
+            end = time.monotonic() + _SECONDS_TO_SAVE
             for thread in threads:
-                thread.join(_SECONDS_TO_SAVE)
+                thread.join(max(0.0, end - time.monotonic()))
             bar.update(_show(bar, runs, waiting.qsize) - bar.n)
     finally:
         for number, handler in before.items():

@@ -59,8 +59,11 @@ def synthetic_command(words: Sequence[str]) -> int:
 
     experiment = load_experiment(options.suite, options.override, options.config)
     precision, devices = _machine(experiment)
-    runs = plan(experiment, precision)
     results = Results(experiment.output / "results.jsonl")
+    if options.report and experiment.precision == "auto" and results.lines:
+        # Tables are often made on another machine than the one with the GPUs.
+        precision = next(reversed(results.lines.values()))["precision"]
+    runs = plan(experiment, precision)
     if options.dry_run:
         print(_listing(runs, results))
         return 0
