@@ -108,7 +108,7 @@ def backward(
     parts = 1 if takes_whole(case) else -(-case.length // _GATE_BLOCK)
     dgate = empty_gate_gradient(case, q, gate, parts)
     if takes_whole(case):
-        backward_whole(case)(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate)
+        backward_whole(case, dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate)
         return dq, dk, dv, dgate
     dc = None if c is None else torch.empty_like(c)
     gradients, gate_gradient = _backward_launches(case)

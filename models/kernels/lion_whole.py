@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from .launch import Launch
 from .lion_common import (
@@ -36,6 +37,9 @@ except ImportError as error:
 LONGEST = 128
 # Bytes of shared memory that hold the next sequence's tiles beside this one's, forward and backward.
 _TWO_FORWARD, _TWO_BACKWARD = 120 * 1024, 184 * 1024
+# Keys of a tile of the backward pass where it does not take all pairs at once. Blocks of 32 are right with 8 warps and
+# heads up to 64; with 4 warps, or with heads of 128, Triton 3.6 compiled them to something else on an H200.
+_KEYS = 32
 
 
 def takes_whole(case: Case) -> bool:
@@ -55,20 +59,47 @@ def forward_whole(case: Case) -> Launch:
     )  # fmt: skip
 
 
-@lru_cache(4096)
-def backward_whole(case: Case) -> Launch:
-    """(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate), as `forward_whole`.
+def backward_whole(
+    case: Case,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    c: Tensor | None,
+    segments: Tensor | None,
+    y: Tensor,
+    den: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dgate: Tensor | None,
+) -> None:
+    """Fills dq, dk, dv and dgate."""
+    of_keys = None if c is None or all_pairs_at_once(case) else torch.empty_like(c)
+    _backward_launch(case)(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)
 
-    Two tiles of 128 x 128 float32 numbers fill a multiprocessor's registers.
-    """
-    sequences, rows = case.batch * case.heads, max(32, block(case.length))
-    multiprocessors, memory = _device(case.device)
-    programs, registers = (1, 255) if rows == LONGEST else (2, 128)
+
+def all_pairs_at_once(case: Case) -> bool:
+    """Whether the backward pass takes a sequence's pairs at once, as is faster for no more tokens than a head has channels."""
+    return max(_KEYS, block(case.length)) <= max(block(case.dim_k), block(case.dim_v))
+
+
+@lru_cache(4096)
+def _backward_launch(case: Case) -> Launch:
+    """(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)."""
+    sequences, rows = case.batch * case.heads, max(_KEYS, block(case.length))
+    sizes = *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows
+    if all_pairs_at_once(case):
+        multiprocessors, memory = _device(case.device)
+        return Launch(
+            _backward_at_once, (min(sequences, 2 * multiprocessors),), *sizes, *case.flags(), _even(case, rows),
+            2 if memory >= _TWO_BACKWARD else 1, num_warps=8, num_stages=1, maxnreg=128,
+        )  # fmt: skip
     return Launch(
-        _backward, (min(sequences, programs * multiprocessors),),
-        *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows,
-        *case.flags(), _even(case, rows), 2 if memory >= _TWO_BACKWARD else 1, num_warps=8, num_stages=1,
-        maxnreg=registers,
+        _backward_by_keys, (sequences,), *sizes, _KEYS, *case.flags(), _even(case, rows),
+        num_warps=8, num_stages=1, maxnreg=128,
     )  # fmt: skip
 
 
@@ -128,13 +159,13 @@ def _forward(
 
 
 @triton.jit
-def _backward(
-    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, T, H, eps, N,
+def _backward_at_once(
+    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `_forward`."""
+    """As `_forward`; of_keys is not used."""
     t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     for step in tl.range(0, tl.cdiv(N - tl.program_id(0), tl.num_programs(0)), num_stages=STAGES):
         bh = tl.program_id(0) + step * tl.num_programs(0)
@@ -168,3 +199,60 @@ def _backward(
         store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK, EVEN)
         d_key = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
         store_columns(base(dk, bh, T, H, K), d_key, t, ck, T, H, K, BK, EVEN)
+
+
+@triton.jit
+def _backward_by_keys(
+    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """All queries of a sequence at once, its keys BN at a time. of_keys: their part of dc on its way to rows."""
+    bh = tl.program_id(0)
+    t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
+    k, dk, v, dv = base(k, bh, T, H, K), base(dk, bh, T, H, K), base(v, bh, T, H, V), base(dv, bh, T, H, V)
+    query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
+    grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+    first = tl.arange(0, BN)
+    key, value = load_rows(k, first, ck, T, H, K, BK, EVEN), load_rows(v, first, cv, T, H, V, BV, EVEN)
+    if GATE != 0:
+        c += bh.to(tl.int64) * T
+        of_keys += bh.to(tl.int64) * T
+    c_t = load_sums(c, t, T, GATE)
+    if SCALED:
+        out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+        inner = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+        scale = row_scale(den, bh, t, T, eps)
+    dc = tl.zeros([BM], tl.float32)
+    d_query = tl.zeros([BM, BK], tl.float32)
+    for begin in range(0, BM if EVEN else T, BN):
+        u = begin + tl.arange(0, BN)
+        # Loaded a turn ahead, so that memory answers while this turn computes; the last turn's is not used.
+        after = (begin + BN) % BM + tl.arange(0, BN) if EVEN else u + BN
+        next_key, next_value = load_rows(k, after, ck, T, H, K, BK, EVEN), load_rows(v, after, cv, T, H, V, BV, EVEN)
+        a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        ds = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+        factor = _factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
+        if SCALED:
+            factor *= scale[:, None]
+            ds -= inner[:, None]
+        p = (a * factor).to(grad.dtype)
+        ds *= factor
+        d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
+        if GATE != 0:
+            # The diagonal takes part in both sums and cancels.
+            w = a * ds
+            w = tl.where(t[:, None] >= u[None, :], w, w * -1.0)
+            dc += tl.sum(w, 1)
+            tl.store(of_keys + u, tl.sum(w, 0), mask=u < T)
+        store_columns(dv, d_value, u, cv, T, H, V, BV, EVEN)
+        ds = ds.to(query.dtype)
+        d_query = tl.dot(ds, key, d_query, input_precision=PRECISION)
+        d_key = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
+        store_columns(dk, d_key, u, ck, T, H, K, BK, EVEN)
+        key, value = next_key, next_value
+    store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK, EVEN)
+    if GATE != 0:
+        tl.debug_barrier()
+        dc -= tl.load(of_keys + t, mask=t < T, other=0.0)
+        store_gate_gradient(dgate, gate, bias, bh, tl.cumsum(dc, 0, reverse=True), t, T, H, GATE)

@@ -55,21 +55,55 @@ def test_shapes_that_do_not_fill_their_tiles(device: str, form: str, shape: tupl
     check(device, form, shape)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("decay", [None, "log_decay", "gate", "head"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_whole_sequence_in_one_program(
-    device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    decay: str | None,
+    scaled: bool,
+    at_once: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The kernels of short 16-bit sequences, which the interpreter can only run in float32."""
     if device == "cuda":
         pytest.skip("tests/gpu runs it with the numbers and the launch that it is made for")
-    from models.kernels import lion_tile
+    from models.kernels import lion_tile, lion_whole
 
+    request.addfinalizer(lion_whole._backward_launch.cache_clear)
     monkeypatch.setattr(lion_tile, "takes_whole", lambda _: True)
+    monkeypatch.setattr(lion_whole, "all_pairs_at_once", lambda _: at_once)
+    lion_whole._backward_launch.cache_clear()
     for length in (2, 20, 50, 64):
         check(device, "triton_tile", (2, length, 2, 16, 24), decay=decay, scaled=scaled)
     check(device, "triton_tile", (3, 64, 1, 16, 32), decay=decay, scaled=scaled)
     check(device, "triton_tile", (1, 60, 2, 16, 16), decay=decay, cu_seqlens=torch.tensor([0, 7, 40, 40, 60]))
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "at_once"),
+    [
+        (32, 32, True),
+        (64, 32, False),
+        (128, 32, False),
+        (32, 64, True),
+        (64, 64, True),
+        (65, 64, False),
+        (128, 64, False),
+    ],
+)
+def test_all_pairs_at_once_where_it_was_the_faster(
+    device: str, length: int, dim: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/results.md has it: the kernel that is started, not the answer of the function that chooses."""
+    from models.kernels import lion_whole
+    from models.kernels.lion_common import LOGITS, Case
+
+    monkeypatch.setattr(lion_whole, "_device", lambda _: (132, 227 * 1024))
+    case = Case(0, 2, length, 2, dim, dim, torch.bfloat16, torch.bfloat16, LOGITS, True, False)
+    launch = lion_whole._backward_launch(case)
+    assert launch._kernel is (lion_whole._backward_at_once if at_once else lion_whole._backward_by_keys)
 
 
 @pytest.mark.parametrize("form", KERNELS)
