@@ -90,18 +90,29 @@ def recurrent(
     backward: Tensor,
     segments: Segments,
 ) -> Tensor:
-    length, ids = q.shape[2], segments.ids[0].tolist()
-    left = right = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
+    """As `chunked`, token by token. A step is few operations: on a GPU the host's way to each takes longer than it does."""
+    ids = segments.ids[0]
+    before = F.pad(ids[:-1], (1, 0), value=0)
+    after = F.pad(ids[1:], (0, 1), value=segments.last)
+    queries, keys, values = (x.flatten(0, 1).unbind(1) for x in (q.unsqueeze(3), k.unsqueeze(4), v.unsqueeze(3)))
+    state = v.new_zeros(v.shape[0] * v.shape[1], k.shape[-1], v.shape[-1])
     o: list[Tensor] = []
-    for i in range(length):
-        left = left * (forward[:, :, i, :, None].exp() * (ids[i] == (ids[i - 1] if i else 0)))
-        left = left + k[:, :, i, :, None] * v[:, :, i, None, :]
-        o.append(torch.einsum("bhk,bhkv->bhv", q[:, :, i], left))
-    for i in reversed(range(length)):
-        right = right * float(ids[i] == (ids[i + 1] if i + 1 < length else segments.last))
-        o[i] = o[i] + torch.einsum("bhk,bhkv->bhv", q[:, :, i], right)
-        right = backward[:, :, i, :, None].exp() * (right + k[:, :, i, :, None] * v[:, :, i, None, :])
-    return torch.stack(o, 2)
+    left = state
+    for query, key, value, keep in zip(queries, keys, values, _kept(forward, ids == before), strict=True):
+        left = torch.addcmul(left * keep, key, value)
+        o.append(torch.bmm(query, left))
+    # What comes to a token from the right has passed the token after it.
+    right, passed = state, _kept(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == after)
+    for i in reversed(range(q.shape[2])):
+        right = right * passed[i]
+        o[i] = torch.baddbmm(o[i], queries[i], right)
+        right = torch.addcmul(right, keys[i], values[i])
+    return torch.cat(o, 1).unflatten(0, q.shape[:2])
+
+
+def _kept(decay: Tensor, same: Tensor) -> tuple[Tensor, ...]:
+    """Of each token the share of a state that it keeps, [batch * heads, 1 or head_dim_k, 1]; same: [length], else none."""
+    return (decay.exp() * same[:, None]).flatten(0, 1).unsqueeze(-1).unbind(1)
 
 
 def _states(additions: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
