@@ -67,7 +67,13 @@ def test_what_is_left(runs: Runs, tmp_path: Path) -> None:
     grouped = sweeps(runs("lrs=[1e-3,2e-3,3e-3]", "widths=[16,32]"))
     results = Results(tmp_path / "results.jsonl")
     assert [len(group.runs) for group in groups_of(grouped, results, None)] == [3, 3]
-    assert [len(group.runs) for group in groups_of(grouped, results, 2)] == [2, 1, 2, 1]
+    assert [len(group.runs) for group in groups_of(grouped, results, 2)] == [2, 2, 1, 1]
+    # The longest first, and enough for all workers.
+    assert [group.runs[0].width for group in groups_of(grouped, results, None)] == [32, 16]
+    shared = groups_of(grouped, results, None, 4)
+    assert [(group.runs[0].width, len(group.runs)) for group in shared] == [(16, 3), (32, 1), (32, 1), (32, 1)]
+    assert {run.id for group in shared for run in group.runs} == {run.id for sweep in grouped for run in sweep}
+    assert [len(group.runs) for group in groups_of(grouped, results, None, 99)] == [1] * 6
     results.add(line(grouped[0][1], 0.98))
     results.add(line(grouped[1][2], 0.99))
     (group,) = groups_of(grouped, results, None)
@@ -108,6 +114,17 @@ def test_processes_find_what_one_finds(runs: Runs, tmp_path: Path) -> None:
         found.append({i: [own[key] for key in keys] for i, own in results.lines.items()})
     assert len(found[0]) == 4
     assert found[0] == found[1]
+
+
+def test_a_sweep_ends_in_every_process(runs: Runs, tmp_path: Path) -> None:
+    """The target is reached after an epoch by one run; the other would take very long."""
+    slow, quick = runs("lrs=[5e-3,1e-9]", "epochs=1000", "target=0.9")
+    results = Results(tmp_path / "results.jsonl")
+    groups = groups_of([[slow, quick]], results, None, 2)
+    assert len(groups) == 2
+    assert train(groups, results, ["cpu", "cpu"]) == ([], quick.steps + slow.steps)
+    assert list(results.lines) == [quick.id]
+    assert results.lines[quick.id]["stopped"] == "90 % was reached"
 
 
 class _EndsTheProcess(dict[str, Any]):

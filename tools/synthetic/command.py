@@ -101,7 +101,7 @@ def _train(
     for sweep in all_sweeps:
         model_config(sweep[0])  # what cannot be built is said before anything is trained
     together = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
-    groups = groups_of(all_sweeps, results, together)
+    groups = groups_of(all_sweeps, results, together, len(devices))
     total = sum(group.steps for group in groups)
     done = sum(len(results.of(sweep)) for sweep in all_sweeps)
     print(f"{sum(len(g.runs) for g in groups)} runs to do, {total:,} steps at most; {done} are in {results.path}\n")

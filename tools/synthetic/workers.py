@@ -35,19 +35,37 @@ class Group:
         return sum(run.steps for run in self.runs)
 
     @property
+    def work(self) -> int:
+        """Grows with the time that it takes at most."""
+        return sum(run.steps * run.batch_size * run.length * run.width for run in self.runs)
+
+    def halves(self) -> list[Group]:
+        middle = len(self.runs) // 2
+        return [Group(self.runs[:middle], self.sweep), Group(self.runs[middle:], self.sweep)]
+
+    @property
     def name(self) -> str:
         rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(run.lr for run in self.runs))
         return f"{self.runs[0].name} lr {rates}"
 
 
-def groups_of(sweeps: Sequence[Sequence[Run]], results: Results, side_by_side: int | None) -> list[Group]:
-    """What is left to do, in the order of the sweeps. side_by_side: at most so many runs a group, None for a sweep's all."""
+def groups_of(
+    sweeps: Sequence[Sequence[Run]], results: Results, side_by_side: int | None, workers: int = 1
+) -> list[Group]:
+    """What is left to do, the longest first, so that the last to end is a short one.
+
+    side_by_side: at most so many runs a group; None for a sweep's all, or fewer where there are not enough sweeps for as
+    many workers.
+    """
     found = []
     for sweep in sweeps:
         pending = results.pending(sweep)
         size = side_by_side or max(1, len(pending))
         for start in range(0, len(pending), size):
             found.append(Group(tuple(pending[start : start + size]), tuple(sweep)))
+    found.sort(key=lambda group: -group.work)
+    while side_by_side is None and found and len(found[0].runs) > 1 and len(found) < workers:
+        found = sorted([*found[0].halves(), *found[1:]], key=lambda group: -group.work)
     return found
 
 
@@ -89,7 +107,7 @@ def train_groups(
         progress(group.steps - told[0], "")
         if kind == "failed":
             failed.append(f"{group.name}: {content}")
-        else:
+        elif kind == "done":
             for line in content:
                 results.add(line)
             finished(group, content)
@@ -124,8 +142,15 @@ def train_groups(
                     del busy[connection]
                     if connection in workers:
                         idle.append(connection)
+                    for other, (theirs, _) in busy.items():
+                        if theirs.sweep == group.sweep and results.reached(group.sweep):
+                            other.send(None)
             if not workers:
                 return [*failed, *(f"{group.name}: no process is left to train it" for group in todo)]
+
+
+class NotNeededError(Exception):
+    """Another group of the sweep has reached the target."""
 
 
 class Trainer:
@@ -144,7 +169,8 @@ class Trainer:
         prepare_kernels(self._device)
 
     def train(self, group: Group, tell: Callable[[Message], object]) -> None:
-        """Tells ("progress", (steps, text)) now and then, then ("done", lines) or ("failed", reason)."""
+        """Tells ("progress", (steps, text)) now and then, then ("done", lines), ("failed", reason) or, where telling has
+        raised NotNeededError, ("stopped", None)."""
         from .batches import data_key, prepare
 
         try:
@@ -153,6 +179,9 @@ class Trainer:
                 self._examples = None
                 self._examples = (key, prepare(group.runs[0], self._device))
             found = self._together(list(group.runs), self._examples[1], tell)
+        except NotNeededError:
+            tell(("stopped", None))
+            return
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
             place = traceback.extract_tb(error.__traceback__)[-1]
@@ -236,17 +265,27 @@ def _work(connection: Connection, device: str, graph: bool, processes: int) -> N
     # An interrupt from the keyboard is for the parent, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     trainer: Trainer | None = None
+
+    def tell(message: Message) -> None:
+        # While a group is trained nothing comes but None: it is not needed any more.
+        if message[0] == "progress" and connection.poll():
+            connection.recv()
+            raise NotNeededError
+        connection.send(message)
+
     while True:
         try:
             group = connection.recv()
         except EOFError:
             return
+        if group is None:  # came too late
+            continue
         try:
             trainer = trainer or Trainer(device, graph, processes)
         except Exception as error:
             connection.send(("failed", f"{type(error).__name__}: {error}"))
             continue
-        trainer.train(group, connection.send)
+        trainer.train(group, tell)
 
 
 def _tell_progress(tell: Callable[[Message], object], steps: int, text: str) -> None:
