@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -112,6 +113,7 @@ def join_parts(
         skipped["broken"] += report["broken"]
     if not any(sum(report["documents"]) for report in every):
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count) or "no documents"
+        shutil.rmtree(parts)
         raise ValueError(f"the input holds no text: {files[0].path} and {len(files) - 1} more files ({why})")
     manifests = {}
     for index, name in enumerate(recipe.names()):

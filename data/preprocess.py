@@ -8,6 +8,7 @@ end all parts are joined and removed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -50,8 +51,13 @@ def preprocess(
     digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     parts = Path(f"{output_prefix}.parts-{digest}")
     parts.mkdir(parents=True, exist_ok=True)
-    _write_parts(files, parts, recipe, tokenizer, workers, progress)
-    manifests = join_parts(files, parts, Path(output_prefix), recipe, tokenizer)
+    try:
+        _write_parts(files, parts, recipe, tokenizer, workers, progress)
+        manifests = join_parts(files, parts, Path(output_prefix), recipe, tokenizer)
+    except BaseException:
+        with contextlib.suppress(OSError):  # finished parts, which the same command will use, keep it
+            parts.rmdir()
+        raise
     shutil.rmtree(parts)
     return manifests
 

@@ -134,11 +134,12 @@ class SkipCounter:
     Args:
         limit: skipped steps in a row that stop the run; 0 never stops.
         directory: where the dump is written.
+        writes: whether this process writes it; all of them count the same.
     """
 
-    def __init__(self, limit: int, directory: Path) -> None:
+    def __init__(self, limit: int, directory: Path, *, writes: bool = True) -> None:
         self.in_a_row = 0
-        self._limit, self._directory = limit, directory
+        self._limit, self._directory, self._writes = limit, directory, writes
         self._history: deque[dict[str, Any]] = deque(maxlen=100)
 
     def record(self, *, step: int, skipped: bool, samples: tuple[int, int], loss: float, gradient_norm: float) -> None:
@@ -163,7 +164,8 @@ class SkipCounter:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self._limit and self.in_a_row >= self._limit:
             path = self._directory / f"skipped_step_{step:08d}.json"
-            path.write_text(json.dumps(list(self._history), indent=1) + "\n")
+            if self._writes:
+                path.write_text(json.dumps(list(self._history), indent=1) + "\n")
             first = self._history[-self.in_a_row]
             raise TooManySkippedSteps(
                 f"{self.in_a_row} steps in a row were skipped for a loss or gradient that is not finite (or a spike): "

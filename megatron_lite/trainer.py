@@ -122,7 +122,7 @@ class Trainer(Generic[ModelT]):
             asynchronous=config.checkpoint.asynchronous,
             afterwards=self._prune,
         )
-        self._skips = SkipCounter(config.run.max_skipped_steps, config.run.path)
+        self._skips = SkipCounter(config.run.max_skipped_steps, config.run.path, writes=engine.grid.is_main)
         self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean)
         self._spread = SpreadMeter(engine.layers, engine.grid, config.logging.spread_interval)
 

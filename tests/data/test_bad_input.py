@@ -41,7 +41,7 @@ def test_a_broken_file_is_named_and_nothing_is_written(tmp_path, capsys, inline,
     (tmp_path / name).write_bytes(content)
     assert run(tmp_path / name) == 1
     assert f"{tmp_path}/{message}" in capsys.readouterr().err
-    assert not list(tmp_path.glob("out_*"))
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_document_of_more_tokens_than_the_format_holds(tmp_path, capsys, inline, monkeypatch):

@@ -36,17 +36,22 @@ def test_the_spike_guard_is_off_at_zero_and_continues_from_a_stored_mean():
 
 
 def test_the_skip_counter_counts_in_a_row_and_names_steps_and_samples(tmp_path):
-    counter = SkipCounter(3, tmp_path)
+    others = tmp_path / "others"
+    others.mkdir()
 
-    def record(step: int, skipped: bool) -> None:
+    def record(counter: SkipCounter, step: int, skipped: bool) -> None:
         counter.record(
             step=step, skipped=skipped, samples=(8 * step, 8 * step + 8), loss=float("nan"), gradient_norm=1.0
         )
 
-    for step, skipped in enumerate([True, True, False, True, True]):
-        record(step, skipped)
-    with pytest.raises(TooManySkippedSteps, match=r"steps 3 to 5, samples 24 to 47\. .*skipped_step_00000005\.json"):
-        record(5, True)
+    for counter in (SkipCounter(3, others, writes=False), SkipCounter(3, tmp_path)):
+        for step, skipped in enumerate([True, True, False, True, True]):
+            record(counter, step, skipped)
+        with pytest.raises(
+            TooManySkippedSteps, match=r"steps 3 to 5, samples 24 to 47\. .*skipped_step_00000005\.json"
+        ):
+            record(counter, 5, True)
+    assert not list(others.iterdir())
     dump = json.loads((tmp_path / "skipped_step_00000005.json").read_text())
     assert dump[-1] == {
         "step": 5,
