@@ -9,6 +9,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -100,6 +101,10 @@ def import_deepspeed() -> Any:
     # On a CPU, DeepSpeed compiles a C++ helper for an inference collective at the first start (a minute). Training
     # never calls it. (`import deepspeed.comm.torch as x` would bind the real torch, hence sys.modules.)
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # It looks for Muon at every start, whose module loads torch's compiler: a third of the time of a start. It is not here.
+    muon: Any = ModuleType("deepspeed.runtime.zero.muon.original_muon")
+    muon.MuonWithAuxAdam, muon.muon_update, muon.adam_update = type("MuonWithAuxAdam", (), {}), None, None
+    sys.modules.setdefault(muon.__name__, muon)
     # ZeRO 3 replaces functional.linear by a function that adds the bias in place. Selective activation checkpointing
     # has kept that very tensor, so the recomputation would add the bias twice: wrong gradients as soon as biases move.
     sys.modules["deepspeed.runtime.zero.linear"].LinearFunctionForZeroStage3.forward = staticmethod(_linear)  # type: ignore[attr-defined]
