@@ -93,6 +93,11 @@ def steps(masked: bool = False) -> list[list[dict[str, Tensor]]]:
     return out
 
 
+def in_pairs(step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The same samples in half as many micro batches."""
+    return [{key: torch.cat([a[key], b[key]]) for key in a} for a, b in zip(step[::2], step[1::2], strict=True)]
+
+
 SEQUENCE = {"sequence_parallel": True}
 CHECKPOINTED = {"activation_checkpointing": {"mode": "full"}}
 FORGETTING = {"activation_checkpointing": {"mode": "full", "every": 2, "others": "elementwise"}}
@@ -163,6 +168,7 @@ MASKED = {
     "encoder": ("data2_zero3", "tensor2_sequence", "pipeline2", "data2_tensor2_zero3"),
 }
 MLM = {"head": "mlm"}
+SHORT = {"num_layers": 2}  # where no stages share them out
 UNTIED = {"tie_embeddings": False}
 POSITIONS = {"positions": "learned", "max_positions": LENGTH}
 # Two kinds of stages with parameters of one kind alone: blocks without norms, and a tied head without a norm's weights.
@@ -173,7 +179,10 @@ WIDE = {**BARE, "vocab_size": 4096, "num_layers": 2, "hidden_size": 16}
 def cases(processes: int) -> list[Case]:
     """All cases that run in so many processes."""
     found = [
-        Case(model, name, layout) for name, layout in EVERY[processes].items() for model in MODELS if model != "encoder"
+        Case(model, name, layout, {} if model == "hybrid" or "pipeline" in layout else SHORT)
+        for name, layout in EVERY[processes].items()
+        for model in MODELS
+        if model != "encoder"
     ]
     found += [Case("hybrid", name, layout) for name, layout in HYBRID[processes].items()]
     layouts = EVERY[processes] | HYBRID[processes] | CONTEXT[processes]
@@ -183,12 +192,16 @@ def cases(processes: int) -> list[Case]:
         for name in names
         if name in layouts
     ]
-    found += [Case(model, name, layout) for name, layout in CONTEXT[processes].items() for model in SPLIT]
+    found += [
+        Case(model, name, layout, {} if "pipeline" in layout else SHORT)
+        for name, layout in CONTEXT[processes].items()
+        for model in SPLIT
+    ]
     if processes == 2:
         rest = [mixer for mixer in MIXERS if mixer not in MODELS and mixer != "lion"]
-        found += [Case(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], {"num_layers": 2}) for mixer in rest]
+        found += [Case(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], SHORT) for mixer in rest]
         split = [mixer for mixer in rest if getattr(MIXERS[mixer], "splits_sequence", False)]
-        found += [Case(mixer, "context2", CONTEXT[2]["context2"], {"num_layers": 2}) for mixer in split]
+        found += [Case(mixer, "context2", CONTEXT[2]["context2"], SHORT) for mixer in split]
         found += [Case("hybrid", name, EVERY[2][name], UNTIED) for name in ("tensor2_sequence", "pipeline2")]
         found += [Case("attention", name, EVERY[2][name], POSITIONS) for name in ("tensor2", "tensor2_sequence")]
         found += [
