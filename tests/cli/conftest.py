@@ -108,3 +108,12 @@ def train_lines(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     keys = ("step", "loss", "gradient_norm", "learning_rate", "tokens")
     return [{key: line[key] for key in keys} for line in lines if line["kind"] == "train"]
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    """Losses and gradient norms of every step, in float32 up to the order of the sums."""
+    lines, others = train_lines(run), train_lines(other)
+    assert [line["step"] for line in lines] == [line["step"] for line in others]
+    for a, b in zip(lines, others, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        assert a["gradient_norm"] == pytest.approx(b["gradient_norm"], rel=1e-5)

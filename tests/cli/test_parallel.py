@@ -1,40 +1,68 @@
-"""Runs that cut the model or the sequence over two processes do what one process does, and go on in one by themselves."""
+"""Runs in two processes do what one process does, and leave checkpoints that one process goes on from."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import train
-from tests.cli.test_data_parallel import assert_close, torchrun
+from megatron_lite import checkpoint
+from tests.cli.conftest import ROOT, assert_same_run, environment, run_words
+from tests.parallel.launch import free_port, train_in_turn
 
+SETTINGS = {"optimizer.lr": 1e-4, "evaluation.interval": 4}
+LONGER = {**SETTINGS, "schedule.train_steps": 12, "schedule.decay_steps": 8}
+# Settings, and the layout as the run that goes on from the checkpoint says it.
 LAYOUTS = {
-    "tensor": {"parallel.tensor": 2, "parallel.sequence_parallel": "true"},
-    "pipeline": {"parallel.pipeline": 2},
-    "context": {"parallel.context": 2},
+    "data": ({}, "data 2, ZeRO 1"),
+    "zero3": ({"parallel.zero_stage": 3}, "data 2, ZeRO 3"),
+    "tensor": ({"parallel.tensor": 2, "parallel.sequence_parallel": "true"}, "tensor 2, ZeRO 1"),
+    "pipeline": ({"parallel.pipeline": 2}, "pipeline 2, ZeRO 1"),
+    "context": ({"parallel.context": 2}, "context 2, ZeRO 1"),
 }
 
 
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each layout; `one` of one process, and `longer`, that run gone on with."""
+    folder = tmp_path_factory.mktemp("runs")
+    train_in_turn(run_words(corpus, folder, name, **SETTINGS, **layout) for name, (layout, _) in LAYOUTS.items())
+    assert train.main(run_words(corpus, folder, "one", **SETTINGS)) == 0
+    shutil.copytree(folder / "one", folder / "longer")
+    assert train.main(run_words(corpus, folder, "longer", **LONGER)) == 0
+    return folder
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_equals_one_process_which_goes_on_from_its_checkpoint(arguments, tmp_path, capsys, name):
-    settings = {"optimizer.lr": 1e-4, "evaluation.interval": 4}
-    assert train.main(arguments("one", **settings)) == 0
-    done = torchrun(arguments("two", **settings, **LAYOUTS[name]))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_close(tmp_path / "two", tmp_path / "one", 8)
-    reports = [json.loads((tmp_path / run / "summary.json").read_text())["validation"] for run in ("one", "two")]
+def test_a_layout_equals_one_process_which_goes_on_from_its_checkpoint(corpus, runs, capsys, name):
+    assert_same_run(runs / name, runs / "one")
+    reports = [json.loads((runs / run / "summary.json").read_text())["validation"] for run in ("one", name)]
     assert reports[0]["loss"] == pytest.approx(reports[1]["loss"], rel=1e-6)
     assert reports[0]["evaluated_tokens"] == reports[1]["evaluated_tokens"]
+    step = checkpoint.resolve(runs / name)
+    assert sorted(p.name for p in step.glob("weights-*")) == ["weights-00000.safetensors", "weights-00001.safetensors"]
     capsys.readouterr()
-    longer = {**settings, "schedule.train_steps": 12, "schedule.decay_steps": 8}
-    for run in ("one", "two"):
-        assert train.main(arguments(run, **longer)) == 0
-    assert f"written by 2 processes: {name} 2, ZeRO 1, fp32 and read into this layout" in capsys.readouterr().out
-    assert_close(tmp_path / "two", tmp_path / "one", 12)
+    assert train.main(run_words(corpus, runs, name, **LONGER)) == 0
+    assert f"written by 2 processes: {LAYOUTS[name][1]}, fp32 and read into this layout" in capsys.readouterr().out
+    assert_same_run(runs / name, runs / "longer")
 
 
 def test_a_layout_for_more_processes_than_there_are_is_refused_before_anything_starts(arguments, tmp_path, capsys):
     assert train.main(arguments(**{"parallel.tensor": 2})) == 2
     assert "start it with torchrun --nproc-per-node 2" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_an_error_on_the_main_process_ends_all(arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    words = arguments(**{"data.corpus": "nowhere.jsonl"})
+    done = subprocess.run(
+        [*command, "train.py", *words], cwd=ROOT, text=True, capture_output=True, timeout=120, env=environment()
+    )
+    assert done.returncode != 0
+    assert "nowhere.jsonl" in done.stderr

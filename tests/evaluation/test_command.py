@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 
 import eval as command
-from tests.cli.test_data_parallel import ROOT, environment
+from tests.cli.conftest import ROOT, environment
+from tests.parallel.launch import free_port
 from tools.evaluation.harness import read_results
 from tools.evaluation.opening import checkpoint_hash
 from tools.evaluation.report import latex, plain, suite_table
@@ -200,17 +203,10 @@ def test_a_file_that_is_no_result(tmp_path, text, capsys):
 
 
 def test_two_processes_write_what_one_writes(trained_run, eval_data, evaluated, tmp_path):
-    import socket
-    import subprocess
-    import sys
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     out = tmp_path / "results.json"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"),
             *(str(ROOT / "eval.py"), str(trained_run), *BOTH, "--data-dir", str(eval_data), "--out", str(out)),
         ],
         cwd=ROOT,

@@ -12,7 +12,7 @@ import pytest
 import train
 from megatron_lite.metrics import read_metrics
 from tests.cli.conftest import arguments, corpus, run_words
-from tests.cli.test_data_parallel import torchrun
+from tests.parallel.launch import train_in_turn
 from tools.evaluation import adapter
 from tools.plot import plot_runs
 from tools.report import collect
@@ -108,21 +108,21 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def scores_of_one_process(corpus, eval_data, tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("one")
-    words = partial(run_words, corpus, folder)
-    assert train.main(suite_words(words, eval_data, suites="[copa, boolq]")) == 0
-    return lines(folder / "run", "evaluation")
+def runs(corpus, eval_data, tmp_path_factory) -> Path:
+    """A run of one process, `one`, and runs of two in each layout."""
+    folder = tmp_path_factory.mktemp("runs")
+    words = partial(suite_words, partial(run_words, corpus, folder), eval_data, suites="[copa, boolq]")
+    assert train.main(words("one")) == 0
+    train_in_turn(words(name, **layout) for name, layout in LAYOUTS.items())
+    return folder
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_processes_log_what_one_logs(layout, arguments, eval_data, tmp_path, scores_of_one_process):
+def test_two_processes_log_what_one_logs(layout, runs):
     """The data ranks share the requests; where a forward pass is everyone's, all do all of it together."""
-    done = torchrun(suite_words(arguments, eval_data, suites="[copa, boolq]", **LAYOUTS[layout]))
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = lines(tmp_path / "run", "evaluation")
-    assert [line["step"] for line in found] == [line["step"] for line in scores_of_one_process] == [4, 8], done.stderr
-    for a, b in zip(found, scores_of_one_process, strict=True):
+    found, wanted = (lines(runs / name, "evaluation") for name in (layout, "one"))
+    assert [line["step"] for line in found] == [line["step"] for line in wanted] == [4, 8]
+    for a, b in zip(found, wanted, strict=True):
         assert {k: v for k, v in a.items() if "/" in k} == pytest.approx(
             {k: v for k, v in b.items() if "/" in k}, abs=1e-6
         )

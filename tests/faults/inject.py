@@ -1,11 +1,14 @@
-"""train.py with one thing wrong on one rank: `python -m tests.faults.inject WHAT RANK STEP WORD...`; RANK -1 is all of them."""
+"""train.py with one thing wrong on one rank: `python -m tests.faults.inject WHAT RANK STEP WORD...`; RANK -1 is all of them.
+
+The words of several runs, one after another, stand apart by `--then`.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 from megatron_lite import checkpoint_writer
@@ -14,11 +17,8 @@ from models.block import Block
 SECONDS = {"pace": 0.05, "slow": 0.1}
 
 
-def install(what: str, step: int) -> Callable[..., Any]:
-    """Let the first block of this process do it in its forward pass number `step` (pace and slow: in all from there on).
-
-    Returns the old forward.
-    """
+def install(what: str, step: int) -> None:
+    """Let the first block of this process do it in its forward pass number `step` (pace and slow: in all from there on)."""
     whole = Block.forward
     calls, first = 0, None
 
@@ -41,7 +41,6 @@ def install(what: str, step: int) -> Callable[..., Any]:
         return y
 
     Block.forward = forward  # type: ignore[method-assign]
-    return whole
 
 
 def install_slow_save(seconds: float = 1.0) -> None:
@@ -59,6 +58,12 @@ if __name__ == "__main__":
     import train
 
     what, rank, step, *words = sys.argv[1:]
-    if int(rank) in (-1, int(os.environ.get("RANK", "0"))):
-        install_slow_save() if what == "slow-save" else install(what, int(step))
-    sys.exit(train.main(words))
+    whole, status = Block.forward, 0
+    while words and not status:
+        own = list(takewhile(lambda word: word != "--then", words))
+        words = words[len(own) + 1 :]
+        Block.forward = whole  # type: ignore[method-assign]
+        if int(rank) in (-1, int(os.environ.get("RANK", "0"))):
+            install_slow_save() if what == "slow-save" else install(what, int(step))
+        status = train.main(own)
+    sys.exit(status)

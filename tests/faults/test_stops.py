@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,9 +12,9 @@ import pytest
 
 import train
 from megatron_lite import checkpoint
-from tests.cli.conftest import train_lines, wait_for
+from tests.cli.conftest import assert_same_run, run_words, train_lines, wait_for
 from tests.faults.conftest import reached, worker
-from tests.launch.conftest import assert_same_run
+from tests.parallel import launch as processes
 
 INJECT = ("-m", "tests.faults.inject")
 
@@ -64,7 +65,7 @@ def test_kill_9_of_the_rank_that_writes_last_leaves_the_former_checkpoint(launch
     assert agent.returncode != 0
     assert "waited in vain: rank 1" in output
     assert checkpoint.resolve(folder).name == "step_00000004"
-    agent = launch(["slow-save", "1", "1", *words], *INJECT)
+    agent = launch(words)
     output, _ = agent.communicate(timeout=120)
     assert agent.returncode == 0, output
     assert sorted(path.name for path in folder.glob("step_*")) == [
@@ -121,23 +122,37 @@ def test_a_rank_that_hangs_prints_every_stack_and_is_named(launch, arguments):
     ), output
 
 
-@pytest.mark.parametrize("layout", ["data", "tensor", "pipeline", "context"])
-def test_a_rank_whose_gradient_is_not_finite_skips_the_step_on_all(launch, arguments, tmp_path, monkeypatch, layout):
+NOT_FINITE = {
+    "data": {"batch.micro_batch_size": 2},
+    "tensor": {"parallel.tensor": 2},
+    "pipeline": {"parallel.pipeline": 2},
+    "context": {"parallel.context": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def poisoned(corpus, tmp_path_factory):
+    """Runs of two processes in each layout, with a value that is not finite in step 3 of rank 1; `alone`, of one
+    process with the same samples a step: the poisoned step is the same one."""
     from models.block import Block
     from tests.faults import inject
 
+    folder = tmp_path_factory.mktemp("poisoned")
     whole = {"batch.micro_batch_size": 4, "schedule.train_steps": 5}
-    settings = {**whole, "batch.micro_batch_size": 2} if layout == "data" else {**whole, f"parallel.{layout}": 2}
-    agent = launch(["nan", "1", "3", *arguments(**settings)], *INJECT)
-    monkeypatch.setattr(Block, "forward", Block.forward)
-    inject.install("nan", 3)
-    # One process with the same samples a step: the poisoned step is the same one.
-    assert train.main(arguments("alone", **whole)) == 0
-    output, _ = agent.communicate(timeout=60)
-    assert agent.returncode == 0, output
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    runs = [[*run_words(corpus, folder, name, **{**whole, **cut}), "--then"] for name, cut in NOT_FINITE.items()]
+    processes.launch("tests.faults.inject", 2, "nan", "1", "3", *itertools.chain(*runs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Block, "forward", Block.forward)
+        inject.install("nan", 3)
+        assert train.main(run_words(corpus, folder, "alone", **whole)) == 0
+    return folder
+
+
+@pytest.mark.parametrize("layout", NOT_FINITE)
+def test_a_rank_whose_gradient_is_not_finite_skips_the_step_on_all(poisoned, layout):
+    lines = [json.loads(line) for line in (poisoned / layout / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped_steps"] for line in lines if line["kind"] == "train"] == [0, 0, 1, 1, 1]
-    for line, other in zip(train_lines(tmp_path / "run"), train_lines(tmp_path / "alone"), strict=True):
+    for line, other in zip(train_lines(poisoned / layout), train_lines(poisoned / "alone"), strict=True):
         if line["step"] == 3:
             assert line["loss"] is None is other["loss"]
         else:

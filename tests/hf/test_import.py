@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import train
 from megatron_lite.checkpoint import read_config_yaml, read_weights
 from models.config import ModelConfig
 from models.lm import LanguageModel
+from tests.parallel.launch import train_in_turn
 from tools.conversion.importing import import_folder
 from tools.convert_hf import main
 from tools.load_model import build_model, load_model, model_config
@@ -189,24 +187,15 @@ def test_released_metala_names(norm_type: str, tmp_path: Path) -> None:
     assert torch.equal(load_language_model(tmp_path / "run")(ids), model(ids))
 
 
-@pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"]], ids=["alone", "tensor2"])
-def test_training_goes_on_from_an_import(layout: list[str], exported: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_training_goes_on_from_an_import(tensor: int, exported: Path, tmp_path: Path) -> None:
     run = tmp_path / "again"
     assert main(["import", str(exported), str(run)]) == 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"] if layout else []
-    more = ["schedule.train_steps=3", "logging.progress_bar=false", "precision.dtype=fp32", *layout]
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    result = subprocess.run(
-        [sys.executable, *processes, "train.py", str(run / "config.yml"), *more],
-        env={key: value for key, value in os.environ.items() if key not in launcher},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    words = [str(run / "config.yml"), "schedule.train_steps=3", "logging.progress_bar=false", "precision.dtype=fp32"]
+    if tensor == 1:
+        assert train.main(words) == 0
+    else:
+        train_in_turn([[*words, f"parallel.tensor={tensor}"]])
     losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first = next(line["loss"] for line in losses if line["kind"] == "train")
     assert first < 5, f"{first}: an untrained model starts at 6.2, the imported one was trained"

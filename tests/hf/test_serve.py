@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -14,6 +13,7 @@ from urllib.error import URLError
 import pytest
 
 from tests.hf.environments import SERVING, environment, python_of
+from tests.parallel.launch import free_port
 from tools.decoding import complete
 from tools.load_model import load_model
 from tools.serve import main
@@ -25,9 +25,7 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
     python = python_of(SERVING)
     if python is None:
         pytest.skip(f"{environment(SERVING)} is not there: make test-huggingface builds it")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = (tmp_path / "log").open("w")
     server = subprocess.Popen(
         [str(python), "-m", "tools.serve", str(exported), "--device", "cpu", "--port", str(port)],

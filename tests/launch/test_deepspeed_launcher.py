@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cli.conftest import ROOT, environment
-from tests.launch.conftest import assert_same_run, free_port
+from tests.cli.conftest import ROOT, assert_same_run, environment
+from tests.parallel.launch import free_port
 
 
 def test_the_deepspeed_launcher_trains(arguments, alone, tmp_path):

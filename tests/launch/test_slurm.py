@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, train_lines, wait_for
+from tests.cli.conftest import ROOT, assert_same_run, train_lines, wait_for
 from tests.cli.conftest import environment as clean_environment
-from tests.launch.conftest import assert_same_run, free_port
+from tests.parallel.launch import free_port
 
 SCRIPT = ROOT / "tools" / "slurm" / "train.sbatch"
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, environment
-from tests.launch.conftest import assert_same_run
+from tests.cli.conftest import ROOT, assert_same_run, environment
 
 
 @dataclass(frozen=True)

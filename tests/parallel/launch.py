@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -27,14 +29,11 @@ def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0,
     Raises:
         RuntimeError: one of them failed; with the end of what each wrote.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = {
         **os.environ,
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "MATRIX_DEVICE": device,
     }
@@ -58,3 +57,15 @@ def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0,
         ends = "\n".join(f"process {rank}: {text[-3000:]}" for rank, text in enumerate(errors))
         raise RuntimeError(ends)
     return "".join(errors)
+
+
+def train_in_turn(runs: Iterable[list[str]], processes: int = 2) -> None:
+    """Run `train.py` with the words of each run, one after another, in one start of so many processes. Raises as `launch`."""
+    launch("tests.parallel.trains", processes, json.dumps(list(runs)))
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
