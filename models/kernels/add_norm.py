@@ -67,7 +67,7 @@ class _AddNorm(torch.autograd.Function):
         dx = torch.empty_like(h)
         dy = torch.zeros_like(h) if dy is None else dy
         parameters = [p for p in (weight, bias) if p is not None]
-        programs = min(h.numel() // size, _PROGRAMS)
+        programs = _programs(h.numel() // size, size)
         partial = h.new_empty((len(parameters), programs, size), dtype=torch.float32) if parameters else None
         if h.numel():
             launch = _backward_launch(*ctx.case, h.numel(), size, dh is not None)
@@ -84,9 +84,9 @@ def _forward_launch(
     device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: bool, eps: float, centred: bool,
     numel: int, size: int, add: bool,
 ) -> Launch:  # fmt: skip
-    block = triton.next_power_of_2(size)
+    tile, rows = _tile(size), numel // size
     flags = add, weight is not None, bias, centred
-    return Launch(_forward, (numel // size,), size, eps, block, *flags, num_warps=_warps(block))
+    return Launch(_forward, (triton.cdiv(rows, tile[0]),), rows, size, eps, *tile, *flags, num_warps=_warps(tile))
 
 
 @lru_cache(4096)
@@ -94,32 +94,45 @@ def _backward_launch(
     device: torch.device, dtype: torch.dtype, weight: torch.dtype | None, bias: bool, eps: float, centred: bool,
     numel: int, size: int, through: bool,
 ) -> Launch:  # fmt: skip
-    block, rows = triton.next_power_of_2(size), numel // size
+    tile, rows = _tile(size), numel // size
     flags = weight is not None, bias, centred, through
-    return Launch(_backward, (min(rows, _PROGRAMS),), rows, size, eps, block, *flags, num_warps=_warps(block))
+    return Launch(_backward, (_programs(rows, size),), rows, size, eps, *tile, *flags, num_warps=_warps(tile))
 
 
-def _warps(block: int) -> int:
-    return min(16, max(1, block // 512))
+def _tile(size: int) -> tuple[int, int]:
+    """Rows that a program has at a time, several where they are short, and the channels of each."""
+    block = triton.next_power_of_2(size)
+    return max(1, 1024 // block), block
+
+
+def _programs(rows: int, size: int) -> int:
+    """Of the backward pass."""
+    return min(triton.cdiv(rows, _tile(size)[0]), _PROGRAMS)
+
+
+def _warps(tile: tuple[int, int]) -> int:
+    return min(16, max(1, tile[0] * tile[1] // 512))
 
 
 @triton.jit
 def _normalised(h, inside, size, eps, CENTRED: tl.constexpr):
-    """The row before weight and bias, 0 outside; and 1 / its deviation."""
+    """Rows before weight and bias, 0 outside; and 1 / the deviation of each."""
     if CENTRED:
-        h = tl.where(inside, h - tl.sum(h, 0) / size, 0.0)
-    inverse = 1.0 / tl.sqrt(tl.sum(h * h, 0) / size + eps)
+        h = tl.where(inside, h - tl.sum(h, 1)[:, None] / size, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(h * h, 1) / size + eps)[:, None]
     return h * inverse, inverse
 
 
 @triton.jit
 def _forward(
-    x, delta, weight, bias, h, y, size, eps,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
+    x, delta, weight, bias, h, y, rows, size, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
-    inside = i < size
-    at = tl.program_id(0).to(tl.int64) * size + i
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (r < rows)[:, None] & (i < size)[None, :]
+    at = r[:, None] * size + i[None, :]
     row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         row += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
@@ -129,27 +142,29 @@ def _forward(
         row = rounded.to(tl.float32)
     out, _ = _normalised(row, inside, size, eps, CENTRED)
     if WEIGHT:
-        out *= tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+        out *= tl.load(weight + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
     if BIAS:
-        out += tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
+        out += tl.load(bias + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
     tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(
     dy, dh, h, weight, dx, partial, rows, size, eps,
-    BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr, THROUGH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
+    THROUGH: tl.constexpr,
 ):  # fmt: skip
     """partial: [weight, bias, of those that there are][program][channel]."""
     i = tl.arange(0, BLOCK)
-    inside = i < size
     if WEIGHT:
-        scale = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-        of_weight = tl.zeros((BLOCK,), tl.float32)
+        scale = tl.load(weight + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
+        of_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     if BIAS:
-        of_bias = tl.zeros((BLOCK,), tl.float32)
-    for r in range(tl.program_id(0), rows, tl.num_programs(0)):
-        at = tl.cast(r, tl.int64) * size + i
+        of_bias = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
+        inside = (r < rows)[:, None] & (i < size)[None, :]
+        at = r[:, None] * size + i[None, :]
         row = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
         if THROUGH:
@@ -160,16 +175,16 @@ def _backward(
         if WEIGHT:
             of_weight += d * normal
             d *= scale
-        d_row = d - normal * (tl.sum(d * normal, 0) / size)
+        d_row = d - normal * (tl.sum(d * normal, 1)[:, None] / size)
         if CENTRED:
-            d_row -= tl.sum(d, 0) / size
+            d_row -= tl.sum(d, 1)[:, None] / size
         d_row *= inverse
         if THROUGH:
             d_row += through
         tl.store(dx + at, d_row.to(dx.dtype.element_ty), mask=inside)
     at = tl.program_id(0) * size + i
     if WEIGHT:
-        tl.store(partial + at, of_weight, mask=inside)
+        tl.store(partial + at, tl.sum(of_weight, 0), mask=i < size)
         at += tl.num_programs(0) * size
     if BIAS:
-        tl.store(partial + at, of_bias, mask=inside)
+        tl.store(partial + at, tl.sum(of_bias, 0), mask=i < size)

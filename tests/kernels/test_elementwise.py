@@ -78,16 +78,17 @@ def test_decay_and_key_keep_their_digits(device: str) -> None:
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_add_norm(device: str, kind: str, affine: bool, add: bool) -> None:
+@pytest.mark.parametrize("size", [48, 1100])
+def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool) -> None:
+    """Rows of which a program takes many at a time, the last tile not full; and such of which it takes one."""
     from models.kernels.add_norm import add_norm
 
-    size = 48
     config = ModelConfig(
         vocab_size=8, num_layers=1, hidden_size=size, num_heads=2, norm=kind, norm_affine=affine, norm_eps=1e-5
     )
     norm = Norm(config).double()
     centred = kind == "layernorm"
-    shape = (2, 300, size)
+    shape = (2, 300 if size < 1000 else 30, size)
 
     def exact(x: Tensor, delta: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
         norm.weight, norm.bias = None, None

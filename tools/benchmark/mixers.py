@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,15 @@ def _time(timer: Any, step: Step, leaves: list[torch.Tensor]) -> float:
 
 
 def without_tuning() -> None:
+    """From here on Triton's kernels do not time their configurations but take one: the first of four warps, Triton's own
+    choice where none is named, or of the nearest number of them."""
     try:
         from triton.runtime.autotuner import Autotuner
     except ImportError:
         return
     prune = Autotuner.prune_configs
-    Autotuner.prune_configs = lambda self, *args, **kwargs: prune(self, *args, **kwargs)[:1]
+
+    def plain(*args: Any, **kwargs: Any) -> list[Any]:
+        return [min(prune(*args, **kwargs), key=lambda config: abs(math.log2(config.num_warps / 4)))]
+
+    Autotuner.prune_configs = plain
