@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument(
                 "--no-tuning",
                 action="store_true",
-                help="flash-linear-attention's kernels in their first configuration; tuning takes a minute or two a mixer",
+                help="flash-linear-attention's kernels in one configuration each; tuning takes a minute or two a mixer",
             )
             command.add_argument("--only", nargs="+", metavar="MIXER", help="these mixers and attention alone")
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -189,7 +189,7 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="for one subject (%(default)s)")
     command.add_argument("--cold", action="store_true", help="also the first step of each with empty kernel caches")
     command.add_argument(
-        "--no-tuning", action="store_true", help="Triton's kernels in their first configuration, for all"
+        "--no-tuning", action="store_true", help="Triton's kernels in one configuration each, for all"
     )
     command.add_argument("--peak", type=float, metavar="TFLOPS", help="for MFU (default: a matrix product's, measured)")
     command.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="(%(default)s)")

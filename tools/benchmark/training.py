@@ -43,7 +43,7 @@ class Plan:
         steps: timed ones of a shape.
         limit: seconds for one subject, its start included.
         cold: also start each subject with an empty kernel cache, to its first step.
-        tuned: False has Triton's kernels take their first configuration, everybody's alike.
+        tuned: False has Triton's kernels take one configuration, chosen alike for everybody.
         peak: FLOP/s that MFU is against; None measures a matrix product's.
         resume: go on with train.jsonl where it has been left.
     """

@@ -48,7 +48,7 @@ class Comparison(_Part):
     """A comparison's file. Configurations are laid over one another in the order `files`, `data`, the model's files,
     `config`, the size, the model's `config`, the values of the command line.
 
-    tune_kernels: without it flash-linear-attention's kernels run in their first configuration: timing the others takes
+    tune_kernels: without it flash-linear-attention's kernels run in one configuration each: timing the others takes
     a minute for every shape, and longer where many processes do it at once.
     """
 
