@@ -188,9 +188,7 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--steps", type=int, default=10, help="timed steps of a shape (%(default)s)")
     command.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="for one subject (%(default)s)")
     command.add_argument("--cold", action="store_true", help="also the first step of each with empty kernel caches")
-    command.add_argument(
-        "--no-tuning", action="store_true", help="Triton's kernels in one configuration each, for all"
-    )
+    command.add_argument("--no-tuning", action="store_true", help="Triton's kernels in one configuration each, for all")
     command.add_argument("--peak", type=float, metavar="TFLOPS", help="for MFU (default: a matrix product's, measured)")
     command.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="(%(default)s)")
     command.add_argument("--resume", action="store_true", help="go on where train.jsonl in --output ends")
