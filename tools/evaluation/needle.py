@@ -156,47 +156,65 @@ def cells(asked: Sequence[Question], answers: Sequence[tuple[float, bool]]) -> l
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: accuracy in percent, a row a depth, a column a length, and the means."""
+    """Markdown: accuracy in percent, a row a depth, a column a length, and the means; then the same of the log-likelihood."""
     from tools.compare.results import markdown
 
-    by_place = {(cell["length"], cell["depth"]): cell["accuracy"] for cell in results["cells"]}
     lengths, depths = results["lengths"], results["depths"]
-    rows = [[f"{depth:g}", *(f"{100 * by_place[length, depth]:.0f}" for length in lengths)] for depth in depths]
-    means = [statistics.mean(by_place[length, depth] for depth in depths) for length in lengths]
-    rows.append(["mean", *(f"{100 * mean:.1f}" for mean in means)])
     header = ["depth, %", *(f"{length:,}" for length in lengths)]
-    words = f"{results['title']}: answers right, percent; {results['needles']} needles a cell, by tokens of text\n\n"
-    return words + markdown(header, rows)
+    right, likely = 100 * _by_place(results, "accuracy"), _by_place(results, "log_likelihood")
+    parts = []
+    for values, digits, words in (
+        (right, 0, f"answers right, percent; {results['needles']} needles a cell, by tokens of text"),
+        (likely, 1, "mean log-likelihood of the number, nats"),
+    ):
+        rows = [[f"{depth:g}", *(f"{v:.{digits}f}" for v in row)] for depth, row in zip(depths, values, strict=True)]
+        rows.append(["mean", *(f"{v:.1f}" for v in values.mean(0))])
+        parts.append(f"{results['title']}: {words}\n\n{markdown(header, rows)}")
+    return "\n".join(parts)
 
 
 def heat_map(results: dict[str, Any], out: Path) -> None:
-    """Accuracy by length and depth as colours and numbers; the trained length is marked where it is known."""
+    """Accuracy and log-likelihood by length and depth as colours and numbers; the trained length is named where it is
+    known."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import numpy as np
 
     from tools.plot import STYLE
 
     lengths, depths = results["lengths"], results["depths"]
-    by_place = {(cell["length"], cell["depth"]): 100 * cell["accuracy"] for cell in results["cells"]}
-    values = np.array([[by_place[length, depth] for length in lengths] for depth in depths])
+    trained = results["model"].get("trained_length")
+    right, likely = 100 * _by_place(results, "accuracy"), _by_place(results, "log_likelihood")
+    panels = (
+        (right, (0, 100), 0, "answers right, %"),
+        (likely, (likely.min(), 0), 1, "log-likelihood of the number, nats"),
+    )
     with plt.rc_context({**STYLE, "axes.grid": False}):
-        figure, axes = plt.subplots(figsize=(1.9 + 0.85 * len(lengths), 1.3 + 0.3 * len(depths)), layout="constrained")
-        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=100, aspect="auto")
-        for row, column in itertools.product(range(len(depths)), range(len(lengths))):
-            shade = "black" if values[row, column] > 60 else "white"
-            axes.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", color=shade, fontsize=8)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-        trained = results["model"].get("trained_length")
-        words = "tokens of text" + (f" (trained at {trained:,})" if trained else "")
-        axes.set(xlabel=words, ylabel="depth of the needle, %", title=results["title"])
-        figure.colorbar(image, ax=axes, label="answers right, %")
+        size = (2 * (1.4 + 0.8 * len(lengths)), 1.5 + 0.3 * len(depths))
+        figure, both = plt.subplots(1, 2, figsize=size, layout="constrained", sharey=True)
+        for axes, (values, (low, high), digits, words) in zip(both, panels, strict=True):
+            axes.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto")
+            for row, column in itertools.product(range(len(depths)), range(len(lengths))):
+                shade = "black" if values[row, column] > low + 0.6 * (high - low) else "white"
+                number = f"{values[row, column]:.{digits}f}"
+                axes.text(column, row, number, ha="center", va="center", color=shade, fontsize=8)
+            axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+            axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
+            axes.set(title=words, xlabel="tokens of text" + (f" (trained at {trained:,})" if trained else ""))
+        both[0].set_ylabel("depth of the needle, %")
+        figure.suptitle(results["title"], fontsize=10.5)
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out)
         plt.close(figure)
+
+
+def _by_place(results: dict[str, Any], value: str) -> Any:
+    """[depths, lengths]"""
+    import numpy as np
+
+    cells = {(cell["length"], cell["depth"]): cell[value] for cell in results["cells"]}
+    return np.array([[cells[length, depth] for length in results["lengths"]] for depth in results["depths"]])
 
 
 def _ask(opened: OpenedModel, asked: Sequence[Question]) -> list[tuple[float, bool]]:
