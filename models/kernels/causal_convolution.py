@@ -115,7 +115,7 @@ def _tap(weight, column, channels, J: tl.constexpr, KERNEL: tl.constexpr):
     return tl.zeros((column.shape[0],), tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _forward(
     x, before, weight, y, length, channels,
     KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -141,7 +141,7 @@ def _forward(
     tl.store(y + place + (row[:, None] * channels + column[None, :]), total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _backward(
     dy, before, x, weight, d_before, dx, partial, length, channels,
     KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,

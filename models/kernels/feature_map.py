@@ -114,7 +114,7 @@ def _silu(x, mask, PHI: tl.constexpr):
     return s, slope, tl.rsqrt(tl.maximum(tl.sum(s * s, 1), 1e-24))[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward(x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr):
     """Of x, and of x_2 by the programs of a second row."""
     if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)
@@ -125,7 +125,7 @@ def _forward(x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE:
     tl.store(y + at, (s * inverse).to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward(
     dy, x, dx, dy_2, x_2, dx_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr
 ):  # fmt: skip

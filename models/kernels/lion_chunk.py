@@ -209,7 +209,7 @@ def _edges(b, segments, n, t, T, C: tl.constexpr, GATE: tl.constexpr, SEGMENTS: 
     return left, right, through
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _forward(
     q, k, v, b, segments, states, sums, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -262,7 +262,7 @@ def _forward(
     store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _backward(
     dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,

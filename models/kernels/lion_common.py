@@ -200,7 +200,7 @@ def signed(w, a, b):
     return tl.where(a[:, None] > b[None, :], w, tl.where(a[:, None] < b[None, :], -w, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(1)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -210,7 +210,7 @@ def _row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.con
     tl.store(delta + bh.to(tl.int64) * T + t, tl.sum(a * b, 1), mask=t < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _running_sum(c, gate, bias, T, H, GATE: tl.constexpr, RESTART: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(1)
     total = 0.0

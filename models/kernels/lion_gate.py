@@ -78,7 +78,7 @@ def _sixteen_bits(case: Case) -> bool:
     return case.gate_dtype is not None and case.gate_dtype.itemsize == 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _project(
     x, weight, bias, gate, sums, T, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr,
@@ -103,7 +103,7 @@ def _project(
         tl.store(address, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _project_backward(
     dgate, x, weight, dx, partial, N, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -128,7 +128,7 @@ def _project_backward(
         tl.store(partial + H * S + h, of_bias, mask=h < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _reduce(partial, dweight, dbias, N, H, P):
     i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, 32)
     address = partial + rows[:, None] * (N + H) + i[None, :]

@@ -192,7 +192,7 @@ def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.c
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _forward(
     q, k, v, gate, bias, c, segments, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -237,7 +237,7 @@ def _forward(
     store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _backward(
     dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -296,7 +296,7 @@ def _backward(
         tl.store(dc + bh.to(tl.int64) * T + t, dc_queries + dc_keys, mask=t < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _gate_gradient(dc, gate, bias, dgate, T, H, GATE: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(0)
     total = 0.0

@@ -130,7 +130,7 @@ def _factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.conste
     return factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def _forward(
     q, k, v, gate, bias, c, segments, y, den, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
@@ -158,7 +158,7 @@ def _forward(
         store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV, EVEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def _backward_at_once(
     dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
@@ -201,7 +201,7 @@ def _backward_at_once(
         store_columns(base(dk, bh, T, H, K), d_key, t, ck, T, H, K, BK, EVEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N"])
 def _backward_by_keys(
     dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

@@ -53,3 +53,17 @@ def test_hooks_hear_of_launches() -> None:
     assert count > 0
     bidirectional(*values)
     assert len(heard) == count
+
+
+def test_lengths_share_their_kernels() -> None:
+    """A count of tokens is no reason to compile: evaluation meets a new one with every batch."""
+    from models.kernels.lion_chunk import _forward
+
+    def compiled() -> int:
+        return len(_forward.device_caches[torch.cuda.current_device()][0])
+
+    bidirectional(*inputs(300))
+    count = compiled()
+    for length in (301, 304, 320):
+        bidirectional(*inputs(length))
+    assert compiled() == count > 0
