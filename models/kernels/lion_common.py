@@ -52,9 +52,11 @@ class Case:
 
 
 class Kernel(NamedTuple):
-    """What `lion` asks of one of its two kernels: tokens of its running sums, the forward and the backward pass."""
+    """What `lion` asks of one of its two kernels: tokens of its running sums, parts of a sequence in which it sums over
+    tokens, the forward and the backward pass."""
 
     chunk: Callable[[Case], int | None]
+    parts: Callable[[Case], int]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 

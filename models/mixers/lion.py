@@ -16,6 +16,7 @@ from ..fan_out import FanOut, apply_each
 from ..feature_map import feature_map
 from ..init import init_std, linear
 from ..norm import LayerNorm
+from ..noted_sums import noted_sums
 from ..padding import without_padding
 from ..precision import ROW_SUM_EPS, wide
 from ..recurrence import recurrence
@@ -138,6 +139,7 @@ class Lion(nn.Module):
         normed = options.variant == "lit" if options.output_norm is None else options.output_norm
         self.output_norm = LayerNorm(size) if normed else None
         self.fan_out: FanOut = apply_each
+        self.sums_of_gradient = noted_sums
         self._size, self._heads = size, heads
 
     def forward(
@@ -236,6 +238,7 @@ class Lion(nn.Module):
             cu_seqlens=cu_seqlens,
             mask_convention=self.options.mask_convention,
             form=self.options.form,
+            note=self.options.bias,
         )
         return wide(o[..., :-1]) / wide(o[..., -1:]).abs().clamp_min(1.0) if lstm else o
 

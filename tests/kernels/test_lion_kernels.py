@@ -102,7 +102,7 @@ def test_all_pairs_at_once_where_it_was_the_faster(
 
     monkeypatch.setattr(lion_whole, "_device", lambda _: (132, 227 * 1024))
     case = Case(0, 2, length, 2, dim, dim, torch.bfloat16, torch.bfloat16, LOGITS, True, False)
-    launch = lion_whole._backward_launch(case)
+    launch = lion_whole._backward_launch(case, False)
     assert launch._kernel is (lion_whole._backward_at_once if at_once else lion_whole._backward_by_keys)
 
 
@@ -194,3 +194,58 @@ def test_sizes_that_the_kernels_do_not_take(device: str) -> None:
     q = torch.ones(1, 4, 1, 300, device=device)
     with pytest.raises(ValueError, match=r"300, 300: at most 256; use form='chunked'"):
         bidirectional(q, q, q, form="triton_chunk")
+
+
+@pytest.mark.parametrize("kernel", ["tile", "whole", "chunk"])
+@pytest.mark.parametrize("decay", [None, "gate", "head"])
+@pytest.mark.parametrize(("length", "dim"), [(70, 16), (64, 24), (130, 48)])
+def test_sums_noted_with_the_gradients(
+    device: str,
+    kernel: str,
+    decay: str | None,
+    length: int,
+    dim: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of every token of every sequence, as a linear's bias wants them; a gradient changed since has none."""
+    from models.kernels import lion_tile
+    from models.noted_sums import noted_sums
+
+    if kernel == "whole":
+        if device == "cuda":
+            pytest.skip("these kernels take 16-bit numbers: tests/gpu")
+        monkeypatch.setattr(lion_tile, "takes_whole", lambda case: case.length <= 128)
+    generator = torch.Generator().manual_seed(length)
+    leaves = [torch.randn(3, length, 2, dim, generator=generator).to(device) for _ in range(3)]
+    gate = {"gate": torch.randn(3, length, 2, device=device), "head": torch.randn(2, device=device), None: None}[decay]
+    found: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
+
+    def look(gradient: Tensor) -> None:
+        rows = gradient.flatten(0, 1).flatten(1)
+        noted = noted_sums(rows)
+        noted = None if noted is None else noted.clone()
+        total = rows.double().sum(0)
+        gradient.mul_(2.0)
+        found.append((total, noted, noted_sums(rows)))
+
+    for x in leaves:
+        x.requires_grad_().register_hook(look)
+    form = f"triton_{'chunk' if kernel == 'chunk' else 'tile'}"
+    y = bidirectional(*leaves, gate=gate, phi="silu", form=form, note=True)
+    y.backward(torch.randn(y.shape, generator=generator).to(device))
+    assert len(found) == 3
+    for total, noted, after in found:
+        assert noted is not None
+        assert after is None
+        assert ((noted.double() - total).norm() / total.norm()).item() < 1e-4
+
+
+@pytest.mark.parametrize("arguments", [{"scaled": False}, {"phi": None}, {"note": False}])
+def test_no_sums_where_none_are_formed(device: str, arguments: dict) -> None:
+    from models.noted_sums import noted_sums
+
+    q, k, v = (torch.rand(1, 20, 1, 16, device=device).requires_grad_() for _ in range(3))
+    found = []
+    q.register_hook(lambda gradient: found.append(noted_sums(gradient.flatten(0, 1).flatten(1))))
+    bidirectional(q, k, v, form="triton_tile", **{"phi": "silu", "note": True, **arguments}).sum().backward()
+    assert found == [None]
