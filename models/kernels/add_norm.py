@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned
+from .sum_parts import sum_parts
 
 try:
     import triton
@@ -74,7 +75,7 @@ class _AddNorm(torch.autograd.Function):
             launch(aligned(dy), None if dh is None else aligned(dh), h, weight, dx, partial)
         d_weight = d_bias = None
         if partial is not None:
-            totals = iter(partial.sum(1).to(parameters[0].dtype).unbind())
+            totals = iter(sum_parts(partial, parameters[0].dtype))
             d_weight, d_bias = (None if p is None else next(totals) for p in (weight, bias))
         return dx, dx if ctx.added else None, d_weight, d_bias, None, None
 

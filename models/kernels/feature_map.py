@@ -49,7 +49,7 @@ def both_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Those of `both`'s q and k, [..., heads, head_dim], in the place of dy and dz.
 
-    sums: of `summed_tokens` each, float32 [2, parts, heads, head_dim], to be filled.
+    sums: of `summed_tokens` each, float32 [2, parts, heads * head_dim], to be filled.
     """
     if q.numel():
         launch = _backward_launch(q.device, q.dtype, q.dtype, q.numel(), *q.shape[-2:], phi, 2, sums is not None)

@@ -1,0 +1,52 @@
+"""Sums that programs have formed over their own rows, added up: [count, parts, columns] -> [count, columns].
+
+What programs add to one place in memory comes in an order that depends on timing; here the order is fixed.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .launch import Launch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("sums over programs need Triton: pip install triton") from error
+
+# Parts and columns of a tile.
+_PARTS, _COLUMNS = 64, 32
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """parts: float32 [count, parts, columns], contiguous -> [count, columns] in `dtype`."""
+    count, number, columns = parts.shape
+    out = parts.new_empty((count, columns), dtype=dtype)
+    if out.numel():
+        _launch(parts.device, dtype, count, number, columns)(parts, out)
+    return out
+
+
+@lru_cache(4096)
+def _launch(device: torch.device, dtype: torch.dtype, count: int, parts: int, columns: int) -> Launch:
+    return Launch(_sum, (triton.cdiv(columns, _COLUMNS), count), parts, columns, _PARTS, _COLUMNS, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["number"])
+def _sum(parts, out, number, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    parts += tl.program_id(1).to(tl.int64) * number * columns
+    total = tl.zeros([PARTS, COLUMNS], tl.float32)
+    for first in range(0, number, PARTS):
+        row = first + tl.arange(0, PARTS)
+        mask = (row < number)[:, None] & (column < columns)[None, :]
+        total += tl.load(parts + row[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    out += tl.program_id(1) * columns + column
+    tl.store(out, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < columns)
