@@ -112,3 +112,14 @@ def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool) ->
     inputs = [x if x is None or x.ndim == 1 else x[:, :10] for x in inputs]
     compare(lambda *x: (exact(*x)[1],), lambda *x: (kernels(*x)[1],), inputs, 1e-4)
     compare(lambda *x: (exact(*x)[0],), lambda *x: (kernels(*x)[0] * 1.0,), [*inputs[:2], None, None], 3e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 33), (1, 64, 32), (3, 200, 70), (2, 0, 5)])
+def test_sums_over_programs(device: str, shape: tuple[int, int, int]) -> None:
+    from models.kernels.sum_parts import sum_parts
+
+    parts = random(*shape, seed=9, device=device)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        found = sum_parts(parts, dtype)
+        assert (found.dtype, found.shape) == (dtype, (shape[0], shape[2]))
+        torch.testing.assert_close(found.double(), parts.double().sum(1), rtol=bound, atol=1e-5)
