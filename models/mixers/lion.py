@@ -238,7 +238,8 @@ class Lion(nn.Module):
             cu_seqlens=cu_seqlens,
             mask_convention=self.options.mask_convention,
             form=self.options.form,
-            note=self.options.bias,
+            # For whoever computes the fan-out instead of its modules.
+            note=self.options.bias and self.fan_out is not apply_each,
         )
         return wide(o[..., :-1]) / wide(o[..., -1:]).abs().clamp_min(1.0) if lstm else o
 

@@ -249,3 +249,37 @@ def test_no_sums_where_none_are_formed(device: str, arguments: dict) -> None:
     q.register_hook(lambda gradient: found.append(noted_sums(gradient.flatten(0, 1).flatten(1))))
     bidirectional(q, k, v, form="triton_tile", **{"phi": "silu", "note": True, **arguments}).sum().backward()
     assert found == [None]
+
+
+def test_the_biases_of_a_mixers_projections(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed in one fan-out they take the noted sums; by themselves they sum."""
+    from megatron_lite.fan_out import join_fan_outs
+    from models import bidirectional as operator
+    from models.config import ModelConfig
+    from models.mixers.lion import Lion, LionOptions
+    from models.noted_sums import noted_sums
+
+    monkeypatch.setattr(operator, "_kernels_apply", lambda *_: True)
+    config = ModelConfig(vocab_size=8, num_layers=1, hidden_size=32, num_heads=2)
+    options = LionOptions(variant="s", causal=False, bias=True)
+    torch.manual_seed(0)
+    mixer = Lion(config, 0, options).to(device)
+    x, dy = (torch.randn(2, 40, 32, device=device) for _ in range(2))
+    results, found = [], []
+
+    def asked(gradient: Tensor) -> Tensor | None:
+        sums = noted_sums(gradient)
+        found.append(sums is not None)
+        return sums
+
+    for joined in (False, True):
+        if joined:
+            mixer.sums_of_gradient = asked
+            join_fan_outs(mixer, None)
+        mixer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        mixer(leaf).backward(dy)
+        results.append([leaf.grad, *(p.grad.clone() for p in mixer.parameters())])
+    assert found == [True] * 3
+    for wanted, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
