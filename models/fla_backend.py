@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kernels import vector_decay_takes
+
 
 def fla_recurrence(
     q: Tensor,
@@ -49,6 +51,11 @@ def fla_recurrence(
         if not needs_grad or not _scalar_gradient_is_refused():
             return chunk_simple_gla(q, k, v, log_decay.squeeze(-1), **common)
         log_decay = log_decay.expand(q.shape)
+        if vector_decay_takes(q, k, v, log_decay):
+            # From there at every call: the trainer may have had it left out of compiled graphs.
+            from .recurrence import by_kernels
+
+            return by_kernels(q, k, v, log_decay, scale, initial_state, cu_seqlens)
     if short:
         return fused_recurrent_gla(q, k, v, gk=log_decay, **common)
     return chunk_gla(q, k, v, log_decay, **common)

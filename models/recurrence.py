@@ -80,7 +80,7 @@ def local_recurrence(
     if form == "auto":
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             if mild_decay and vector_decay_takes(q, k, v, log_decay):
-                return _by_kernels(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+                return by_kernels(q, k, v, log_decay, scale, initial_state, cu_seqlens)
             from .fla_backend import fla_recurrence
 
             return fla_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
@@ -110,16 +110,7 @@ def local_recurrence(
     return torch.cat(outputs, 1).to(dtype), torch.cat(finals)
 
 
-def leave_out_of_graphs() -> None:
-    """Have torch.compile call the chunked form and the kernels as they are: traced, its loops over chunks compile for
-    minutes, and the kernels' launches cannot be."""
-    global chunked_recurrence, _by_kernels
-    if not getattr(chunked_recurrence, "_torchdynamo_disable", False):
-        chunked_recurrence = torch.compiler.disable(chunked_recurrence)
-        _by_kernels = torch.compiler.disable(_by_kernels)
-
-
-def _by_kernels(
+def by_kernels(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -128,9 +119,19 @@ def _by_kernels(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """As `recurrence`, for which `models.kernels.vector_decay_takes` says yes."""
     from .kernels.vector_decay import vector_decay
 
     return vector_decay(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+
+
+def leave_out_of_graphs() -> None:
+    """Have torch.compile call the chunked form and the kernels as they are: traced, its loops over chunks compile for
+    minutes, and the kernels' launches cannot be."""
+    global chunked_recurrence, by_kernels
+    if not getattr(chunked_recurrence, "_torchdynamo_disable", False):
+        chunked_recurrence = torch.compiler.disable(chunked_recurrence)
+        by_kernels = torch.compiler.disable(by_kernels)
 
 
 def _over_shards(
