@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if synthetic_suite(given):
                 return synthetic_command(given)
         except (OSError, ValueError) as error:
-            print(error, file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("\ninterrupted: the same command goes on with the runs that are not finished", file=sys.stderr)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return (compare_command if given[0] == "compare" else table_command)(given[1:])
         except (OSError, ValueError) as error:
-            print(error, file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
             return 2
     options = _parser().parse_args(given)
     from tools.load_model import CheckpointError
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.data or options.by_position or not asked:
             run_texts(options)
     except (CheckpointError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted: the same command goes on with what was answered", file=sys.stderr)

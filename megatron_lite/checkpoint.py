@@ -60,11 +60,12 @@ def resolve(path: Path | str) -> Path:
             )
     if not path.exists():
         near = sorted(str(p) for p in path.parent.glob("*") if p.is_dir())[:5] if path.parent.is_dir() else []
-        raise CheckpointError(f"{path} does not exist" + (f"; beside it: {', '.join(near)}" if near else ""))
-    raise CheckpointError(
-        f"{path} is no checkpoint: a run folder, a checkpoints folder with the file 'latest', or a step folder with "
-        f"manifest.json is needed"
-    )
+        beside = f" (beside it: {', '.join(near)})" if near else ""
+        raise CheckpointError(f"{path} does not exist{beside}: {_NEEDED}")
+    raise CheckpointError(f"{path} is no checkpoint: {_NEEDED}")
+
+
+_NEEDED = "a run folder, a checkpoints folder with the file 'latest', or a step folder with manifest.json is needed"
 
 
 def exists(path: Path) -> bool:

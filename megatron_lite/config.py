@@ -75,7 +75,9 @@ def _load(sources: Sources, model_type: type[ModelT], world_size: int | None) ->
 
     def report(problem: Problem) -> None:
         origin = sources.origin(problem.path)
-        if sources.problems and not origin:
+        given = sources.get(problem.path)
+        taken_back = isinstance(given, dict) and not any(given.values())
+        if sources.problems and (not origin or taken_back):
             return  # a file that cannot be read may have given what is missing
         space = "" if problem.text.startswith((":", ".")) else " "
         problems.append(f"{'.'.join(problem.path)}{space}{problem.text}" + (f" ({origin})" if origin else ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,3 +103,12 @@ def nearest_layouts(wanted: Layout, processes: int, limits: Limits, count: int =
         return sum(abs(math.log2(a / b)) for a, b in pairs), -layout.model_ranks
 
     return sorted(legal_layouts(processes, limits, sequence_parallel=wanted.sequence_parallel), key=distance)[:count]
+
+
+def stage_bounds(costs: Sequence[float], stages: int) -> list[int]:
+    """First layer of every pipeline stage, and one past the last: as equal in cost as contiguous layers allow."""
+    if stages == 1:
+        return [0, len(costs)]
+    from deepspeed.runtime.utils import partition_balanced
+
+    return [int(bound) for bound in partition_balanced([max(1, round(cost)) for cost in costs], stages)]

@@ -12,6 +12,7 @@ from megatron_lite.config_schema import ParallelConfig
 from megatron_lite.fan_out import join_fan_outs
 from megatron_lite.flops import forward_flops
 from megatron_lite.grid import Grid
+from megatron_lite.layout import stage_bounds
 from megatron_lite.optimizer import parameter_kind
 from megatron_lite.optimizer_state import Placed
 from megatron_lite.partition import partition_words, shard_of
@@ -62,11 +63,7 @@ class OwnLayers:
         with torch.device("meta"):
             self.model: list[Any] = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
         self._describe(specs)
-        self.bounds = [0, len(specs)]
-        if grid.pipe_size > 1:
-            from megatron_lite.pipeline import stage_bounds
-
-            self.bounds = stage_bounds(forward_flops(self.model, sequence_length, asked_share), grid.pipe_size)
+        self.bounds = stage_bounds(forward_flops(self.model, sequence_length, asked_share), grid.pipe_size)
         self.tensor: TensorGroup | None = None
         if grid.tensor_group is not None:
             sequence = parallel.sequence_parallel

@@ -15,16 +15,10 @@ import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.schedule import OptimizerStep
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
-from deepspeed.runtime.utils import partition_balanced
 from torch import Tensor, nn
 
 from megatron_lite.engine import asked_for
 from megatron_lite.grid import Grid
-
-
-def stage_bounds(costs: Sequence[float], stages: int) -> list[int]:
-    """First layer of every stage, and one past the last: stages as equal in cost as contiguous layers allow."""
-    return [int(bound) for bound in partition_balanced([max(1, round(cost)) for cost in costs], stages)]
 
 
 def topology(grid: Grid) -> PipeModelDataParallelTopology:
@@ -43,7 +37,7 @@ class Stage(PipelineModule):
     Args:
         layers: index -> layer of this stage, already cut; calls: the same as they are called, under activation
             checkpointing.
-        bounds: as `stage_bounds`.
+        bounds: as `layout.stage_bounds`.
         tied: the first and the last layer share `weight`.
     """
 

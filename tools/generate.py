@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             out = options.out.open("w", encoding="utf-8")
         loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
     except (CheckpointError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     started = time.perf_counter()
     count = 0

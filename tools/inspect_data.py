@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _draw_lengths(document_lengths(tokens), options.histogram, str(options.prefix))
             print(f"lengths of the documents: {options.histogram}")
     except (OSError, ValueError, IndexError) as error:
-        print(f"inspect_data: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "min_lr": 0.0,
 }
+OWN_SECTIONS = ("run", "model", "batch", "schedule", "parallel", "precision")  # none is a section there
 IGNORED = {
     "bias_gelu_fusion": "a kernel of GPT-NeoX with the tanh approximation of GELU; here it is exact, as in Hugging Face's Pythia",
     "scaled_upper_triang_masked_softmax_fusion": "a kernel of GPT-NeoX: attention is PyTorch's here",
@@ -111,7 +113,11 @@ def translate(neox: Mapping[str, Any], *, vocab_size: int) -> Translation:
             out.set(NEOX_KEYS[key].keys[0], given.pop(key))
     for key, convert in _CONVERT.items():
         if key in given:
-            convert(given.pop(key), given, out)
+            value = given.pop(key)
+            try:
+                convert(value, given, out)
+            except (AttributeError, KeyError, TypeError) as error:
+                raise ValueError(f"{key.replace('_', '-')} = {value!r} is not of GPT-NeoX's form ({error})") from error
     for key in given:
         if key not in _READ_BESIDE:
             out.ignored[key] = IGNORED.get(key, "no counterpart here")
@@ -329,9 +335,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         neox: dict[str, Any] = {}
         for file in options.files:
+            if not file.is_file():
+                raise ConfigError([f"{file}: no such file; name GPT-NeoX's .yml files, in the order of their merge"])
             sources = parse_yaml(file.read_text(encoding="utf-8"), str(file))
             if sources.problems:
                 raise ConfigError(sources.problems)
+            if own := [key for key in OWN_SECTIONS if isinstance(sources.tree.get(key), dict)]:
+                raise ConfigError([f"{file} has the section {own[0]}: it is of this project already, run it as it is"])
             neox |= underscored(sources.tree)
         done = translate(neox, vocab_size=options.vocab_size)
         done.set("run.name", options.files[-1].stem)
@@ -342,7 +352,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draft.write_text(text, encoding="utf-8")
             layout = done.tree.get("parallel", {})
             processes = layout.get("pipeline", 1) * layout.get("tensor", 1) * options.data_ranks
-            load_config([draft], [], model_type=ModelConfig, world_size=processes)
+            try:
+                load_config([draft], [], model_type=ModelConfig, world_size=processes)
+            except ConfigError as error:  # without the lines of a file that nobody sees
+                origin = re.compile(rf" \({re.escape(str(draft))}:\d+\)$")
+                raise ConfigError(origin.sub("", problem) for problem in error.problems) from error
         if options.out is not None:
             write_whole(options.out, text)
     except (OSError, ValueError) as error:

@@ -170,13 +170,10 @@ def memory(
     released: bool = True,
 ) -> dict[str, float]:
     """Bytes by part of the fullest process: of the stages of a pipeline, the first holds most micro batches."""
+    from megatron_lite.layout import stage_bounds
     from megatron_lite.memory import Setting, step_bytes
 
-    bounds = [0, len(layers)]
-    if layout.pipeline > 1:
-        from megatron_lite.pipeline import stage_bounds
-
-        bounds = stage_bounds(flops, layout.pipeline)
+    bounds = stage_bounds(flops, layout.pipeline)
     steps = config.batch.gradient_accumulation_steps
     replicas = config.batch.data_ranks * layout.context
     stages = []

@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             default = beside / "plot.png" if len(options.runs) == 1 else Path("plot.png")
             print(plot_runs(options.runs, options.out or default))
     except (FileNotFoundError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         hint = ". What is finished is kept: make room and give the same command again" if full else ""
-        print(f"preprocess_data: {error}{hint}", file=sys.stderr)
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 1
     seconds = time.perf_counter() - start
     for name, manifest in manifests.items():

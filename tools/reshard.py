@@ -48,9 +48,8 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     from megatron_lite import checkpoint
     from megatron_lite.checkpoint_folder import rewrite
     from megatron_lite.flops import forward_flops
-    from megatron_lite.layout import Layout, layout_problems, limits_of
+    from megatron_lite.layout import Layout, layout_problems, limits_of, stage_bounds
     from megatron_lite.partition import shard_of
-    from megatron_lite.pipeline import stage_bounds
     from models.config import ModelConfig
     from models.lm import build_layer, layer_specs
     from tools.load_model import data_config

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             threads=options.workers,
         )
     except (OSError, ValueError) as error:
-        print(f"train_tokenizer: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     tokenizer = load_tokenizer("sentencepiece", options.output)
     measured, what = (held_out, "held-out documents") if held_out else (texts[:100], "the training text")

@@ -127,6 +127,7 @@ def test_what_is_left_out_is_as_in_gpt_neox(tmp_path: Path, capsys: pytest.Captu
     ("line", "said"),
     [
         ("pos_emb: alibi", "pos-emb = 'alibi'"),
+        ("fp16: true", "fp16 = True is not of GPT-NeoX's form"),
         ("activation: geglu", "activation = 'geglu'"),
         ("norm: scalenorm", "norm = 'scalenorm'"),
         ("attention_config: [[[local], 2]]", "attention-config names 'local'"),

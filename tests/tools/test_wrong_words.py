@@ -16,6 +16,8 @@ CASES = [
     ("plan CONFIG --links none.json", "none.json"),
     ("plan CONFIG --links CONFIG", "--links .*default.yml: not what tools.measure_links -o writes"),
     ("simulate_scaling CONFIG --links none.json", "none.json"),
+    ("neox_config none.yml", "none.yml: no such file; name GPT-NeoX's"),
+    ("neox_config CONFIG", "has the section run: it is of this project already"),
     ("preprocess_data --input CONFIG --tokenizer-type bytes --output-prefix x --workers 0", "--workers: 0: 1 or more"),
     ("convert_hf export RUN out --max-shard-size abc", "--max-shard-size: 'abc': bytes, or 500MB"),
     ("finetune_glue RUN", "does not exist"),

@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             kernels.run(options.output)
     except ValueError as error:
-        sys.exit(f"tools.benchmark: {error}")
+        sys.exit(f"error: {error}")
 
 
 def _train_arguments(command: argparse.ArgumentParser) -> None:
