@@ -24,6 +24,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
         (torch.bfloat16, False, "strong"),
         (torch.bfloat16, False, "-inf"),
         (torch.bfloat16, True, "mild"),
+        (torch.bfloat16, True, "strong"),
         (torch.bfloat16, True, "-inf"),
         (torch.bfloat16, True, "fixed"),
         (torch.float16, False, "mild"),
