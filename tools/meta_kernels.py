@@ -66,10 +66,15 @@ def _triton() -> dict[str, ModuleType]:
     triton: Any = ModuleType("triton")
     triton.language = ModuleType("triton.language")
     triton.language.constexpr = lambda value: value
-    triton.jit = lambda _kernel: _Launches()
+    triton.jit = _jit
     triton.cdiv = lambda x, y: -(-x // y)
     triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
     return {"triton": triton, "triton.language": triton.language}
+
+
+def _jit(kernel: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """`triton.jit` of a kernel, or with options what takes the kernel."""
+    return _Launches() if kernel is not None else _jit
 
 
 class _Launches:
