@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("override", nargs="*", metavar="key=value", help="values of the recipe")
     parser.add_argument("--tasks", type=words, default=[], metavar="A,B", help="default: every task of the recipe")
     parser.add_argument("--seeds", type=positive, default=3, help="runs of each task (%(default)s)")
-    parser.add_argument("--recipe", type=Path, default=RECIPE, help="(%(default)s)")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="(configs/finetune/glue.yml)")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="default: the hub")
     parser.add_argument("--output", type=Path, help="default: glue/ in the checkpoint's run")
     parser.add_argument(

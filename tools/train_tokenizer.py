@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--jsonl-key", default="text", metavar="KEY", help="key of the text in JSON lines (text)")
     add("--output", type=Path, required=True, metavar="FILE", help="the model to write")
     add("--vocab-size", type=int, default=4096, metavar="N", help="pieces, the 256 bytes included (4096)")
-    add("--model-type", choices=["bpe", "unigram"], default="bpe", help="bpe")
+    add("--model-type", choices=["bpe", "unigram"], default="bpe", help="(bpe)")
     add(
         "--sample-characters",
         type=int,

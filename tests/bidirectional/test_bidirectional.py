@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import pathlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -193,11 +193,8 @@ def test_packed_segments_need_one_batch() -> None:
 
 
 @pytest.fixture(scope="module")
-def golden() -> dict[str, Tensor]:
-    path = pathlib.Path(__file__).parents[3] / "shared" / "golden" / "lion_operator.npz"
-    if not path.exists():
-        pytest.skip(f"golden values are not here: {path}")
-    return {name: torch.tensor(array) for name, array in np.load(path).items()}
+def golden(shared_golden: Path) -> dict[str, Tensor]:
+    return {name: torch.tensor(array) for name, array in np.load(shared_golden / "lion_operator.npz").items()}
 
 
 @pytest.mark.parametrize("variant", ["lit", "d", "s"])

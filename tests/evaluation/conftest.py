@@ -33,15 +33,6 @@ WORDS = [
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The optional folder of real samples beside the checkout."""
-    folder = Path(__file__).resolve().parents[3] / "shared"
-    if not (folder / "data" / "eval").is_dir():
-        pytest.skip(f"the real evaluation data are not there: {folder}/data/eval")
-    return folder
-
-
-@pytest.fixture(scope="session")
 def eval_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made-up rows in the schema of every task of the suites, eight of each, some longer than a tiny model sees."""
     root = tmp_path_factory.mktemp("eval_data")

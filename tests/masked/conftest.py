@@ -41,12 +41,3 @@ def masked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["configs/model/lion_bidirectional_tiny.yml"],
     )
     return root / "run"
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """The optional folder of real samples beside the checkout."""
-    folder = Path(__file__).resolve().parents[3] / "shared"
-    if not (folder / "data" / "glue").is_dir():
-        pytest.skip(f"the real GLUE data are not there: {folder}/data/glue")
-    return folder

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from data.synthetic.examples import UNLABELLED, Examples, distinct, weighted_distinct
 from data.synthetic.mqar import mqar
 
-ROOT = Path(__file__).parents[2]
-
 
 def check(examples: Examples, pairs: int, vocabulary: int) -> None:
     """Everything that the definition says of one example, row by row."""
@@ -34,11 +32,8 @@ def check(examples: Examples, pairs: int, vocabulary: int) -> None:
         assert not tokens[rest].any()
 
 
-def test_the_golden_examples_have_this_structure() -> None:
-    path = ROOT.parent / "shared" / "golden" / "mqar_examples.npz"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
-    golden = np.load(path)
+def test_the_golden_examples_have_this_structure(shared_golden: Path) -> None:
+    golden = np.load(shared_golden / "mqar_examples.npz")
     check(Examples(golden["inputs"], golden["labels"]), 16, 8192)
     ours = mqar(8, 256, 16)
     check(ours, 16, 8192)

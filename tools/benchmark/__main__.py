@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument("override", nargs="*", metavar="key=value", help="of every configuration")
         if name == "decode":
             command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
-            command.add_argument("--contexts", type=int, nargs="+", default=[128, 8192], help="tokens (%(default)s)")
+            command.add_argument("--contexts", type=int, nargs="+", default=[128, 8192], help="tokens (128 8192)")
             command.add_argument("--batch", type=int, default=64, help="texts side by side (%(default)s)")
             command.add_argument("--steps", type=int, default=100, help="timed steps (%(default)s)")
             command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
@@ -177,7 +177,7 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["bf16"],
         choices=["bf16", "mixed"],
-        help="weights, gradients and moments in bf16, or all in float32 with products in bf16 (%(default)s)",
+        help="weights, gradients and moments in bf16, or all in float32 with products in bf16 (bf16)",
     )
     command.add_argument(
         "--peer-loss",
