@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +46,43 @@ def test_side_by_side_is_each_alone(runs: Runs) -> None:
         assert one["history"] == other["history"]
         assert one["loss"] == other["loss"]
     assert together[0]["loss"] != together[1]["loss"]
+
+
+class _StopError(Exception):
+    pass
+
+
+def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.synthetic.unfinished.SECONDS_BETWEEN", 0.0)
+    both = runs("lrs=[1e-3,5e-3]", "epochs=4", "data.train_examples=640", "target=null")
+    examples = prepare(both[0], CPU)
+    expected = train_together(both, examples, CPU)
+    told: list[int] = []
+
+    def until(epoch: int) -> Callable[[int, str], None]:
+        def progress(steps: int, text: str) -> None:
+            told.append(steps)
+            if f"epoch {epoch} " in text:
+                raise _StopError
+
+        return progress
+
+    for epoch in (2, 4):  # at the end of which it had been kept as it was an epoch before
+        with pytest.raises(_StopError):
+            train_together(both, examples, CPU, progress=until(epoch), unfinished=tmp_path)
+    told.clear()
+    found = train_together(both, examples, CPU, progress=until(0), unfinished=tmp_path)
+    assert told == [2 * 10 * 3, 2 * 10]
+    for one, other in zip(found, expected, strict=True):
+        for key in ("history", "loss", "accuracy", "epochs", "steps"):
+            assert one[key] == other[key]
+    # One of them alone, too; and where it cannot be read, that is said.
+    assert train_together(both[1:], examples, CPU, unfinished=tmp_path)[0]["history"] == expected[1]["history"]
+    (tmp_path / f"{both[0].id}.pt").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=rf"{both[0].id}\.pt cannot be read .*: remove it, and the run starts anew"):
+        train_together(both, examples, CPU, unfinished=tmp_path)
 
 
 def test_it_is_the_plain_loop(runs: Runs) -> None:

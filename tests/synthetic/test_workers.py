@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tools.synthetic.experiment import Run, sweeps
+from tools.synthetic.lane import Lane
 from tools.synthetic.results import Line, Results, line_of
+from tools.synthetic.unfinished import Keeper, Unfinished
 from tools.synthetic.workers import Group, groups_of, train_groups
 
 Runs = Callable[..., list[Run]]
@@ -117,14 +120,20 @@ def test_processes_find_what_one_finds(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_a_sweep_ends_in_every_process(runs: Runs, tmp_path: Path) -> None:
-    """The target is reached after an epoch by one run; the other would take very long."""
+    """The target is reached after an epoch by one run; the other would take very long. Nothing unfinished is left."""
     slow, quick = runs("lrs=[5e-3,1e-9]", "epochs=1000", "target=0.9")
     results = Results(tmp_path / "results.jsonl")
+    for run in (slow, quick):
+        state = Unfinished(1, 2.0, [[0.1]], [Lane(run, torch.device("cpu")).state()])
+        Keeper(tmp_path / "unfinished", [run]).keep(state)
+    (tmp_path / "unfinished" / "another.pt").touch()
     groups = groups_of([[slow, quick]], results, None, 2)
     assert len(groups) == 2
     assert train(groups, results, ["cpu", "cpu"]) == ([], quick.steps + slow.steps)
     assert list(results.lines) == [quick.id]
     assert results.lines[quick.id]["stopped"] == "90 % was reached"
+    assert results.lines[quick.id]["history"][0] == 0.1
+    assert [path.name for path in (tmp_path / "unfinished").iterdir()] == ["another.pt"]
 
 
 class _EndsTheProcess(dict[str, Any]):

@@ -109,6 +109,26 @@ class Lane:
         self.loss.zero_()
         self._score.zero_()
 
+    def state(self) -> dict[str, Any]:
+        """Weights and the optimizer's moments between two steps, on the CPU."""
+        moments = [
+            {name: value.cpu() for name, value in self._optimizer.state[flat.master].items()} for flat in self.flats
+        ]
+        return {"weights": [flat.master.detach().cpu() for flat in self.flats], "moments": moments}
+
+    @torch.no_grad()
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        """To where `state` was called, in place: a captured step goes on with what it finds."""
+        for flat, weights, moments in zip(self.flats, state["weights"], state["moments"], strict=True):
+            flat.master.copy_(weights)
+            flat.spread()
+            own = self._optimizer.state[flat.master]
+            for name, value in moments.items():
+                if name in own:
+                    own[name].copy_(value)
+                else:
+                    own[name] = value.clone()
+
     def begin_epoch(self, epoch: int) -> None:
         """The learning rate of epoch 0, 1, ...: a cosine to min_lr, constant over an epoch as in the papers' code."""
         run = self.run

@@ -10,6 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tools.devices import device_of
 from .batches import Asked, batch_size, joined
 from .experiment import Run
 from .lane import Lane
+from .unfinished import Keeper, Unfinished
 
 Progress = Callable[[int, str], None]
 
@@ -30,9 +32,11 @@ def train_together(
     *,
     graph: bool = True,
     progress: Progress = lambda steps, text: None,
+    unfinished: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Trains the runs of one sweep, all on the same batches, until the last epoch or one of them reaches the target.
 
+    unfinished: a folder where the state is kept about once a minute, and from where it goes on.
     examples: of `tools.synthetic.batches.prepare`; where there are three, the target and the history are the second's, the
     accuracy the third's.
     progress is told the optimizer steps since its last call, of all runs, and how far they are. Returns for every run
@@ -46,8 +50,15 @@ def train_together(
     history: list[list[float]] = [[] for _ in runs]
     tested: list[float] = []
     losses: list[float] = []
-    epoch, stopped = 0, ""
-    for epoch in range(1, first.epochs + 1):
+    before, epoch, stopped = 0, 0, ""
+    keeper = Keeper(unfinished, runs)
+    if kept := keeper.kept():
+        before, history = kept.epoch, kept.history
+        for lane, state in zip(steps.lanes, kept.lanes, strict=True):
+            lane.go_on_from(state)
+        prepared -= kept.seconds
+        progress(before * first.steps_per_epoch * len(runs), f"{first.name} goes on after epoch {before}")
+    for epoch in range(before + 1, first.epochs + 1):
         steps.train_epoch(epoch - 1)
         text = f"{first.name} epoch {epoch}"
         if epoch % first.evaluate_every == 0 or epoch == first.epochs:
@@ -63,6 +74,9 @@ def train_together(
         progress(first.steps_per_epoch * len(runs), text)
         if stopped:
             break
+        if keeper.due and epoch < first.epochs:
+            lanes = [lane.state() for lane in steps.lanes]
+            keeper.keep(Unfinished(epoch, time.perf_counter() - prepared, history, lanes))
     seconds = time.perf_counter() - prepared
     taken = epoch * first.steps_per_epoch
     return [

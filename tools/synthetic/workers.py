@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from .experiment import Run
 from .results import Line, Results, line_of
+from .unfinished import forget
 
 # A worker's message: what it is about, and what it says.
 Message = tuple[str, Any]
@@ -88,6 +90,7 @@ def train_groups(
     todo = list(groups)
     end = time.monotonic() + seconds
     failed: list[str] = []
+    unfinished = results.path.parent / "unfinished"
 
     def next_group() -> Group | None:
         while todo and time.monotonic() < end:
@@ -111,14 +114,16 @@ def train_groups(
             for line in content:
                 results.add(line)
             finished(group, content)
+        if kind != "failed":
+            forget(unfinished, group.sweep if results.reached(group.sweep) else group.runs)
         return True
 
     if len(devices) == 1:
-        trainer = Trainer(devices[0], graph, 1)
+        trainer = Trainer(devices[0], graph, 1, unfinished)
         while (group := next_group()) is not None:
             trainer.train(group, partial(take, group, [0]))
         return failed
-    with _worker_processes(devices, graph) as workers:
+    with _worker_processes(devices, graph, unfinished) as workers:
         busy: dict[Any, tuple[Group, list[int]]] = {}
         idle = list(workers)
         while True:
@@ -156,13 +161,14 @@ class NotNeededError(Exception):
 class Trainer:
     """Trains groups on one device and keeps the examples of the last one."""
 
-    def __init__(self, device: str, graph: bool, processes: int) -> None:
+    def __init__(self, device: str, graph: bool, processes: int, unfinished: Path) -> None:
         import torch
 
         from .training import training_device
 
         self._device = training_device(device)
         self._graph = graph
+        self._unfinished = unfinished
         self._examples: tuple[Any, Any] | None = None
         if processes > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
@@ -198,7 +204,12 @@ class Trainer:
 
         try:
             return train_together(
-                runs, examples, self._device, graph=self._graph, progress=partial(_tell_progress, tell)
+                runs,
+                examples,
+                self._device,
+                graph=self._graph,
+                progress=partial(_tell_progress, tell),
+                unfinished=self._unfinished,
             )
         except torch.OutOfMemoryError:
             if len(runs) == 1:
@@ -239,14 +250,14 @@ def prepare_kernels(device: Any) -> None:
 
 
 @contextmanager
-def _worker_processes(devices: Sequence[str], graph: bool) -> Iterator[dict[Any, Any]]:
+def _worker_processes(devices: Sequence[str], graph: bool, unfinished: Path) -> Iterator[dict[Any, Any]]:
     """A process a device, each by the connection to it; ended when left."""
     context = multiprocessing.get_context("spawn")
     workers: dict[Any, Any] = {}
     try:
         for device in devices:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, device, graph, len(devices)), daemon=True)
+            process = context.Process(target=_work, args=(theirs, device, graph, len(devices), unfinished), daemon=True)
             process.start()
             theirs.close()
             workers[ours] = process
@@ -259,7 +270,7 @@ def _worker_processes(devices: Sequence[str], graph: bool) -> Iterator[dict[Any,
             process.kill()
 
 
-def _work(connection: Connection, device: str, graph: bool, processes: int) -> None:
+def _work(connection: Connection, device: str, graph: bool, processes: int, unfinished: Path) -> None:
     import signal
 
     # An interrupt from the keyboard is for the parent, which ends its workers.
@@ -281,7 +292,7 @@ def _work(connection: Connection, device: str, graph: bool, processes: int) -> N
         if group is None:  # came too late
             continue
         try:
-            trainer = trainer or Trainer(device, graph, processes)
+            trainer = trainer or Trainer(device, graph, processes, unfinished)
         except Exception as error:
             connection.send(("failed", f"{type(error).__name__}: {error}"))
             continue
