@@ -210,6 +210,7 @@ def _places(parts: list[Part]) -> list[int]:
 
 
 def read_parts(file: IndexedTokens, parts: list[Part], count: int) -> NDArray[np.int64]:
+    """The tokens of the parts in a row, int64 [count]."""
     out = np.empty(count, np.int64)
     for place, (sequence, first, taken) in zip(_places(parts), parts, strict=True):
         out[place : place + taken] = file.read(sequence, first, taken)

@@ -54,10 +54,12 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def bin_path(prefix: str | Path) -> Path:
+    """The tokens of a prefix."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
+    """The index of a prefix."""
     return Path(f"{prefix}.idx")
 
 

@@ -11,10 +11,12 @@ from .tokenizer import Tokenizer, load_tokenizer
 
 
 def manifest_path(prefix: str | Path) -> Path:
+    """The manifest of a prefix."""
     return Path(f"{prefix}.json")
 
 
 def write_manifest(prefix: str | Path, content: dict[str, Any]) -> None:
+    """Write ``{prefix}.json``, whole or not at all."""
     with written_aside(manifest_path(prefix)) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 

@@ -97,6 +97,7 @@ def finished_reports(parts: Path, file: int) -> list[dict[str, Any]]:
 
 
 def read_digests(parts: Path, file: int, number: int) -> Iterator[bytes]:
+    """Digests of the documents of a finished part, DIGEST_BYTES each."""
     content = (parts / f"{_part_name(file, number)}.digests").read_bytes()
     return (content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES))
 

@@ -24,6 +24,7 @@ def step_samples(
 
 
 def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int) -> None:
+    """Raises ValueError for sizes that do not divide, naming them."""
     if min(global_batch_size, micro_batch_size, data_size) < 1:
         raise ValueError(
             f"global_batch_size {global_batch_size}, micro_batch_size {micro_batch_size} and data_size {data_size} must"

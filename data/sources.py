@@ -58,10 +58,12 @@ class SourceTable:
 
 
 def sources_path(prefix: str | Path) -> Path:
+    """The sources of a prefix's sequences."""
     return Path(f"{prefix}.sources.npy")
 
 
 def write_sources(prefix: str | Path, ids: NDArray[np.int16]) -> None:
+    """Write the number of each sequence's source, int16 [sequences], whole or not at all."""
     with written_aside(sources_path(prefix)) as file:
         np.save(file, ids)
 

@@ -197,6 +197,7 @@ def versions() -> dict[str, str]:
 
 
 def write_text(path: Path, text: str) -> None:
+    """A text file, flushed to the disk, that takes its name when it is whole."""
     aside = path.with_name(f".{path.name}.writing")
     with open(aside, "w") as file:
         file.write(text)
@@ -206,6 +207,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

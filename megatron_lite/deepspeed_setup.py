@@ -32,6 +32,7 @@ def deepspeed_config(
     parallel: ParallelConfig,
     precision: PrecisionConfig,
 ) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given for these layers in this layout; accumulation: micro batches of a step on a rank."""
     parameters = sum(p.numel() for layer in layers for p in layer.parameters())
     # The default bucket is a buffer of 5e8 elements, gigabytes that a small model does not need; odd sizes are refused.
     bucket = min(500_000_000, -(-max(parameters, 1) // 1024) * 1024)
@@ -82,6 +83,7 @@ def deepspeed_config(
 
 
 def import_deepspeed() -> Any:
+    """The module deepspeed, put right and initialised for this process's group; it may be called again."""
     warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
     # Its hooks start collectives inside the backward pass, through which no gradient is to flow.
     warnings.filterwarnings(

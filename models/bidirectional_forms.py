@@ -155,11 +155,13 @@ def decays(
 
 
 def chunk_size(length: int, decay: Tensor) -> int:
+    """Tokens of a chunk for decays [..., 1] or [..., head_dim]."""
     # A vector decay needs a factor for every pair and channel inside a chunk.
     return min(64 if decay.shape[-1] == 1 else 16, length)
 
 
 def values_of(v: Tensor, scaled: bool) -> Tensor:
+    """v [batch, length, heads, head_dim_v] with heads first in float32; scaled: with a channel of ones, for row sums."""
     v = heads_first(v)
     return F.pad(v, (0, 1), value=1.0) if scaled else v
 
