@@ -8,7 +8,7 @@ own for each, and under tensor parallelism its sum over the processes travels wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,19 +31,14 @@ def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None) -> None:
     for module in layer.modules():
         if hasattr(module, "fan_out"):
             entry = tensor is not None and getattr(module, "fan_out_is_entry", False)
-            sums = getattr(module, "sums_of_gradient", None)
-            module.fan_out = partial(fan_out, tensor if entry else None, sums)
+            module.fan_out = partial(fan_out, tensor if entry else None)
 
 
 def fan_out(
-    tensor: TensorGroup | None,
-    sums: Callable[[Tensor], Tensor | None] | None,
-    x: Tensor,
-    linears: Sequence[nn.Linear],
-    again: bool = False,
+    tensor: TensorGroup | None, x: Tensor, linears: Sequence[nn.Linear], again: bool = False
 ) -> tuple[Tensor, ...]:
     """linear(x) for every linear. x: [..., in]; with `tensor`, x is entered into a parallel region, unless activations
-    are cut along the sequence: then it has been. sums: of the rows of a gradient, where they are at hand.
+    are cut along the sequence: then it has been.
 
     again: and x, for one more product. What that gives as its gradient of x is added to in place, and is no more to be
     read.
@@ -51,17 +46,17 @@ def fan_out(
     group = None if tensor is None or tensor.sequence else tensor.group
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
-    return _FanOut.apply(x, group, sums, again, len(linears), *weights, *biases)
+    return _FanOut.apply(x, group, again, len(linears), *weights, *biases)
 
 
 class _FanOut(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Any, sums: Any, again: bool, count: int, *parameters: Tensor | None
+        ctx: Any, x: Tensor, group: Any, again: bool, count: int, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
-        ctx.group, ctx.sums, ctx.biased = group, sums, [bias is not None for bias in biases]
+        ctx.group, ctx.biased = group, [bias is not None for bias in biases]
         outputs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
         return (*outputs, *((x,) if again else ()))
 
@@ -78,17 +73,14 @@ class _FanOut(torch.autograd.Function):
             dx.addmm_(gradient, weight)
         work = None if ctx.group is None else dist.all_reduce(dx, group=ctx.group, async_op=True)
         of_weights = [gradient.t() @ rows for gradient in flat]
-        of_biases = [_sum(x, ctx.sums) if biased else None for x, biased in zip(flat, ctx.biased, strict=True)]
+        of_biases = [_sum(gradient) if biased else None for gradient, biased in zip(flat, ctx.biased, strict=True)]
         if work is not None:
             work.wait()
-        return dx.view_as(x), None, None, None, None, *of_weights, *of_biases
+        return dx.view_as(x), None, None, None, *of_weights, *of_biases
 
 
-def _sum(gradient: Tensor, sums: Callable[[Tensor], Tensor | None] | None) -> Tensor:
+def _sum(gradient: Tensor) -> Tensor:
     """Of the rows of [rows, columns]. A product with ones reads 16-bit numbers faster than PyTorch's sum does."""
-    known = None if sums is None else sums(gradient)
-    if known is not None:
-        return known
     if gradient.is_cuda and gradient.dtype in (torch.bfloat16, torch.float16):
         return torch.mv(gradient.t(), _ones(gradient.shape[0], gradient.dtype, gradient.device))
     return gradient.sum(0)

@@ -63,7 +63,6 @@ def bidirectional(
     cu_seqlens: Tensor | None = None,
     mask_convention: str = "eq17",
     form: str = "auto",
-    note: bool = False,
 ) -> Tensor:
     """Apply (Q K^T * M) V, each row divided by its sum when `scaled`.
 
@@ -80,7 +79,6 @@ def bidirectional(
     form: "parallel", "recurrent", "chunked" in plain PyTorch, computed in float32 (float64 for float64 inputs);
     "triton_tile", "triton_chunk": the kernels for short and long sequences, one decay a head; "auto" takes the faster
     of the two on CUDA where they apply and "chunked" elsewhere.
-    note: let the kernels note with the gradients of q, k and v their sums over all tokens (`models.noted_sums`).
     Returns [batch, length, heads, head_dim_v] in v's dtype. Raises ValueError for arguments that do not fit together.
 
     Inside `models.sequence_shards.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
@@ -103,7 +101,6 @@ def bidirectional(
         cu_seqlens=cu_seqlens,
         mask_convention=mask_convention,
         form=form,
-        note=note,
     )
 
 
@@ -120,13 +117,11 @@ def local_bidirectional(
     cu_seqlens: Tensor | None = None,
     mask_convention: str = "eq17",
     form: str = "auto",
-    note: bool = False,
 ) -> Tensor:
     """As `bidirectional`, of these tokens alone, also where they are a stretch of a longer sequence."""
     _check(q, k, v, log_decay, gate, mask, cu_seqlens, mask_convention, form)
     if form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention)):
-        kernel = form.removeprefix("triton_")
-        return _on_kernels(q, k, v, log_decay, gate, phi, scaled, mask, cu_seqlens, kernel, note)
+        return _on_kernels(q, k, v, log_decay, gate, phi, scaled, mask, cu_seqlens, form.removeprefix("triton_"))
     if phi is not None:
         q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
     gate = _of_every_token(gate, q)
@@ -155,7 +150,6 @@ def _on_kernels(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     kernel: str,
-    note: bool,
 ) -> Tensor:
     from .kernels.lion import lion
 
@@ -166,7 +160,7 @@ def _on_kernels(
         if gate.x.dtype == gate.weight.dtype and not torch.is_autocast_enabled():
             return lion(
                 q, k, v, projection=(gate.x, gate.weight), bias=gate.bias, phi=phi, scaled=scaled,
-                mask=mask, cu_seqlens=cu_seqlens, kernel=kernel, note=note,
+                mask=mask, cu_seqlens=cu_seqlens, kernel=kernel,
             )  # fmt: skip
         gate = gate.logits()
     decay, bias = log_decay if gate is None else gate, None
@@ -174,7 +168,7 @@ def _on_kernels(
         decay, bias = None, gate
     return lion(
         q, k, v, decay, bias=bias, logits=gate is not None, phi=phi, scaled=scaled, mask=mask, cu_seqlens=cu_seqlens,
-        kernel=kernel, note=note,
+        kernel=kernel,
     )  # fmt: skip
 
 

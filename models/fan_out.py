@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 class FanOut(Protocol):
     """An attribute of the modules that use it, so that a trainer can put its own in place. A module in which all that
-    tensor parallelism cuts is computed from its fan-out says so by `fan_out_is_entry`. `sums_of_gradient`, where a module
-    has it, gives the sums over the rows of a gradient [rows, columns] of its linears' results, or None where it has none."""
+    tensor parallelism cuts is computed from its fan-out says so by `fan_out_is_entry`."""
 
     def __call__(self, x: Tensor, linears: Sequence[nn.Linear], again: bool = False) -> tuple[Tensor, ...]:
         """linear(x) for every linear, in order; `again`: and x, for one more product, whose gradient of x the others

@@ -141,7 +141,7 @@ def _forward(
     tl.store(y + place + (row[:, None] * channels + column[None, :]), total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit
 def _backward(
     dy, before, x, weight, d_before, dx, partial, length, channels,
     KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -27,8 +27,8 @@ except ImportError as error:
 
 # By the names of `models.feature_map`; 0 means none.
 PHI = {"silu": 1, "silu_paper": 2}
-# Elements of a program; of one that also sums over its tokens.
-_BLOCK, _SUMMED = 2048, 4096
+# Elements of a program.
+_BLOCK = 2048
 
 
 def normalised_silu(x: Tensor, phi: str, dtype: torch.dtype) -> Tensor:
@@ -40,26 +40,15 @@ def both(q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
     """Of two tensors of one shape and dtype as `aligned` makes them, without gradients. phi: a value of `PHI`."""
     y, z = torch.empty_like(q), torch.empty_like(k)
     if q.numel():
-        _forward_launch(q.device, q.dtype, q.dtype, q.numel(), q.shape[-1], phi, 2)(q, y, k, z)
+        _launches(q.device, q.dtype, q.dtype, q.numel(), q.shape[-1], phi, 2)[0](q, y, k, z)
     return y, z
 
 
-def both_gradients(
-    dy: Tensor, dz: Tensor, q: Tensor, k: Tensor, phi: int, sums: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Those of `both`'s q and k, [..., heads, head_dim], in the place of dy and dz.
-
-    sums: of `summed_tokens` each, float32 [2, parts, heads * head_dim], to be filled.
-    """
+def both_gradients(dy: Tensor, dz: Tensor, q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
+    """Those of `both`'s q and k, in the place of dy and dz."""
     if q.numel():
-        launch = _backward_launch(q.device, q.dtype, q.dtype, q.numel(), *q.shape[-2:], phi, 2, sums is not None)
-        launch(dy, q, dy, dz, k, dz, sums)
+        _launches(q.device, q.dtype, q.dtype, q.numel(), q.shape[-1], phi, 2)[1](dy, q, dy, dz, k, dz)
     return dy, dz
-
-
-def summed_tokens(dim: int) -> int:
-    """Of a part of the sums that `both_gradients` forms."""
-    return max(1, _SUMMED // triton.next_power_of_2(dim))
 
 
 class _NormalisedSiLU(torch.autograd.Function):
@@ -68,7 +57,7 @@ class _NormalisedSiLU(torch.autograd.Function):
         x = aligned(x)
         y = torch.empty_like(x, dtype=dtype)
         if x.numel():
-            _forward_launch(x.device, x.dtype, dtype, x.numel(), x.shape[-1], phi, 1)(x, y, None, None)
+            _launches(x.device, x.dtype, dtype, x.numel(), x.shape[-1], phi, 1)[0](x, y, None, None)
         ctx.save_for_backward(x)
         ctx.phi, ctx.dtype = phi, dtype
         return y
@@ -79,29 +68,33 @@ class _NormalisedSiLU(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
         if x.numel():
-            launch = _backward_launch(x.device, x.dtype, ctx.dtype, x.numel(), 1, x.shape[-1], ctx.phi, 1, False)
-            launch(aligned(dy), x, dx, None, None, None, None)
+            launch = _launches(x.device, x.dtype, ctx.dtype, x.numel(), x.shape[-1], ctx.phi, 1)[1]
+            launch(aligned(dy), x, dx, None, None, None)
         return dx, None, None
 
 
 @lru_cache(4096)
-def _forward_launch(
+def _launches(
     device: torch.device, dtype: torch.dtype, out: torch.dtype, numel: int, dim: int, phi: int, tensors: int
-) -> Launch:
+) -> tuple[Launch, Launch]:
+    """Forward and backward."""
     rows, block = numel // dim, triton.next_power_of_2(dim)
     tile = max(1, _BLOCK // block)
-    return Launch(_forward, (triton.cdiv(rows, tile), tensors), rows, dim, block, tile, phi, num_warps=4)
+    values = rows, dim, block, tile, phi
+    forward, backward = (
+        Launch(kernel, (triton.cdiv(rows, tile), tensors), *values, num_warps=4) for kernel in (_forward, _backward)
+    )
+    return forward, backward
 
 
-@lru_cache(4096)
-def _backward_launch(
-    device: torch.device, dtype: torch.dtype, out: torch.dtype, numel: int, heads: int, dim: int, phi: int, tensors: int,
-    sums: bool,
-) -> Launch:  # fmt: skip
-    tokens, block = numel // (heads * dim), triton.next_power_of_2(dim)
-    tile = summed_tokens(dim) if sums else max(1, _BLOCK // block)
-    grid = heads * triton.cdiv(tokens, tile), tensors
-    return Launch(_backward, grid, tokens, heads, dim, block, tile, phi, num_warps=8 if sums else 4)
+@triton.jit
+def _tile(rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Addresses of the program's rows and which of them exist."""
+    row, channel = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None]
+    if dim != BLOCK:
+        mask = mask & (channel < dim)[None, :]
+    return row[:, None] * dim + channel[None, :], mask
 
 
 @triton.jit
@@ -127,35 +120,21 @@ def _forward(x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE:
     if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if tl.program_id(1) == 1:
             x, y = x_2, y_2
-    row, channel = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None]
-    if dim != BLOCK:
-        mask = mask & (channel < dim)[None, :]
-    at = row[:, None] * dim + channel[None, :]
+    at, mask = _tile(rows, dim, BLOCK, TILE)
     s, _, inverse = _silu(tl.load(x + at, mask=mask, other=0.0), mask, PHI)
     tl.store(y + at, (s * inverse).to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def _backward(
-    dy, x, dx, dy_2, x_2, dx_2, sums, tokens, heads,
-    dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr,
+    dy, x, dx, dy_2, x_2, dx_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr
 ):  # fmt: skip
-    """TILE tokens of a head. sums: [tensor][part][head][channel]."""
-    part, head, channel = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.arange(0, BLOCK)
     if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if tl.program_id(1) == 1:
             dy, x, dx = dy_2, x_2, dx_2
-    token = part * TILE + tl.arange(0, TILE)
-    mask = (token < tokens)[:, None]
-    if dim != BLOCK:
-        mask = mask & (channel < dim)[None, :]
-    at = (token.to(tl.int64)[:, None] * heads + head) * dim + channel[None, :]
+    at, mask = _tile(rows, dim, BLOCK, TILE)
     s, slope, inverse = _silu(tl.load(x + at, mask=mask, other=0.0), mask, PHI)
     d = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
     y = s * inverse
     d = (d - y * tl.sum(d * y, 1)[:, None]) * (inverse * slope)
     tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)
-    if sums is not None:
-        row = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * dim
-        tl.store(sums + row + channel, tl.sum(d, 0), mask=channel < dim)

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from ..forgetting import forgettable
-from ..noted_sums import note_sums
 from .feature_map import PHI, both, both_gradients, normalised_silu
 from .lion_chunk import CHUNK
 from .lion_common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_GATE, Case, Kernel
 from .lion_gate import project, project_backward
-from .lion_sums import empty_parts, totals
 from .lion_tile import TILE
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,7 +40,6 @@ def lion(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     kernel: str = "auto",
-    note: bool = False,
 ) -> Tensor:
     """(Q K^T * M) V as `models.bidirectional.bidirectional` defines it, in v's dtype (products of that dtype, float32 sums).
 
@@ -51,7 +48,6 @@ def lion(
     `projection` (x, weight) with gate = x weight^T + bias, x: [batch, length, size], weight: [heads, size] of x's
     dtype, bias: [heads] or None. bias alone: the gate of every token.
     phi: "silu" or "silu_paper" (`models.feature_map`), first applied to q and k, and rounded to v's dtype.
-    note: as `models.bidirectional.bidirectional`.
     kernel: "tile", "chunk" or "auto". Raises ValueError for head sizes, dtypes and sizes that the kernels do not take.
     """
     source = weight = None
@@ -82,9 +78,7 @@ def lion(
         q, k = q.masked_fill(padding[..., None], 0.0), k.masked_fill(padding[..., None], 0.0)
         if decay is not None:
             decay = decay.masked_fill(padding, torch.inf if logits else 0.0)
-    return _Lion.apply(
-        q, k, v, decay, source, weight, bias, segments, 0 if phi is None else PHI[phi], chosen, case, note
-    )
+    return _Lion.apply(q, k, v, decay, source, weight, bias, segments, 0 if phi is None else PHI[phi], chosen, case)
 
 
 @lru_cache(4096)
@@ -137,7 +131,6 @@ class _Lion(torch.autograd.Function):
         phi: int,
         kernel: Kernel,
         case: Case,
-        note: bool,
     ) -> Tensor:
         dtype = case.dtype
         q, k, v = _aligned(q, dtype), _aligned(k, dtype), _aligned(v, dtype)
@@ -154,7 +147,6 @@ class _Lion(torch.autograd.Function):
         y, saved = kernel.forward(case, q, k, v, decay, bias, sums, segments)
         ctx.save_for_backward(q, k, v, decay, source, weight, bias, segments, y, *raw, *saved)
         ctx.phi, ctx.kernel, ctx.case = phi, kernel, case
-        ctx.note = note and phi != 0 and case.scaled and y.numel() > 0
         return y
 
     @staticmethod
@@ -163,13 +155,9 @@ class _Lion(torch.autograd.Function):
         case = ctx.case
         raw, saved = saved[: 2 if ctx.phi else 0], saved[2 if ctx.phi else 0 :]
         dy = _aligned(dy, case.dtype)
-        of_qk, of_v = empty_parts(case, dy, ctx.kernel.parts(case)) if ctx.note else (None, None)
-        dq, dk, dv, d_decay = ctx.kernel.backward(case, dy, q, k, v, decay, bias, segments, y, saved, of_v)
+        dq, dk, dv, d_decay = ctx.kernel.backward(case, dy, q, k, v, decay, bias, segments, y, saved)
         if ctx.phi:
-            dq, dk = both_gradients(dq, dk, raw[0], raw[1], ctx.phi, of_qk)
-        if of_qk is not None and of_v is not None:
-            for gradient, sums in zip((dq, dk, dv), totals(case, of_qk, of_v), strict=True):
-                note_sums(gradient, sums)
+            dq, dk = both_gradients(dq, dk, raw[0], raw[1], ctx.phi)
         d_source = d_weight = d_bias = None
         if source is not None:
             d_source, d_weight, d_bias = project_backward(case, d_decay, source, weight, bias)
@@ -178,7 +166,7 @@ class _Lion(torch.autograd.Function):
             d_bias, d_decay = d_decay.sum(0).to(bias.dtype), None
         elif bias is not None:
             d_bias = d_decay.view(-1, case.heads).sum(0, dtype=torch.float32).to(bias.dtype)
-        return dq, dk, dv, d_decay, d_source, d_weight, d_bias, None, None, None, None, None
+        return dq, dk, dv, d_decay, d_source, d_weight, d_bias, None, None, None, None
 
 
 def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:

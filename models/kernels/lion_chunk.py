@@ -41,7 +41,6 @@ from .lion_common import (
     store_rows,
 )
 from .lion_states import chunk_size, states_between_chunks
-from .lion_sums import store_value_sums
 
 try:
     import triton
@@ -53,11 +52,6 @@ except ImportError as error:
 def chunk(case: Case) -> int | None:
     """As `lion_tile.chunk`."""
     return chunk_size(case.dtype)
-
-
-def parts(case: Case) -> int:
-    """As `lion_tile.parts`."""
-    return -(-case.length // chunk_size(case.dtype))
 
 
 def forward(
@@ -98,7 +92,6 @@ def backward(
     segments: Tensor | None,
     y: Tensor,
     saved: tuple[Tensor | None, ...],
-    of_v: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `lion_tile.backward`."""
     den, b, states, sums = saved
@@ -107,9 +100,9 @@ def backward(
         states, sums = states_between_chunks(case, False, k, v, b, segments)
     d_states, d_sums = states_between_chunks(case, True, q, dy, b, segments, y, den, delta)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dgate = empty_gate_gradient(case, q, gate, parts(case))
-    _backward_launch(case, of_v is not None)(
-        dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, of_v
+    dgate = empty_gate_gradient(case, q, gate, -(-case.length // chunk_size(case.dtype)))
+    _backward_launch(case)(
+        dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate
     )
     return dq, dk, dv, dgate
 
@@ -127,7 +120,7 @@ def _forward_launches(case: Case) -> tuple[Launch, Launch]:
 
 
 @lru_cache(4096)
-def _backward_launch(case: Case, summed: bool) -> Launch:
+def _backward_launch(case: Case) -> Launch:
     size, largest, warps, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
     return Launch(
         _backward, (-(-case.length // size), case.batch * case.heads),
@@ -269,10 +262,9 @@ def _forward(
     store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _backward(
-    dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, of_v,
-    T, H, eps,
+    dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -354,9 +346,6 @@ def _backward(
                 part = tl.dot(tile, state, part, input_precision=PRECISION)
             d_value += part * (left if side == 0 else right)[:, None]
         store_rows(base(dv, bh, T, H, V), d_value, t, d_v, T, H, V, BV)
-        if of_v is not None:
-            grad_v = _take(grad, dy, t, d_v, T, H, V, BV)
-            store_value_sums(of_v, grad_v, scale, bh, d_v, n, tl.num_programs(0), H, eps, V)
 
     for block_k in range(0, K, BK):
         d_k = block_k + ck
@@ -413,4 +402,4 @@ def _backward(
         store_gate_gradient(dgate, gate, bias, bh, d_decay, t, T, H, GATE, n, tl.num_programs(0))
 
 
-CHUNK = Kernel(chunk, parts, forward, backward)
+CHUNK = Kernel(chunk, forward, backward)

@@ -52,11 +52,9 @@ class Case:
 
 
 class Kernel(NamedTuple):
-    """What `lion` asks of one of its two kernels: tokens of its running sums, parts of a sequence in which it sums over
-    tokens, the forward and the backward pass."""
+    """What `lion` asks of one of its two kernels: tokens of its running sums, the forward and the backward pass."""
 
     chunk: Callable[[Case], int | None]
-    parts: Callable[[Case], int]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
@@ -202,7 +200,7 @@ def signed(w, a, b):
     return tl.where(a[:, None] > b[None, :], w, tl.where(a[:, None] < b[None, :], -w, 0.0))
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(1)
     t = tl.program_id(0) * BT + tl.arange(0, BT)

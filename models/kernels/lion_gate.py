@@ -103,7 +103,7 @@ def _project(
         tl.store(address, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit
 def _project_backward(
     dgate, x, weight, dx, partial, N, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -128,7 +128,7 @@ def _project_backward(
         tl.store(partial + H * S + h, of_bias, mask=h < H)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit
 def _reduce(partial, dweight, dbias, N, H, P):
     i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, 32)
     address = partial + rows[:, None] * (N + H) + i[None, :]

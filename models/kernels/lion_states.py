@@ -141,7 +141,7 @@ def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int,
     return block(dim_k, 64), block(dim_v, 64), 4, 2, None
 
 
-@triton.jit(do_not_specialize=["T", "N", "S"])
+@triton.jit(do_not_specialize=["T"])
 def _state_kernel(
     x, y, b, segments, out, den, delta, ends, passing, states, sums, T, H, eps, N, S,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CUT: tl.constexpr,
@@ -228,7 +228,7 @@ def _state_kernel(
             tl.store(passing + direction * S + stretch, through)
 
 
-@triton.jit(do_not_specialize=["S", "BH"])
+@triton.jit
 def _carry(ends, passing, S, N, BH, B: tl.constexpr):
     """End states of N words, [directions * BH, S, N] -> what comes to each stretch, in place."""
     direction = tl.program_id(1)

@@ -42,7 +42,6 @@ from .lion_common import (
     store_gate_gradient,
     store_rows,
 )
-from .lion_sums import store_value_sums
 from .lion_whole import backward_whole, forward_whole, takes_whole
 
 try:
@@ -60,11 +59,6 @@ _GATE_BLOCK = 256
 def chunk(case: Case) -> int | None:
     """Tokens after which the running sums that `forward` takes start again; None where it takes none."""
     return None
-
-
-def parts(case: Case) -> int:
-    """Of a sequence in which `backward` fills of_v."""
-    return 1 if takes_whole(case) else -(-case.length // _backward_config(case.dim_k, case.dim_v, case.dtype)[0])
 
 
 def forward(
@@ -107,22 +101,21 @@ def backward(
     segments: Tensor | None,
     y: Tensor,
     saved: tuple[Tensor | None, ...],
-    of_v: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and gate; of a bias alone those of its parts, [parts, heads]. Fills of_v (`lion_sums`)."""
+    """Gradients of q, k, v and gate; of a bias alone those of its parts, [parts, heads]."""
     den, c = saved
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    of_gate = 1 if takes_whole(case) else -(-case.length // _GATE_BLOCK)
-    dgate = empty_gate_gradient(case, q, gate, of_gate)
+    parts = 1 if takes_whole(case) else -(-case.length // _GATE_BLOCK)
+    dgate = empty_gate_gradient(case, q, gate, parts)
     if takes_whole(case):
-        backward_whole(case, dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_v)
+        backward_whole(case, dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate)
         return dq, dk, dv, dgate
     dc = None if c is None else torch.empty_like(c)
-    gradients, gate_gradient = _backward_launches(case, of_v is not None)
+    gradients, gate_gradient = _backward_launches(case)
     delta = None if den is None else torch.empty_like(den)
     if case.scaled:
         row_inner(case)(dy, y, delta)
-    gradients(dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc, of_v)
+    gradients(dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc)
     if dgate is not None:
         gate_gradient(dc, gate, bias, dgate)
     return dq, dk, dv, dgate
@@ -142,7 +135,7 @@ def _forward_launches(case: Case) -> tuple[Launch | None, Launch]:
 
 
 @lru_cache(4096)
-def _backward_launches(case: Case, summed: bool) -> tuple[Launch, Launch]:
+def _backward_launches(case: Case) -> tuple[Launch, Launch]:
     rows, columns, warps, stages, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
     programs = case.batch * case.heads
     gradients = Launch(
@@ -199,7 +192,7 @@ def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.c
     return low, high
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _forward(
     q, k, v, gate, bias, c, segments, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -244,9 +237,9 @@ def _forward(
     store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _backward(
-    dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc, of_v, T, H, eps,
+    dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -263,8 +256,6 @@ def _backward(
     u = low + tl.arange(0, BN)
     key_u, value_u = load_rows(k, u, ck, T, H, K, BK), load_rows(v, u, cv, T, H, V, BV)
     scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
-    if of_v is not None:
-        store_value_sums(of_v, grad, scale, bh, cv, tl.program_id(0), tl.num_programs(0), H, eps, V)
     dc_queries = tl.zeros([BM], tl.float32)
     d_query = tl.zeros([BM, BK], tl.float32)
     for begin in range(low, high, BN):
@@ -305,7 +296,7 @@ def _backward(
         tl.store(dc + bh.to(tl.int64) * T + t, dc_queries + dc_keys, mask=t < T)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _gate_gradient(dc, gate, bias, dgate, T, H, GATE: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(0)
     total = 0.0
@@ -319,4 +310,4 @@ def _gate_gradient(dc, gate, bias, dgate, T, H, GATE: tl.constexpr, BT: tl.const
         total += tl.sum(x, 0)
 
 
-TILE = Kernel(chunk, parts, forward, backward)
+TILE = Kernel(chunk, forward, backward)

@@ -27,7 +27,6 @@ from .lion_common import (
     store_gate_gradient,
     store_rows,
 )
-from .lion_sums import store_value_sums
 
 try:
     import triton
@@ -76,12 +75,10 @@ def backward_whole(
     dk: Tensor,
     dv: Tensor,
     dgate: Tensor | None,
-    of_v: Tensor | None,
 ) -> None:
-    """Fills dq, dk, dv, dgate and of_v (`lion_sums`)."""
+    """Fills dq, dk, dv and dgate."""
     of_keys = None if c is None or all_pairs_at_once(case) else torch.empty_like(c)
-    launch = _backward_launch(case, of_v is not None)
-    launch(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_v, of_keys)
+    _backward_launch(case)(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)
 
 
 def all_pairs_at_once(case: Case) -> bool:
@@ -90,8 +87,8 @@ def all_pairs_at_once(case: Case) -> bool:
 
 
 @lru_cache(4096)
-def _backward_launch(case: Case, summed: bool) -> Launch:
-    """(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_v, of_keys)."""
+def _backward_launch(case: Case) -> Launch:
+    """(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)."""
     sequences, rows = case.batch * case.heads, max(_KEYS, block(case.length))
     sizes = *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows
     if all_pairs_at_once(case):
@@ -133,7 +130,7 @@ def _factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.conste
     return factor
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit
 def _forward(
     q, k, v, gate, bias, c, segments, y, den, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
@@ -161,9 +158,9 @@ def _forward(
         store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV, EVEN)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit
 def _backward_at_once(
-    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_v, of_keys, T, H, eps, N,
+    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
@@ -180,8 +177,6 @@ def _backward_at_once(
             out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
             inner = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
             scale = row_scale(den, bh, t, T, eps)
-            if of_v is not None:
-                store_value_sums(of_v, grad, scale, bh, cv, 0, 1, H, eps, V)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         ds = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
         c_t = load_sums(c + bh.to(tl.int64) * T if GATE != 0 else c, t, T, GATE)
@@ -206,9 +201,9 @@ def _backward_at_once(
         store_columns(base(dk, bh, T, H, K), d_key, t, ck, T, H, K, BK, EVEN)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit
 def _backward_by_keys(
-    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_v, of_keys, T, H, eps, N,
+    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -228,8 +223,6 @@ def _backward_by_keys(
         out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
         inner = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
         scale = row_scale(den, bh, t, T, eps)
-        if of_v is not None:
-            store_value_sums(of_v, grad, scale, bh, cv, 0, 1, H, eps, V)
     dc = tl.zeros([BM], tl.float32)
     d_query = tl.zeros([BM, BK], tl.float32)
     for begin in range(0, BM if EVEN else T, BN):

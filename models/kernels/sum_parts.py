@@ -22,7 +22,7 @@ except ImportError as error:
     raise ImportError("sums over programs need Triton: pip install triton") from error
 
 # Parts and columns of a tile.
-_PARTS, _COLUMNS = 64, 32
+_PARTS, _COLUMNS = 128, 8
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:

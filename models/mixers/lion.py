@@ -16,7 +16,6 @@ from ..fan_out import FanOut, apply_each
 from ..feature_map import feature_map
 from ..init import init_std, linear
 from ..norm import LayerNorm
-from ..noted_sums import noted_sums
 from ..padding import without_padding
 from ..precision import ROW_SUM_EPS, wide
 from ..recurrence import recurrence
@@ -139,7 +138,6 @@ class Lion(nn.Module):
         normed = options.variant == "lit" if options.output_norm is None else options.output_norm
         self.output_norm = LayerNorm(size) if normed else None
         self.fan_out: FanOut = apply_each
-        self.sums_of_gradient = noted_sums
         self._size, self._heads = size, heads
 
     def forward(
@@ -238,8 +236,6 @@ class Lion(nn.Module):
             cu_seqlens=cu_seqlens,
             mask_convention=self.options.mask_convention,
             form=self.options.form,
-            # For whoever computes the fan-out instead of its modules.
-            note=self.options.bias and self.fan_out is not apply_each,
         )
         return wide(o[..., :-1]) / wide(o[..., -1:]).abs().clamp_min(1.0) if lstm else o
 

@@ -142,38 +142,6 @@ def test_automatic_form_takes_the_kernels() -> None:
         assert torch.equal(bidirectional(q, k, v, gate=gate), bidirectional(q, k, v, gate=gate, form=form))
 
 
-@pytest.mark.parametrize("length", [64, 100, 128, 192, 700])
-@pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_gradients_of_the_projections_biases(length: int, dim: int, dtype: torch.dtype) -> None:
-    """The sums that LION's kernels note with its gradients are what the biases have; and what a fan-out forms itself."""
-    from megatron_lite.fan_out import fan_out
-    from models.noted_sums import noted_sums
-
-    heads = 4
-    x = torch.randn(6, length, 64, device="cuda", dtype=dtype)
-    linears = [torch.nn.Linear(64, heads * dim, device="cuda", dtype=dtype) for _ in range(3)]
-    gate, dy = torch.randn(6, length, heads, device="cuda"), torch.randn(6, length, heads, dim, device="cuda").to(dtype)
-    asked: list[bool] = []
-
-    def at_hand(gradient: Tensor) -> Tensor | None:
-        sums = noted_sums(gradient)
-        asked.append(sums is not None)
-        return sums
-
-    results = []
-    for sums, note in ((at_hand, True), (None, False)):
-        q, k, v = (y.unflatten(-1, (heads, dim)) for y in fan_out(None, sums, x, linears))
-        bidirectional(q, k, v, gate=gate, phi="silu", note=note).backward(dy)
-        results.append([linear.bias.grad.clone() for linear in linears])
-        for linear in linears:
-            linear.zero_grad()
-    assert asked == [True] * 3
-    for noted, summed in zip(*results, strict=True):
-        error = ((noted.double() - summed.double()).norm() / summed.double().norm()).item()
-        assert error < {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}[dtype]
-
-
 def test_memory_is_linear_in_length() -> None:
     peaks = []
     for length in (8192, 32768):

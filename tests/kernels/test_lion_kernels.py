@@ -102,7 +102,7 @@ def test_all_pairs_at_once_where_it_was_the_faster(
 
     monkeypatch.setattr(lion_whole, "_device", lambda _: (132, 227 * 1024))
     case = Case(0, 2, length, 2, dim, dim, torch.bfloat16, torch.bfloat16, LOGITS, True, False)
-    launch = lion_whole._backward_launch(case, False)
+    launch = lion_whole._backward_launch(case)
     assert launch._kernel is (lion_whole._backward_at_once if at_once else lion_whole._backward_by_keys)
 
 
@@ -194,92 +194,3 @@ def test_sizes_that_the_kernels_do_not_take(device: str) -> None:
     q = torch.ones(1, 4, 1, 300, device=device)
     with pytest.raises(ValueError, match=r"300, 300: at most 256; use form='chunked'"):
         bidirectional(q, q, q, form="triton_chunk")
-
-
-@pytest.mark.parametrize("kernel", ["tile", "whole", "chunk"])
-@pytest.mark.parametrize("decay", [None, "gate", "head"])
-@pytest.mark.parametrize(("length", "dim"), [(70, 16), (64, 24), (130, 48)])
-def test_sums_noted_with_the_gradients(
-    device: str,
-    kernel: str,
-    decay: str | None,
-    length: int,
-    dim: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of every token of every sequence, as a linear's bias wants them; a gradient changed since has none."""
-    from models.kernels import lion_tile
-    from models.noted_sums import noted_sums
-
-    if kernel == "whole":
-        if device == "cuda":
-            pytest.skip("these kernels take 16-bit numbers: tests/gpu")
-        monkeypatch.setattr(lion_tile, "takes_whole", lambda case: case.length <= 128)
-    generator = torch.Generator().manual_seed(length)
-    leaves = [torch.randn(3, length, 2, dim, generator=generator).to(device) for _ in range(3)]
-    gate = {"gate": torch.randn(3, length, 2, device=device), "head": torch.randn(2, device=device), None: None}[decay]
-    found: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
-
-    def look(gradient: Tensor) -> None:
-        rows = gradient.flatten(0, 1).flatten(1)
-        noted = noted_sums(rows)
-        noted = None if noted is None else noted.clone()
-        total = rows.double().sum(0)
-        gradient.mul_(2.0)
-        found.append((total, noted, noted_sums(rows)))
-
-    for x in leaves:
-        x.requires_grad_().register_hook(look)
-    form = f"triton_{'chunk' if kernel == 'chunk' else 'tile'}"
-    y = bidirectional(*leaves, gate=gate, phi="silu", form=form, note=True)
-    y.backward(torch.randn(y.shape, generator=generator).to(device))
-    assert len(found) == 3
-    for total, noted, after in found:
-        assert noted is not None
-        assert after is None
-        assert ((noted.double() - total).norm() / total.norm()).item() < 1e-4
-
-
-@pytest.mark.parametrize("arguments", [{"scaled": False}, {"phi": None}, {"note": False}])
-def test_no_sums_where_none_are_formed(device: str, arguments: dict) -> None:
-    from models.noted_sums import noted_sums
-
-    q, k, v = (torch.rand(1, 20, 1, 16, device=device).requires_grad_() for _ in range(3))
-    found = []
-    q.register_hook(lambda gradient: found.append(noted_sums(gradient.flatten(0, 1).flatten(1))))
-    bidirectional(q, k, v, form="triton_tile", **{"phi": "silu", "note": True, **arguments}).sum().backward()
-    assert found == [None]
-
-
-def test_the_biases_of_a_mixers_projections(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computed in one fan-out they take the noted sums; by themselves they sum."""
-    from megatron_lite.fan_out import join_fan_outs
-    from models import bidirectional as operator
-    from models.config import ModelConfig
-    from models.mixers.lion import Lion, LionOptions
-    from models.noted_sums import noted_sums
-
-    monkeypatch.setattr(operator, "_kernels_apply", lambda *_: True)
-    config = ModelConfig(vocab_size=8, num_layers=1, hidden_size=32, num_heads=2)
-    options = LionOptions(variant="s", causal=False, bias=True)
-    torch.manual_seed(0)
-    mixer = Lion(config, 0, options).to(device)
-    x, dy = (torch.randn(2, 40, 32, device=device) for _ in range(2))
-    results, found = [], []
-
-    def asked(gradient: Tensor) -> Tensor | None:
-        sums = noted_sums(gradient)
-        found.append(sums is not None)
-        return sums
-
-    for joined in (False, True):
-        if joined:
-            mixer.sums_of_gradient = asked
-            join_fan_outs(mixer, None)
-        mixer.zero_grad()
-        leaf = x.clone().requires_grad_()
-        mixer(leaf).backward(dy)
-        results.append([leaf.grad, *(p.grad.clone() for p in mixer.parameters())])
-    assert found == [True] * 3
-    for wanted, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,25 @@
+"""Gradients of a fan-out's biases in 16 bits, which a product with ones sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_lite.fan_out import fan_out
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 77, 16384])
+def test_gradients_of_biases(dtype: torch.dtype, tokens: int) -> None:
+    linears = [torch.nn.Linear(64, size, device="cuda", dtype=dtype) for size in (48, 1024)]
+    x = torch.randn(1, tokens, 64, device="cuda", dtype=dtype)
+    outputs = fan_out(None, x, linears)
+    # A mean that a sum rounded on its way would lose.
+    gradients = [(torch.randn_like(y, dtype=torch.float32) + 0.5).to(dtype) for y in outputs]
+    torch.autograd.backward(outputs, gradients)
+    for linear, gradient in zip(linears, gradients, strict=True):
+        wanted = gradient.flatten(0, -2).double().sum(0)
+        error = (linear.bias.grad.double() - wanted).norm() / wanted.norm()
+        assert error < {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}[dtype]
