@@ -22,4 +22,4 @@ def test_gradients_of_biases(dtype: torch.dtype, tokens: int) -> None:
     for linear, gradient in zip(linears, gradients, strict=True):
         wanted = gradient.flatten(0, -2).double().sum(0)
         error = (linear.bias.grad.double() - wanted).norm() / wanted.norm()
-        assert error < {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}[dtype]
+        assert error < {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
