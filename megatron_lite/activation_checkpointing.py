@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,9 @@ def checkpointed(
         if forgetting is None:
             raise ValueError("parallel.activation_checkpointing.mode = elementwise needs `forgetting` of the layers")
 
-        def call(x: Tensor, **context: Tensor) -> Tensor:
+        def call(*inputs: Tensor, **context: Tensor) -> Any:
             with forgetting():
-                return layer(x, **context)
+                return layer(*inputs, **context)
 
         return call
     if mode == "full":

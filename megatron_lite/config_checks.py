@@ -23,6 +23,7 @@ DERIVED_KEYS: tuple[tuple[str, str], ...] = (
     ("batch", "gradient_accumulation_steps"),
     ("batch", "global_batch_size"),
     ("batch", "micro_batch_size"),
+    ("parallel", "tensor_overlap"),
     ("schedule", "warmup_steps"),
     ("schedule", "decay_steps"),
 )
@@ -92,6 +93,15 @@ def derived_values(tree: Mapping[str, Any], world_size: int) -> tuple[dict[KeyPa
         problems.append(batch)
     else:
         derived.update(batch)
+        if given("parallel", "tensor_overlap") is None and sizes.get("tensor", 1) > 1:
+            micro = given("batch", "micro_batch_size")
+            if micro is None and ("batch", "micro_batch_size") in derived:
+                micro = derived["batch", "micro_batch_size"].value
+            against = _against_overlap({**(tree.get("parallel") or {}), **sizes}, micro)
+            if not given("parallel", "cuda_graph"):
+                against = "parallel.cuda_graph = false"
+            reason = against or "parallel.cuda_graph, parallel.tensor and an even micro batch"
+            derived["parallel", "tensor_overlap"] = Derived(not against, reason)
     return derived, problems
 
 
@@ -142,6 +152,12 @@ def _layout_problems(config: Config[Any]) -> Iterator[Problem]:
             f"= {parallel.zero_stage} does not run with parallel.pipeline = {parallel.pipeline}, whose stages keep "
             "gradients over many micro batches: 0 and 1 are allowed, or parallel.pipeline = 1",
         )
+    against = _against_overlap(parallel.model_dump(), config.batch.micro_batch_size)
+    if parallel.tensor_overlap and against:
+        yield Problem(("parallel", "tensor_overlap"), f"= true does not go with {against}: set it to false, or to null")
+    against = _against_graphs(config)
+    if parallel.cuda_graph and against:
+        yield Problem(("parallel", "cuda_graph"), f"= true does not go with {against}: set it to false")
     wanted = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
     limits = limits_of(config.model, length)
     found = list(layout_problems(wanted, limits))
@@ -150,6 +166,40 @@ def _layout_problems(config: Config[Any]) -> Iterator[Problem]:
             near = nearest_layouts(wanted, config.batch.data_ranks * parallel.model_ranks, limits)
             text += f"; nearest legal layouts: {' or '.join(map(str, near))}"
         yield Problem(("parallel", key), text)
+
+
+def _against_overlap(parallel: Mapping[str, Any], micro_batch_size: Any) -> str:
+    """The key and value against which a micro batch cannot be worked on in two halves; empty where it can."""
+    values = {"tensor": 1, "context": 1, "zero_stage": 1, "sequence_parallel": False, "compile": False}
+    values |= {key: parallel[key] for key in values if parallel.get(key) is not None}
+    against = {
+        "tensor": values["tensor"] == 1,
+        "context": values["context"] != 1,
+        "zero_stage": values["zero_stage"] == 3,
+        "sequence_parallel": values["sequence_parallel"],
+        "compile": values["compile"],
+    }
+    for key, bad in against.items():
+        if bad:
+            return f"parallel.{key} = {str(values[key]).lower()}"
+    return (
+        f"batch.micro_batch_size = {micro_batch_size}, which is odd"
+        if _count(micro_batch_size) and micro_batch_size % 2
+        else ""
+    )
+
+
+def _against_graphs(config: Config[Any]) -> str:
+    """The key and value with which blocks cannot be recorded; empty where they can."""
+    parallel = config.parallel
+    against = {
+        f"parallel.pipeline = {parallel.pipeline}, which has several micro batches in flight": parallel.pipeline > 1,
+        f"parallel.context = {parallel.context}": parallel.context > 1,
+        "parallel.zero_stage = 3, which moves the weights": parallel.zero_stage == 3,
+        "parallel.compile = true": parallel.compile,
+        "run.device = cpu": config.run.device == "cpu",
+    }
+    return next((text for text, bad in against.items() if bad), "")
 
 
 def _does_not_divide(sizes: Mapping[str, int], world_size: int) -> Problem:

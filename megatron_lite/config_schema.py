@@ -302,6 +302,12 @@ class ParallelConfig(Section):
         default=False,
         description="With tensor > 1: norms and residuals work on a part of the sequence each, which saves memory.",
     )
+    tensor_overlap: bool | None = Field(
+        default=None,
+        description="With tensor > 1 and an even micro batch: its two halves take turns, so that the sums of one over the "
+        "processes travel while the other computes. It doubles the launches: null is true with cuda_graph, where it can be "
+        "(not with sequence_parallel, context, zero_stage: 3 or compile).",
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1, description="ZeRO: 1 shards the optimizer state, 2 gradients too, 3 weights too. 0 runs as 1."
     )
@@ -309,6 +315,11 @@ class ParallelConfig(Section):
         default=ActivationCheckpointingConfig(), description="Recompute activations to save memory."
     )
     compile: bool = Field(default=False, description="torch.compile each block.")
+    cuda_graph: bool = Field(
+        default=False,
+        description="On cuda: record the blocks of a micro batch as two CUDA graphs, which spares the host their launches. "
+        "Packed and padded micro batches, and blocks that wait for numbers from the device, run as without.",
+    )
 
     @property
     def model_ranks(self) -> int:

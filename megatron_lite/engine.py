@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from megatron_lite.activation_checkpointing import checkpointed
 from megatron_lite.bf16_step import spare_gradients
+from megatron_lite.captured import Captured
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.context_parallel import ContextShards, context_shards, own_stretch
 from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear, share_weights
 from megatron_lite.grid import Grid, begin_sum, reduce_sum
+from megatron_lite.halves import Halves, parts_of
 from megatron_lite.optimizer import build_optimizer
 from megatron_lite.optimizer_state import OptimizerState
 from megatron_lite.own_layers import LayerSpec, OwnLayers
@@ -49,10 +51,19 @@ class Sequential(nn.Module):
         of the same shape, and optionally `mask` [batch, length], `cu_seqlens` [segments + 1] and `right`, a scalar to
         which the weight of the tokens that are predicted right is added."""
         context = {key: batch[key] for key in ("mask", "cu_seqlens") if key in batch}
-        hidden = batch["tokens"]
-        for call in self._calls[:-1]:
-            hidden = call(hidden, **context)
+        hidden = one_after_another(self._calls[:-1])(batch["tokens"], **context)
         return self._calls[-1](hidden, **asked_for(batch))
+
+
+def one_after_another(calls: Sequence[Callable[..., Tensor]]) -> Callable[..., Tensor]:
+    """Consecutive layers as one call."""
+
+    def call(hidden: Tensor, **context: Tensor) -> Tensor:
+        for layer in calls:
+            hidden = layer(hidden, **context)
+        return hidden
+
+    return call
 
 
 def asked_for(batch: Batch) -> dict[str, Tensor]:
@@ -193,6 +204,21 @@ class Engine:
             index: checkpointed(around(layer), index, len(specs), parallel, forgetting)
             for index, layer in own.layers.items()
         }
+        blocks = {index: layer for index, layer in own.layers.items() if 0 < index < len(specs) - 1}
+        graph = parallel.cuda_graph and grid.device.type == "cuda"
+        if blocks and (parallel.tensor_overlap or graph):
+            whole = together = one_after_another([calls[index] for index in blocks])
+            if parallel.tensor_overlap:
+                parts = [parts_of(layer, index, len(specs), parallel, forgetting) for index, layer in blocks.items()]
+                parameters = [parameter for layer in blocks.values() for parameter in layer.parameters()]
+                together = Halves(parts, parameters, grid.device)
+            if graph:
+                # The bf16 optimizer adds gradients to its sums after every backward pass, others keep them.
+                read_at_once = dtype == "bf16" and precision.optimizer_state == "fp32" and parallel.zero_stage <= 1
+                together = Captured(together, whole, list(blocks.values()), lasting=not read_at_once)
+            calls = {index: together if index == min(blocks) else call for index, call in calls.items()}
+            for index in list(blocks)[1:]:
+                del calls[index]
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory statistics while it builds
             model, unit = self._module(calls)
             if any(parameter is filler for group in client.param_groups for parameter in group["params"]):

@@ -128,7 +128,7 @@ def init_grid(
         tensor_size=tensor,
         pipe_rank=pipe_rank,
         pipe_size=pipeline,
-        tensor_group=_group(ranks, 3, rank),
+        tensor_group=_group(ranks, 3, rank, urgent=place.type == "cuda"),
         context_group=_group(ranks, 2, rank),
     )
 
@@ -202,13 +202,17 @@ def barrier(grid: Grid) -> None:
         dist.barrier()
 
 
-def _group(ranks: torch.Tensor, dimension: int, rank: int) -> dist.ProcessGroup | None:
-    """The group of the processes that differ from `rank` in one dimension alone; every process builds all of them."""
+def _group(ranks: torch.Tensor, dimension: int, rank: int, *, urgent: bool = False) -> dist.ProcessGroup | None:
+    """The group of the processes that differ from `rank` in one dimension alone; every process builds all of them.
+
+    urgent: NCCL's kernels of the group go before others that wait for room on the device.
+    """
     if ranks.shape[dimension] == 1:
         return None
     own = None
     for members in ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist():
-        group = dist.new_group(members)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if urgent else None
+        group = dist.new_group(members, pg_options=options)
         if rank in members:
             own = group
     return own

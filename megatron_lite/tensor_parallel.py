@@ -194,7 +194,7 @@ class _Sum(torch.autograd.Function):
         if not x.is_contiguous():
             return _all_reduce(x, tensor)
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=tensor.group)
+        _sum_in_place(x, tensor)
         return x
 
     @staticmethod
@@ -239,8 +239,16 @@ class _GatherLast(torch.autograd.Function):
 
 def _all_reduce(x: Tensor, tensor: TensorGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=tensor.group)
+    _sum_in_place(total, tensor)
     return total
+
+
+def _sum_in_place(x: Tensor, tensor: TensorGroup) -> None:
+    # Asynchronous, because it is then at work on the group's own stream, of high priority: a sum that waits for room behind
+    # another half's products would hold up its own half.
+    work = dist.all_reduce(x, group=tensor.group, async_op=True)
+    if work is not None:
+        work.wait()
 
 
 # A process's part is a block of the micro batch's tokens, counted through its sequences, so that the parts lie one after the

@@ -38,19 +38,25 @@ class Block(nn.Module):
 
         mask: [batch, length] bool, True for real tokens. cu_seqlens: [segments + 1], with batch 1.
         """
+        x, mixed = self.mix(x, mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
+        if not return_state:
+            return self.finish(x, mixed)
+        mixed, new_state = mixed
+        return self.finish(x, mixed), new_state
+
+    def mix(self, x: Tensor, **context: Any) -> tuple[Tensor, Any]:
+        """The first part of `forward`, with its arguments: x as `finish` takes it, and what the mixer gave."""
         if current_shards() is not None:
-            self._check_shards(state is not None or return_state)
+            self._check_shards(context.get("state") is not None or context.get("return_state", False))
         normed, x = self.norm1(x, return_sum=True)
-        mixed = self.mixer(normed, mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
-        new_state: dict[str, Tensor] = {}
-        if return_state:
-            mixed, new_state = mixed
+        return x, self.mixer(normed, **context)
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The rest of `forward`, after the mixer."""
         if self.parallel_residual:
-            y = x + mixed + self.mlp(self.norm2(x))
-        else:
-            normed, hidden = self.norm2(x, mixed, return_sum=True)
-            y = hidden + self.mlp(normed)
-        return (y, new_state) if return_state else y
+            return x + mixed + self.mlp(self.norm2(x))
+        normed, hidden = self.norm2(x, mixed, return_sum=True)
+        return hidden + self.mlp(normed)
 
     def _check_shards(self, with_state: bool) -> None:
         if not getattr(self.mixer, "splits_sequence", False):

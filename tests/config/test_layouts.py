@@ -23,6 +23,9 @@ MODEL = (
 )
 
 
+EVEN = ("batch.micro_batch_size=2",)
+
+
 def load(world_size: int, *overrides: str) -> object:
     return load_config([], [*MODEL, *overrides], model_type=ModelConfig, world_size=world_size)
 
@@ -48,6 +51,24 @@ def test_data_ranks_are_what_the_model_leaves() -> None:
             r"zero_stage = 2 does not run with parallel.pipeline = 2",
         ),
         (1, ["parallel.sequence_parallel=true"], r"sequence_parallel = true needs parallel.tensor > 1"),
+        (1, ["parallel.tensor_overlap=true"], r"tensor_overlap = true does not go with parallel.tensor = 1"),
+        (2, ["parallel.tensor=2", "parallel.tensor_overlap=true"], r"batch.micro_batch_size = 1, which is odd"),
+        (
+            2,
+            ["parallel.tensor=2", "parallel.tensor_overlap=true", *EVEN, "parallel.sequence_parallel=true"],
+            r"does not go with parallel.sequence_parallel = true: set it to false, or to null",
+        ),
+        (
+            2,
+            ["parallel.tensor=2", "parallel.tensor_overlap=true", *EVEN, "parallel.zero_stage=3"],
+            r"does not go with parallel.zero_stage = 3",
+        ),
+        (
+            2,
+            ["parallel.pipeline=2", "parallel.cuda_graph=true"],
+            r"cuda_graph = true does not go with parallel.pipeline = 2",
+        ),
+        (1, ["run.device=cpu", "parallel.cuda_graph=true"], r"cuda_graph = true does not go with run.device = cpu"),
         (3, ["parallel.context=3"], r"3 parts, which does not divide batch.sequence_length = 64"),
         (
             2,
@@ -64,6 +85,22 @@ def test_data_ranks_are_what_the_model_leaves() -> None:
 def test_a_layout_that_cannot_run_is_refused(world_size: int, overrides: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         load(world_size, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "halved"),
+    [
+        (["parallel.tensor=2"], False),
+        (["parallel.tensor=2", *EVEN], True),
+        (["parallel.tensor=2", "batch.micro_batch_size=null", "batch.global_batch_size=8"], True),
+        (["parallel.tensor=2", *EVEN, "parallel.tensor_overlap=false"], False),
+        (["parallel.tensor=2", *EVEN, "parallel.cuda_graph=false"], False),
+        (["parallel.tensor=2", *EVEN, "parallel.sequence_parallel=true"], False),
+        ([*EVEN], None),
+    ],
+)
+def test_a_micro_batch_is_halved_where_it_can_be(overrides: list[str], halved: bool | None) -> None:
+    assert load(4, "parallel.cuda_graph=true", *overrides).parallel.tensor_overlap is halved
 
 
 def test_legal_layouts_divide_everything() -> None:

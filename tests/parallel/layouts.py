@@ -98,6 +98,7 @@ def in_pairs(step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     return [{key: torch.cat([a[key], b[key]]) for key in a} for a, b in zip(step[::2], step[1::2], strict=True)]
 
 
+OVERLAP = {"tensor_overlap": True}
 SEQUENCE = {"sequence_parallel": True}
 CHECKPOINTED = {"activation_checkpointing": {"mode": "full"}}
 FORGETTING = {"activation_checkpointing": {"mode": "full", "every": 2, "others": "elementwise"}}
@@ -106,6 +107,7 @@ EVERY: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "data2": {},
         "tensor2": {"tensor": 2},
+        "tensor2_overlap": {"tensor": 2, **OVERLAP},
         "tensor2_sequence": {"tensor": 2, **SEQUENCE},
         "pipeline2": {"pipeline": 2},
     },
@@ -123,6 +125,8 @@ HYBRID: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline2_zero0": {"pipeline": 2, "zero_stage": 0},
         "pipeline2_checkpointed": {"pipeline": 2, **CHECKPOINTED},
         "tensor2_forgetting": {"tensor": 2, **FORGETTING},
+        "tensor2_overlap_forgetting": {"tensor": 2, **OVERLAP, **FORGETTING},
+        "tensor2_overlap_checkpointed": {"tensor": 2, **OVERLAP, **CHECKPOINTED},
         "tensor2_sequence_forgetting": {"tensor": 2, **SEQUENCE, **FORGETTING},
         "pipeline2_forgetting": {"pipeline": 2, **FORGETTING},
         "data2_zero3_forgetting": {"zero_stage": 3, **FORGETTING},
@@ -133,6 +137,8 @@ HYBRID: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline4": {"pipeline": 4},
         "pipeline2_data2": {"pipeline": 2},
         "pipeline2_tensor2": {"pipeline": 2, "tensor": 2},
+        "pipeline2_tensor2_overlap": {"pipeline": 2, "tensor": 2, **OVERLAP},
+        "data2_tensor2_overlap": {"tensor": 2, **OVERLAP},
         "data4": {},
         "data2_tensor2": {"tensor": 2},
         "data2_tensor2_sequence_zero2": {"tensor": 2, "zero_stage": 2, **SEQUENCE},
@@ -159,6 +165,7 @@ MASKED = {
     "lion_bidirectional": (
         "data2",
         "tensor2",
+        "tensor2_overlap",
         "tensor2_sequence",
         "pipeline2",
         "context2",
@@ -214,6 +221,8 @@ def cases(processes: int) -> list[Case]:
             for name, layout in (EVERY[2] | HYBRID[2]).items()
             if name in ("data2", "tensor2_sequence", "pipeline2", "data2_zero2", "data2_zero3")
         ]
+        recorded = {**EVERY[2]["tensor2_overlap"], "cuda_graph": True}  # on CUDA
+        found += [Case("metala", "tensor2_overlap_recorded", recorded, dtype=dtype) for dtype in ("bf16", "fp32")]
         found += [Case("attention", "pipeline2", {"pipeline": 2}, changes) for changes in (BARE, WIDE)]
     else:
         found += [Case("metala", "pipeline2_tensor2_sequence", EVERY[4]["pipeline2_tensor2_sequence"], UNTIED)]

@@ -52,7 +52,8 @@ def cases(gpus: int, length: int, micro: int, long: int) -> list[Case]:
     count = 2
     while count <= gpus:
         found.append(Case(f"data {count}", count, length, micro, 4))
-        found.append(Case(f"tensor {count}", count, length, micro, 4, {"tensor": count}))
+        halves = {"tensor": count, "tensor_overlap": micro % 2 == 0, "cuda_graph": True}
+        found.append(Case(f"tensor {count}", count, length, micro, 4, halves))
         sequence = {"tensor": count, "sequence_parallel": True}
         found.append(Case(f"tensor {count}, sequence parallel", count, length, micro, 4, sequence))
         found.append(Case(f"pipeline {count}", count, length, micro, 16, {"pipeline": count}))

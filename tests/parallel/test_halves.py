@@ -1,0 +1,94 @@
+"""Two halves of a micro batch: the order of their sums, and what cannot be halved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_lite.config_schema import ParallelConfig
+from megatron_lite.fan_out import fan_out
+from megatron_lite.grid import init_grid
+from megatron_lite.halves import Halves, parts_of
+from megatron_lite.tensor_parallel import TensorGroup
+
+
+class TwoParts(nn.Module):
+    """A block whose parts each enter a parallel region and leave it."""
+
+    def __init__(self, tensor: TensorGroup) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self._tensor = tensor
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.finish(*self.mix(x, mask))
+
+    def mix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        (y,) = fan_out(self._tensor, x, (self.first,))
+        return x, self._tensor.leave(2 * y if mask is None else y * mask.unsqueeze(-1))
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        (y,) = fan_out(self._tensor, x + mixed, (self.second,))
+        return mixed + self._tensor.leave(y / 2)
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which half each sum is of: the rows of the second have values, and gradients, a thousand times as large."""
+    init_grid("cpu")
+    seen: list[str] = []
+    real = dist.all_reduce
+
+    def noted(x: Tensor, *arguments: object, **options: object) -> object:
+        seen.append("second" if x.abs().max() > 30 else "first")
+        return real(x, *arguments, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", noted)
+    return seen
+
+
+def build(mode: str, count: int = 3) -> tuple[nn.ModuleList, Halves]:
+    torch.manual_seed(0)
+    tensor = TensorGroup(dist.group.WORLD, 0, 1)
+    layers = nn.ModuleList(TwoParts(tensor) for _ in range(count))
+    parallel = ParallelConfig(activation_checkpointing={"mode": mode})
+    parts = [parts_of(layer, index + 1, count + 2, parallel, None) for index, layer in enumerate(layers)]
+    return layers, Halves(parts, list(layers.parameters()), torch.device("cpu"))
+
+
+def batch(rows: int) -> Tensor:
+    x = torch.randn(rows, 3, 4).clamp(-1, 1)
+    x[rows // 2 :] *= 1000
+    return x.requires_grad_()
+
+
+def test_the_sums_of_the_halves_take_turns_forward_and_backward(sums: list[str]) -> None:
+    _, halves = build("none")
+    x = batch(4)
+    y = halves(x)
+    assert sums == ["first", "second"] * 6
+    sums.clear()
+    weight = torch.ones(4, 1, 1)
+    weight[2:] = 1000
+    (y * weight).sum().backward()
+    assert sums == ["second", "first"] * 6
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("rows", [4, 3])
+def test_values_and_gradients_are_those_of_the_whole(mode: str, rows: int) -> None:
+    init_grid("cpu")
+    results = []
+    for halved in (False, True):
+        layers, halves = build(mode)
+        x = batch(rows)
+        mask = torch.arange(rows * 3).view(rows, 3) % 4 != 0
+        y = halves(x, mask=mask) if halved else x
+        for layer in () if halved else layers:
+            y = layer(y, mask=mask)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in layers.parameters())])
+    for found, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, wanted)
