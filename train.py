@@ -100,8 +100,8 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
     except CheckpointError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
-    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"\nerror: {_words(error, config)}", file=sys.stderr)
         return 2
     try:
         # From the first step on any other error is no answer to a configuration: it keeps its traceback.
@@ -109,6 +109,15 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
     except (CheckpointError, TooManySkippedSteps) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
+
+
+def _words(error: Exception, config: Config[Any]) -> str:
+    """The error; one of the system about a folder of the configuration names its key."""
+    folders = {"run.directory": config.run.path, "data.cache_directory": config.data.cache_directory}
+    for key, folder in folders.items():
+        if isinstance(error, OSError) and error.filename and Path(error.filename).is_relative_to(folder):
+            return f"{key} = {folder}: {error.strerror} ({error.filename}); name a folder that can be written"
+    return str(error)
 
 
 def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], grid: Grid) -> Callable[[], int]:

@@ -28,11 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_sampling(options.temperature, options.top_k, options.top_p)
         prompts = _prompts(options)
+        loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
         out = None
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             out = options.out.open("w", encoding="utf-8")
-        loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
     except (CheckpointError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -112,6 +112,8 @@ def _settings(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Any
 def _prompts(options: argparse.Namespace) -> list[str]:
     if options.prompts_file is None:
         return [options.prompt]
+    if not options.prompts_file.is_file():
+        raise ValueError(f"--prompts-file {options.prompts_file}: no such file; it holds one prompt a line")
     prompts = options.prompts_file.read_text(encoding="utf-8").split("\n")
     if prompts[-1] == "":
         prompts.pop()

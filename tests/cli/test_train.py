@@ -249,6 +249,7 @@ def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments,
         ({"batch.global_batch_size": 5}, "global"),
         ({"run.device": "cuda"}, "no CUDA device"),
         ({"checkpoint.resume": "nowhere"}, "nowhere does not exist"),
+        ({"run.directory": "LICENSE"}, "run.directory = LICENSE: Not a directory (LICENSE/tokenizer); name a folder"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

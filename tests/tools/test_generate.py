@@ -170,13 +170,16 @@ def test_command_with_a_file_of_prompts(trained_run: Path, tmp_path: Path, capsy
         (["{run}", "--top-p", "1.5"], "top_p = 1.5"),
         (["{run}", "--temperature", "-1"], "temperature = -1.0"),
         (["{tmp}/absent"], "does not exist"),
-        (["{run}", "--prompts-file", "{tmp}/none.txt"], "none.txt"),
+        (["{run}", "--prompts-file", "{tmp}/none.txt"], "none.txt: no such file; it holds one prompt a line"),
+        (["{tmp}/absent", "--prompts-file", "{tmp}/prompts.txt", "--out", "{tmp}/before.jsonl"], "does not exist"),
         (["{run}", "--prompts-file", "{tmp}/empty.txt"], "is empty: write one prompt a line"),
     ],
 )
 def test_bad_input(
     arguments: list[str], named: str, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "empty.txt").write_text("")
+    for name, text in (("empty.txt", ""), ("prompts.txt", "def "), ("before.jsonl", "{}")):
+        (tmp_path / name).write_text(text)
     assert main([a.format(run=trained_run, tmp=tmp_path) for a in arguments]) == 2
     assert named in capsys.readouterr().err
+    assert (tmp_path / "before.jsonl").read_text() == "{}", "what was there stays"
