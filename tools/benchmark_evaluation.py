@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.files import write_whole
 from tools.arguments import command_line
 from tools.evaluation.whole_sets import write_whole_sets
 
@@ -212,8 +213,7 @@ def report(timings: Sequence[Timing], output: Path) -> None:
         )
         content["largest_difference"], content["largest_relative_difference"] = difference, relative
         content["ratio"] = {"whole": other.whole / mine.whole, "asking": other.asking / mine.asking}
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_whole(output / "evaluation.json", json.dumps(content, indent=1) + "\n")
 
 
 def _entry(timing: Timing) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import io
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any
 
 import torch
 
+from data.files import write_whole
+
 
 def machine() -> str:
+    """What was measured on, and the versions that decide."""
     if not torch.cuda.is_available():
         return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     import triton
@@ -28,10 +32,12 @@ def table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    """Rows of the same keys, written whole: measured rows are not lost to a kill."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, text.getvalue())
 
 
 def plot_lines(
