@@ -6,6 +6,7 @@ MFU = tokens/s x training FLOPs a token / (peak FLOP/s of one device x devices),
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Iterable
@@ -78,8 +79,9 @@ def listed_peak_flops(device_name: str, dtype: str) -> float | None:
     return None if value is None else value * 1e12
 
 
+@functools.cache
 def measure_peak_flops(device: torch.device, dtype: str, seconds: float = 0.5) -> float:
-    """FLOP/s of the fastest of the square matrix products that fit into `seconds` (at least two).
+    """FLOP/s of the fastest of the square matrix products that fit into `seconds` (at least two); measured once a process.
 
     Args:
         dtype: "bf16", "fp16" or "fp32".
