@@ -89,15 +89,13 @@ def import_deepspeed() -> Any:
     warnings.filterwarnings(
         "ignore", message=r".*c10d::\w+: an autograd kernel was not registered", category=UserWarning
     )
-    if "deepspeed" not in sys.modules:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import deepspeed
-        # While it builds a bf16 optimizer it collects garbage several times, to print the memory in use. What was imported
-        # lives as long as the process: without it a start is a second faster, and so are later collections.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+    # While it builds a bf16 optimizer it collects garbage several times, to print the memory in use. What was imported
+    # lives as long as the process: without it a start is a second faster, and so are later collections.
+    if not gc.get_freeze_count():
         gc.freeze()
-    import deepspeed
-
     # Its warnings at every skipped step are the trainer's to tell.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # On a CPU, DeepSpeed compiles a C++ helper for an inference collective at the first start (a minute). Training
