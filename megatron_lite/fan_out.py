@@ -66,17 +66,37 @@ class _FanOut(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         rows = x.reshape(-1, x.shape[-1])
-        products = list(zip(flat, weights, strict=False))
-        # What another product has given, or the first one here.
-        dx = flat.pop().contiguous() if len(flat) > len(weights) else torch.mm(*products.pop(0))
+        dx = flat.pop().contiguous() if len(flat) > len(weights) else None
+        products = list(zip(flat, weights, strict=True))
+        # Gradients and weights that lie side by side are one product: fewer, larger ones run at a higher rate.
+        gradient, weight = _side_by_side(flat, 1), _side_by_side(weights, 0)
+        if gradient is not None and weight is not None:
+            products = [(gradient, weight)]
         for gradient, weight in products:
-            dx.addmm_(gradient, weight)
+            dx = torch.mm(gradient, weight) if dx is None else dx.addmm_(gradient, weight)
+        assert dx is not None
         work = None if ctx.group is None else dist.all_reduce(dx, group=ctx.group, async_op=True)
-        of_weights = [gradient.t() @ rows for gradient in flat]
-        of_biases = [_sum(gradient) if biased else None for gradient, biased in zip(flat, ctx.biased, strict=True)]
+        of_weights: Sequence[Tensor] = [gradient.t() @ rows for gradient, _ in products]
+        if len(of_weights) < len(weights):
+            of_weights = of_weights[0].split([len(weight) for weight in weights])
+        of_biases = [_sum(x) if biased else None for x, biased in zip(flat, ctx.biased, strict=True)]
         if work is not None:
             work.wait()
         return dx.view_as(x), None, None, None, *of_weights, *of_biases
+
+
+def _side_by_side(matrices: Sequence[Tensor], dim: int) -> Tensor | None:
+    """torch.cat(matrices, dim) without a copy, where they lie so in one memory; else None."""
+    first, stride = matrices[0], matrices[0].stride()
+    size = sum(x.shape[dim] for x in matrices)
+    if len(matrices) == 1 or stride[1] != 1 or (dim == 1 and stride[0] != size):
+        return None
+    at, memory = first.storage_offset(), first.untyped_storage().data_ptr()
+    for x in matrices:
+        if x.storage_offset() != at or x.stride() != stride or x.untyped_storage().data_ptr() != memory:
+            return None
+        at += x.shape[dim] * stride[dim]
+    return first.as_strided((first.shape[0], size) if dim else (size, first.shape[1]), stride)
 
 
 def _sum(gradient: Tensor) -> Tensor:

@@ -136,13 +136,10 @@ def cross_entropy_sum(
     weights = torch.ones_like(labels, dtype=wide) if loss_weight is None else loss_weight.reshape(-1).to(wide)
     weights = weights.masked_fill(labels == IGNORED_LABEL, 0.0)
     labels = labels.masked_fill(labels == IGNORED_LABEL, 0)
-    # A token that counts nothing must not spoil the sum where it is not finite: 0 * inf is nan.
     hidden = hidden.reshape(-1, hidden.shape[-1])
     if few_labels and not weights.is_meta:  # which has none to count
         kept = weights.detach().nonzero().squeeze(-1)
         hidden, labels, weights = hidden[kept], labels[kept], weights[kept]
-    else:
-        hidden = hidden.masked_fill((weights == 0)[:, None], 0.0)
     if chunk is None:
         chunk = max(1, _CHUNK_ELEMENTS[hidden.is_cuda] // weight.shape[0])
         parts = max(1, -(-len(hidden) // chunk))
@@ -185,7 +182,9 @@ class _CrossEntropySum(torch.autograd.Function):
         wide = narrow if shared else torch.empty_like(narrow, dtype=weights.dtype)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            x, label, token_weight = hidden[rows], labels[rows, None], weights[rows, None]
+            label, token_weight = labels[rows, None], weights[rows, None]
+            # A token that counts nothing must not spoil the sum where it is not finite: 0 * inf is nan.
+            x = hidden[rows].masked_fill(token_weight == 0, 0.0)
             logits, p = narrow[: len(x)], wide[: len(x)]
             torch.mm(x, weight.t(), out=logits)
             here: Tensor | None = None
@@ -197,7 +196,9 @@ class _CrossEntropySum(torch.autograd.Function):
             if kernels:
                 from .kernels.cross_entropy import row_statistics
 
-                largest, best, mass, chosen = (y[:, None] for y in row_statistics(logits, bias, label.squeeze(-1)))
+                highest, first, *others = row_statistics(logits, bias, label.squeeze(-1), right is not None)
+                largest, mass, chosen = (y[:, None] for y in (highest, *others))
+                best = None if first is None else first[:, None]
             else:
                 p.copy_(logits)
                 if bias is not None:
@@ -245,7 +246,12 @@ class _CrossEntropySum(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[rows])
             if d_weight is not None:
-                d_weight += logits.t() @ x
+                if kernels:
+                    from .kernels.cross_entropy import add_product
+
+                    add_product(d_weight, logits.t(), x)
+                else:
+                    d_weight += logits.t() @ x
         ctx.save_for_backward(d_hidden, d_weight, d_bias, unit, every_nll)
         ctx.weight_dtype = weight.dtype
         return total
@@ -255,10 +261,17 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias, unit, every_nll = ctx.saved_tensors
         factor = grad * unit
+        scale: Callable[..., Tensor] = _scaled
+        if takes(factor):
+            from .kernels.cross_entropy import scaled as scale
         if d_hidden is not None:
-            d_hidden = (d_hidden.to(unit.dtype) * factor).to(d_hidden.dtype)
+            d_hidden = scale(d_hidden, factor, d_hidden.dtype)
         if d_weight is not None:
-            d_weight = (d_weight * factor).to(ctx.weight_dtype)
+            d_weight = scale(d_weight, factor, ctx.weight_dtype)
         if d_bias is not None:
             d_bias = (d_bias * factor).to(ctx.weight_dtype)
         return d_hidden, d_weight, d_bias, None, None if every_nll is None else grad * every_nll, None, None, None
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.to(factor.dtype) * factor).to(dtype)

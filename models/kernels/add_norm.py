@@ -26,8 +26,8 @@ try:
 except ImportError as error:
     raise ImportError("the norm's kernels need Triton: pip install triton") from error
 
-# Of the backward pass, four for every multiprocessor of the largest devices.
-_PROGRAMS = 528
+# Of the backward pass, for every multiprocessor of the largest devices: four, and of long rows the three that fit at once.
+_PROGRAMS, _PROGRAMS_LONG = 528, 396
 
 
 def add_norm(
@@ -108,7 +108,8 @@ def _tile(size: int) -> tuple[int, int]:
 
 def _programs(rows: int, size: int) -> int:
     """Of the backward pass."""
-    return min(triton.cdiv(rows, _tile(size)[0]), _PROGRAMS)
+    tile = _tile(size)
+    return min(triton.cdiv(rows, tile[0]), _PROGRAMS_LONG if tile[1] >= 2048 else _PROGRAMS)
 
 
 def _warps(tile: tuple[int, int]) -> int:
@@ -162,14 +163,26 @@ def _backward(
         of_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     if BIAS:
         of_bias = tl.zeros((ROWS, BLOCK), tl.float32)
+    next_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (next_r < rows)[:, None] & (i < size)[None, :]
+    next_at = next_r[:, None] * size + i[None, :]
+    next_h, next_dy = tl.load(h + next_at, mask=inside, other=0.0), tl.load(dy + next_at, mask=inside, other=0.0)
+    if THROUGH:
+        next_dh = tl.load(dh + next_at, mask=inside, other=0.0)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row, d = next_h.to(tl.float32), next_dy.to(tl.float32)
+        if THROUGH:
+            through = next_dh.to(tl.float32)
+        # Loaded a turn ahead, so that memory answers while this turn computes.
         r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
+        next_r = r + tl.num_programs(0) * ROWS
+        there = (next_r < rows)[:, None] & (i < size)[None, :]
+        next_at = next_r[:, None] * size + i[None, :]
+        next_h, next_dy = tl.load(h + next_at, mask=there, other=0.0), tl.load(dy + next_at, mask=there, other=0.0)
+        if THROUGH:
+            next_dh = tl.load(dh + next_at, mask=there, other=0.0)
         inside = (r < rows)[:, None] & (i < size)[None, :]
         at = r[:, None] * size + i[None, :]
-        row = tl.load(h + at, mask=inside, other=0.0).to(tl.float32)
-        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        if THROUGH:
-            through = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
         normal, inverse = _normalised(row, inside, size, eps, CENTRED)
         if BIAS:
             of_bias += d

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned
+from .sum_parts import sum_parts
 
 try:
     import triton
@@ -26,8 +27,10 @@ try:
 except ImportError as error:
     raise ImportError("the convolution's kernels need Triton: pip install triton") from error
 
-# Tokens and channels of a program, forward and backward.
-_FORWARD, _BACKWARD = (8, 128), (64, 256)
+# Tokens and channels of a program, forward and backward; tokens of a tile forward. Backward with the three tokens after its
+# own, which it goes over too, a multiple of the four that it loads at once.
+_FORWARD, _BACKWARD = (64, 128), (61, 256)
+_TILE = 8
 
 
 def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
@@ -65,7 +68,8 @@ class _Convolution(torch.autograd.Function):
         if partial.numel():
             _, backward = _launches(x.device, x.dtype, weight.dtype, x.shape, kernel, ctx.silu, before is not None)
             backward(aligned(dy), before, x, weight, d_before, dx, partial)
-        return d_before, dx, partial.sum((0, 1)).t().to(weight.dtype), None
+        d_weight = sum_parts(partial.view(1, batch * programs, kernel * channels), weight.dtype).view(kernel, channels)
+        return d_before, dx, d_weight.t(), None
 
 
 @lru_cache(4096)
@@ -83,7 +87,7 @@ def _launches(
     values = length, channels, kernel, silu, history
     tokens, columns = _FORWARD
     grid = triton.cdiv(length, tokens), triton.cdiv(channels, columns), batch
-    forward = Launch(_forward, grid, *values, tokens, columns, num_warps=4)
+    forward = Launch(_forward, grid, *values, tokens, _TILE, columns, num_warps=4)
     tokens, columns = _BACKWARD
     grid = _programs(shape, kernel, history), triton.cdiv(channels, columns), batch
     return forward, Launch(_backward, grid, *values, tokens, columns, num_warps=2)
@@ -108,6 +112,13 @@ def _token(x, before, t, column, length, channels, KERNEL: tl.constexpr, HISTORY
 
 
 @triton.jit
+def _both(x, dy, before, t, column, length, channels, KERNEL: tl.constexpr, HISTORY: tl.constexpr):
+    """Input t and the gradient of output t."""
+    value = _token(x, before, t, column, length, channels, KERNEL, HISTORY)
+    return value, _token(dy, before, t, column, length, channels, KERNEL, False)
+
+
+@triton.jit
 def _tap(weight, column, channels, J: tl.constexpr, KERNEL: tl.constexpr):
     """The weight of the input J tokens back."""
     if J < KERNEL:
@@ -118,27 +129,32 @@ def _tap(weight, column, channels, J: tl.constexpr, KERNEL: tl.constexpr):
 @triton.jit(do_not_specialize=["length"])
 def _forward(
     x, before, weight, y, length, channels,
-    KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    first, batch = tl.program_id(0) * TOKENS, tl.program_id(2).to(tl.int64)
-    row, column = tl.arange(0, TOKENS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    batch, row = tl.program_id(2).to(tl.int64), tl.arange(0, TILE)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = (column < channels)[None, :]
     if HISTORY:
         before += batch * (KERNEL - 1) * channels
-    place = (batch * length + first) * channels
-    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for j in tl.static_range(KERNEL):
-        t = first + (row - j)
-        at = (row - j)[:, None] * channels + column[None, :]
-        value = tl.load(x + place + at, mask=((t >= 0) & (t < length))[:, None] & known, other=0.0).to(tl.float32)
-        if HISTORY:
-            at = (t + (KERNEL - 1))[:, None] * channels + column[None, :]
-            value += tl.load(before + at, mask=(t < 0)[:, None] & known, other=0.0).to(tl.float32)
-        total += _tap(weight, column, channels, j, KERNEL)[None, :] * value
-    if SILU:
-        total = total * tl.sigmoid(total)
-    inside = (first + row < length)[:, None] & known
-    tl.store(y + place + (row[:, None] * channels + column[None, :]), total.to(y.dtype.element_ty), mask=inside)
+    w0, w1 = _tap(weight, column, channels, 0, KERNEL), _tap(weight, column, channels, 1, KERNEL)
+    w2, w3 = _tap(weight, column, channels, 2, KERNEL), _tap(weight, column, channels, 3, KERNEL)
+    for tile in range(TOKENS // TILE):
+        first = tl.program_id(0) * TOKENS + tile * TILE
+        place = (batch * length + first) * channels
+        total = tl.zeros((TILE, COLUMNS), tl.float32)
+        for j in tl.static_range(KERNEL):
+            t = first + (row - j)
+            at = (row - j)[:, None] * channels + column[None, :]
+            value = tl.load(x + place + at, mask=((t >= 0) & (t < length))[:, None] & known, other=0.0).to(tl.float32)
+            if HISTORY:
+                at = (t + (KERNEL - 1))[:, None] * channels + column[None, :]
+                value += tl.load(before + at, mask=(t < 0)[:, None] & known, other=0.0).to(tl.float32)
+            total += (w0 if j == 0 else w1 if j == 1 else w2 if j == 2 else w3)[None, :] * value
+        if SILU:
+            total = total * tl.sigmoid(total)
+        inside = (first + row < length)[:, None] & known
+        tl.store(y + place + (row[:, None] * channels + column[None, :]), total.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -163,35 +179,44 @@ def _backward(
     x1 = _token(x, before, first - 1, column, length, channels, KERNEL, HISTORY)
     d1, d2, d3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
     of_w0, of_w1, of_w2, of_w3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
-    x0 = _token(x, before, first, column, length, channels, KERNEL, HISTORY)
-    d0 = _token(dy, before, first, column, length, channels, KERNEL, False)
-    for n in range(TOKENS + 3):
+    xa, da = _both(x, dy, before, first, column, length, channels, KERNEL, HISTORY)
+    xb, db = _both(x, dy, before, first + 1, column, length, channels, KERNEL, HISTORY)
+    xc, dc = _both(x, dy, before, first + 2, column, length, channels, KERNEL, HISTORY)
+    xd, dd = _both(x, dy, before, first + 3, column, length, channels, KERNEL, HISTORY)
+    for n in range(0, TOKENS + 3, 4):
         t = first + n
         # Loaded a turn ahead, so that memory answers while this turn computes.
-        next_x = _token(x, before, t + 1, column, length, channels, KERNEL, HISTORY)
-        next_d = _token(dy, before, t + 1, column, length, channels, KERNEL, False)
-        if SILU:
-            total = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
-            gate = tl.sigmoid(total)
-            d0 *= gate * (1.0 + total * (1.0 - gate))
-        # Sums of the three tokens after the program's own are its neighbour's to count.
-        counted = d0 * tl.where(n < TOKENS, 1.0, 0.0)
-        of_w0 += counted * x0
-        of_w1 += counted * x1
-        of_w2 += counted * x2
-        of_w3 += counted * x3
-        # The input three tokens back has met all the sums that it is part of.
-        back = t - 3
-        d_input = w0 * d3 + w1 * d2 + w2 * d1 + w3 * d0
-        place = tl.cast(back, tl.int64) * channels
-        inside = known & (n >= 3) & (back >= 0) & (back < length)
-        tl.store(dx + place + column, d_input.to(dx.dtype.element_ty), mask=inside)
-        if HISTORY:
-            place = (back + (KERNEL - 1)) * channels
-            earlier = known & (n >= 3) & (back < 0)
-            tl.store(d_before + place + column, d_input.to(d_before.dtype.element_ty), mask=earlier)
-        x3, x2, x1, x0 = x2, x1, x0, next_x
-        d3, d2, d1, d0 = d2, d1, d0, next_d
+        next_xa, next_da = _both(x, dy, before, t + 4, column, length, channels, KERNEL, HISTORY)
+        next_xb, next_db = _both(x, dy, before, t + 5, column, length, channels, KERNEL, HISTORY)
+        next_xc, next_dc = _both(x, dy, before, t + 6, column, length, channels, KERNEL, HISTORY)
+        next_xd, next_dd = _both(x, dy, before, t + 7, column, length, channels, KERNEL, HISTORY)
+        for step in tl.static_range(4):
+            x0 = xa if step == 0 else xb if step == 1 else xc if step == 2 else xd
+            d0 = da if step == 0 else db if step == 1 else dc if step == 2 else dd
+            if SILU:
+                total = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+                gate = tl.sigmoid(total)
+                d0 *= gate * (1.0 + total * (1.0 - gate))
+            # Sums of the three tokens after the program's own are its neighbour's to count.
+            counted = d0 * tl.where(n + step < TOKENS, 1.0, 0.0)
+            of_w0 += counted * x0
+            of_w1 += counted * x1
+            of_w2 += counted * x2
+            of_w3 += counted * x3
+            # The input three tokens back has met all the sums that it is part of.
+            back = t + step - 3
+            d_input = w0 * d3 + w1 * d2 + w2 * d1 + w3 * d0
+            place = tl.cast(back, tl.int64) * channels
+            inside = known & (n + step >= 3) & (back >= 0) & (back < length)
+            tl.store(dx + place + column, d_input.to(dx.dtype.element_ty), mask=inside)
+            if HISTORY:
+                place = (back + (KERNEL - 1)) * channels
+                earlier = known & (n + step >= 3) & (back < 0)
+                tl.store(d_before + place + column, d_input.to(d_before.dtype.element_ty), mask=earlier)
+            x3, x2, x1 = x2, x1, x0
+            d3, d2, d1 = d2, d1, d0
+        xa, xb, xc, xd = next_xa, next_xb, next_xc, next_xd
+        da, db, dc, dd = next_da, next_db, next_dc, next_dd
     place = partial + (batch * tl.num_programs(0) + tl.program_id(0)) * KERNEL * channels + column
     tl.store(place + (KERNEL - 1) * channels, of_w0, mask=known)
     if KERNEL > 1:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .launch import Launch
+from .launch import Launch, aligned
 
 try:
     import triton
@@ -26,17 +26,19 @@ except ImportError as error:
 _BLOCK = 4096
 
 
-def row_statistics(logits: Tensor, bias: Tensor | None, label: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def row_statistics(
+    logits: Tensor, bias: Tensor | None, label: Tensor, first: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Of each row of z = logits + bias: max_j z_j, the first j that has it, sum_j exp(z_j - max), z[label].
 
-    logits: [rows, vocab] contiguous; bias: [vocab] or None; label: int64 [rows], 0 <= label < vocab. Returns float32
-    [rows] each, the second int64.
+    logits: [rows, vocab] contiguous; bias: [vocab] or None; label: int64 [rows], 0 <= label < vocab; first=False: None in
+    place of that j. Returns float32 [rows] each, the second int64.
     """
     rows = len(logits)
     largest, mass, chosen = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    best = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    best = torch.empty(rows, dtype=torch.int64, device=logits.device) if first else None
     if rows:
-        _launches(*_case(logits, bias))[0](logits, bias, label, largest, best, mass, chosen)
+        _launches(*_case(logits, bias), first)[0](logits, bias, label, largest, best, mass, chosen)
     return largest, best, mass, chosen
 
 
@@ -49,19 +51,39 @@ def gradient_in_place(logits: Tensor, bias: Tensor | None, label: Tensor, log_su
         _launches(*_case(logits, bias))[1](logits, bias, label, log_sum, weight)
 
 
+def add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """total += x y, total in float32, x and y of 16 bits: not rounded in between, and without a pass of its own."""
+    if total.device.type == "cuda" and total.dtype != x.dtype:
+        torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
+    else:
+        total += x @ y
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times a float32 scalar of the device, computed in float32, in one pass."""
+    x = aligned(x)
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        _scale_launch(x.device, x.dtype, dtype, x.numel())(x, factor, out)
+    return out
+
+
 def _case(logits: Tensor, bias: Tensor | None) -> tuple[torch.device, torch.dtype, torch.dtype | None, int, int]:
     return logits.device, logits.dtype, None if bias is None else bias.dtype, *logits.shape
 
 
 @lru_cache(4096)
 def _launches(
-    device: torch.device, dtype: torch.dtype, bias: torch.dtype | None, rows: int, vocab: int
+    device: torch.device, dtype: torch.dtype, bias: torch.dtype | None, rows: int, vocab: int, first: bool = False
 ) -> tuple[Launch, Launch]:
     """Statistics and gradient."""
-    statistics, gradient = (
-        Launch(kernel, (rows,), vocab, bias is not None, _BLOCK, num_warps=8) for kernel in (_statistics, _gradient)
-    )
-    return statistics, gradient
+    statistics = Launch(_statistics, (rows,), vocab, bias is not None, first, _BLOCK // 2, num_warps=8)
+    return statistics, Launch(_gradient, (rows,), vocab, bias is not None, _BLOCK, num_warps=8)
+
+
+@lru_cache(4096)
+def _scale_launch(device: torch.device, dtype: torch.dtype, to: torch.dtype, numel: int) -> Launch:
+    return Launch(_scale, (triton.cdiv(numel, 2048),), numel, 2048, num_warps=4)
 
 
 @triton.jit
@@ -74,25 +96,38 @@ def _row(logits, bias, start, vocab, BIAS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _statistics(logits, bias, label, largest, best, mass, chosen, vocab, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _statistics(
+    logits, bias, label, largest, best, mass, chosen, vocab,
+    BIAS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     logits += row.to(tl.int64) * vocab
     # One value a lane, joined at the end: a lane's maximum needs no other.
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     place = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocab, BLOCK):
-        j, z = _row(logits, bias, start, vocab, BIAS, BLOCK)
-        higher = z > top
-        new = tl.where(higher, z, top)
+    for start in range(0, vocab, 4 * BLOCK):
+        # Four at once, which need one exponential of what was before.
+        ja, za = _row(logits, bias, start, vocab, BIAS, BLOCK)
+        jb, zb = _row(logits, bias, start + BLOCK, vocab, BIAS, BLOCK)
+        jc, zc = _row(logits, bias, start + 2 * BLOCK, vocab, BIAS, BLOCK)
+        jd, zd = _row(logits, bias, start + 3 * BLOCK, vocab, BIAS, BLOCK)
+        high_ab, high_cd = tl.maximum(za, zb), tl.maximum(zc, zd)
+        high = tl.maximum(high_ab, high_cd)
+        if FIRST:
+            at = tl.where(za == high, ja, tl.where(zb == high, jb, tl.where(zc == high, jc, jd)))
+            place = tl.where(high > top, at, place)
+        new = tl.maximum(top, high)
         # -inf minus itself is nan: lanes that saw nothing yet, and logits of -inf, count nothing.
-        before = tl.where(top == float("-inf"), 0.0, tl.exp(top - new))
-        total = total * before + tl.where(z == float("-inf"), 0.0, tl.exp(z - new))
-        place = tl.where(higher, j, place)
+        than = tl.where(new == float("-inf"), 0.0, new)
+        total = (
+            total * tl.exp(top - than) + tl.exp(za - than) + tl.exp(zb - than) + tl.exp(zc - than) + tl.exp(zd - than)
+        )
         top = new
     highest = tl.max(top, 0)
     tl.store(largest + row, highest)
-    tl.store(best + row, tl.min(tl.where(top == highest, place, vocab), 0).to(tl.int64))
+    if FIRST:
+        tl.store(best + row, tl.min(tl.where(top == highest, place, vocab), 0).to(tl.int64))
     tl.store(mass + row, tl.sum(tl.where(top == float("-inf"), total, total * tl.exp(top - highest)), 0))
     at = tl.load(label + row)
     z = tl.load(logits + at).to(tl.float32)
@@ -110,3 +145,10 @@ def _gradient(logits, bias, label, log_sum, weight, vocab, BIAS: tl.constexpr, B
         j, z = _row(logits, bias, start, vocab, BIAS, BLOCK)
         p = (tl.exp(z - total) - tl.where(j == at, 1.0, 0.0)) * scale
         tl.store(logits + j, p.to(logits.dtype.element_ty), mask=j < vocab)
+
+
+@triton.jit
+def _scale(x, factor, out, N, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(x + i, mask=i < N, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+    tl.store(out + i, y.to(out.dtype.element_ty), mask=i < N)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned
+from .sum_parts import sum_parts
 
 try:
     import triton
@@ -59,9 +60,34 @@ class _Epilogue(torch.autograd.Function):
             partial = torch.empty(programs, aug_weight.numel(), dtype=torch.float32, device=o.device)
         if o.numel():
             launch = _launches(*ctx.case)[1]
-            launch(aligned(dy), o, q, k, v, aug_weight, gate, do, dq, dk, dv, partial, dgate)
-        d_weight = None if partial is None else partial.sum(0).to(aug_weight.dtype)
+            launch(aligned(dy), o, q, k, v, aug_weight, gate, do, dq, dk, dv, None, None, partial, dgate)
+        d_weight = None if partial is None else sum_parts(partial[None], aug_weight.dtype)[0]
         return do, dq, dk, dv, d_weight, dgate, None
+
+
+def forward_apart(o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """`epilogue` of contiguous tensors, which autograd does not see."""
+    y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
+    _launches(o.device, o.dtype, aug_weight.dtype, o.shape, q.shape[-1], eps)[0](o, q, k, v, aug_weight, gate, y)
+    return y
+
+
+def backward_apart(
+    dy: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, eps: float, dgate: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of o; s and its gradient, float32 [batch, length, heads]; the gradient of aug_weight. That of gate is
+    written to dgate, [batch, length, heads * head_dim_v] with any stride from token to token.
+
+    With them q, k and v have dq_tc = ds_t w_c k_tc, dk_tc = ds_t w_c q_tc and dv_t = do_t s_t sigmoid'(s_t v_t), which are
+    added where more of these gradients is at hand.
+    """
+    do = torch.empty_like(o)
+    strength, d_strength = torch.empty(2, *o.shape[:3], dtype=torch.float32, device=o.device)
+    programs = _programs(o.shape, *_BACKWARD[:2])[1]
+    partial = torch.empty(programs, aug_weight.numel(), dtype=torch.float32, device=o.device)
+    case = o.device, o.dtype, aug_weight.dtype, o.shape, q.shape[-1], eps, dgate.stride(1)
+    _launches(*case)[1](dy, o, q, k, v, aug_weight, gate, do, None, None, None, strength, d_strength, partial, dgate)
+    return do, strength, d_strength, sum_parts(partial[None], aug_weight.dtype)[0]
 
 
 @lru_cache(4096)
@@ -72,22 +98,24 @@ def _launches(
     shape: torch.Size,
     dim_k: int,
     eps: float,
+    apart: int = 0,
 ) -> tuple[Launch, Launch]:
-    """Forward and backward for o of this shape."""
+    """Forward and backward for o of this shape; apart: the stride of dgate for `backward_apart`, or 0."""
     batch, length, heads, dim_v = shape
     sizes = batch * length, heads, eps, dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v)
 
-    def launch(kernel: Any, elements: int, programs: int, warps: int) -> Launch:
+    def launch(kernel: Any, elements: int, programs: int, warps: int, *constants: Any) -> Launch:
         rows, grid = _programs(shape, elements, programs)
-        return Launch(kernel, (grid, heads), *sizes, rows, weight is not None, num_warps=warps, num_stages=1)
+        values = *sizes, rows, weight is not None, *constants
+        return Launch(kernel, (grid, heads), *values, num_warps=warps, num_stages=1)
 
-    return launch(_forward, *_FORWARD), launch(_backward, *_BACKWARD)
+    return launch(_forward, *_FORWARD), launch(_backward, *_BACKWARD, apart or heads * dim_v, apart > 0)
 
 
 # Elements of a tile, programs in all, warps: measured on an H200. The backward pass keeps so much of a token that one warp
-# with two of them is the fastest of eleven (211 us; 302 with the forward pass's).
-_FORWARD = 2048, 2048, 4
-_BACKWARD = 256, 16384, 1
+# with one of them is the fastest (165 us; 183 with two, 245 with eight in four warps).
+_FORWARD = 512, 4096, 1
+_BACKWARD = 128, 16384, 1
 
 
 def _programs(shape: torch.Size, elements: int, programs: int) -> tuple[int, int]:
@@ -158,8 +186,9 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy, o, q, k, v, aug_weight, gate, do, dq, dk, dv, partial, dgate, T, H, eps,
+    dy, o, q, k, v, aug_weight, gate, do, dq, dk, dv, strengths, d_strengths, partial, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, AUGMENT: tl.constexpr,
+    STRIDE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     ck, cv = tl.arange(0, BK), tl.arange(0, BV)
@@ -179,17 +208,25 @@ def _backward(
             x += augmentation
         normal, inverse = _normalise(x, cv, eps, V, BV)
         sigmoid = tl.sigmoid(u)
-        _store(dgate, grad * normal * sigmoid * (1.0 + u * (1.0 - sigmoid)), t, cv, h, T, H, V, BV)
+        d_gate = grad * normal * sigmoid * (1.0 + u * (1.0 - sigmoid))
+        address = dgate + t[:, None].to(tl.int64) * STRIDE + h * V + cv[None, :]
+        tl.store(address, d_gate.to(dgate.dtype.element_ty), mask=(t < T)[:, None] & (cv < V)[None, :])
         d_normal = grad * u * sigmoid
         d_normal -= (tl.sum(d_normal, 1) / V)[:, None] + normal * (tl.sum(d_normal * normal, 1) / V)[:, None]
         d_x = d_normal * inverse[:, None]
         _store(do, d_x, t, cv, h, T, H, V, BV)
         if AUGMENT:
             d_product = d_x * (0.25 - augmentation * augmentation)
-            _store(dv, d_product * strength[:, None], t, cv, h, T, H, V, BV)
-            d_strength = tl.sum(d_product * value, 1)[:, None]
-            _store(dq, d_strength * weight[None, :] * key, t, ck, h, T, H, K, BK)
-            _store(dk, d_strength * weight[None, :] * query, t, ck, h, T, H, K, BK)
+            d_strength = tl.sum(d_product * value, 1)
+            if APART:
+                of_token = t.to(tl.int64) * H + h
+                tl.store(strengths + of_token, strength, mask=t < T)
+                tl.store(d_strengths + of_token, d_strength, mask=t < T)
+            else:
+                _store(dv, d_product * strength[:, None], t, cv, h, T, H, V, BV)
+                _store(dq, d_strength[:, None] * weight[None, :] * key, t, ck, h, T, H, K, BK)
+                _store(dk, d_strength[:, None] * weight[None, :] * query, t, ck, h, T, H, K, BK)
+            d_strength = d_strength[:, None]
             d_weight += tl.sum(d_strength * query * key, 0)
     if AUGMENT:
         tl.store(partial + (tl.program_id(0) * H + h) * K + ck, d_weight, mask=ck < K)

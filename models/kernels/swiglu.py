@@ -1,17 +1,22 @@
-"""SiLU(gate) * up as one kernel forward and one backward, computed in float32. Reference: `models.mlp.swiglu`."""
+"""SiLU(gate) * up as one kernel forward and one backward, computed in float32. Reference: `models.mlp.swiglu`.
+
+The gradients of gate and up lie side by side, so that the products with the weights behind them can be one
+(`megatron_lite/fan_out.py`).
+"""
 
 # Kernels take pointers and scalars that have no Python type.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import aligned, over_elements
+from .launch import Launch, aligned, over_elements
 
 try:
     import triton
@@ -39,10 +44,20 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        width = gate.shape[-1]
+        side_by_side = gate.new_empty(*gate.shape[:-1], 2 * width)
         if up.numel():
-            _launches(up.device, up.dtype, up.numel())[1](aligned(dy), gate, up, dgate, dup)
+            _backward_launch(up.device, up.dtype, up.numel(), width)(aligned(dy), gate, up, side_by_side)
+        dgate, dup = side_by_side.split(width, dim=-1)
         return dgate, dup
+
+
+@lru_cache(4096)
+def _backward_launch(device: torch.device, dtype: torch.dtype, numel: int, width: int) -> Launch:
+    return Launch(_backward, (-(-numel // _BLOCK),), numel, width, 8 if width % 8 == 0 else 1, _BLOCK, num_warps=4)
+
+
+_BLOCK = 2048
 
 
 @triton.jit
@@ -54,14 +69,17 @@ def _forward(gate, up, y, N, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(dy, gate, up, dgate, dup, N, BLOCK: tl.constexpr):
+def _backward(dy, gate, up, side_by_side, N, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     d = tl.load(dy + i, mask=i < N, other=0.0).to(tl.float32)
     a = tl.load(gate + i, mask=i < N, other=0.0).to(tl.float32)
     b = tl.load(up + i, mask=i < N, other=0.0).to(tl.float32)
     s = tl.sigmoid(a)
-    tl.store(dgate + i, (d * b * s * (1.0 + a * (1.0 - s))).to(dgate.dtype.element_ty), mask=i < N)
-    tl.store(dup + i, (d * a * s).to(dup.dtype.element_ty), mask=i < N)
+    # Rows end between vectors, which the compiler cannot see.
+    at = tl.max_contiguous(tl.multiple_of(i + i // WIDTH * WIDTH, VECTOR), VECTOR)
+    dgate, dup = d * b * s * (1.0 + a * (1.0 - s)), d * a * s
+    tl.store(side_by_side + at, dgate.to(side_by_side.dtype.element_ty), mask=i < N)
+    tl.store(side_by_side + (at + WIDTH), dup.to(side_by_side.dtype.element_ty), mask=i < N)
 
 
-_launches = over_elements(_forward, _backward, block=2048)
+_launches = over_elements(_forward, block=2048)

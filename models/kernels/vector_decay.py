@@ -3,7 +3,7 @@
     S_t = diag(exp(g_t)) S_(t-1) + k_t v_t^T      o_t = scale q_t S_t
 One pass forms the states between chunks (`vector_decay_states.py`), a second one the outputs or the gradients of every
 chunk (`vector_decay_chunk.py`), a third one what passes inside chunks of strong decay (`vector_decay_strong.py`). The
-backward pass keeps the inputs alone and forms the states again. `models/chunked.py` is the reference.
+backward pass keeps inputs and states, or forms these again where they are forgotten. `models/chunked.py` is the reference.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..forgetting import forgettable
 from .launch import Launch, aligned
 from .vector_decay_chunk import chunk_launches
 from .vector_decay_common import CHUNK, Case, find_chunks, triangle
@@ -48,6 +49,16 @@ def vector_decay(
     """
     if not scale > 0:
         q, scale = q * scale, 1.0
+    case = case_of(q, k, v, scale, initial_state, cu_seqlens)
+    initial_state = None if initial_state is None else initial_state.float()
+    return _VectorDecay.apply(q, k, v, log_decay.float(), initial_state, cu_seqlens, case)
+
+
+def case_of(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    layer: bool = False,
+) -> Case:  # fmt: skip
+    """Raises ValueError as `vector_decay`."""
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
     if dim_k > LARGEST_KEY or dim_v > LARGEST_VALUE:
@@ -61,11 +72,10 @@ def vector_decay(
     segments = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     if length == 0 or v.numel() == 0:
         raise ValueError("no tokens: use form='chunked'")
-    case = Case(
+    return Case(
         q.get_device(), batch, length, heads, dim_k, dim_v, v.dtype, float(scale), segments, initial_state is not None,
+        layer,
     )  # fmt: skip
-    initial_state = None if initial_state is None else initial_state.float()
-    return _VectorDecay.apply(q, k, v, log_decay.float(), initial_state, cu_seqlens, case)
 
 
 class _VectorDecay(torch.autograd.Function):
@@ -92,11 +102,13 @@ class _VectorDecay(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         do = torch.zeros_like(saved[2]) if do is None else aligned(do)
-        return *backward(ctx.case, do, d_final, *saved), None, None
+        dq, dk, dv, dg = (torch.empty_like(x) for x in saved[:4])
+        return dq, dk, dv, dg, backward(ctx.case, do, d_final, dq, dk, dv, dg, (None, None, None), *saved), None, None
 
 
-# What `backward` takes from `forward`: which chunks are strong, the chunks of packed sequences, the ends of stretches.
-Kept = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+# What `backward` takes from `forward`: the states before every chunk, which chunks are strong, the chunks of packed
+# sequences.
+Kept = tuple[Tensor, Tensor, Tensor | None]
 
 
 def forward(
@@ -106,41 +118,50 @@ def forward(
     initial = None if initial is None else aligned(initial)
     table = None if cu_seqlens is None else _table(case, cu_seqlens)
     final = _states(case, initial, v)
-    states, ends = scan(case, False, k, v, g, initial, table, final)
+    states = scan(case, False, k, v, g, initial, table, final)
+    forgettable(states, scan, case, False, k, v, g, initial, table, None)
     o = torch.empty_like(v)
     strong = torch.empty(case.rows, case.chunks, dtype=torch.int32, device=v.device)
     if table is not None:
         strong.zero_()
     chunk_launches(case)[0](q, k, v, g, table, states, o, strong)
     strong_launches(case)[0](strong, q, k, v, g, table, o)
-    return o, final, (strong, table, *(ends or (None, None)))
+    return o, final, (states, strong, table)
 
 
 def backward(
     case: Case,
     do: Tensor,
     d_final: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dg: Tensor,
+    augmentation: tuple[Tensor | None, Tensor | None, Tensor | None],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     initial: Tensor | None,
+    states: Tensor,
     strong: Tensor,
     table: Tensor | None,
-    end_states: Tensor | None,
-    end_decays: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v, g and the initial states."""
+) -> Tensor | None:
+    """Writes the gradients of q, k, v and g, and returns that of the initial states.
+
+    Of a layer, the gradient of a is written in place of k's, and g's is scratch; augmentation: s and ds, float32 [batch,
+    length, heads], and the weight of `metala_epilogue_triton.backward_apart`.
+    """
     initial = None if initial is None else aligned(initial)
     d_final = None if d_final is None else aligned(d_final)
     d_initial = None if initial is None else _states(case, d_final, initial)
-    ends = None if end_states is None or end_decays is None else (end_states, end_decays)
-    states, _ = scan(case, False, k, v, g, initial, table, None, ends)
-    d_states, _ = scan(case, True, q, do, g, d_final, table, d_initial)
-    dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
-    chunk_launches(case)[1](do, q, k, v, g, table, triangle(q.device), states, d_states, dq, dk, dv, dg)
-    strong_launches(case)[1](strong, do, q, k, v, g, table, dq, dk, dv, dg)
-    return dq, dk, dv, dg, d_initial
+    strength, d_strength, weight = augmentation
+    d_states = scan(case, True, q, do, g, d_final, table, d_initial)
+    chunk_launches(case)[1](
+        do, q, k, v, g, table, triangle(q.device), states, d_states, dq, dk, dv, dg, strength, d_strength, weight
+    )
+    strong_launches(case)[1](strong, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, weight)
+    return d_initial
 
 
 def _states(case: Case, of_empty: Tensor | None, like: Tensor) -> Tensor:

@@ -25,12 +25,16 @@ from .vector_decay_common import (
     chunk_of,
     clamped,
     load,
+    load_apart,
     load_triangle,
+    of_gate,
     place,
+    place_apart,
     references,
     running_sum,
     state_at,
     store,
+    store_apart,
 )
 
 try:
@@ -50,7 +54,7 @@ def chunk_launches(case: Case) -> tuple[Launch, Launch]:
         num_warps=warps, num_stages=1, maxnreg=registers,
     )  # fmt: skip
     backward = Launch(
-        _backward, (case.chunks, case.rows), *sizes, CHUNK, MILD, *case.flags,
+        _backward, (case.chunks, case.rows), *sizes, CHUNK, MILD, *case.gradient_strides, case.layer, *case.flags,
         num_warps=backward_warps, num_stages=1, maxnreg=backward_registers,
     )  # fmt: skip
     return forward, backward
@@ -107,15 +111,18 @@ def _forward(
 
 @triton.jit
 def _backward(
-    do, q, k, v, g, table, triangle, states, d_states, dq, dk, dv, dg, T, H: tl.constexpr, N, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, MILD: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    do, q, k, v, g, table, triangle, states, d_states, dq, dk, dv, dg, strength, d_strength, aug_weight,
+    T, H: tl.constexpr, N, scale, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    MILD: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     exact: tl.constexpr = q.dtype.element_ty == tl.float32
     rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
     n, bh = tl.program_id(0), tl.program_id(1)
     row, ck, cv = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
-    v, do, dv = place(v, bh, T, H, V), place(do, bh, T, H, V), place(dv, bh, T, H, V)
+    v, do = place(v, bh, T, H, V), place(do, bh, T, H, V)
+    dq, dk = place_apart(dq, bh, T, H, K, STRIDE_K), place_apart(dk, bh, T, H, K, STRIDE_K)
+    dv, dg = place_apart(dv, bh, T, H, V, STRIDE_V), place(dg, bh, T, H, K)
     start, end = chunk_of(table, n, T, C, PACKED)
     if start == end:
         return
@@ -146,9 +153,9 @@ def _backward(
     reach = (key.to(tl.float32) * to_end).to(rounded)
     d_value = tl.dot(reach, d_state, input_precision=PRECISION)
     d_value = tl.dot(a, grad, d_value, input_precision=PRECISION)
-    store(dv, d_value, t, cv, end, H, V, BV, EVEN)
+    store_apart(dv, d_value, t, cv, end, STRIDE_V, V, EVEN)
     d_key = tl.dot(value, tl.trans(d_state), input_precision=PRECISION)
-    da = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+    da_chunk = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
     for block in tl.static_range(BV, V, BV):
         d = block + cv
         other = load(v, t, d, end, H, V, BV, EVEN).to(rounded)
@@ -159,28 +166,85 @@ def _backward(
         )
         d_value = tl.dot(reach, other_state, input_precision=PRECISION)
         d_value = tl.dot(a, other_grad, d_value, input_precision=PRECISION)
-        store(dv, d_value, t, d, end, H, V, BV, EVEN)
+        store_apart(dv, d_value, t, d, end, STRIDE_V, V, EVEN)
         d_key = tl.dot(other, tl.trans(other_state), d_key, input_precision=PRECISION)
-        da = tl.dot(other, tl.trans(other_grad), da, input_precision=PRECISION)
+        da_chunk = tl.dot(other, tl.trans(other_grad), da_chunk, input_precision=PRECISION)
     d_key *= to_end
     d_total = tl.exp2(total) * passing + tl.sum(key.to(tl.float32) * d_key, 0)
-    d_key = tl.dot(tl.where(upper, da, 0.0).to(rounded), query, d_key, input_precision=PRECISION)
+    d_key = tl.dot(tl.where(upper, da_chunk, 0.0).to(rounded), query, d_key, input_precision=PRECISION)
     d_decay = -key.to(tl.float32) * d_key
-    store(place(dk, bh, T, H, K), d_key * tl.exp2(-(until - near_k[None, :])), t, ck, end, H, K, BK, EVEN)
+    d_key *= tl.exp2(-(until - near_k[None, :]))
+    store_apart(dk, d_key, t, ck, end, STRIDE_K, K, EVEN)
 
     d_query = tl.dot(grad, tl.trans(state), input_precision=PRECISION)
-    da = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    da_chunk = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
     for block in tl.static_range(BV, V, BV):
         d = block + cv
         other = load(v, t, d, end, H, V, BV, EVEN).to(rounded)
         other_grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
         other_state = _load_state(states, bh * N + n, ck, d, K, V, EVEN)
         d_query = tl.dot(other_grad, tl.trans(other_state), d_query, input_precision=PRECISION)
-        da = tl.dot(other_grad, tl.trans(other), da, input_precision=PRECISION)
+        da_chunk = tl.dot(other_grad, tl.trans(other), da_chunk, input_precision=PRECISION)
     d_query *= tl.exp2(near_q)[None, :]
-    d_query = tl.dot(tl.where(lower, da, 0.0).to(rounded), key, d_query, input_precision=PRECISION)
+    d_query = tl.dot(tl.where(lower, da_chunk, 0.0).to(rounded), key, d_query, input_precision=PRECISION)
     d_decay += query.to(tl.float32) * d_query
     # Written otherwise than above, or the compiler keeps the exponentials of above in registers.
-    store(place(dq, bh, T, H, K), d_query * (tl.exp2(-(near_q[None, :] - until)) * scale), t, ck, end, H, K, BK, EVEN)
+    d_query *= tl.exp2(-(near_q[None, :] - until)) * scale
+    store_apart(dq, d_query, t, ck, end, STRIDE_K, K, EVEN)
     d_decay = running_sum(d_decay, tl.trans(reached), True, exact) + d_total[None, :]
-    store(place(dg, bh, T, H, K), d_decay, t, ck, end, H, K, BK, EVEN)
+    if LAYER:
+        # What has been written is read again, from the cache: nothing of it would stay in registers until here.
+        tl.debug_barrier()
+        # Plus a zero that the compiler does not know, or it keeps the addresses of above.
+        t += tl.load(triangle + 1).to(tl.int32)
+        s = tl.load(place(strength, bh, T, H, 1) + t * H, mask=t < end, other=0.0)[:, None]
+        for block in tl.static_range(0, V, BV):
+            _add_augmentation(s, v, do, dv, t, block + cv, end, H, V, BV, STRIDE_V, EVEN)
+        if mild == 1:
+            ds = tl.load(place(d_strength, bh, T, H, 1) + t * H, mask=t < end, other=0.0)[:, None]
+            weight = tl.load(aug_weight + bh % H * K + ck, mask=ck < K, other=0.0).to(tl.float32)[None, :]
+            _close(
+                ds * weight, d_decay, place(q, bh, T, H, K), place(k, bh, T, H, K), place(g, bh, T, H, K), dq, dk,
+                t, ck, end, H, K, BK, STRIDE_K, EVEN,
+            )  # fmt: skip
+        else:
+            # `vector_decay_strong.py` goes on with them.
+            store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
+    else:
+        store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
+
+
+@triton.jit
+def _add_augmentation(
+    s,
+    v,
+    do,
+    dv,
+    t,
+    d,
+    end,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    STRIDE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """dv += do s sigmoid'(s v)."""
+    open = tl.sigmoid(s * load(v, t, d, end, H, V, BV, EVEN).to(tl.float32))
+    grad = load(do, t, d, end, H, V, BV, EVEN).to(tl.float32) * (open * (1.0 - open)) * s
+    store_apart(dv, load_apart(dv, t, d, end, STRIDE, V, EVEN).to(tl.float32) + grad, t, d, end, STRIDE, V, EVEN)
+
+
+@triton.jit
+def _close(
+    share, d_decay, q, k, g, dq, dk, t, d, end, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, STRIDE: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """dq += ds w k; dk + ds w q and dg become da, in place of dk. share: ds w."""
+    d_query = load_apart(dq, t, d, end, STRIDE, K, EVEN).to(tl.float32)
+    d_query += load(k, t, d, end, H, K, BK, EVEN).to(tl.float32) * share
+    store_apart(dq, d_query, t, d, end, STRIDE, K, EVEN)
+    d_key = load_apart(dk, t, d, end, STRIDE, K, EVEN).to(tl.float32)
+    d_key += load(q, t, d, end, H, K, BK, EVEN).to(tl.float32) * share
+    decay = clamped(load(g, t, d, end, H, K, BK, EVEN))
+    store_apart(dk, of_gate(d_decay, d_key, decay), t, d, end, STRIDE, K, EVEN)

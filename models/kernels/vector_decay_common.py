@@ -32,7 +32,8 @@ MILD = 115.0
 class Case:
     """All that decides how the kernels are compiled and launched.
 
-    segments: entries of cu_seqlens but one, 0 for unpacked sequences. initial: whether a state comes in.
+    segments: entries of cu_seqlens but one, 0 for unpacked sequences. initial: whether a state comes in. layer: whether
+    the backward pass is that of MetaLA's whole layer (`metala_core.py`).
     """
 
     device: int
@@ -45,6 +46,7 @@ class Case:
     scale: float
     segments: int
     initial: bool
+    layer: bool = False
 
     @property
     def rows(self) -> int:
@@ -81,6 +83,14 @@ class Case:
         return not (
             self.segments or self.length % CHUNK or self.dim_k % self.block_k or self.dim_v % self.block_v
         )  # fmt: skip
+
+    @property
+    def gradient_strides(self) -> tuple[int, int]:
+        """Elements from one token to the next in the gradients of keys and of values. A layer's lie side by side: those of q,
+        a, v and the output gate."""
+        if self.layer:
+            return (self.heads * 2 * (self.dim_k + self.dim_v),) * 2
+        return self.heads * self.dim_k, self.heads * self.dim_v
 
     @property
     def kept(self) -> torch.dtype:
@@ -130,7 +140,13 @@ def chunk_of(table, n, T, C: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def place(x, bh, T, H, D):
     """Address of token 0 of batch element and head `bh` in x: [batch, T, H, D]."""
-    return x + ((bh // H).to(tl.int64) * T * H + bh % H) * D
+    return place_apart(x, bh, T, H, D, H * D)
+
+
+@triton.jit
+def place_apart(x, bh, T, H, D, STRIDE):
+    """The same where a token begins STRIDE elements after the one before it."""
+    return x + (bh // H).to(tl.int64) * T * STRIDE + bh % H * D
 
 
 @triton.jit
@@ -147,7 +163,22 @@ def load(x, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,
 
 @triton.jit
 def store(x, value, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
-    address = x + t[:, None] * (H * D) + d[None, :]
+    store_apart(x, value, t, d, end, H * D, D, EVEN)
+
+
+@triton.jit
+def load_apart(x, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr):
+    """From a place of `place_apart`."""
+    address = x + t[:, None] * STRIDE + d[None, :]
+    if EVEN:
+        return tl.load(address)
+    return tl.load(address, mask=(t < end)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_apart(x, value, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr):
+    """To a place of `place_apart`."""
+    address = x + t[:, None] * STRIDE + d[None, :]
     if EVEN:
         tl.store(address, value.to(x.dtype.element_ty))
     else:
@@ -164,6 +195,16 @@ def state_at(x, i, ck, cv, V: tl.constexpr, K: tl.constexpr):
 def clamped(x):
     """A log decay to base 2. exp(-80) is zero beside 1; nan stays."""
     return tl.maximum(x.to(tl.float32), -80.0, propagate_nan=tl.PropagateNan.ALL) * 1.4426950408889634
+
+
+@triton.jit
+def of_gate(d_decay, d_key, decay):
+    """da of a = logit(exp(16 g)), k = 1 - exp(g): (dg - dk exp(g)) (1 - exp(16 g)) / 16, with g to base 2."""
+    x = decay * (16.0 * 0.6931471805599453)
+    # 1 - exp(x) loses its digits where x is small.
+    near = -x * (1.0 + x * (0.5 + x * (1.0 / 6.0)))
+    closed = tl.where(x > -0.03, near, 1.0 - tl.exp2(16.0 * decay))
+    return (d_decay - d_key * tl.exp2(decay)) * closed * 0.0625
 
 
 @triton.jit

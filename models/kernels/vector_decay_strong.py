@@ -14,7 +14,20 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .launch import Launch
-from .vector_decay_common import CHUNK, MILD, Case, chunk_of, clamped, load, place, store
+from .vector_decay_common import (
+    CHUNK,
+    MILD,
+    Case,
+    chunk_of,
+    clamped,
+    load,
+    load_apart,
+    of_gate,
+    place,
+    place_apart,
+    store,
+    store_apart,
+)
 
 try:
     import triton
@@ -28,11 +41,16 @@ _SUB = 16
 @lru_cache(4096)
 def strong_launches(case: Case) -> tuple[Launch, Launch]:
     """Forward and backward."""
-    grid = case.chunks, case.rows
+    # Most programs find nothing to do: one for each chunk would take longer to start than they take.
+    together = min(16, triton.next_power_of_2(max(1, case.chunks * case.rows // 512)))
+    grid = -(-case.chunks // together), case.rows
     sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
+    constants = CHUNK, _SUB, MILD, together
     options = {"num_warps": 8, "num_stages": 1}
-    forward = Launch(_strong_forward, grid, *sizes, CHUNK, _SUB, MILD, *case.flags, **options)
-    backward = Launch(_strong_backward, grid, *sizes, CHUNK, _SUB, MILD, *case.flags, **options)
+    forward = Launch(_strong_forward, grid, *sizes, *constants, *case.flags, **options)
+    backward = Launch(
+        _strong_backward, grid, *sizes, *constants, *case.gradient_strides, case.layer, *case.flags, **options
+    )
     return forward, backward
 
 
@@ -63,14 +81,31 @@ def _apart(query, key, until, decay, row, block, SUB: tl.constexpr):
 
 
 @triton.jit
+def _any(strong, bh, first, N, TOGETHER: tl.constexpr):
+    """Whether one of these chunks is strong."""
+    n = first + tl.arange(0, TOGETHER)
+    return tl.max(tl.load(strong + bh * N + n, mask=n < N, other=0), 0) != 0
+
+
+@triton.jit
 def _strong_forward(
     strong, q, k, v, g, table, o, T, H, N, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
-    MILD: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    MILD: tl.constexpr, TOGETHER: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    n, bh = tl.program_id(0), tl.program_id(1)
-    if tl.load(strong + bh * N + n) == 0:
-        return
+    first, bh = tl.program_id(0) * TOGETHER, tl.program_id(1)
+    if _any(strong, bh, first, N, TOGETHER):
+        for n in range(first, tl.minimum(first + TOGETHER, N)):
+            if tl.load(strong + bh * N + n) != 0:
+                _forward_of(n, bh, q, k, v, g, table, o, T, H, scale, K, V, BK, BV, C, SUB, MILD, PACKED, PRECISION)
+
+
+@triton.jit
+def _forward_of(
+    n, bh, q, k, v, g, table, o, T, H, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    MILD: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
     ck, cv, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     q, k, g = place(q, bh, T, H, K), place(k, bh, T, H, K), place(g, bh, T, H, K)
@@ -109,18 +144,34 @@ def _strong_forward(
 
 @triton.jit
 def _strong_backward(
-    strong, do, q, k, v, g, table, dq, dk, dv, dg, T, H, N, scale,
+    strong, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, aug_weight, T, H, N, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
-    MILD: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    MILD: tl.constexpr, TOGETHER: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    n, bh = tl.program_id(0), tl.program_id(1)
-    if tl.load(strong + bh * N + n) == 0:
-        return
+    first, bh = tl.program_id(0) * TOGETHER, tl.program_id(1)
+    if _any(strong, bh, first, N, TOGETHER):
+        for n in range(first, tl.minimum(first + TOGETHER, N)):
+            if tl.load(strong + bh * N + n) != 0:
+                _backward_of(
+                    n, bh, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, aug_weight, T, H, scale,
+                    K, V, BK, BV, C, SUB, MILD, STRIDE_K, STRIDE_V, LAYER, PACKED, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def _backward_of(
+    n, bh, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, aug_weight, T, H, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    MILD: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
     ck, cv, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     q, k, g = place(q, bh, T, H, K), place(k, bh, T, H, K), place(g, bh, T, H, K)
-    dq, dk, dg = place(dq, bh, T, H, K), place(dk, bh, T, H, K), place(dg, bh, T, H, K)
-    v, do, dv = place(v, bh, T, H, V), place(do, bh, T, H, V), place(dv, bh, T, H, V)
+    dq, dk = place_apart(dq, bh, T, H, K, STRIDE_K), place_apart(dk, bh, T, H, K, STRIDE_K)
+    v, do = place(v, bh, T, H, V), place(do, bh, T, H, V)
+    dv, dg = place_apart(dv, bh, T, H, V, STRIDE_V), place(dg, bh, T, H, K)
     start, end = chunk_of(table, n, T, C, PACKED)
     t = start + row
     da = tl.zeros([C, C], tl.float32)
@@ -182,13 +233,22 @@ def _strong_backward(
         d = block + cv
         grad = load(do, t, d, end, H, V, BV, False).to(rounded)
         d_value = tl.trans(tl.dot(tl.trans(grad), a.to(rounded), input_precision=PRECISION))
-        d_value += load(dv, t, d, end, H, V, BV, False).to(tl.float32)
-        store(dv, d_value, t, d, end, H, V, BV, False)
+        d_value += load_apart(dv, t, d, end, STRIDE_V, V, False).to(tl.float32)
+        store_apart(dv, d_value, t, d, end, STRIDE_V, V, False)
     d_decay = tl.cumsum(d_decay, 0, reverse=True)
     d_decay += load(dg, t, ck, end, H, K, BK, False)
-    store(dg, tl.where(raw < -80.0, 0.0, d_decay), t, ck, end, H, K, BK, False)
+    d_decay = tl.where(raw < -80.0, 0.0, d_decay)
     d_query *= scale
-    d_query += load(dq, t, ck, end, H, K, BK, False).to(tl.float32)
-    store(dq, d_query, t, ck, end, H, K, BK, False)
-    d_key += load(dk, t, ck, end, H, K, BK, False).to(tl.float32)
-    store(dk, d_key, t, ck, end, H, K, BK, False)
+    if LAYER:
+        share = tl.load(place(d_strength, bh, T, H, 1) + t * H, mask=t < end, other=0.0)[:, None]
+        share *= tl.load(aug_weight + bh % H * K + ck, mask=ck < K, other=0.0).to(tl.float32)[None, :]
+        d_query += key * share
+        d_key += query * share * (1.0 / scale)
+    d_query += load_apart(dq, t, ck, end, STRIDE_K, K, False).to(tl.float32)
+    store_apart(dq, d_query, t, ck, end, STRIDE_K, K, False)
+    d_key += load_apart(dk, t, ck, end, STRIDE_K, K, False).to(tl.float32)
+    if LAYER:
+        store_apart(dk, of_gate(d_decay, d_key, decay), t, ck, end, STRIDE_K, K, False)
+    else:
+        store_apart(dk, d_key, t, ck, end, STRIDE_K, K, False)
+        store(dg, d_decay, t, ck, end, H, K, BK, False)

@@ -14,11 +14,12 @@ from ..convolution import CausalConvolution, convolve_input
 from ..fan_out import FanOut, apply_each
 from ..forgetting import forgettable
 from ..init import linear
-from ..kernels import takes
+from ..kernels import takes, vector_decay_takes
 from ..kernels.metala_epilogue import metala_epilogue
 from ..padding import without_padding
 from ..precision import wide
 from ..recurrence import recurrence
+from ..sequence_shards import current_shards
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,21 @@ class MetaLA(nn.Module):
         """
         state = state or {}
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
-        linears = {"q": self.q_proj, "v": self.v_proj, "gate": self.gate_proj, "a": self.a_proj, "k": self.k_proj}
+        # In the order in which a trainer's flat memory has their weights.
+        linears = {"q": self.q_proj, "a": self.a_proj, "k": self.k_proj, "v": self.v_proj, "gate": self.gate_proj}
         present = {name: linear for name, linear in linears.items() if linear is not None}
         of = dict(zip(present, self.fan_out(x, tuple(present.values())), strict=True))
         q, v = _heads(of["q"], self.head_dim_k), _heads(of["v"], self.head_dim_v)
+        initial_state = state.get("recurrent")
+        if self.aug_weight is not None and set(of) == {"q", "a", "v", "gate"} and mask is None:
+            a = _heads(of["a"], self.head_dim_k)
+            if takes(q) and vector_decay_takes(q, a, v, a) and current_shards() is None:
+                from ..kernels.metala_core import metala_core
+
+                of_core = q, a, v, self.aug_weight, of["gate"], self.scale, initial_state, cu_seqlens
+                y, new_state["recurrent"] = metala_core(*of_core)
+                y = self.out_proj(y)
+                return (y, new_state) if return_state else y
         # alpha is a parameter where the decay is not dynamic.
         a = of["a"] if self.decay is None else self.decay.expand(*x.shape[:2], -1)
         log_decay, k = (_heads(y, self.head_dim_k) for y in decay_and_key(a))
@@ -142,7 +154,7 @@ class MetaLA(nn.Module):
             v,
             log_decay,
             scale=self.scale,
-            initial_state=state.get("recurrent"),
+            initial_state=initial_state,
             cu_seqlens=cu_seqlens,
             mild_decay=True,
         )

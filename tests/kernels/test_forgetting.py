@@ -17,19 +17,31 @@ from models.forgetting import forgetting
 
 # Norms and SwiGLU; convolution, gate and epilogue; the feature maps of queries and keys in one launch.
 AGAIN = {"metala": 3 + 3, "lion": 3 + 1}
+# MetaLA's core as one step also keeps the states between chunks.
+CORE = 1
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("mixer", AGAIN)
+@pytest.mark.parametrize("mixer", [*AGAIN, "metala as one step"])
 def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm: str) -> None:
+    from models.kernels import metala_core
     from models.kernels.launch import Launch
 
     shape = {"vocab_size": 8, "num_layers": 1, "hidden_size": 32, "num_heads": 2, "norm": norm}
+    core, mixer = mixer not in AGAIN, mixer.split()[0]
     options: dict[str, Any] = {"lion": {"causal": False}} if mixer == "lion" else {}
     torch.manual_seed(5)
     block = Block(ModelConfig(**shape, mixers=(mixer,), mixer_options=options), 0).to(device)
     join_fan_outs(block, None)
-    x = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(1)).to(device)
+    taken = []
+    if core and device == "cuda":
+        block = block.bfloat16()
+    elif core:
+        monkeypatch.setattr("models.mixers.metala.vector_decay_takes", lambda *_: True)
+        monkeypatch.setattr("models.kernels.vector_decay._DTYPES", (torch.float32,))
+    inner = metala_core.metala_core
+    monkeypatch.setattr(metala_core, "metala_core", lambda *of: taken.append(1) or inner(*of))
+    x = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(1)).to(block.norm1.weight)
     launches = 0
 
     def counted(self: Launch, *pointers: Tensor | None) -> None:
@@ -52,5 +64,6 @@ def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm:
         return launches - before, results
 
     (once, expected), (again, found) = gradients(nullcontext()), gradients(forgetting())
-    assert again == once + AGAIN[mixer]
+    assert again == once + AGAIN[mixer] + CORE * core
+    assert len(taken) == 2 * core
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

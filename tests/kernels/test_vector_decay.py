@@ -106,8 +106,8 @@ def test_sequences_cut_into_stretches(
     """What few long sequences take, here with 7 chunks in stretches of two; packed, of up to 10 the last are empty."""
     from models.kernels import vector_decay_states as kernels
 
-    request.addfinalizer(kernels._scan.cache_clear)
-    kernels._scan.cache_clear()
+    request.addfinalizer(kernels._launches.cache_clear)
+    kernels._launches.cache_clear()
     monkeypatch.setattr(kernels, "stretches_of", lambda _: 4)
     check(device, (1, 400, 1, 16, 16), "later", [0, 90, 90, 230, 400] if packed else None, tolerance=5e-5)
 

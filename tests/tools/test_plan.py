@@ -115,8 +115,8 @@ def test_layers_on_the_device_meta():
     assert whole[1].parameters == pytest.approx(2 * cut[1].parameters, rel=0.02)
     # What is cut halves; norms, residual streams and the convolution before the cut stay, or are shared out as well.
     assert whole[1].kept / 2 < split[1].kept < cut[1].kept < whole[1].kept
-    # What is exchanged over the sequence are states, and the sums of decays.
-    assert 1 < costs(context=2)[1].kept / (whole[1].kept / 2) < 1.03
+    # What is exchanged over the sequence are states, and the sums of decays; the core is not one step there, and keeps a too.
+    assert 1 < costs(context=2)[1].kept / (whole[1].kept / 2) < 1.06
     assert costs("full")[1].kept == tokens  # its output alone
     assert costs("full")[1].backward > whole[1].kept - tokens
     assert tokens < costs("selective")[1].kept < costs("elementwise")[1].kept < whole[1].kept
@@ -143,7 +143,8 @@ MEASURED = {
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_estimate_is_within_15_percent_of_what_was_measured_on_gpus(name, monkeypatch):
-    monkeypatch.setattr("models.recurrence.vector_decay_takes", lambda *_: False)
+    for user in ("models.recurrence", "models.mixers.metala"):
+        monkeypatch.setattr(f"{user}.vector_decay_takes", lambda *_: False)
     layout, gpus, micro, accumulation, words, measured = MEASURED[name]
     samples = micro * accumulation * gpus // layout.pipeline
     words = [*words, f"batch.micro_batch_size={micro}", f"batch.global_batch_size={samples}"]
@@ -162,13 +163,15 @@ def test_every_kernel_counts_as_itself():
     d, width = 256, ModelConfig(vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8).mlp_width
     norms_and_sums = 4 * d  # the norms' outputs, the sum between them, the block's output
     convolution = d
-    projections = d // 2 + d + d + d // 2  # q, v, gate, a
+    projections = d // 2 + d + d  # q, v, gate
     decay, key = d, d // 2  # half as wide, the decay in float32
+    states = 16 * 32 * 8 // 64  # of 8 heads, every 64 tokens
     output, epilogue = d, d
     mlp = 3 * width
-    kept = norms_and_sums + convolution + projections + decay + key + output + epilogue + mlp
+    kept = norms_and_sums + convolution + projections + decay + key + states + output + epilogue + mlp
     assert costs()[1].kept == pytest.approx(2 * 2 * 512 * kept, rel=0.01)
-    forgotten = 2 * d + convolution + decay + key + epilogue + width
+    # Decay and key are made again from a, which is kept in their place.
+    forgotten = 2 * d + convolution + decay + key - d // 2 + states + epilogue + width
     assert costs("elementwise")[1].kept == pytest.approx(2 * 2 * 512 * (kept - forgotten), rel=0.01)
     names = {name.rpartition(".")[2] for name in unlaunched()}
     assert names == {path.stem for path in (ROOT / "models" / "kernels").glob("[!_]*.py")}
