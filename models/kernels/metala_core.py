@@ -79,9 +79,9 @@ class _Core(torch.autograd.Function):
         keys, values = q.shape[2] * q.shape[3], gate.shape[2]
         side_by_side = q.new_empty(*q.shape[:2], 2 * (keys + values))
         dq, da, dv, d_gate = side_by_side.split([keys, keys, values, values], dim=-1)
-        do, *augmentation, d_weight = backward_apart(dy, o, q, k, v, aug_weight, gate, ctx.eps, d_gate)
+        do, d_strength, d_weight = backward_apart(dy, o, q, k, v, aug_weight, gate, ctx.eps, dv, d_gate)
         dg = torch.empty_like(g)  # where a chunk is strong
-        d_initial = backward(ctx.case, do, d_final, dq, da, dv, dg, (*augmentation, aug_weight), *saved)
+        d_initial = backward(ctx.case, do, d_final, dq, da, dv, dg, (d_strength, aug_weight), *saved)
         heads = q.shape[2]
         dq, da, dv = (x.unflatten(-1, (heads, -1)) for x in (dq, da, dv))
         return dq, da, dv, d_weight, d_gate, d_initial, None, None, None

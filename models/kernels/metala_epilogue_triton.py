@@ -60,7 +60,7 @@ class _Epilogue(torch.autograd.Function):
             partial = torch.empty(programs, aug_weight.numel(), dtype=torch.float32, device=o.device)
         if o.numel():
             launch = _launches(*ctx.case)[1]
-            launch(aligned(dy), o, q, k, v, aug_weight, gate, do, dq, dk, dv, None, None, partial, dgate)
+            launch(aligned(dy), o, q, k, v, aug_weight, gate, do, dq, dk, dv, None, partial, dgate)
         d_weight = None if partial is None else sum_parts(partial[None], aug_weight.dtype)[0]
         return do, dq, dk, dv, d_weight, dgate, None
 
@@ -73,21 +73,21 @@ def forward_apart(o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor
 
 
 def backward_apart(
-    dy: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, eps: float, dgate: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient of o; s and its gradient, float32 [batch, length, heads]; the gradient of aug_weight. That of gate is
-    written to dgate, [batch, length, heads * head_dim_v] with any stride from token to token.
+    dy: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, eps: float, dv: Tensor,
+    dgate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradient of o; of s, float32 [batch, length, heads]; of aug_weight. That of gate, and that of v from the
+    augmentation, are written to dgate and dv, [batch, length, heads * head_dim_v] with one stride from token to token.
 
-    With them q, k and v have dq_tc = ds_t w_c k_tc, dk_tc = ds_t w_c q_tc and dv_t = do_t s_t sigmoid'(s_t v_t), which are
-    added where more of these gradients is at hand.
+    With ds, q and k have dq_tc = ds_t w_c k_tc and dk_tc = ds_t w_c q_tc, which are added where more of them is at hand.
     """
     do = torch.empty_like(o)
-    strength, d_strength = torch.empty(2, *o.shape[:3], dtype=torch.float32, device=o.device)
+    d_strength = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
     programs = _programs(o.shape, *_BACKWARD[:2])[1]
     partial = torch.empty(programs, aug_weight.numel(), dtype=torch.float32, device=o.device)
     case = o.device, o.dtype, aug_weight.dtype, o.shape, q.shape[-1], eps, dgate.stride(1)
-    _launches(*case)[1](dy, o, q, k, v, aug_weight, gate, do, None, None, None, strength, d_strength, partial, dgate)
-    return do, strength, d_strength, sum_parts(partial[None], aug_weight.dtype)[0]
+    _launches(*case)[1](dy, o, q, k, v, aug_weight, gate, do, None, None, dv, d_strength, partial, dgate)
+    return do, d_strength, sum_parts(partial[None], aug_weight.dtype)[0]
 
 
 @lru_cache(4096)
@@ -186,7 +186,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy, o, q, k, v, aug_weight, gate, do, dq, dk, dv, strengths, d_strengths, partial, dgate, T, H, eps,
+    dy, o, q, k, v, aug_weight, gate, do, dq, dk, dv, d_strengths, partial, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, AUGMENT: tl.constexpr,
     STRIDE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
@@ -209,8 +209,9 @@ def _backward(
         normal, inverse = _normalise(x, cv, eps, V, BV)
         sigmoid = tl.sigmoid(u)
         d_gate = grad * normal * sigmoid * (1.0 + u * (1.0 - sigmoid))
-        address = dgate + t[:, None].to(tl.int64) * STRIDE + h * V + cv[None, :]
-        tl.store(address, d_gate.to(dgate.dtype.element_ty), mask=(t < T)[:, None] & (cv < V)[None, :])
+        at = t[:, None].to(tl.int64) * STRIDE + h * V + cv[None, :]
+        inside = (t < T)[:, None] & (cv < V)[None, :]
+        tl.store(dgate + at, d_gate.to(dgate.dtype.element_ty), mask=inside)
         d_normal = grad * u * sigmoid
         d_normal -= (tl.sum(d_normal, 1) / V)[:, None] + normal * (tl.sum(d_normal * normal, 1) / V)[:, None]
         d_x = d_normal * inverse[:, None]
@@ -218,12 +219,10 @@ def _backward(
         if AUGMENT:
             d_product = d_x * (0.25 - augmentation * augmentation)
             d_strength = tl.sum(d_product * value, 1)
+            tl.store(dv + at, (d_product * strength[:, None]).to(dv.dtype.element_ty), mask=inside)
             if APART:
-                of_token = t.to(tl.int64) * H + h
-                tl.store(strengths + of_token, strength, mask=t < T)
-                tl.store(d_strengths + of_token, d_strength, mask=t < T)
+                tl.store(d_strengths + t.to(tl.int64) * H + h, d_strength, mask=t < T)
             else:
-                _store(dv, d_product * strength[:, None], t, cv, h, T, H, V, BV)
                 _store(dq, d_strength[:, None] * weight[None, :] * key, t, ck, h, T, H, K, BK)
                 _store(dk, d_strength[:, None] * weight[None, :] * query, t, ck, h, T, H, K, BK)
             d_strength = d_strength[:, None]

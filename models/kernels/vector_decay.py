@@ -103,7 +103,7 @@ class _VectorDecay(torch.autograd.Function):
         saved = ctx.saved_tensors
         do = torch.zeros_like(saved[2]) if do is None else aligned(do)
         dq, dk, dv, dg = (torch.empty_like(x) for x in saved[:4])
-        return dq, dk, dv, dg, backward(ctx.case, do, d_final, dq, dk, dv, dg, (None, None, None), *saved), None, None
+        return dq, dk, dv, dg, backward(ctx.case, do, d_final, dq, dk, dv, dg, (None, None), *saved), None, None
 
 
 # What `backward` takes from `forward`: the states before every chunk, which chunks are strong, the chunks of packed
@@ -137,7 +137,7 @@ def backward(
     dk: Tensor,
     dv: Tensor,
     dg: Tensor,
-    augmentation: tuple[Tensor | None, Tensor | None, Tensor | None],
+    augmentation: tuple[Tensor | None, Tensor | None],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -149,16 +149,16 @@ def backward(
 ) -> Tensor | None:
     """Writes the gradients of q, k, v and g, and returns that of the initial states.
 
-    Of a layer, the gradient of a is written in place of k's, and g's is scratch; augmentation: s and ds, float32 [batch,
-    length, heads], and the weight of `metala_epilogue_triton.backward_apart`.
+    Of a layer, the gradient of a is written in place of k's, g's is scratch, and dv holds what v has from the augmentation;
+    augmentation: ds, float32 [batch, length, heads], and the weight of `metala_epilogue_triton.backward_apart`.
     """
     initial = None if initial is None else aligned(initial)
     d_final = None if d_final is None else aligned(d_final)
     d_initial = None if initial is None else _states(case, d_final, initial)
-    strength, d_strength, weight = augmentation
+    d_strength, weight = augmentation
     d_states = scan(case, True, q, do, g, d_final, table, d_initial)
     chunk_launches(case)[1](
-        do, q, k, v, g, table, triangle(q.device), states, d_states, dq, dk, dv, dg, strength, d_strength, weight
+        do, q, k, v, g, table, triangle(q.device), states, d_states, dq, dk, dv, dg, d_strength, weight
     )
     strong_launches(case)[1](strong, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, weight)
     return d_initial

@@ -111,7 +111,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    do, q, k, v, g, table, triangle, states, d_states, dq, dk, dv, dg, strength, d_strength, aug_weight,
+    do, q, k, v, g, table, triangle, states, d_states, dq, dk, dv, dg, d_strength, aug_weight,
     T, H: tl.constexpr, N, scale, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     MILD: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -151,9 +151,13 @@ def _backward(
     a = tl.dot(key, tl.trans(query), input_precision=PRECISION)
     a = tl.where(upper, a, 0.0).to(rounded)
     reach = (key.to(tl.float32) * to_end).to(rounded)
-    d_value = tl.dot(reach, d_state, input_precision=PRECISION)
+    # In a layer, dv has that of the augmentation already. Addresses with a zero that the compiler does not know, or it keeps
+    # those of above in registers.
+    zero = tl.load(triangle + 1).to(tl.int32)
+    d_value = _begun(dv, t, cv, end, LAYER, C, BV, STRIDE_V, V, EVEN)
+    d_value = tl.dot(reach, d_state, d_value, input_precision=PRECISION)
     d_value = tl.dot(a, grad, d_value, input_precision=PRECISION)
-    store_apart(dv, d_value, t, cv, end, STRIDE_V, V, EVEN)
+    store_apart(dv, d_value, t + zero, cv, end, STRIDE_V, V, EVEN)
     d_key = tl.dot(value, tl.trans(d_state), input_precision=PRECISION)
     da_chunk = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
     for block in tl.static_range(BV, V, BV):
@@ -164,7 +168,8 @@ def _backward(
         passing += tl.sum(
             _load_state(states, bh * N + n, ck, d, K, V, EVEN).to(tl.float32) * other_state.to(tl.float32), 1
         )
-        d_value = tl.dot(reach, other_state, input_precision=PRECISION)
+        d_value = _begun(dv, t, d, end, LAYER, C, BV, STRIDE_V, V, EVEN)
+        d_value = tl.dot(reach, other_state, d_value, input_precision=PRECISION)
         d_value = tl.dot(a, other_grad, d_value, input_precision=PRECISION)
         store_apart(dv, d_value, t, d, end, STRIDE_V, V, EVEN)
         d_key = tl.dot(other, tl.trans(other_state), d_key, input_precision=PRECISION)
@@ -173,6 +178,11 @@ def _backward(
     d_total = tl.exp2(total) * passing + tl.sum(key.to(tl.float32) * d_key, 0)
     d_key = tl.dot(tl.where(upper, da_chunk, 0.0).to(rounded), query, d_key, input_precision=PRECISION)
     d_decay = -key.to(tl.float32) * d_key
+    if LAYER:
+        # dq = ds w k and dk = ds w q of the augmentation: with one reference for q and k they are parts of dQ and dK. A
+        # strong chunk has two, and leaves them to `vector_decay_strong.py` too.
+        share, weight = _share(d_strength, aug_weight, bh, t + zero, end, mild, scale, ck, T, H, K)
+        d_key += (query.to(tl.float32) * share[:, None]) * weight[None, :]
     d_key *= tl.exp2(-(until - near_k[None, :]))
     store_apart(dk, d_key, t, ck, end, STRIDE_K, K, EVEN)
 
@@ -188,25 +198,21 @@ def _backward(
     d_query *= tl.exp2(near_q)[None, :]
     d_query = tl.dot(tl.where(lower, da_chunk, 0.0).to(rounded), key, d_query, input_precision=PRECISION)
     d_decay += query.to(tl.float32) * d_query
+    if LAYER:
+        # Read again, and not kept.
+        share, weight = _share(d_strength, aug_weight, bh, t + zero, end, mild, scale, ck, T, H, K)
+        d_query += (key.to(tl.float32) * weight[None, :]) * share[:, None]
     # Written otherwise than above, or the compiler keeps the exponentials of above in registers.
     d_query *= tl.exp2(-(near_q[None, :] - until)) * scale
     store_apart(dq, d_query, t, ck, end, STRIDE_K, K, EVEN)
     d_decay = running_sum(d_decay, tl.trans(reached), True, exact) + d_total[None, :]
     if LAYER:
-        # What has been written is read again, from the cache: nothing of it would stay in registers until here.
-        tl.debug_barrier()
-        # Plus a zero that the compiler does not know, or it keeps the addresses of above.
-        t += tl.load(triangle + 1).to(tl.int32)
-        s = tl.load(place(strength, bh, T, H, 1) + t * H, mask=t < end, other=0.0)[:, None]
-        for block in tl.static_range(0, V, BV):
-            _add_augmentation(s, v, do, dv, t, block + cv, end, H, V, BV, STRIDE_V, EVEN)
         if mild == 1:
-            ds = tl.load(place(d_strength, bh, T, H, 1) + t * H, mask=t < end, other=0.0)[:, None]
-            weight = tl.load(aug_weight + bh % H * K + ck, mask=ck < K, other=0.0).to(tl.float32)[None, :]
-            _close(
-                ds * weight, d_decay, place(q, bh, T, H, K), place(k, bh, T, H, K), place(g, bh, T, H, K), dq, dk,
-                t, ck, end, H, K, BK, STRIDE_K, EVEN,
-            )  # fmt: skip
+            # What has been written is read again, from the cache: it would not stay in registers until here.
+            tl.debug_barrier()
+            decay = clamped(load(place(g, bh, T, H, K), t + zero, ck, end, H, K, BK, EVEN))
+            d_key = load_apart(dk, t + zero, ck, end, STRIDE_K, K, EVEN).to(tl.float32)
+            store_apart(dk, of_gate(d_decay, d_key, decay), t + zero, ck, end, STRIDE_K, K, EVEN)
         else:
             # `vector_decay_strong.py` goes on with them.
             store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
@@ -215,36 +221,20 @@ def _backward(
 
 
 @triton.jit
-def _add_augmentation(
-    s,
-    v,
-    do,
-    dv,
-    t,
-    d,
-    end,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    STRIDE: tl.constexpr,
+def _begun(
+    dv, t, d, end, LAYER: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, STRIDE: tl.constexpr, V: tl.constexpr,
     EVEN: tl.constexpr,
-):
-    """dv += do s sigmoid'(s v)."""
-    open = tl.sigmoid(s * load(v, t, d, end, H, V, BV, EVEN).to(tl.float32))
-    grad = load(do, t, d, end, H, V, BV, EVEN).to(tl.float32) * (open * (1.0 - open)) * s
-    store_apart(dv, load_apart(dv, t, d, end, STRIDE, V, EVEN).to(tl.float32) + grad, t, d, end, STRIDE, V, EVEN)
+):  # fmt: skip
+    """The float32 tile that is summed on: what is in dv, or zeros."""
+    if LAYER:
+        return load_apart(dv, t, d, end, STRIDE, V, EVEN).to(tl.float32)
+    else:
+        return tl.zeros([C, BV], tl.float32)
 
 
 @triton.jit
-def _close(
-    share, d_decay, q, k, g, dq, dk, t, d, end, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, STRIDE: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """dq += ds w k; dk + ds w q and dg become da, in place of dk. share: ds w."""
-    d_query = load_apart(dq, t, d, end, STRIDE, K, EVEN).to(tl.float32)
-    d_query += load(k, t, d, end, H, K, BK, EVEN).to(tl.float32) * share
-    store_apart(dq, d_query, t, d, end, STRIDE, K, EVEN)
-    d_key = load_apart(dk, t, d, end, STRIDE, K, EVEN).to(tl.float32)
-    d_key += load(q, t, d, end, H, K, BK, EVEN).to(tl.float32) * share
-    decay = clamped(load(g, t, d, end, H, K, BK, EVEN))
-    store_apart(dk, of_gate(d_decay, d_key, decay), t, d, end, STRIDE, K, EVEN)
+def _share(d_strength, aug_weight, bh, t, end, mild, scale, ck, T, H: tl.constexpr, K: tl.constexpr):
+    """ds / scale of every token, 0 in a strong chunk, and w of every channel."""
+    of_token = tl.load(place(d_strength, bh, T, H, 1) + t * H, mask=(t < end) & (mild == 1), other=0.0)
+    of_channel = tl.load(aug_weight + bh % H * K + ck, mask=ck < K, other=0.0)
+    return of_token * (1.0 / scale), of_channel.to(tl.float32)

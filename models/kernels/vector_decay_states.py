@@ -152,11 +152,11 @@ def _states(
         value = load(y, t, cv, end, H, V, BV, EVEN).to(rounded)
         state = tl.dot(weighted, value, state * tl.exp2(total)[:, None], input_precision=PRECISION)
         if CUT:
-            if bv == 0:
-                place_of = between + (bh * N + n) * ((1 + PACKED) * K) + ck
-                tl.store(place_of, through, mask=ck < K)
-                if PACKED:
-                    tl.store(place_of + K, through + total, mask=ck < K)
+            # By one program of those of other values: the others' stores are masked, as a branch would end the pipeline.
+            place_of, own = between + (bh * N + n) * ((1 + PACKED) * K) + ck, (ck < K) & (bv == 0)
+            tl.store(place_of, through, mask=own)
+            if PACKED:
+                tl.store(place_of + K, through + total, mask=own)
             through += total
         if PACKED and LEAVE:
             tl.store(state_at(leave, at, ck, cv, V, K), state, mask=inside & (goes != 0))
