@@ -202,14 +202,18 @@ def _join(
             decay = tl.load(decays + at * K + ck, mask=ck < K, other=0.0)
             state *= tl.exp2(decay)[:, None]
             state += tl.load(state_at(ends, at, ck, cv, V, K), mask=inside, other=0.0)
+        next_state = tl.load(state_at(states, bh * N + begin + group * GROUP, ck, cv, V, K), mask=inside, other=0.0)
         for step in range(group * GROUP, last):
             n = begin + step
+            own = next_state.to(tl.float32)
+            # Loaded a turn ahead, so that memory answers while this turn computes.
+            there = inside & (step + 1 < last)
+            next_state = tl.load(state_at(states, bh * N + n + 1, ck, cv, V, K), mask=there, other=0.0)
             place_of = between + (bh * N + n) * ((1 + PACKED) * K) + ck
             decay = tl.load(place_of, mask=ck < K, other=-float("inf"))
             # Packed, a sequence that begins here has nothing before it.
             if tl.max(decay, 0) != -float("inf"):
                 here = state_at(states, bh * N + n, ck, cv, V, K)
-                own = tl.load(here, mask=inside, other=0.0).to(tl.float32)
                 tl.store(here, (own + state * tl.exp2(decay)[:, None]).to(states.dtype.element_ty), mask=inside)
                 if LEAVE:
                     of, goes = bh, n == (0 if BACKWARD else N - 1)
