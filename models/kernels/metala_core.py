@@ -42,10 +42,10 @@ def metala_core(
     """
     case = case_of(q, a, v, scale, initial_state, cu_seqlens, layer=True)
     initial_state = None if initial_state is None else initial_state.float()
-    return _Core.apply(q, a, v, aug_weight, gate, initial_state, cu_seqlens, case, eps)
+    return _MetaLACore.apply(q, a, v, aug_weight, gate, initial_state, cu_seqlens, case, eps)
 
 
-class _Core(torch.autograd.Function):
+class _MetaLACore(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -187,6 +187,7 @@ def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("chunk_gla_fwd_kernel_o", ("ChunkGLAFunction",), "block.mixer", "recurrence"),
         ("_backward", ("_ConvolutionBackward", "autograd::engine::evaluate_function: x"), "", "convolution"),
         ("_backward", ("_EpilogueBackward", "autograd::engine::evaluate_function: x"), "", "epilogue"),
+        ("_backward", ("_MetaLACoreBackward", "autograd::engine::evaluate_function: x"), "", "recurrence"),
         ("Memcpy DtoD (Device -> Device)", ("aten::copy_", "aten::to"), "block.mixer", "copies and casts"),
         ("vectorized_elementwise_kernel", ("aten::mul", "x"), "block.mlp", "MLP, elementwise"),
         ("multi_tensor_apply_kernel", ("aten::_fused_adamw_", "Optimizer.step#AdamW.step"), "", "optimizer"),
