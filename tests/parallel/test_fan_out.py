@@ -36,7 +36,6 @@ def test_outputs_and_gradients_of_the_linears_by_themselves(again: bool) -> None
         torch.testing.assert_close(found, wanted)
 
 
-
 class _Beside(torch.autograd.Function):
     """The identity of several tensors; their gradients lie side by side, as MetaLA's and SwiGLU's kernels write them."""
 
