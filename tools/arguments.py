@@ -17,10 +17,11 @@ def command_line(command: str, description: str | None, epilog: str = "") -> arg
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first key that a schema refuses, its value and why: "seeds = []: ..." or "name: Field required"."""
+    """The first key that a schema refuses, its value and why: "seeds = []: ..." or "name is missing: give it a value"."""
     first = error.errors(include_url=False)[0]
     key = ".".join(map(str, first["loc"]))
-    return f"{key}: {first['msg']}" if first["type"] == "missing" else f"{key} = {first['input']!r}: {first['msg']}"
+    missing = first["type"] == "missing"
+    return f"{key} is missing: give it a value" if missing else f"{key} = {first['input']!r}: {first['msg']}"
 
 
 def words(text: str) -> list[str]:

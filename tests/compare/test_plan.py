@@ -121,6 +121,10 @@ def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
     assert main([str(file)]) == 2
     assert "models.a.colour" in capsys.readouterr().err
     assert main([str(tmp_path / "none.yml")]) == 2
+    assert "none.yml does not exist: give a comparison's YAML file" in capsys.readouterr().err
+    file.write_text("title: x\nseeds: [1]\nmodels: {a: {}}\n")
+    assert main([str(file)]) == 2
+    assert "bad.yml: name is missing: give it a value" in capsys.readouterr().err
 
 
 def test_differing_keys_are_named() -> None:

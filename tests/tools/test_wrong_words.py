@@ -25,7 +25,7 @@ CASES = [
     ("masked_forms RUN", "does not exist"),
     ("length.__main__ RUN", "does not exist"),
     ("reshard RUN out", "does not exist"),
-    ("compare.__main__ CONFIG", "default.yml: name: Field required"),
+    ("compare.__main__ CONFIG", "default.yml: name is missing: give it a value"),
     ("benchmark.__main__ decode --config none.yml --device cpu --output OUT", "none.yml: no such file"),
     ("benchmark.__main__ decode --device nope --output OUT", "the device 'nope' is not here: allowed are auto, cpu"),
 ]

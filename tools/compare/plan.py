@@ -107,7 +107,12 @@ class Run:
 
 
 def read_comparison(path: Path) -> Comparison:
-    """Reads a comparison's file. Raises ValueError naming the key, or OSError."""
+    """Reads a comparison's file. Raises ValueError naming the key or the missing file, or OSError."""
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist: give a comparison's YAML file, such as configs/experiments/compare_lm.yml "
+            "(docs/comparing.md says what one holds)"
+        )
     read = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     if read.problems:
         raise ConfigError(read.problems)
