@@ -9,11 +9,9 @@ from torch import Tensor
 from models.kernels.metala_epilogue import metala_epilogue
 from models.mixers.metala import _decay_and_key
 from models.recurrence import local_recurrence
+from tests.gpu.test_vector_decay import PACKED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-# An empty sequence at the start, one between others and one at the end, one of a single token, one of two chunks.
-PACKED = [0, 0, 1, 60, 188, 188, 300, 400, 400]
 
 
 @pytest.mark.parametrize(

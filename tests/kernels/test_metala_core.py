@@ -14,7 +14,7 @@ from models.recurrence import local_recurrence
 @pytest.fixture(autouse=True)
 def _interpreter(device: str) -> None:
     if device == "cuda":
-        pytest.skip("float32, which the kernels refuse on CUDA; tests/gpu/test_vector_decay.py runs them in 16 bits")
+        pytest.skip("float32, which the kernels refuse on CUDA; tests/gpu/test_metala_core.py runs them in 16 bits")
 
 
 def gates(kind: str, *shape: int, generator: torch.Generator) -> Tensor:
