@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,28 @@ from tests.parallel import layouts
 from tests.parallel.launch import leave
 from tests.parallel.layouts import LR, STEPS, WARMUP
 from tests.untuned import leave_untuned
+
+
+class Groups:
+    """Makes a group of processes once for all cases: a communicator of NCCL costs a GPU some 100 MB, which DeepSpeed keeps
+    as long as the process lives, and a good part of a second."""
+
+    def __init__(self) -> None:
+        self._new = torch.distributed.new_group
+        self._made: dict[Any, Any] = {}
+        self._of_case: Counter[Any] = Counter()
+
+    def next_case(self) -> None:
+        """What a case asks for twice, it gets twice: only groups of former cases are given again."""
+        self._of_case.clear()
+
+    def __call__(self, ranks: list[int] | None = None, *args: Any, pg_options: Any = None, **options: Any) -> Any:
+        kind = (*(ranks or ()), pg_options is not None)
+        self._of_case[kind] += 1
+        key = (kind, self._of_case[kind])
+        if key not in self._made:
+            self._made[key] = self._new(ranks, *args, pg_options=pg_options, **options)
+        return self._made[key]
 
 
 def grid_of(parallel: dict[str, Any]) -> Grid:
@@ -122,12 +145,15 @@ def main(processes: int, out: Path) -> None:
     results: dict[str, Any] = {}
     if os.environ.get("MATRIX_DEVICE") == "cuda":
         leave_untuned()
+    torch.distributed.new_group = groups = Groups()  # type: ignore[assignment]
     reached = out.with_suffix(f".{os.environ['RANK']}")  # which case a process hangs in
     for name, parallel, dtype in layouts.guarded(processes):
         reached.write_text(name)
+        groups.next_case()
         results[name] = guards(parallel, dtype)
     for case in layouts.cases(processes):
         reached.write_text(case.name)
+        groups.next_case()
         try:
             results[case.name] = run(case)
         except Exception:
