@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import command_line, numbers, positive, words
+from tools.arguments import INTERRUPTED, command, command_line, from_zero, numbers, positive, words
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.load_model import LoadedModel
@@ -22,6 +22,7 @@ NEEDLE = "needle"  # a suite of its own: no task of the harness
 Metrics = Mapping[str, float]
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if any(word.startswith("--suite") for word in given):
@@ -30,23 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             if synthetic_suite(given):
                 return synthetic_command(given)
-        except (OSError, ValueError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
         except KeyboardInterrupt:
             print("\ninterrupted: the same command goes on with the runs that are not finished", file=sys.stderr)
-            return 130
+            return INTERRUPTED
     if given[:1] in (["compare"], ["table"]):
         from tools.evaluation.command import compare_command, table_command
 
-        try:
-            return (compare_command if given[0] == "compare" else table_command)(given[1:])
-        except (OSError, ValueError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        return (compare_command if given[0] == "compare" else table_command)(given[1:])
     options = _parser().parse_args(given)
-    from tools.load_model import CheckpointError
-
     try:
         asked = bool(options.suite or options.tasks)
         if NEEDLE in options.suite:
@@ -60,12 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_suites(options)
         if options.data or options.by_position or not asked:
             run_texts(options)
-    except (CheckpointError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("\ninterrupted: the same command goes on with what was answered", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     return 0
 
 
@@ -198,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["validation", "test"],
         help="evaluate this split where the data have it (marked in the table)",
     )
-    suites.add_argument("--shots", type=int, help="examples in the prompt (default: what the task says, none)")
+    suites.add_argument("--shots", type=from_zero, help="examples in the prompt (default: what the task says, none)")
     suites.add_argument("--max-length", type=positive, help="tokens seen at once (default: as in training)")
     suites.add_argument("--batch-tokens", type=positive, help="tokens of a batch (default: measured)")
     suites.add_argument("--samples", action="store_true", help="write every document with its answers too")

@@ -6,13 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.config import ConfigError, dump_config, explain_config, load_config
+from megatron_lite.config import dump_config, explain_config, load_config
 from megatron_lite.config_schema import Config
-from tools.arguments import command_line
+from tools.arguments import FAILED, command_line, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
     from megatron_lite.grid import Grid
@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         overrides += vocabulary_override(files, overrides)
     except (ValueError, OSError) as error:
-        print(f"error: model.vocab_size is missing, and its tokenizer cannot be read: {error}", file=sys.stderr)
-        return 2
+        return refused(ValueError(f"model.vocab_size is missing, and its tokenizer cannot be read: {error}"))
 
     def load(*more: str) -> Config[ModelConfig]:
         return load_config(files, [*overrides, *more], model_type=ModelConfig)
@@ -70,10 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from tools.dry_run import dry_run
 
             return dry_run(config)
-        return train(config, load)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return refused(error)
+    return train(config, load)
 
 
 def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]]) -> int:
@@ -96,28 +94,30 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
         parallel = config.parallel
         sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
         grid = init_grid(config.run.device, **sizes)
+        # Before hours of tokenising.
+        _on_main(grid, lambda: config.run.path.mkdir(parents=True, exist_ok=True))
         fit = _prepare(config, reload, grid)
-    except CheckpointError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
     except (ValueError, OSError) as error:
-        print(f"\nerror: {_words(error, config)}", file=sys.stderr)
-        return 2
+        with suppress(OSError):  # one that holds something stays
+            config.run.path.rmdir()
+        print(file=sys.stderr)
+        return refused(_by_its_key(error, config))
     try:
         # From the first step on any other error is no answer to a configuration: it keeps its traceback.
         return fit()
     except (CheckpointError, TooManySkippedSteps) as error:
         print(f"\nerror: {error}", file=sys.stderr)
-        return 1
+        return FAILED
 
 
-def _words(error: Exception, config: Config[Any]) -> str:
+def _by_its_key(error: Exception, config: Config[Any]) -> Exception:
     """The error; one of the system about a folder of the configuration names its key."""
     folders = {"run.directory": config.run.path, "data.cache_directory": config.data.cache_directory}
     for key, folder in folders.items():
         if isinstance(error, OSError) and error.filename and Path(error.filename).is_relative_to(folder):
-            return f"{key} = {folder}: {error.strerror} ({error.filename}); name a folder that can be written"
-    return str(error)
+            words = f"{key} = {folder}: {error.strerror} ({error.filename}); name a folder that can be written"
+            return OSError(error.errno, words)
+    return error
 
 
 def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], grid: Grid) -> Callable[[], int]:

@@ -36,7 +36,7 @@ VERSION = 2  # 1 had no shards, and is read
 OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read; the message is for a person."""
 
 

@@ -234,7 +234,9 @@ def _nearest_files(name: str) -> str:
     stems = {file: Path(file).stem for file in names}
     close = difflib.get_close_matches(Path(name).stem, sorted(set(stems.values())), n=3, cutoff=0.6)
     found = [file for stem in close for file in sorted(names) if stems[file] == stem][:3]
-    return f"; nearest: {', '.join(found)}" if found else ""
+    return (
+        f"; nearest: {', '.join(found)}" if found else "; name one that is there, configs/README.md lists the project's"
+    )
 
 
 class _Loader(yaml.SafeLoader):

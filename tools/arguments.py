@@ -1,12 +1,69 @@
-"""Command lines: a parser whose --help is written as it is to be read, and values, `type=` of an argument."""
+"""Command lines: a parser whose --help is written as it is to be read, values (`type=` of an argument), and how a command
+ends.
+
+Every program here ends with 0 when it did what was asked; with 1 when it did its work and the result is not what was
+asked (logits that differ, runs that are left), or could not be kept (a full disk); and with 2, as argparse does, when it
+refuses its input, after a sentence on stderr. Anything else is this program's own mistake and keeps its traceback.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import errno
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+FAILED = 1
+REFUSED = 2
+INTERRUPTED = 130
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Number = TypeVar("Number", int, float)
+Main = Callable[[Sequence[str] | None], int]
+
+
+def command(main: Main) -> Callable[..., int]:
+    """`main` of a program: an OSError or a ValueError of it (those of configurations and checkpoints are among them) is
+    its input's, and ends it as `refused` says."""
+
+    @functools.wraps(main)
+    def answered(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return main(arguments)
+        except (OSError, ValueError) as error:
+            return refused(error)
+
+    return answered
+
+
+def refused(error: Exception) -> int:
+    """Says on stderr what cannot be used and why; the exit status that goes with it."""
+    full = any(isinstance(problem, OSError) and problem.errno in FULL for problem in (error, error.__cause__))
+    hint = ". What is finished is kept: make room and give the same command again" if full else ""
+    print(f"error: {_words(error)}{hint}", file=sys.stderr)
+    return FAILED if full else REFUSED
+
+
+def _words(error: Exception) -> str:
+    """The error's own sentence; for one of the system, the file first and what may stand there."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    if error.filename is None:
+        return error.strerror
+    wanted = {
+        FileNotFoundError: "; name a path that is there",
+        IsADirectoryError: "; name a file",
+        NotADirectoryError: "; name a folder",
+        PermissionError: "; name one that may be read and written",
+        FileExistsError: "; name another",
+    }
+    return f"{error.filename}: {error.strerror}{wanted.get(type(error), '')}"
 
 
 def command_line(command: str, description: str | None, epilog: str = "") -> argparse.ArgumentParser:
@@ -30,13 +87,40 @@ def words(text: str) -> list[str]:
 
 
 def numbers(text: str) -> list[int]:
-    """ "1,2" as a list."""
-    return [int(word) for word in words(text)]
+    """ "1,2" as a list of whole numbers, none below 0."""
+    return [from_zero(word) for word in words(text)]
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on; argparse's error says so otherwise."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: 1 or more is allowed")
+    """A whole number from 1 on; argparse's error says so otherwise, and so for those below."""
+    return _number(text, int, "a whole number, 1 or more,", lambda value: value >= 1)
+
+
+def from_zero(text: str) -> int:
+    """A whole number from 0 on."""
+    return _number(text, int, "a whole number, 0 or more,", lambda value: value >= 0)
+
+
+def above_zero(text: str) -> float:
+    """A number above 0."""
+    return _number(text, float, "a number above 0", lambda value: 0 < value < math.inf)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    return _number(text, float, "a share from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def above_zero_to_one(text: str) -> float:
+    """A share that is not nothing."""
+    return _number(text, float, "a share above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+def _number(text: str, kind: type[Number], allowed: str, holds: Callable[[Number], bool]) -> Number:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not holds(value):
+        raise argparse.ArgumentTypeError(f"{text}: {allowed} is allowed")
     return value

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_whole
-from tools.arguments import command_line
+from tools.arguments import above_zero, command, command_line, positive
 from tools.evaluation.whole_sets import write_whole_sets
 
 
@@ -68,6 +68,7 @@ class Timing:
         return self.tokenising + self.scoring / self.share if self.share else float("nan")
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.tokenizer is None and options.checkpoint is None:
@@ -284,15 +285,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint", type=Path, help="a run or step folder (default: --model at its random start)")
     parser.add_argument("--model", type=Path, default=Path("configs/model/metala_360m.yml"), help="default %(default)s")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of the random model")
-    parser.add_argument("--scale", type=float, default=1.0, help="part of the whole sets (default 1)")
+    parser.add_argument("--scale", type=above_zero, default=1.0, help="part of the whole sets (default 1)")
     parser.add_argument("--only", choices=["metalion", "hf"], help="one side alone")
-    parser.add_argument("--limit-minutes", type=float, help="stop each side after so long and estimate the rest")
-    parser.add_argument("--max-length", type=int, default=2048, help="tokens seen at once (default %(default)s)")
+    parser.add_argument("--limit-minutes", type=above_zero, help="stop each side after so long and estimate the rest")
+    parser.add_argument("--max-length", type=positive, default=2048, help="tokens seen at once (default %(default)s)")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
     parser.add_argument("--hf-batch", default="auto", help="lm-eval's batch size (default auto)")
     parser.add_argument(
-        "--hf-max-batch", type=int, default=512, help="where lm-eval's search begins (default %(default)s)"
+        "--hf-max-batch", type=positive, default=512, help="where lm-eval's search begins (default %(default)s)"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark"), help="folder of evaluation.json")
     return parser

@@ -7,7 +7,7 @@ python -m tools.config_reference --check    # exit 1 where it is stale
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_lite.config_checks import DERIVED_KEYS, EQUATION
 from megatron_lite.config_fields import REQUIRED, Key, keys_of, leaves
 from megatron_lite.config_files import CONFIGS
 from megatron_lite.config_schema import Config
-from tools.arguments import command_line
+from tools.arguments import command, command_line
 
 INTRODUCTION = f"""\
 # Configuration reference
@@ -54,7 +54,8 @@ def config_reference(model_type: type, mixer_options: Mapping[str, type], config
     return "".join(parts)
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check configs/README.md; returns the exit status."""
     parser = command_line("python -m tools.config_reference", "Write configs/README.md from the schema.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the file is stale")

@@ -8,22 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.arguments import command_line
+from tools.arguments import above_zero, command, command_line
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.conversion.export import Export
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0, 1 when logits differ by more than the tolerance, 2 after an error."""
     options = _parser().parse_args(arguments)
-    from megatron_lite.checkpoint import CheckpointError
-
-    try:
-        return _export(options) if options.command == "export" else _import(options)
-    except (CheckpointError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return _export(options) if options.command == "export" else _import(options)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -146,7 +141,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--overwrite", action="store_true", help="replace the folder where it is an export already")
     export.add_argument("--licence", default="apache-2.0", help="the model card's, as the hub spells it (apache-2.0)")
     export.add_argument("--text", type=Path, help="text to compare logits on (default: what the run was trained on)")
-    export.add_argument("--tolerance", type=float, default=1e-4, help="largest difference of logits (default 1e-4)")
+    export.add_argument(
+        "--tolerance", type=above_zero, default=1e-4, help="largest difference of logits (default 1e-4)"
+    )
     imported = commands.add_parser(
         "import",
         help="a Hugging Face folder as a run to train on",

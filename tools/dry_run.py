@@ -20,15 +20,14 @@ from megatron_lite.memory import GIB, Setting, state_bytes
 from megatron_lite.precision import DTYPES, faster_dtype
 from models.config import ModelConfig
 from models.lm import LayerSpec, layer_specs
+from tools.devices import device_of
 from tools.meta_layers import layer_costs
 
 
 def dry_run(config: Config[ModelConfig]) -> int:
-    """Print parameters, memory by part, FLOPs and length of the run. Returns 0."""
+    """Print parameters, memory by part, FLOPs and length of the run. Returns 0. Raises ValueError as `device_of`."""
     model, batch = config.model, config.batch
-    device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if config.run.device == "auto" else config.run.device
-    )
+    device = device_of(config.run.device)
     tokens = batch.micro_batch_size * batch.sequence_length
     dtype = config.precision.dtype
     if dtype == "auto":

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from data.files import write_whole
-from tools.arguments import command_line, first_problem, positive, words
+from tools.arguments import command, command_line, first_problem, positive, words
 
 RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "glue.yml"
 
@@ -51,6 +51,7 @@ class Recipe(BaseModel):
     tasks: dict[str, TaskRecipe]
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 2 for what cannot be run."""
     parser = command_line("python -m tools.finetune_glue", __doc__, EPILOG)
@@ -71,43 +72,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="for a trial without training data: train on the rest of the validation split, evaluate on this share of it",
     )
     options = parser.parse_intermixed_args(arguments)
-    from megatron_lite.checkpoint import CheckpointError
-
-    try:
-        recipe = load_recipe(options.recipe, options.override)
-        if options.hold_out is not None and not 0 < options.hold_out < 1:
-            raise ValueError(f"--hold-out {options.hold_out}: between 0 and 1")
-        names = options.tasks or list(recipe.tasks)
-        unknown = [name for name in names if name not in recipe.tasks]
-        if unknown:
-            raise ValueError(f"--tasks {unknown[0]}: the recipe has {', '.join(recipe.tasks)}")
-        output = options.output or _run_of(options.checkpoint) / "glue"
-        session = Session(options.checkpoint, recipe, output, options.data, options.seeds, options.hold_out)
-        print(session.run(names, chained=options.start == "recipe"))
-    except (CheckpointError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    recipe = load_recipe(options.recipe, options.override)
+    if options.hold_out is not None and not 0 < options.hold_out < 1:
+        raise ValueError(f"--hold-out {options.hold_out}: between 0 and 1")
+    names = options.tasks or list(recipe.tasks)
+    unknown = [name for name in names if name not in recipe.tasks]
+    if unknown:
+        raise ValueError(f"--tasks {unknown[0]}: the recipe has {', '.join(recipe.tasks)}")
+    output = options.output or _run_of(options.checkpoint) / "glue"
+    session = Session(options.checkpoint, recipe, output, options.data, options.seeds, options.hold_out)
+    print(session.run(names, chained=options.start == "recipe"))
     return 0
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe file with single values over it. Raises ValueError naming the key, or OSError."""
-    import yaml
-
+    """A recipe file with single values over it. Raises ValueError naming the key."""
+    from megatron_lite.config_files import ConfigError, read_sources
     from tools.glue_tasks import TASKS
 
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    for word in overrides:
-        key, found, value = word.partition("=")
-        if not found:
-            raise ValueError(f"{word}: a value of the recipe is written key=value")
-        *above, last = key.split(".")
-        place = tree
-        for part in above:
-            place = place.setdefault(part, {})
-        place[last] = yaml.safe_load(value)
+    sources = read_sources([path], overrides)
+    if sources.problems:
+        raise ConfigError(sources.problems)
     try:
-        recipe = Recipe.model_validate(tree)
+        recipe = Recipe.model_validate(sources.tree)
     except ValidationError as error:
         raise ValueError(f"{path}: {first_problem(error)}") from None
     for name, task in recipe.tasks.items():

@@ -11,31 +11,33 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import command_line, positive
+from tools.arguments import command, command_line, from_zero, positive
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.load_model import LoadedModel
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.out is not None and options.prompts_file is None:
         parser.error("--out goes with --prompts-file; the text of one --prompt goes to stdout")
-    from tools.load_model import CheckpointError, load_model
+    from tools.load_model import load_model
     from tools.sampling import check_sampling
 
-    try:
-        check_sampling(options.temperature, options.top_k, options.top_p)
-        prompts = _prompts(options)
-        loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
-        out = None
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            out = options.out.open("w", encoding="utf-8")
-    except (CheckpointError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check_sampling(options.temperature, options.top_k, options.top_p)
+    prompts = _prompts(options)
+    loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
+    if loaded.model.config.two_sided_mixers():
+        raise ValueError(
+            f"{loaded.checkpoint} is a masked model: it reads both sides of a token and continues no text; "
+            "python -m tools.length evaluates it, python -m tools.finetune_glue trains it on tasks"
+        )
+    out = None
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        out = options.out.open("w", encoding="utf-8")
     started = time.perf_counter()
     count = 0
     if options.prompts_file is None:
@@ -150,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0.95,
         help="draw among the likeliest tokens that reach this probability together (default 0.95; 1 is all)",
     )
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest tokens (default 0: all)")
+    parser.add_argument("--top-k", type=from_zero, default=0, help="draw among the k likeliest tokens (default 0: all)")
     parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
     parser.add_argument("--batch-size", type=positive, default=16, help="prompts side by side (default 16)")

@@ -15,7 +15,7 @@ from data.manifest import manifest_tokenizer, read_manifest
 from data.sample_index import ORDERS
 from data.sources import read_sources
 from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
-from tools.arguments import command_line
+from tools.arguments import command, command_line, from_zero, positive
 
 EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document                      counts, lengths, integrity
@@ -29,30 +29,27 @@ The tokenizer is the one that the .json beside the files names; for files of oth
 """
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        tokens = IndexedTokens(options.prefix)
-        tokenizer = (
-            load_tokenizer(options.tokenizer_type, options.vocab_file)
-            if options.tokenizer_type
-            else manifest_tokenizer(options.prefix)
-        )
-        if options.document is not None:
-            _print_document(tokens, options.document, tokenizer)
-            print(f"from {_origin(tokens, options.document)}")
-        elif options.sample is not None:
-            _print_sample(options, tokenizer)
-        else:
-            _print_summary(tokens, tokenizer)
-        if options.most_common:
-            _print_most_common(tokens, options.most_common, tokenizer)
-        if options.histogram:
-            _draw_lengths(document_lengths(tokens), options.histogram, str(options.prefix))
-            print(f"lengths of the documents: {options.histogram}")
-    except (OSError, ValueError, IndexError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    tokens = IndexedTokens(options.prefix)
+    tokenizer = (
+        load_tokenizer(options.tokenizer_type, options.vocab_file)
+        if options.tokenizer_type
+        else manifest_tokenizer(options.prefix)
+    )
+    if options.document is not None:
+        _print_document(tokens, options.document, tokenizer)
+        print(f"from {_origin(tokens, options.document)}")
+    elif options.sample is not None:
+        _print_sample(options, tokenizer)
+    else:
+        _print_summary(tokens, tokenizer)
+    if options.most_common:
+        _print_most_common(tokens, options.most_common, tokenizer)
+    if options.histogram:
+        _draw_lengths(document_lengths(tokens), options.histogram, str(options.prefix))
+        print(f"lengths of the documents: {options.histogram}")
     return 0
 
 
@@ -175,14 +172,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("prefix", type=Path, help="the token files without extension")
-    add("--document", type=int, metavar="N", help="print document N (from 0)")
-    add("--sample", type=int, metavar="N", help="print training sample N (from 0) and where it comes from")
-    add("--sequence-length", type=int, default=2048, metavar="T", help="of the sample (2048)")
-    add("--num-samples", type=int, metavar="N", help="samples of the whole run: train_steps x global batch size")
+    add("--document", type=from_zero, metavar="N", help="print document N (from 0)")
+    add("--sample", type=from_zero, metavar="N", help="print training sample N (from 0) and where it comes from")
+    add("--sequence-length", type=positive, default=2048, metavar="T", help="of the sample (2048)")
+    add("--num-samples", type=positive, metavar="N", help="samples of the whole run: train_steps x global batch size")
     add("--seed", type=int, default=1234, metavar="S", help="run.seed (1234)")
     add("--order", choices=ORDERS, default="neox", help="data.order (neox)")
     add("--histogram", type=Path, metavar="PNG", help="draw the lengths of the documents")
-    add("--most-common", type=int, default=0, metavar="N", help="print the N most common tokens")
+    add("--most-common", type=from_zero, default=0, metavar="N", help="print the N most common tokens")
     add("--tokenizer-type", choices=TOKENIZER_TYPES, help="for files without a .json beside them")
     add("--vocab-file", metavar="FILE", help="the tokenizer's file")
     return parser

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_whole
-from tools.arguments import command_line
+from tools.arguments import command, command_line, positive
 
 FORMS = ("parallel", "chunked", "recurrent")
 SOFTMAX = "softmax attention"
@@ -29,23 +29,18 @@ example:
 """
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 1 where the forms disagree, 2 for what cannot be compared."""
     parser = command_line("python -m tools.masked_forms", __doc__, EPILOG)
     parser.add_argument("run", type=Path, help="a run, or a step folder")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096], help="tokens")
-    parser.add_argument("--batch", type=int, default=1, help="sequences (%(default)s)")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[128, 256, 512, 1024, 2048, 4096], help="tokens")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences (%(default)s)")
     parser.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
     parser.add_argument("-o", "--out", type=Path, help="the plot; default: forms.png in the run's folder")
     options = parser.parse_args(arguments)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its profiler reports every start and stop
-    from tools.load_model import CheckpointError
-
-    try:
-        rows = compare(options.run, sorted(set(options.lengths)), batch=options.batch, device=options.device)
-    except (CheckpointError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    rows = compare(options.run, sorted(set(options.lengths)), batch=options.batch, device=options.device)
     print(f"{'form':<18} {'tokens':>7} {'ms':>10} {'MiB':>10}   largest difference to parallel")
     for row in rows:
         difference = "" if math.isnan(row["difference"]) else f"{row['difference']:.1e}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import write_whole
-from tools.arguments import command_line
+from tools.arguments import command, command_line, positive
 
 if TYPE_CHECKING:
     from megatron_lite.communication import Links
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 SIZES = [1 << power for power in range(16, 31, 2)]  # 64 KiB to 1 GiB
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = command_line("python -m tools.measure_links", __doc__)
     parser.add_argument("-o", "--output", type=Path, help="write the figures as JSON")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--largest", type=int, default=SIZES[-1], metavar="BYTES", help="(default 1 GiB)")
+    parser.add_argument("--largest", type=positive, default=SIZES[-1], metavar="BYTES", help="(default 1 GiB)")
     options = parser.parse_args(arguments)
     import warnings
 
@@ -41,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
     grid = init_grid(options.device)
     if grid.world_size < 2:
-        print("error: two processes at least: torchrun --nproc-per-node 2 -m tools.measure_links", file=sys.stderr)
-        return 2
+        raise ValueError("a process alone has no links: torchrun --nproc-per-node 2 -m tools.measure_links")
     rows = measure([size for size in SIZES if size <= options.largest], grid)
     if grid.is_main:
         print(f"{grid.world_size} processes on {rows['device']}; GB/s of each process, one direction (bus)")

@@ -15,7 +15,7 @@ from data.files import write_whole
 from megatron_lite.config import ConfigError, load_config
 from megatron_lite.config_files import parse_yaml
 from megatron_lite.neox_keys import NEOX_KEYS
-from tools.arguments import command_line
+from tools.arguments import command_line, positive
 
 # Same meaning, same value: GPT-NeoX's key and the key here, which is the one that its users are told.
 SAME = (
@@ -395,10 +395,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("files", nargs="+", type=Path, help="GPT-NeoX's files")
     parser.add_argument("-o", "--out", type=Path, help="the file to write (default: the screen)")
     parser.add_argument(
-        "--vocab-size", type=int, default=50304, help="rows of the embedding (50304: GPT-NeoX-20B's tokenizer, padded)"
+        "--vocab-size",
+        type=positive,
+        default=50304,
+        help="rows of the embedding (50304: GPT-NeoX-20B's tokenizer, padded)",
     )
     parser.add_argument(
-        "--data-ranks", type=int, default=1, help="data ranks that the batch is checked for (default 1)"
+        "--data-ranks", type=positive, default=1, help="data ranks that the batch is checked for (default 1)"
     )
     return parser
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import command_line, positive
+from tools.arguments import above_zero, above_zero_to_one, command, command_line, from_zero, positive
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from megatron_lite.communication import Links, Workload
@@ -57,30 +57,29 @@ class Row:
         return sum(self.seconds.values())
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0, or 2 for a configuration that cannot run."""
     parser = command_line("python -m tools.plan", __doc__, EPILOG)
     parser.add_argument("config", nargs="+", metavar="FILE.yml | key.sub=value", help="as for train.py")
     parser.add_argument("--gpus", type=positive, default=1, help="processes of the run (default 1)")
     parser.add_argument("--gpu", default="H200", help="name as in megatron_lite/flops.py, for the peak (default H200)")
-    parser.add_argument("--gpu-memory", type=float, default=141.0, metavar="GB", help="of one GPU (default 141)")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that one GPU reaches (default 0.4)")
+    parser.add_argument("--gpu-memory", type=above_zero, default=141.0, metavar="GB", help="of one GPU (default 141)")
+    parser.add_argument(
+        "--mfu", type=above_zero_to_one, default=0.4, help="share of the peak that one GPU reaches (default 0.4)"
+    )
     parser.add_argument("--gpus-per-machine", type=positive, default=8, help="(default 8)")
     parser.add_argument("--links", type=Path, help="JSON from tools.measure_links; default: assumed speeds, printed")
-    parser.add_argument("--rows", type=int, default=20, help="layouts to print; 0: all (default 20)")
+    parser.add_argument("--rows", type=from_zero, default=20, help="layouts to print; 0: all (default 20)")
     parser.add_argument(
         "--measure", action="store_true", help="train two steps of each ZeRO stage and checkpointing mode"
     )
     options = parser.parse_intermixed_args(arguments)
-    try:
-        if options.measure:
-            from tools.measure_memory import measure
+    if options.measure:
+        from tools.measure_memory import measure
 
-            return measure(options.config)
-        return plan(options)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return measure(options.config)
+    return plan(options)
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -93,8 +92,7 @@ def plan(options: argparse.Namespace) -> int:
     dtype = "bf16" if config.precision.dtype == "auto" else config.precision.dtype
     peak = listed_peak_flops(options.gpu, dtype)
     if peak is None:
-        print(f"error: --gpu {options.gpu!r}: no {dtype} peak; known are {', '.join(PEAK_TERAFLOPS)}", file=sys.stderr)
-        return 2
+        raise ValueError(f"--gpu {options.gpu!r}: no {dtype} peak; known are {', '.join(PEAK_TERAFLOPS)}")
     links = read_links(options.links, options.gpus_per_machine)
     rows = list(layouts(config, options.config, options.gpus, dtype, peak * options.mfu, links))
     limit = options.gpu_memory * 1e9

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.metrics import read_metrics
-from tools.arguments import command_line
+from tools.arguments import command, command_line
 
 # Okabe and Ito (2008): told apart by every kind of colour vision, and in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#000000")
@@ -176,6 +176,7 @@ def distinct_names(runs: Sequence[Path]) -> list[str]:
     return names
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(
         "python -m tools.plot",
@@ -191,20 +192,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--out", type=Path, help="file to write; its suffix names the format (png, pdf, svg)")
     parser.add_argument("--html", action="store_true", help="write one self-contained page about the run instead")
     options = parser.parse_args(arguments)
-    try:
-        if options.html:
-            from tools.report import write_report
+    if options.html:
+        from tools.report import write_report
 
-            if len(options.runs) > 1:
-                parser.error("--html is about one run; leave --html out to compare several")
-            print(write_report(options.runs[0], options.out))
-        else:
-            beside = options.runs[0].parent if options.runs[0].is_file() else options.runs[0]
-            default = beside / "plot.png" if len(options.runs) == 1 else Path("plot.png")
-            print(plot_runs(options.runs, options.out or default))
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        if len(options.runs) > 1:
+            parser.error("--html is about one run; leave --html out to compare several")
+        print(write_report(options.runs[0], options.out))
+    else:
+        beside = options.runs[0].parent if options.runs[0].is_file() else options.runs[0]
+        default = beside / "plot.png" if len(options.runs) == 1 else Path("plot.png")
+        print(plot_runs(options.runs, options.out or default))
     return 0
 
 

@@ -6,7 +6,6 @@ The arguments carry GPT-NeoX's names and meanings; the files open in GPT-NeoX an
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from data.corpora import source_files
 from data.encode import Recipe
 from data.preprocess import preprocess
 from data.readers import SOURCE_KEY
-from tools.arguments import command_line, positive
+from tools.arguments import command, command_line, from_zero, positive, share
 
 # GPT-NeoX's and Megatron-LM's names for what can be read here.
 TOKENIZER_TYPES = {
@@ -49,32 +48,27 @@ A job that was killed goes on where it was when the same command is given again:
 """
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        recipe = Recipe(
-            tokenizer_type=TOKENIZER_TYPES[options.tokenizer_type],
-            tokenizer_path=options.vocab_file,
-            keys=tuple(options.jsonl_keys),
-            append_eod=options.append_eod,
-            ftfy=options.ftfy,
-            split=_shares(options.split),
-            min_characters=options.min_characters,
-            deduplicate=options.deduplicate,
-            max_broken=options.max_broken,
-            max_empty=options.max_empty,
-            source_key=options.source_key,
-        )
-        files = source_files([part for entry in options.input for part in entry.split(",")])
-        start = time.perf_counter()
-        manifests = preprocess(
-            files, options.output_prefix, recipe, workers=options.workers, progress=not options.no_progress
-        )
-    except (OSError, ValueError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = ". What is finished is kept: make room and give the same command again" if full else ""
-        print(f"error: {error}{hint}", file=sys.stderr)
-        return 1
+    recipe = Recipe(
+        tokenizer_type=TOKENIZER_TYPES[options.tokenizer_type],
+        tokenizer_path=options.vocab_file,
+        keys=tuple(options.jsonl_keys),
+        append_eod=options.append_eod,
+        ftfy=options.ftfy,
+        split=_shares(options.split),
+        min_characters=options.min_characters,
+        deduplicate=options.deduplicate,
+        max_broken=options.max_broken,
+        max_empty=options.max_empty,
+        source_key=options.source_key,
+    )
+    files = source_files([part for entry in options.input for part in entry.split(",")])
+    start = time.perf_counter()
+    manifests = preprocess(
+        files, options.output_prefix, recipe, workers=options.workers, progress=not options.no_progress
+    )
     seconds = time.perf_counter() - start
     for name, manifest in manifests.items():
         print(
@@ -109,14 +103,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--jsonl-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text; one output each (text)")
     add(
         "--max-broken",
-        type=int,
+        type=from_zero,
         default=0,
         metavar="N",
         help="lines that may fail to parse, or files in another encoding, before the job stops (0)",
     )
     add(
         "--max-empty",
-        type=float,
+        type=share,
         default=0.5,
         metavar="SHARE",
         help="share of empty documents at which the job stops (%(default)s)",
@@ -127,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="where a record names its source, for a loss of each (%(default)s, the Pile's)",
     )
-    add("--min-characters", type=int, default=0, metavar="N", help="leave out shorter documents (0)")
+    add("--min-characters", type=from_zero, default=0, metavar="N", help="leave out shorter documents (0)")
     add("--deduplicate", action="store_true", help="keep the first of equal texts")
     add("--ftfy", action="store_true", help="repair mis-decoded text with the package ftfy, which must be installed")
     add = parser.add_argument_group("tokenizer").add_argument

@@ -15,24 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import command_line
+from tools.arguments import command, command_line, positive
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0, or 2 with a message."""
     parser = command_line("python -m tools.reshard", __doc__)
     parser.add_argument("checkpoint", type=Path, help="run folder, checkpoints folder or step folder")
     parser.add_argument("output", type=Path, help="new folder; the checkpoint becomes OUTPUT/step_XXXXXXXX")
     for key in ("data", "tensor", "pipeline"):
-        parser.add_argument(f"--{key}", type=int, default=1, metavar="N", help=f"{key} size of the layout to write for")
+        parser.add_argument(
+            f"--{key}", type=positive, default=1, metavar="N", help=f"{key} size of the layout to write for"
+        )
     options = parser.parse_args(arguments)
-    from megatron_lite.checkpoint import CheckpointError
-
-    try:
-        print(reshard(options.checkpoint, options.output, options.data, options.tensor, options.pipeline))
-    except (CheckpointError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(reshard(options.checkpoint, options.output, options.data, options.tensor, options.pipeline))
     return 0
 
 

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools.arguments import command_line
+from tools.arguments import command, command_line
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; what follows the folder goes to `transformers serve` as it is."""
     parser = command_line(
@@ -35,15 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     config = options.folder / "config.json"
     if not config.is_file():
-        print(f"error: {options.folder} is no export: config.json is missing", file=sys.stderr)
-        return 2
+        raise ValueError(
+            f"{options.folder} is no export: config.json is missing; python -m tools.convert_hf export RUN FOLDER writes one"
+        )
     name = json.loads(config.read_text(encoding="utf-8"))["architectures"][0]
     if name != "MetalionForCausalLM":
-        print(f"error: {options.folder} holds a {name}: only causal models of this project are served", file=sys.stderr)
-        return 2
+        raise ValueError(f"{options.folder} holds a {name}: only causal models of this project are served")
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
-        print("error: the server is an extra of transformers: pip install 'transformers[serving]'", file=sys.stderr)
-        return 2
+        raise ValueError("the server is an extra of transformers: pip install 'transformers[serving]'")
     import transformers
     from transformers.cli.transformers import main as transformers_command
     from transformers.dynamic_module_utils import get_class_from_dynamic_module

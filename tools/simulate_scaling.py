@@ -13,18 +13,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.arguments import command_line, positive
+from tools.arguments import above_zero, command, command_line, positive
 
 COUNTS = [1 << power for power in range(11)]  # 1 to 1024
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = command_line("python -m tools.simulate_scaling", __doc__)
     parser.add_argument("config", nargs="+", metavar="FILE.yml | key.sub=value", help="as for train.py")
     parser.add_argument(
         "--flops",
-        type=float,
+        type=above_zero,
         default=440e12,
         help="FLOP/s that one GPU reaches alone (default 4.4e14, MetaLA 1.4B on an H200)",
     )
@@ -37,12 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.measure_links import read_links
     from tools.plan import layer_flops, read_config, workload
 
-    try:
-        config = read_config(options.config, 1)
-        links = read_links(options.links, options.gpus_per_machine)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = read_config(options.config, 1)
+    links = read_links(options.links, options.gpus_per_machine)
     work = workload(config, layer_flops(config), "bf16")
     layouts = {
         "data": Layout(),

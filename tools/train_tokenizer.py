@@ -13,7 +13,7 @@ from data.corpora import source_files
 from data.readers import read_documents
 from data.split import TextSample, split_position
 from data.tokenizer import load_tokenizer, train_sentencepiece
-from tools.arguments import command_line
+from tools.arguments import command, command_line, positive
 
 EXAMPLES = """example:
   python -m tools.train_tokenizer --input stdlib --vocab-size 4096 --output tokenizer.model
@@ -25,32 +25,25 @@ bpe trains in seconds; unigram takes some twenty times as long and compresses so
 """
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     start = time.perf_counter()
     held_out: list[str] = []
     sample = TextSample(options.sample_characters)
-    try:
-        for document in read_documents(source_files(options.input), options.jsonl_key):
-            position = split_position(document)
-            if position < 0.01 and sum(map(len, held_out)) < 2_000_000:
-                held_out.append(document.text)
-            else:
-                sample.add(position, document.text)
-        texts = sample.texts()
-        if not texts:
-            raise ValueError("the input holds no text")
-        print(f"training {options.model_type} of {options.vocab_size:,} on {sample.characters:,} characters")
-        train_sentencepiece(
-            texts,
-            options.output,
-            vocab_size=options.vocab_size,
-            model_type=options.model_type,
-            threads=options.workers,
-        )
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for document in read_documents(source_files(options.input), options.jsonl_key):
+        position = split_position(document)
+        if position < 0.01 and sum(map(len, held_out)) < 2_000_000:
+            held_out.append(document.text)
+        else:
+            sample.add(position, document.text)
+    texts = sample.texts()
+    if not texts:
+        raise ValueError(f"--input {' '.join(options.input)}: holds no text")
+    print(f"training {options.model_type} of {options.vocab_size:,} on {sample.characters:,} characters")
+    train_sentencepiece(
+        texts, options.output, vocab_size=options.vocab_size, model_type=options.model_type, threads=options.workers
+    )
     tokenizer = load_tokenizer("sentencepiece", options.output)
     measured, what = (held_out, "held-out documents") if held_out else (texts[:100], "the training text")
     tokens = sum(len(ids) for ids in tokenizer.encode_batch(measured, options.workers))
@@ -66,16 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs, or stdlib")
     add("--jsonl-key", default="text", metavar="KEY", help="key of the text in JSON lines (text)")
     add("--output", type=Path, required=True, metavar="FILE", help="the model to write")
-    add("--vocab-size", type=int, default=4096, metavar="N", help="pieces, the 256 bytes included (4096)")
+    add("--vocab-size", type=positive, default=4096, metavar="N", help="pieces, the 256 bytes included (4096)")
     add("--model-type", choices=["bpe", "unigram"], default="bpe", help="(bpe)")
     add(
         "--sample-characters",
-        type=int,
+        type=positive,
         default=48_000_000,
         metavar="N",
         help="text to train on, documents chosen by hash (48 million)",
     )
-    add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (%(default)s)")
+    add("--workers", type=positive, default=os.cpu_count() or 1, metavar="N", help="threads (%(default)s)")
     return parser
 
 

@@ -43,7 +43,9 @@ def test_missing_file_names_the_nearest(here: Path) -> None:
 
 def test_missing_include_names_the_file_that_includes_it(here: Path) -> None:
     file = write(here / "a.yml", "include: [nothing_like_it.yml]")
-    assert problems(file=file) == ["nothing_like_it.yml: no such file (included from a.yml)"]
+    assert problems(file=file) == [
+        "nothing_like_it.yml: no such file (included from a.yml); name one that is there, configs/README.md lists the project's"
+    ]
 
 
 def test_include_must_name_files(here: Path) -> None:

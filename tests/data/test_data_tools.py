@@ -35,7 +35,7 @@ def test_a_document_as_text(prefix, capsys):
         capsys.readouterr().out
         == "document 2: 70 tokens\n" + "the text of document 2\n" * 3 + "\nfrom a file that is not recorded\n"
     )
-    assert inspect_data.main([str(prefix), "--document", "20"]) == 1
+    assert inspect_data.main([str(prefix), "--document", "20"]) == 2
     assert "there is no document 20: " in capsys.readouterr().err
 
 
@@ -72,7 +72,7 @@ def test_pictures_and_common_tokens(prefix, capsys, tmp_path):
 
 
 def test_files_that_are_not_there(tmp_path, capsys):
-    assert inspect_data.main([str(tmp_path / "none")]) == 1
+    assert inspect_data.main([str(tmp_path / "none")]) == 2
     assert "none.idx does not exist" in capsys.readouterr().err
 
 
@@ -82,5 +82,5 @@ def test_a_tokenizer_is_trained_and_measured(tmp_path, capsys):
     assert "400 pieces, 1.6" in capsys.readouterr().out
     tokenizer = load_tokenizer("sentencepiece", output)
     assert tokenizer.decode(tokenizer.encode("  def\t\n")) == "  def\t\n"
-    assert train_tokenizer.main(["--input", str(tmp_path / "no"), "--output", str(output)]) == 1
+    assert train_tokenizer.main(["--input", str(tmp_path / "no"), "--output", str(output)]) == 2
     assert "does not exist" in capsys.readouterr().err

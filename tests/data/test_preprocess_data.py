@@ -247,7 +247,7 @@ def test_broken_lines_stop_the_job_or_are_counted(tmp_path, inline):
 def test_messages(tmp_path, capsys, inline, changes, message):
     path = write(tmp_path / "x.jsonl", [{"text": "a"}])
     options = {"--input": str(path), "--tokenizer-type": "bytes", "--output-prefix": str(tmp_path / "out"), **changes}
-    assert main([word for pair in options.items() for word in pair]) == 1
+    assert main([word for pair in options.items() for word in pair]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("out_*"))
 

@@ -66,7 +66,7 @@ def test_the_recipe_of_the_paper() -> None:
         ("rate=1", "rate = 1"),
         ("tasks.rte.start=wnli", "task 'wnli' is unknown"),
         ("tasks.rte.start=mrpc", "tasks.rte.start = mrpc"),
-        ("lr", "key=value"),
+        ("lr", "write key.sub=value"),
     ],
 )
 def test_wrong_recipes_name_the_key(override: str, words: str) -> None:

@@ -1,46 +1,240 @@
-"""Wrong words on a command line are answered with a sentence and an exit status, never with a traceback."""
+"""Wrong words on a command line, and files that cannot be used, are answered by every program with a sentence on stderr and
+exit status 2, never with a traceback."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import ROOT
+from tools import arguments
 
-CONFIG = "configs/default.yml"
-CASES = [
-    ("generate RUN", "does not exist"),
-    ("plan CONFIG --gpus 0", "--gpus: 0: 1 or more"),
-    ("plan CONFIG --links none.json", "none.json"),
-    ("plan CONFIG --links CONFIG", "--links .*default.yml: not what tools.measure_links -o writes"),
-    ("simulate_scaling CONFIG --links none.json", "none.json"),
-    ("neox_config none.yml", "none.yml: no such file; name GPT-NeoX's"),
-    ("neox_config CONFIG", "has the section run: it is of this project already"),
-    ("preprocess_data --input CONFIG --tokenizer-type bytes --output-prefix x --workers 0", "--workers: 0: 1 or more"),
-    ("convert_hf export RUN out --max-shard-size abc", "--max-shard-size: 'abc': bytes, or 500MB"),
-    ("finetune_glue RUN", "does not exist"),
-    ("finetune_glue RUN --seeds 0", "--seeds: 0: 1 or more"),
-    ("masked_forms RUN", "does not exist"),
-    ("length.__main__ RUN", "does not exist"),
-    ("reshard RUN out", "does not exist"),
-    ("compare.__main__ CONFIG", "default.yml: name is missing: give it a value"),
-    ("benchmark.__main__ decode --config none.yml --device cpu --output OUT", "none.yml: no such file"),
-    ("benchmark.__main__ decode --device nope --output OUT", "the device 'nope' is not here: allowed are auto, cpu"),
-]
+# Places: RUN a trained causal run, NONE nothing, CONFIG a configuration, TEXT a Markdown page, OUT a new folder,
+# TOKENS a token file whose .bin was cut short, BROKEN a run with a byte of a weight file changed, FILE a file
+CASES = {
+    "train.py": [
+        ("NONE.yml", r"nothing\.yml: no such file; name one that is there"),
+        ("TEXT", r"README\.md:3: YAML syntax"),
+        ("model.hiden_size=64", "model.hiden_size is an unknown key; nearest: model.hidden_size"),
+        ("model.hidden_size=wide", 'model.hidden_size = "wide": whole number is allowed'),
+        ("model.mixers=[metalla]", "unknown mixer 'metalla'; did you mean metala or mamba"),
+        ("parallel.tensor=3", "parallel tensor 3 = 3 processes .* or take tensor 1"),
+        ("batch.global_batch_size=7 batch.micro_batch_size=2", "nearest: batch.global_batch_size=6 or"),
+        ("--dry-run run.device=cuda", "the device 'cuda' is not here: allowed are auto, cpu"),
+        ("data.corpus=NONE", "the data path .*nothing does not exist .* A corpus is"),
+        ("run.directory=FILE/run", "run.directory = .*name a folder that can be written"),
+        ("run.directory=OUT checkpoint.resume=NONE", "nothing does not exist .*: a run folder, .* is needed"),
+    ],
+    "eval.py": [
+        ("NONE", "does not exist .*: a run folder, .* is needed"),
+        ("BROKEN", r"weights-00000\.safetensors is corrupted"),
+        ("RUN --suite nosuch", "there is no suite 'nosuch'; there are commonsense, superglue"),
+        ("RUN --data NONE", "nothing does not exist"),
+        ("RUN --data TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
+        ("RUN --dtype int8", "dtype = 'int8': allowed are auto, fp32"),
+        ("RUN --sequence-length x", "--sequence-length: x: a whole number, 1 or more, is allowed"),
+        ("RUN --suite needle --depths 200", "--depths 200: percent of the filler, from 0 to 100"),
+        ("table NONE", "no results there; python eval.py MODEL --suite ... writes them"),
+        ("compare TEXT TEXT", "is no JSON"),
+        ("--suite mqar tasks=[8xq]", "'8xq': LENGTHxPAIRS is expected, for example"),
+        ("--suite mqar models=[nosuch] --dry-run", "'nosuch' is not defined; allowed are attention, metala"),
+    ],
+    "tools.benchmark.__main__": [
+        ("decode --config NONE --device cpu --output OUT", "nothing: no such file"),
+        ("decode --device nope --output OUT", "the device 'nope' is not here: allowed are auto, cpu"),
+        ("mixers --only nosuch --output OUT", "--only nosuch: known mixers are attention"),
+        ("mixers --batch 0 --output OUT", "--batch: 0: a whole number, 1 or more"),
+        ("train --subjects nosuch --output OUT", "--subjects nosuch: known are metalion"),
+        ("train --shapes 3 --output OUT", "--shapes 3: LENGTHxBATCH is allowed, for example"),
+        ("profile --shape axb --output OUT", "--shape axb: LENGTHxBATCH"),
+        ("masked --size huge --output OUT", "--size huge: .* allowed are base, large"),
+        ("layouts --gpus 99 --output OUT", "--gpus 99: this machine has"),
+        ("decode --output FILE/out", "Not a directory; name a folder"),
+    ],
+    "tools.benchmark_evaluation": [
+        ("--data-dir NONE", "--tokenizer says how the random model reads text; or give a --checkpoint"),
+        ("--data-dir NONE --checkpoint RUN", "nothing lacks .*boolq"),
+        ("--data-dir NONE --checkpoint RUN --scale 0", "--scale: 0: a number above 0"),
+    ],
+    "tools.compare.__main__": [
+        ("NONE", "nothing does not exist: give a comparison's YAML file, such as"),
+        ("CONFIG", r"default\.yml: name is missing: give it a value"),
+        ("TEXT", r"README\.md:3: YAML syntax"),
+        ("configs/experiments/compare_lm.yml --models nosuch --plan", "--models nosuch: the comparison has metala,"),
+        ("configs/experiments/compare_lm.yml --workers 0", "--workers: 0: a whole number, 1 or more"),
+    ],
+    "tools.config_reference": [("nosuch", "unrecognized arguments: nosuch")],
+    "tools.convert_hf": [
+        ("export NONE OUT", "does not exist"),
+        ("export BROKEN OUT", "corrupted"),
+        ("export RUN OUT --max-shard-size abc", "--max-shard-size: 'abc': bytes, or 500MB"),
+        ("import NONE OUT", r"nothing is no Hugging Face folder: config\.json is missing"),
+    ],
+    "tools.finetune_glue": [
+        ("NONE", "does not exist"),
+        ("RUN --seeds 0", "--seeds: 0: a whole number, 1 or more"),
+        ("RUN --tasks nosuch", "--tasks nosuch: the recipe has mnli,"),
+        ("RUN --recipe TEXT", r"README\.md:3: YAML syntax"),
+        ("RUN lr.start=3", "lr = "),
+        ("RUN lr", "override 'lr': write key.sub=value"),
+    ],
+    "tools.generate": [
+        ("NONE", "does not exist"),
+        ("BROKEN", "corrupted"),
+        ("RUN --prompts-file NONE", "--prompts-file .*nothing: no such file; it holds one prompt a line"),
+        ("RUN --temperature -1", r"temperature = -1\.0: 0 .* or more is allowed"),
+        ("RUN --max-tokens many", "--max-tokens: many: a whole number, 1 or more"),
+    ],
+    "tools.inspect_data": [
+        ("NONE", r"nothing\.idx does not exist"),
+        ("TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
+        ("TOKENS --document -1", "--document: -1: a whole number, 0 or more"),
+    ],
+    "tools.length.__main__": [
+        ("NONE", "does not exist"),
+        ("RUN --lengths 7", "--lengths 7: does not divide the longest"),
+        ("RUN --lengths 0", "--lengths: 0: a whole number, 1 or more"),
+        ("RUN --data TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
+    ],
+    "tools.masked_forms": [
+        ("NONE", "does not exist"),
+        ("RUN", "has no bidirectional lion mixers"),
+        ("RUN --batch 0", "--batch: 0: a whole number, 1 or more"),
+    ],
+    "tools.measure_links": [
+        ("", "a process alone has no links: torchrun --nproc-per-node 2"),
+        ("--largest -1", "--largest: -1: a whole number, 1 or more"),
+    ],
+    "tools.neox_config": [
+        ("NONE", "nothing: no such file; name GPT-NeoX's"),
+        ("CONFIG", "has the section run: it is of this project already"),
+    ],
+    "tools.plan": [
+        ("CONFIG --gpus 0", "--gpus: 0: a whole number, 1 or more, is allowed"),
+        ("CONFIG --gpu nosuch", "--gpu 'nosuch': no .* peak; known are V100"),
+        ("CONFIG --mfu 40", "--mfu: 40: a share above 0 and at most 1 is allowed"),
+        ("CONFIG --links NONE", "nothing: No such file or directory; name a path that is there"),
+        ("CONFIG --links CONFIG", r"--links .*default\.yml: not what tools\.measure_links -o writes"),
+        ("CONFIG model.nosuch=1", "model.nosuch is an unknown key; allowed in model are"),
+    ],
+    "tools.plot": [
+        ("NONE", "no metrics there; give a run's folder"),
+        ("RUN RUN --html", "--html is about one run; leave --html out"),
+        ("RUN -o OUT/plot.nosuch", "Format 'nosuch' is not supported"),
+    ],
+    "tools.preprocess_data": [
+        ("--input NONE --tokenizer-type bytes --output-prefix OUT", "nothing does not exist"),
+        ("--input TEXT --tokenizer-type hf --vocab-file TEXT --output-prefix OUT", "is not a Hugging Face tokenizer"),
+        (
+            "--input TEXT --tokenizer-type bytes --output-prefix OUT --workers 0",
+            "--workers: 0: a whole number, 1 or more",
+        ),
+        ("--input TEXT --tokenizer-type bytes --output-prefix OUT --max-broken -1", "--max-broken: -1: a whole number"),
+        ("--input TEXT --tokenizer-type bytes --output-prefix FILE/out", "Not a directory; name a folder"),
+    ],
+    "tools.reshard": [
+        ("NONE OUT", "does not exist"),
+        ("BROKEN OUT", "corrupted"),
+        ("RUN OUT --tensor 3", "--tensor = 3 does not divide model.num_heads"),
+        ("RUN OUT --data 0", "--data: 0: a whole number, 1 or more"),
+    ],
+    "tools.serve": [("NONE", r"is no export: config\.json is missing; python -m tools\.convert_hf export")],
+    "tools.simulate_scaling": [
+        ("CONFIG --links NONE", "nothing: No such file or directory"),
+        ("CONFIG --flops 0", "--flops: 0: a number above 0"),
+    ],
+    "tools.train_tokenizer": [
+        ("--input NONE --output OUT", "nothing does not exist"),
+        ("--input TEXT --output OUT --vocab-size 10", "vocab_size 10 is too small: .* from 264 on"),
+        ("--input TEXT --output OUT --workers 0", "--workers: 0: a whole number, 1 or more"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("line", "answer"), CASES, ids=[line for line, _ in CASES])
-def test_a_sentence_and_a_status(line, answer, tmp_path, capsys):
-    places = {"RUN": str(tmp_path / "nothing"), "CONFIG": str(ROOT / CONFIG), "OUT": str(tmp_path / "out")}
-    program, *words = (places.get(word, word) for word in line.split())
-    status = 0
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, trained_run) -> dict[str, str]:
+    import shutil
+
+    import numpy as np
+
+    from data.indexed import IndexedWriter
+
+    folder = tmp_path_factory.mktemp("places")
+    with IndexedWriter(folder / "tokens", np.dtype("<u2")) as writer:
+        writer.add_document(np.arange(40))
+    tokens = (folder / "tokens.bin").read_bytes()
+    (folder / "tokens.bin").write_bytes(tokens[:-1])
+    shutil.copytree(trained_run, folder / "broken")
+    for weights in (folder / "broken" / "checkpoints").glob("step_*/weights-00000.safetensors"):
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (folder / "file").write_text("in the way")
+    return {
+        "RUN": str(trained_run),
+        "NONE": str(folder / "nothing"),
+        "CONFIG": str(ROOT / "configs" / "default.yml"),
+        "TEXT": str(ROOT / "README.md"),
+        "TOKENS": str(folder / "tokens"),
+        "BROKEN": str(folder / "broken"),
+        "FILE": str(folder / "file"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "answer"),
+    [(program, *case) for program, cases in CASES.items() for case in cases],
+    ids=[f"{program.removesuffix('.__main__')} {line}" for program, cases in CASES.items() for line, _ in cases],
+)
+def test_a_sentence_and_status_2(program, line, answer, places, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    known = {**places, "OUT": str(tmp_path / "out")}
+    words = [re.sub("|".join(known), lambda place: known[place[0]], word) for word in line.split()]
     try:
-        status = importlib.import_module(f"tools.{program}").main(words)
+        status = importlib.import_module(program.removesuffix(".py")).main(words)
     except SystemExit as end:
         status = end.code
     said = capsys.readouterr()
-    assert status, said
-    assert re.search(answer, f"{said.err}{status}")
-    assert not (tmp_path / "nothing").exists()
+    assert status == 2, said
+    assert len(re.findall(r"(?m)^(?:error|python .*: error): ", said.err)) == 1
+    assert re.search(answer, said.err, re.DOTALL), said.err
+    assert not Path(places["NONE"]).exists()
+
+
+def test_every_program_is_here():
+    def is_program(path: Path) -> bool:
+        tree = ast.parse(path.read_text())
+        called = {
+            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        return "command_line" in called and any(isinstance(n, ast.FunctionDef) and n.name == "main" for n in tree.body)
+
+    files = [
+        path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *(ROOT / "tools").rglob("*.py")] if is_program(path)
+    ]
+    names = {path.name if len(path.parts) == 1 else ".".join(path.with_suffix("").parts) for path in files}
+    assert names == set(CASES)
+
+
+def test_a_full_disk_is_no_refusal(capsys):
+    @arguments.command
+    def main(words: object) -> int:
+        raise OSError(28, "No space left on device", "x.bin")
+
+    assert main() == arguments.FAILED
+    assert capsys.readouterr().err.startswith(
+        "error: x.bin: No space left on device. What is finished is kept: make room"
+    )
+
+
+def test_a_mistake_of_the_program_keeps_its_traceback():
+    @arguments.command
+    def main(words: object) -> int:
+        raise TypeError("a mistake")
+
+    with pytest.raises(TypeError, match="a mistake"):
+        main()

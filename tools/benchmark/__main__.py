@@ -25,13 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.arguments import command_line
+from tools.arguments import above_zero, command, command_line, from_zero, positive
 
 if TYPE_CHECKING:
     from .training import Plan
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("python -m tools.benchmark", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, words in (
@@ -50,21 +51,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         if name == "layouts":
             command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
-            command.add_argument("--gpus", type=int, default=4, help="at most; 2, 4, ... are tried (%(default)s)")
-            command.add_argument("--length", type=int, default=2048, help="tokens of a sequence (%(default)s)")
-            command.add_argument("--batch", type=int, default=8, help="sequences of a micro batch (%(default)s)")
+            command.add_argument("--gpus", type=positive, default=4, help="at most; 2, 4, ... are tried (%(default)s)")
+            command.add_argument("--length", type=positive, default=2048, help="tokens of a sequence (%(default)s)")
+            command.add_argument("--batch", type=positive, default=8, help="sequences of a micro batch (%(default)s)")
             command.add_argument(
-                "--long", type=int, default=131072, help="tokens of a sequence split over GPUs; 0: none (%(default)s)"
+                "--long",
+                type=from_zero,
+                default=131072,
+                help="tokens of a sequence split over GPUs; 0: none (%(default)s)",
             )
-            command.add_argument("--steps", type=int, default=4, help="timed steps of a layout (%(default)s)")
+            command.add_argument("--steps", type=positive, default=4, help="timed steps of a layout (%(default)s)")
             command.add_argument("--only", default="", metavar="TEXT", help="layouts whose name holds this")
         if name == "train":
             _train_arguments(command)
         if name == "profile":
             command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
             command.add_argument("--shape", default="2048x8", metavar="LENGTHxBATCH", help="(%(default)s)")
-            command.add_argument("--steps", type=int, default=3, help="profiled steps (%(default)s)")
-            command.add_argument("--top", type=int, default=25, help="kernels in the table (%(default)s)")
+            command.add_argument("--steps", type=positive, default=3, help="profiled steps (%(default)s)")
+            command.add_argument("--top", type=positive, default=25, help="kernels in the table (%(default)s)")
             command.add_argument("--trace", action="store_true", help="also keep the trace, for ui.perfetto.dev")
             command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
             command.add_argument("override", nargs="*", metavar="key=value", help="of the configuration")
@@ -77,21 +81,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 metavar="LENGTHxBATCH",
                 help="(default: 128x32 128x128 512x32 2048x8 8192x2)",
             )
-            command.add_argument("--steps", type=int, default=20, help="timed steps a round (%(default)s)")
-            command.add_argument("--rounds", type=int, default=3, help="of all models in turn (%(default)s)")
+            command.add_argument("--steps", type=positive, default=20, help="timed steps a round (%(default)s)")
+            command.add_argument("--rounds", type=positive, default=3, help="of all models in turn (%(default)s)")
             command.add_argument("override", nargs="*", metavar="key=value", help="of every configuration")
         if name == "decode":
             command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
-            command.add_argument("--contexts", type=int, nargs="+", default=[128, 8192], help="tokens (128 8192)")
-            command.add_argument("--batch", type=int, default=64, help="texts side by side (%(default)s)")
-            command.add_argument("--steps", type=int, default=100, help="timed steps (%(default)s)")
+            command.add_argument("--contexts", type=positive, nargs="+", default=[128, 8192], help="tokens (128 8192)")
+            command.add_argument("--batch", type=positive, default=64, help="texts side by side (%(default)s)")
+            command.add_argument("--steps", type=positive, default=100, help="timed steps (%(default)s)")
             command.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
             command.add_argument("--no-llama", action="store_true", help="leave Llama out")
         if name == "mixers":
-            command.add_argument("--hidden", type=int, default=1024, help="width of the model (%(default)s)")
-            command.add_argument("--heads", type=int, default=16, help="heads of every mixer (%(default)s)")
-            command.add_argument("--length", type=int, default=2048, help="tokens of a sequence (%(default)s)")
-            command.add_argument("--batch", type=int, default=8, help="sequences (%(default)s)")
+            command.add_argument("--hidden", type=positive, default=1024, help="width of the model (%(default)s)")
+            command.add_argument("--heads", type=positive, default=16, help="heads of every mixer (%(default)s)")
+            command.add_argument("--length", type=positive, default=2048, help="tokens of a sequence (%(default)s)")
+            command.add_argument("--batch", type=positive, default=8, help="sequences (%(default)s)")
             command.add_argument(
                 "--no-tuning",
                 action="store_true",
@@ -105,54 +109,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # After the arguments, so that --help does not wait for torch.
     from . import decode, kernels, layouts, masked, mixers, profile, training
 
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-        if options.command == "mixers":
-            shape = options.hidden, options.heads, options.length, options.batch
-            mixers.run(options.output, *shape, only=options.only, tuned=not options.no_tuning)
-        elif options.command == "layouts":
-            layouts.run(
-                options.output,
-                options.config,
-                options.gpus,
-                options.length,
-                options.batch,
-                options.long,
-                options.steps,
-                options.only,
-            )
-        elif options.command == "masked":
-            shapes = [_shape(word) for word in options.shapes]
-            masked.run(options.output, options.size, shapes, options.steps, options.rounds, options.override)
-        elif options.command == "train":
-            training.run(options.output, _training_plan(options))
-        elif options.command == "profile":
-            profile.run(
-                options.output,
-                options.config,
-                options.override,
-                *_shape(options.shape, "--shape"),
-                steps=options.steps,
-                top=options.top,
-                trace=options.trace,
-                device=options.device,
-            )
-        elif options.command == "decode":
-            decode.run(
-                options.output,
-                options.config,
-                options.contexts,
-                options.batch,
-                options.steps,
-                options.device,
-                not options.no_llama,
-            )
-        elif options.command == "choice":
-            kernels.choice(options.output)
-        else:
-            kernels.run(options.output)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    options.output.mkdir(parents=True, exist_ok=True)
+    if options.command == "mixers":
+        shape = options.hidden, options.heads, options.length, options.batch
+        mixers.run(options.output, *shape, only=options.only, tuned=not options.no_tuning)
+    elif options.command == "layouts":
+        layouts.run(
+            options.output,
+            options.config,
+            options.gpus,
+            options.length,
+            options.batch,
+            options.long,
+            options.steps,
+            options.only,
+        )
+    elif options.command == "masked":
+        shapes = [_shape(word) for word in options.shapes]
+        masked.run(options.output, options.size, shapes, options.steps, options.rounds, options.override)
+    elif options.command == "train":
+        training.run(options.output, _training_plan(options))
+    elif options.command == "profile":
+        profile.run(
+            options.output,
+            options.config,
+            options.override,
+            *_shape(options.shape, "--shape"),
+            steps=options.steps,
+            top=options.top,
+            trace=options.trace,
+            device=options.device,
+        )
+    elif options.command == "decode":
+        decode.run(
+            options.output,
+            options.config,
+            options.contexts,
+            options.batch,
+            options.steps,
+            options.device,
+            not options.no_llama,
+        )
+    elif options.command == "choice":
+        kernels.choice(options.output)
+    else:
+        kernels.run(options.output)
+    return 0
 
 
 def _train_arguments(command: argparse.ArgumentParser) -> None:
@@ -166,10 +168,10 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
         "--shapes", nargs="+", metavar="LENGTHxBATCH", help="(default: 2048x8 16384x1, or those of --lengths)"
     )
     command.add_argument(
-        "--lengths", nargs="+", type=int, metavar="LENGTH", help="at a constant number of tokens a step"
+        "--lengths", nargs="+", type=positive, metavar="LENGTH", help="at a constant number of tokens a step"
     )
     command.add_argument(
-        "--tokens", type=int, metavar="NUMBER", help="a step of --lengths (default: those of the longest)"
+        "--tokens", type=positive, metavar="NUMBER", help="a step of --lengths (default: those of the longest)"
     )
     command.add_argument("--subjects", nargs="+", metavar="NAME", help="(default: all; an unknown name lists them)")
     command.add_argument(
@@ -185,11 +187,15 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
         choices=["linear", "logits"],
         help="flash-linear-attention's cross entropy: fused with the projection, or over whole logits (%(default)s)",
     )
-    command.add_argument("--steps", type=int, default=10, help="timed steps of a shape (%(default)s)")
-    command.add_argument("--limit", type=float, default=900, metavar="SECONDS", help="for one subject (%(default)s)")
+    command.add_argument("--steps", type=positive, default=10, help="timed steps of a shape (%(default)s)")
+    command.add_argument(
+        "--limit", type=above_zero, default=900, metavar="SECONDS", help="for one subject (%(default)s)"
+    )
     command.add_argument("--cold", action="store_true", help="also the first step of each with empty kernel caches")
     command.add_argument("--no-tuning", action="store_true", help="Triton's kernels in one configuration each, for all")
-    command.add_argument("--peak", type=float, metavar="TFLOPS", help="for MFU (default: a matrix product's, measured)")
+    command.add_argument(
+        "--peak", type=above_zero, metavar="TFLOPS", help="for MFU (default: a matrix product's, measured)"
+    )
     command.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="(%(default)s)")
     command.add_argument("--resume", action="store_true", help="go on where train.jsonl in --output ends")
     command.add_argument("override", nargs="*", metavar="key=value", help="of the configuration")
@@ -234,4 +240,4 @@ def _shape(word: str, option: str = "--shapes") -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import command_line, numbers, words
+from tools.arguments import above_zero, command, command_line, numbers, positive, words
 
 if TYPE_CHECKING:
     from tools.compare.plan import Comparison, Run
@@ -30,34 +30,27 @@ and the figures show what is complete: runs/NAME/results.md, results.json and *.
 """
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0 when all runs are complete, 1 when some are not, 2 for what cannot be run."""
     options = _parser().parse_intermixed_args(arguments)
-    from megatron_lite.config import ConfigError
     from tools.compare.plan import plan_runs, read_comparison
 
-    try:
-        comparison = read_comparison(options.file)
-        changes: dict[str, Any] = {"name": options.name, "data": options.data, "workers": options.workers}
-        changes["time_budget_minutes"] = options.minutes
-        comparison = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
-        runs = plan_runs(
-            comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
-        )
-        print(_plan_text(comparison, runs))
-        if options.plan:
-            return 0
-        failed = {} if options.table else _train(comparison, runs, options)
-        write_results(comparison, runs)
-        for name, text in failed.items():
-            print(f"\n{name} failed:\n{text}", file=sys.stderr)
-        return 0 if all(run.complete for run in runs) else 1
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    comparison = read_comparison(options.file)
+    changes: dict[str, Any] = {"name": options.name, "data": options.data, "workers": options.workers}
+    changes["time_budget_minutes"] = options.minutes
+    comparison = comparison.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    runs = plan_runs(
+        comparison, overrides=options.override, models=options.models, sizes=options.sizes, seeds=options.seeds
+    )
+    print(_plan_text(comparison, runs))
+    if options.plan:
+        return 0
+    failed = {} if options.table else _train(comparison, runs, options)
+    write_results(comparison, runs)
+    for name, text in failed.items():
+        print(f"\n{name} failed:\n{text}", file=sys.stderr)
+    return 0 if all(run.complete for run in runs) else 1
 
 
 def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
@@ -161,8 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", metavar="FILE", help="a data file instead of the comparison's, as configs/data/*.yml")
     parser.add_argument("--name", help="folder under runs/ (default: the file's)")
     parser.add_argument("--devices", type=words, default=[], metavar="0,1", help="GPUs, or cpu (default: all GPUs)")
-    parser.add_argument("--workers", type=int, metavar="N", help="runs at a time on each device")
-    parser.add_argument("--minutes", type=float, metavar="M", help="after so long every run saves and stops")
+    parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time on each device")
+    parser.add_argument("--minutes", type=above_zero, metavar="M", help="after so long every run saves and stops")
     parser.add_argument("--plan", action="store_true", help="print what would be trained, with parameters; stop")
     parser.add_argument("--table", action="store_true", help="no training: the table and figures of what is complete")
     return parser

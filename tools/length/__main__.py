@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import write_whole
-from tools.arguments import command_line
+from tools.arguments import command, command_line, positive
 
 if TYPE_CHECKING:
     from tools.load_model import LoadedModel
@@ -34,24 +34,19 @@ A model with learned positions is evaluated up to model.max_positions.
 """
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 2 for what cannot be evaluated."""
     parser = command_line("python -m tools.length", __doc__, EPILOG)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="runs, or step folders, of one kind")
-    parser.add_argument("--lengths", type=int, nargs="+", help="tokens; default: see above")
-    parser.add_argument("--tokens", type=int, default=1 << 20, help="at most so many of the text (%(default)s)")
+    parser.add_argument("--lengths", type=positive, nargs="+", help="tokens; default: see above")
+    parser.add_argument("--tokens", type=positive, default=1 << 20, help="at most so many of the text (%(default)s)")
     parser.add_argument("--data", metavar="PREFIX", help="token file; default: the run's validation text")
     parser.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
     parser.add_argument("--dtype", default="auto", help="fp32, bf16 ... (default: bf16 on a GPU)")
     parser.add_argument("-o", "--out", type=Path, help="the plot; default: length.png in the first run's folder")
     options = parser.parse_args(arguments)
-    from tools.load_model import CheckpointError
-
-    try:
-        results, masked = measure(options.runs, options)
-    except (CheckpointError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    results, masked = measure(options.runs, options)
     from tools.length.causal import loss_table
     from tools.length.masked import accuracy_table
     from tools.length.plot import plot_accuracy, plot_loss
