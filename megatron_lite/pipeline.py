@@ -81,6 +81,8 @@ class Stage(PipelineModule):
         engine._INSTRUCTION_MAP = {**type(engine)._INSTRUCTION_MAP, OptimizerStep: optimizer_step}
         self._feed(engine, batches, scale)
         engine.train_batch(iter([(batch["tokens"], batch["labels"]) for batch in batches]))
+        # DeepSpeed keeps its last instruction: with `decide` it would hold the trainer's engine, of which it is a part.
+        del engine._INSTRUCTION_MAP, engine._exec_instr
 
     def evaluate(self, engine: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """sum(weight * nll) of one micro batch; zero on all stages but the last."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,10 +37,16 @@ def test_parameters_anywhere(options: dict[str, object]) -> None:
     pytest.importorskip("fla")
     config = ModelConfig(vocab_size=512, num_layers=2, hidden_size=192, num_heads=3, **options)
     lm = LanguageModel(config, seed=1).to("cuda", torch.bfloat16)
-    tokens = torch.randint(0, 512, (2, 100), device="cuda")
-    expected = step(lm, tokens)
+    tokens = torch.randint(0, 512, (2, 100), generator=torch.Generator().manual_seed(0))
+    exact = [x.double().cuda() for x in step(copy.deepcopy(lm).float().cpu(), tokens)]
+
+    def errors() -> list[float]:
+        found = step(lm, tokens.cuda())
+        return [((x.double() - y).norm() / y.norm().clamp_min(1e-9)).item() for x, y in zip(found, exact, strict=True)]
+
+    expected = errors()
     for first in (1, 4, 0):
         move(lm, first)
-        for found, wanted in zip(step(lm, tokens), expected, strict=True):
+        for found, wanted in zip(errors(), expected, strict=True):
             # Products of another alignment may add in another order, in bf16.
-            assert ((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-9)).item() < 5e-2
+            assert found < max(2 * wanted, 1e-2), f"{found} for {wanted} where they were made"
