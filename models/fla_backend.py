@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import vector_decay_takes
-
 
 def fla_recurrence(
     q: Tensor,
@@ -29,8 +27,7 @@ def fla_recurrence(
         raise missing_package() from error
     if min(q.shape[-1], v.shape[-1]) < _SMALLEST:
         return _widened(q, k, v, log_decay, scale, initial_state, cu_seqlens)
-    inputs = (q, k, v, log_decay) if initial_state is None else (q, k, v, log_decay, initial_state)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    needs_grad = _needs_grad(q, k, v, log_decay, initial_state)
     common: dict[str, Any] = {
         "scale": scale,
         "initial_state": None if initial_state is None else initial_state.float(),
@@ -38,27 +35,42 @@ def fla_recurrence(
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.long(),
     }
     short = q.shape[1] <= 16 and not needs_grad
+    refused = gradient_is_refused(q, k, v, log_decay, initial_state)
     if log_decay.shape[-1] == 1 and _fixed(log_decay):
         scalar = fused_recurrent_simple_gla if short else chunk_simple_gla
         return scalar(q, k, v, g_gamma=log_decay[0, 0, :, 0].float().clamp_min(-80.0).contiguous(), **common)
-    # exp(-80) is zero beside 1 in float32; the kernels subtract cumulated decays, which -inf would turn into nan.
-    log_decay = log_decay.float().clamp_min(-80.0)
+    log_decay = a_channel(log_decay, q) if refused else _bounded(log_decay)
     if not (short or needs_grad) and cu_seqlens is None:
         return _forward(q, k, v, log_decay, scale, common["initial_state"])
     if log_decay.shape[-1] == 1:
         if short:
             return fused_recurrent_simple_gla(q, k, v, log_decay.squeeze(-1), **common)
-        if not needs_grad or not _scalar_gradient_is_refused():
-            return chunk_simple_gla(q, k, v, log_decay.squeeze(-1), **common)
-        log_decay = log_decay.expand(q.shape)
-        if vector_decay_takes(q, k, v, log_decay):
-            # From there at every call: the trainer may have had it left out of compiled graphs.
-            from .recurrence import by_kernels
-
-            return by_kernels(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+        return chunk_simple_gla(q, k, v, log_decay.squeeze(-1), **common)
     if short:
         return fused_recurrent_gla(q, k, v, gk=log_decay, **common)
     return chunk_gla(q, k, v, log_decay, **common)
+
+
+def gradient_is_refused(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None) -> bool:
+    """Whether the package has no gradient for these inputs' decay of one number a head, and takes it for one a channel,
+    which is slower. ImportError as `fla_recurrence`."""
+    if log_decay.shape[-1] != 1 or _fixed(log_decay) or not _needs_grad(q, k, v, log_decay, initial_state):
+        return False
+    return _scalar_gradient_is_refused()
+
+
+def a_channel(log_decay: Tensor, q: Tensor) -> Tensor:
+    """A decay of one number a head as one a channel of q, for kernels that have no other."""
+    return _bounded(log_decay).expand(q.shape)
+
+
+def _bounded(log_decay: Tensor) -> Tensor:
+    # exp(-80) is zero beside 1 in float32; the kernels subtract cumulated decays, which -inf would turn into nan.
+    return log_decay.float().clamp_min(-80.0)
+
+
+def _needs_grad(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _forward(
@@ -132,6 +144,8 @@ def _fixed(log_decay: Tensor) -> bool:
 
 def _scalar_gradient_is_refused() -> bool:
     """Triton 3.4 to 3.7.0 compiles the gradient of chunk_simple_gla's decay wrongly on Hopper; the kernel says no."""
-    from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
-
+    try:
+        from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+    except ImportError as error:
+        raise missing_package() from error
     return bool(IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1)

@@ -79,11 +79,7 @@ def local_recurrence(
     _check(q, k, v, log_decay, initial_state, cu_seqlens)
     if form == "auto":
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            if mild_decay and vector_decay_takes(q, k, v, log_decay):
-                return by_kernels(q, k, v, log_decay, scale, initial_state, cu_seqlens)
-            from .fla_backend import fla_recurrence
-
-            return fla_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+            return _on_cuda(q, k, v, log_decay, scale, initial_state, cu_seqlens, mild_decay)
         form = "recurrent" if q.shape[1] == 1 and cu_seqlens is None else "chunked"
     if form == "chunked":
         return chunked_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
@@ -108,6 +104,28 @@ def local_recurrence(
         outputs.append(o)
         finals.append(final_state)
     return torch.cat(outputs, 1).to(dtype), torch.cat(finals)
+
+
+def _on_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mild_decay: bool,
+) -> tuple[Tensor, Tensor]:
+    """The project's kernels for a mild decay, and for one that flash-linear-attention's cannot differentiate; else those."""
+    if mild_decay and vector_decay_takes(q, k, v, log_decay):
+        return by_kernels(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+    from .fla_backend import a_channel, fla_recurrence, gradient_is_refused
+
+    if gradient_is_refused(q, k, v, log_decay, initial_state):
+        spread = a_channel(log_decay, q)
+        if vector_decay_takes(q, k, v, spread):
+            return by_kernels(q, k, v, spread, scale, initial_state, cu_seqlens)
+    return fla_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
 
 
 def by_kernels(

@@ -1,0 +1,137 @@
+"""Which form the recurrence takes, by device, dtype, shape and decay. CUDA is mocked: every form says its name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import kernels
+from models import recurrence as module
+from models.recurrence import recurrence
+
+
+class ChosenError(Exception):
+    """The form that was called, and the width of its keys and of its decay."""
+
+
+def chosen(name: str) -> Callable[..., Any]:
+    def form(q: Tensor, k: Tensor, v: Tensor, *decay: Tensor, **named: Any) -> Any:
+        given = decay[0] if decay else named.get("gk", named.get("g", named.get("g_gamma")))
+        raise ChosenError(name, q.shape[-1], 1 if given.dim() < 4 else given.shape[-1])
+
+    return form
+
+
+@pytest.fixture
+def forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {
+        "fla": (),
+        "fla.ops": (),
+        "fla.ops.gla": ("chunk_gla", "fused_recurrent_gla"),
+        "fla.ops.gla.chunk": ("chunk_gla_fwd",),
+        "fla.ops.simple_gla": ("chunk_simple_gla", "fused_recurrent_simple_gla"),
+        "fla.ops.simple_gla.chunk": ("chunk_simple_gla_fwd",),
+    }
+    for name, functions in packages.items():
+        package = ModuleType(name)
+        for function in functions:
+            setattr(package, function, chosen(function))
+        monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setattr(kernels, "_installed", lambda: True)
+    for name, attribute in (("project", "by_kernels"), ("chunked", "chunked_recurrence"), ("recurrent", "_recurrent")):
+        monkeypatch.setattr(module, attribute, chosen(name))
+
+
+def form_of(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    cuda: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    length: int = 64,
+    keys: int = 16,
+    values: int = 32,
+    decay: str = "channel",
+    mild: bool = False,
+    gradient: bool = False,
+    hopper: bool = False,
+    packed: bool = False,
+) -> tuple[str, int, int]:
+    """The name of the form, and the widths of its keys and its decay. hopper: where FLA refuses scalar decays' gradients."""
+    q = torch.zeros(1, length, 2, keys, dtype=dtype, requires_grad=gradient)
+    k, v = torch.zeros_like(q), torch.zeros(1, length, 2, values, dtype=dtype)
+    log_decay = {
+        "channel": lambda: torch.zeros(1, length, 2, keys),
+        "scalar": lambda: torch.zeros(1, length, 2, 1),
+        "fixed": lambda: torch.zeros(2)[:, None].expand(1, length, 2, 1),
+    }[decay]()
+    monkeypatch.setattr("models.fla_backend._scalar_gradient_is_refused", lambda: hopper)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda x: cuda))
+        bounds = torch.tensor([0, length]) if packed else None
+        with pytest.raises(ChosenError) as called:
+            recurrence(q, k, v, log_decay, cu_seqlens=bounds, mild_decay=mild)
+    return called.value.args
+
+
+HALF, WHOLE, DOUBLE = torch.float16, torch.float32, torch.float64
+
+TABLE = [
+    # Off CUDA, and there in float32 and float64, plain PyTorch.
+    ({"cuda": False}, ("chunked", 16, 16)),
+    ({"cuda": False, "mild": True}, ("chunked", 16, 16)),
+    ({"cuda": False, "length": 1}, ("recurrent", 16, 16)),
+    ({"cuda": False, "length": 1, "packed": True}, ("chunked", 16, 16)),
+    ({"cuda": False, "dtype": WHOLE, "decay": "scalar"}, ("chunked", 16, 1)),
+    ({"dtype": WHOLE, "mild": True}, ("chunked", 16, 16)),
+    ({"dtype": WHOLE, "length": 1}, ("recurrent", 16, 16)),
+    ({"dtype": DOUBLE}, ("chunked", 16, 16)),
+    # A mild decay a channel: the project's kernels, in the sizes that they were measured in.
+    ({"mild": True}, ("project", 16, 16)),
+    ({"mild": True, "dtype": HALF}, ("project", 16, 16)),
+    ({"mild": True, "keys": 8}, ("project", 8, 8)),
+    ({"mild": True, "gradient": True}, ("project", 16, 16)),
+    ({"mild": True, "length": 16, "gradient": True}, ("project", 16, 16)),
+    ({"mild": True, "packed": True}, ("project", 16, 16)),
+    ({"mild": True, "keys": 64, "values": 128}, ("project", 64, 64)),
+    ({"mild": True, "keys": 128}, ("chunk_gla_fwd", 128, 128)),
+    ({"mild": True, "values": 256, "gradient": True}, ("chunk_gla", 16, 16)),
+    ({"mild": True, "length": 16}, ("fused_recurrent_gla", 16, 16)),
+    ({"mild": True, "decay": "scalar"}, ("chunk_simple_gla_fwd", 16, 1)),
+    # Any decay a channel: flash-linear-attention's.
+    ({}, ("chunk_gla_fwd", 16, 16)),
+    ({"gradient": True}, ("chunk_gla", 16, 16)),
+    ({"gradient": True, "hopper": True}, ("chunk_gla", 16, 16)),
+    ({"gradient": True, "length": 16}, ("chunk_gla", 16, 16)),
+    ({"packed": True}, ("chunk_gla", 16, 16)),
+    ({"length": 16}, ("fused_recurrent_gla", 16, 16)),
+    ({"keys": 8}, ("chunk_gla_fwd", 16, 16)),
+    # One a head.
+    ({"decay": "scalar"}, ("chunk_simple_gla_fwd", 16, 1)),
+    ({"decay": "scalar", "hopper": True}, ("chunk_simple_gla_fwd", 16, 1)),
+    ({"decay": "scalar", "packed": True, "hopper": True}, ("chunk_simple_gla", 16, 1)),
+    ({"decay": "scalar", "length": 16}, ("fused_recurrent_simple_gla", 16, 1)),
+    ({"decay": "scalar", "gradient": True}, ("chunk_simple_gla", 16, 1)),
+    # ... whose gradient it refuses on some machines.
+    ({"decay": "scalar", "gradient": True, "hopper": True}, ("project", 16, 16)),
+    ({"decay": "scalar", "gradient": True, "hopper": True, "mild": True}, ("project", 16, 16)),
+    ({"decay": "scalar", "gradient": True, "hopper": True, "length": 8}, ("project", 16, 16)),
+    ({"decay": "scalar", "gradient": True, "hopper": True, "packed": True}, ("project", 16, 16)),
+    ({"decay": "scalar", "gradient": True, "hopper": True, "keys": 128}, ("chunk_gla", 128, 128)),
+    # One fixed number a head, which has no gradient.
+    ({"decay": "fixed"}, ("chunk_simple_gla", 16, 1)),
+    ({"decay": "fixed", "length": 16}, ("fused_recurrent_simple_gla", 16, 1)),
+    ({"decay": "fixed", "gradient": True, "hopper": True}, ("chunk_simple_gla", 16, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "form"), TABLE, ids=[" ".join(f"{k}={v}" for k, v in case.items()) or "plain" for case, _ in TABLE]
+)
+def test_the_form(forms, monkeypatch, case, form):
+    assert form_of(monkeypatch, **case) == form
