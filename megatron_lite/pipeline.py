@@ -17,8 +17,8 @@ from deepspeed.runtime.pipe.schedule import OptimizerStep
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from megatron_lite.engine import asked_for
 from megatron_lite.grid import Grid
+from megatron_lite.sequential import asked_for
 
 
 def topology(grid: Grid) -> PipeModelDataParallelTopology:
