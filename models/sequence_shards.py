@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .config import ModelConfig
 
 
 class SequenceShards(Protocol):
@@ -65,33 +62,3 @@ def refuse_state() -> NoReturn:
         "a decode state was given or asked for inside sequence_shards: a state belongs to a whole sequence; prefill and "
         "decode outside of it"
     )
-
-
-def check_sequence_shards(config: ModelConfig, count: int, length: int) -> None:
-    """Refuse, before anything is built, a model or a sequence length that cannot be split into `count` stretches.
-
-    A mixer says with `splits_sequence = True` that its layer can; one that does not say so is refused. Raises
-    ValueError naming the mixer or the lengths, and what is possible.
-    """
-    if count == 1:
-        return
-    from .mixers import MIXERS
-
-    for name in dict.fromkeys(config.mixers):
-        if not getattr(MIXERS[name], "splits_sequence", False):
-            able = [other for other in MIXERS if getattr(MIXERS[other], "splits_sequence", False)]
-            raise ValueError(
-                f"model.mixers: {name!r} cannot be split along the sequence: every token needs all others, not a state of "
-                f"constant size; sequence shards are for {', '.join(able)}"
-            )
-    if length % count:
-        raise ValueError(
-            f"sequence length {length} does not divide into {count} stretches; nearest lengths that do: "
-            f"{length // count * count or count} or {-(-length // count) * count}"
-        )
-    reach = max(getattr(config.options_of(name), "conv_kernel", 1) - 1 for name in config.mixers)
-    if length // count < reach:
-        raise ValueError(
-            f"stretches of {length} / {count} = {length // count} tokens are shorter than the {reach} tokens before them "
-            "that a convolution of this model reads; use fewer stretches"
-        )

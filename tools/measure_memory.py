@@ -18,8 +18,8 @@ from megatron_lite.memory import GIB, Allocations
 from megatron_lite.precision import DTYPES
 from models.config import ModelConfig
 from tools.build_engine import build_engine
+from tools.estimate import layer_flops, memory, read_config
 from tools.meta_layers import layer_costs
-from tools.plan import layer_flops, memory, read_config
 
 CASES = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "elementwise", "selective", "full")]
 

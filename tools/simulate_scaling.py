@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     from megatron_lite.communication import scaling
     from megatron_lite.layout import Layout
+    from tools.estimate import layer_flops, read_config, workload
     from tools.measure_links import read_links
-    from tools.plan import layer_flops, read_config, workload
 
     config = read_config(options.config, 1)
     links = read_links(options.links, options.gpus_per_machine)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.config import ModelConfig
+from models.config import ModelConfig, check_sequence_shards
 from models.convolution import CausalConvolution
 from models.lm import LanguageModel
 from models.mixers import MIXERS
 from models.recurrence import recurrence
 from models.scan import scan
-from models.sequence_shards import check_sequence_shards, current_shards, sequence_shards
+from models.sequence_shards import current_shards, sequence_shards
 from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
 from tests.models.shard_threads import Meeting, Threads, over_shards
 

@@ -37,27 +37,6 @@ class Foreign:
     unused: tuple[str, ...] = field(default=())
 
 
-def translate(config: Mapping[str, Any]) -> Foreign:
-    """By the `model_type` of a config.json. ValueError for a type, or a setting, that has no counterpart here."""
-    from tools.conversion.foreign_fla import gla, hgrn2, retnet
-    from tools.conversion.foreign_metala import metala
-    from tools.conversion.foreign_transformers import gpt_neox, llama, metalion
-
-    formats: dict[str, Callable[[Mapping[str, Any]], Foreign]] = {
-        "metalion": metalion,
-        "metala": metala,
-        "gpt_neox": gpt_neox,
-        "llama": llama,
-        "gla": gla,
-        "retnet": retnet,
-        "hgrn2": hgrn2,
-    }
-    kind = str(config["model_type"])
-    if kind not in formats:
-        raise ValueError(f"model_type {kind!r} cannot be imported; what can: {', '.join(formats)}")
-    return formats[kind](config)
-
-
 def only(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
     """ValueError for a setting with a value that this codebase has no counterpart for. An absent one is allowed."""
     for key, values in allowed.items():

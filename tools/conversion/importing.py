@@ -20,7 +20,8 @@ from models.config import ModelConfig
 from models.lm import LanguageModel
 from tools.conversion.export import TRAINING_FOLDER, check_vocabulary
 from tools.conversion.folder import Tensors, read_config
-from tools.conversion.foreign import check_names, make, translate
+from tools.conversion.foreign import check_names, make
+from tools.conversion.formats import translate
 from tools.load_model import keep_tokenizer
 
 

@@ -1,0 +1,28 @@
+"""The formats of other codebases that can be imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tools.conversion.foreign import Foreign
+from tools.conversion.foreign_fla import gla, hgrn2, retnet
+from tools.conversion.foreign_metala import metala
+from tools.conversion.foreign_transformers import gpt_neox, llama, metalion
+
+
+def translate(config: Mapping[str, Any]) -> Foreign:
+    """By the `model_type` of a config.json. ValueError for a type, or a setting, that has no counterpart here."""
+    formats: dict[str, Callable[[Mapping[str, Any]], Foreign]] = {
+        "metalion": metalion,
+        "metala": metala,
+        "gpt_neox": gpt_neox,
+        "llama": llama,
+        "gla": gla,
+        "retnet": retnet,
+        "hgrn2": hgrn2,
+    }
+    kind = str(config["model_type"])
+    if kind not in formats:
+        raise ValueError(f"model_type {kind!r} cannot be imported; what can: {', '.join(formats)}")
+    return formats[kind](config)
