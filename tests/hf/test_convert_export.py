@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(exporting, "write_tensors", full)
-    assert main(["export", str(trained_run), str(tmp_path / "out")]) == 2
+    assert main(["export", str(trained_run), str(tmp_path / "out")]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
