@@ -26,6 +26,7 @@ from megatron_lite.context_parallel import ContextShards, context_shards, own_st
 from megatron_lite.deepspeed_setup import deepspeed_config, import_deepspeed, restore_linear, share_weights
 from megatron_lite.grid import Grid, begin_sum, reduce_sum
 from megatron_lite.halves import Halves, parts_of
+from megatron_lite.memory import Setting
 from megatron_lite.optimizer import build_optimizer
 from megatron_lite.optimizer_state import OptimizerState
 from megatron_lite.own_layers import LayerSpec, OwnLayers
@@ -176,8 +177,8 @@ class Engine:
                 together = Halves(parts, parameters, grid.device)
             if graph:
                 # The bf16 optimizer adds gradients to its sums after every backward pass, others keep them.
-                read_at_once = dtype == "bf16" and precision.optimizer_state == "fp32" and parallel.zero_stage <= 1
-                together = Captured(together, whole, list(blocks.values()), lasting=not read_at_once)
+                setting = Setting(dtype, parallel.zero_stage, grid.replicas, optimizer_state=precision.optimizer_state)
+                together = Captured(together, whole, list(blocks.values()), lasting=setting.lasting)
             calls = {index: together if index == min(blocks) else call for index, call in calls.items()}
             for index in list(blocks)[1:]:
                 del calls[index]

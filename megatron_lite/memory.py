@@ -16,12 +16,17 @@ parameter of this process, n processes sharing the optimizer state, b = elements
 
 * On a GPU from the end of a step's first backward pass to the end of the step, and not at all where one process has one micro
 batch a step (bf16_step.py).
+
+Blocks that are recorded as CUDA graphs (captured.py) keep their memory for good: their activations, what one of them needs at
+work and their 16-bit gradients lie in a pool of the graphs' own, so that the head and the optimizer's update come on top of
+what otherwise makes room for them. torch.cuda.max_memory_allocated does not see it: of a pool it counts what is alive while
+Python runs, and between replays that is little.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +72,7 @@ class Setting:
         overlap: reductions run beside the backward pass, in two buckets (CUDA).
         released: bf16's float32 gradients leave their memory to others between steps (CUDA).
         optimizer_state: "fp32" or "bf16", of `precision.optimizer_state`.
+        graphs: all layers but the first and the last are recorded as CUDA graphs.
     """
 
     dtype: str
@@ -77,6 +83,12 @@ class Setting:
     overlap: bool = True
     released: bool = True
     optimizer_state: str = "fp32"
+    graphs: bool = False
+
+    @property
+    def lasting(self) -> bool:
+        """Whether gradients outlive the next backward pass, and so are copied out of the graphs that made them."""
+        return self.dtype != "bf16" or self.narrow or self.zero_stage > 1
 
     @property
     def narrow(self) -> bool:
@@ -114,6 +126,10 @@ def step_bytes(layers: Sequence[LayerCost], setting: Setting) -> dict[str, float
     held = _gradient_bytes(parameters, setting, width, bucket, largest)
     gathered = width * min(parameters, LIVE_PARAMETERS) if setting.zero_stage == 3 and setting.replicas > 1 else 0.0
     others = sum(layer.kept for layer in layers) * (setting.in_flight - 1)
+    if setting.graphs:
+        activations, more, work = max(_moments_beside_graphs(layers, setting, held, width), key=sum)
+        state["gradients"] += more
+        return {**state, "activations": activations, "at work": work}
 
     moments: list[tuple[float, float, float]] = []  # activations, gradients with buffers, at work
     kept, gradients = others, 0
@@ -129,6 +145,30 @@ def step_bytes(layers: Sequence[LayerCost], setting: Setting) -> dict[str, float
     activations, more, work = max(moments, key=sum)
     state["gradients"] += more
     return {**state, "activations": activations, "at work": work}
+
+
+def _moments_beside_graphs(
+    layers: Sequence[LayerCost], setting: Setting, held: _Held, width: int
+) -> Iterator[tuple[float, float, float]]:
+    """Activations, gradients with buffers, and what is at work, of one process whose blocks are two graphs."""
+    first, *blocks, last = layers
+    recorded = sum(block.parameters for block in blocks)
+    kept = sum(block.kept for block in blocks)
+    pool, gradients, before = 0.0, 0.0, 0.0
+    for block in blocks:
+        pool = max(pool, before + max(block.forward, block.kept))
+        before += block.kept
+    for block in reversed(blocks):
+        pool = max(pool, kept + gradients + block.backward)
+        kept -= block.kept
+        gradients += width * block.parameters
+    # The graphs' input and the gradient of their output, each as large as what the first layer makes.
+    pool = max(pool, gradients) + 3 * first.kept
+    yield pool, held.before, max(first.forward, last.forward, last.kept)
+    yield pool + last.kept, held.before, last.backward
+    copied = recorded if setting.lasting else 0
+    yield pool, held.buffers + max(held.each * (last.parameters + copied), width * copied), first.backward
+    yield pool, held.after - (0 if setting.lasting else width * recorded), 0.0
 
 
 @dataclass(frozen=True)

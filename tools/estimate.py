@@ -61,8 +61,8 @@ def memory(
         in_flight = min(steps, layout.pipeline - index)
         if config.model.tie_embeddings and layout.pipeline > 1 and index == layout.pipeline - 1:
             own = [*own[:-1], replace(own[-1], parameters=own[-1].parameters + layers[0].largest)]
-        state = config.precision.optimizer_state
-        setting = Setting(dtype, stage, replicas, steps, in_flight, overlap, released, state)
+        state, graphs = config.precision.optimizer_state, config.parallel.cuda_graph and layout.pipeline == 1
+        setting = Setting(dtype, stage, replicas, steps, in_flight, overlap, released, state, graphs)
         stages.append(step_bytes(own, setting))
     return max(stages, key=lambda parts: sum(parts.values()))
 

@@ -141,7 +141,8 @@ def layouts(
             here = read_config([*words, *more], gpus)
         except ConfigError:  # the batch does not divide
             continue
-        for stage in (1,) if layout.pipeline > 1 else (1, 2, 3):
+        stages = (1,) if layout.pipeline > 1 else (1, 2) if here.parallel.cuda_graph else (1, 2, 3)
+        for stage in stages:
             # The engine calls the layers in one way for ZeRO 1 and 2, in another for 3.
             called = (layout.tensor, layout.context, layout.sequence_parallel, stage == 3)
             if called not in known:

@@ -319,3 +319,37 @@ def test_links_are_measured_between_processes(tmp_path):
     assert (rows["processes"], rows["machines"], rows["bytes"]) == (2, 1, [65536, 262144, 1048576])
     assert all(0 < value < 1e12 for values in rows["speed"].values() for value in values)
     assert "all-reduce" in done.stdout
+
+
+def test_graphs_keep_their_memory_beside_the_head_and_the_update():
+    first = LayerCost(parameters=10, largest=10, kept=10, forward=10, backward=10)
+    block = LayerCost(parameters=1000, largest=1000, kept=5000, forward=6000, backward=9000)
+    last = LayerCost(parameters=10, largest=10, kept=2e5, forward=3e5, backward=4e5)
+    layers = [first, block, block, last]
+    pool = 2 * 5000 + 9000 + 3 * 10  # the fullest moment is the beginning of the backward pass
+    # The head's backward pass is the fullest moment with and without: beside all that the blocks need, or what they keep.
+    with_graphs = step_bytes(layers, Setting("bf16", 1, 1, graphs=True))
+    assert (with_graphs["activations"], with_graphs["at work"]) == (pool + 2e5, 4e5)
+    without = step_bytes(layers, Setting("bf16", 1, 1))
+    assert without["activations"] == 10 + 2 * 5000 + 2e5
+    # Of a small head the update is, and it finds the graphs' memory still taken; the blocks' gradients lie there.
+    small = LayerCost(parameters=10, largest=10, kept=10, forward=10, backward=10)
+    setting = Setting("bf16", 1, 1, accumulation=2, graphs=True)
+    parts = step_bytes([first, block, block, small], setting)
+    assert parts["activations"] == pool
+    assert parts["gradients"] == 4 * 2020 + 2 * 20
+    # Those that last are copied out, all of them at once.
+    narrow = step_bytes([first, block, block, small], Setting("bf16", 1, 1, optimizer_state="bf16", graphs=True))
+    assert narrow["gradients"] == 2 * 2020
+
+
+def test_the_plan_counts_graphs_where_the_configuration_asks_for_them(capsys):
+    words = ["configs/metala_1.4b.yml", "--gpus", "4"]
+    sums = []
+    for more in ([], ["parallel.cuda_graph=true", "parallel.tensor_overlap=false"]):
+        assert plan.main([*words, *more, "--rows", "0"]) == 0
+        rows = re.findall(r"^(1|2|4) +1 +1 +(\d) +(\d) .* ([\d.]+) \|", capsys.readouterr().out, re.MULTILINE)
+        sums.append({(tensor, data, stage): float(total) for tensor, data, stage, total in rows})
+    plain, graphs = sums
+    assert {stage for *_, stage in graphs} == {"1", "2"}  # ZeRO 3 moves the weights, and is refused with graphs
+    assert all(graphs[row] > plain[row] for row in graphs)
