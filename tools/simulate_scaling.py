@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--flops",
         type=above_zero,
-        default=440e12,
-        help="FLOP/s that one GPU reaches alone (default 4.4e14, MetaLA 1.4B on an H200)",
+        default=540e12,
+        help="FLOP/s that one GPU reaches alone (default 5.4e14, MetaLA 1.4B on an H200)",
     )
     parser.add_argument("--gpus-per-machine", type=positive, default=8, help="(default 8)")
     parser.add_argument("--links", type=Path, help="JSON from tools.measure_links; default: assumed speeds")
