@@ -127,33 +127,36 @@ def test_layers_on_the_device_meta():
 
 
 # GiB of the fullest process, torch.cuda.max_memory_allocated over all steps of `tools.benchmark layouts`: MetaLA 1.4B, bf16,
-# ZeRO 1, on H200 of one host, torch 2.11.0, triton 3.6.0, 2026-11-21, when float32 gradients
-# stayed between steps and the recurrence ran on flash-linear-attention's kernels. docs/scaling.md shows the same table.
+# ZeRO 1, on H200 of one host, torch 2.11.0, triton 3.6.0, 2026-11-21. docs/scaling.md shows the same table. What graphs hold
+# (tensor parallelism's) is not in the allocator's figure and not in the estimate here.
 LONG = ["batch.sequence_length=131072", "parallel.activation_checkpointing.mode=full"]
 MEASURED = {
-    "1 GPU": (Layout(), 1, 8, 4, [], 60.717),
-    "1 GPU, one micro batch": (Layout(), 1, 8, 1, [], 58.03),
-    "1 GPU, 131,072 tokens": (Layout(), 1, 1, 1, LONG, 50.039),
-    "data 2": (Layout(), 2, 8, 4, [], 52.672),
-    "data 4": (Layout(), 4, 8, 4, [], 48.649),
-    "pipeline 2": (Layout(pipeline=2), 2, 8, 16, [], 50.311),
-    "pipeline 4": (Layout(pipeline=4), 4, 8, 16, [], 41.017),
+    "1 GPU": (Layout(), 1, 8, 4, [], 55.565),
+    "1 GPU, 131,072 tokens": (Layout(), 1, 1, 1, LONG, 43.929),
+    "data 2": (Layout(), 2, 8, 4, [], 47.520),
+    "data 4": (Layout(), 4, 8, 4, [], 43.497),
+    "tensor 2": (Layout(tensor=2), 2, 8, 4, [], 31.937),
+    "tensor 4": (Layout(tensor=4), 4, 8, 4, [], 20.094),
+    "tensor 2, sequence parallel": (Layout(tensor=2, sequence_parallel=True), 2, 8, 4, [], 30.531),
+    "tensor 4, sequence parallel": (Layout(tensor=4, sequence_parallel=True), 4, 8, 4, [], 17.906),
+    "pipeline 2": (Layout(pipeline=2), 2, 8, 16, [], 46.586),
+    "pipeline 4": (Layout(pipeline=4), 4, 8, 16, [], 38.149),
+    "context 2, 131,072 tokens": (Layout(context=2), 2, 1, 1, LONG, 23.573),
 }
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_estimate_is_within_15_percent_of_what_was_measured_on_gpus(name, monkeypatch):
-    for user in ("models.recurrence", "models.mixers.metala"):
-        monkeypatch.setattr(f"{user}.vector_decay_takes", lambda *_: False)
+def test_the_estimate_is_what_was_measured_on_gpus(name):
     layout, gpus, micro, accumulation, words, measured = MEASURED[name]
-    samples = micro * accumulation * gpus // layout.pipeline
+    samples = micro * accumulation * gpus // (layout.pipeline * layout.tensor * layout.context)
     words = [*words, f"batch.micro_batch_size={micro}", f"batch.global_batch_size={samples}"]
-    words.append(f"parallel.pipeline={layout.pipeline}")
+    words += [f"parallel.{size}={getattr(layout, size)}" for size in ("tensor", "pipeline", "context")]
+    words.append(f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}")
     config = plan.read_config(["configs/metala_1.4b.yml", *words], gpus)
     layers = plan._layers(config, layout, "bf16", 1)
-    parts = plan.memory(layers, plan.layer_flops(config), config, layout, "bf16", 1, released=False)
+    parts = plan.memory(layers, plan.layer_flops(config), config, layout, "bf16", 1)
     estimated = sum(parts.values()) / GIB
-    assert estimated == pytest.approx(measured, rel=0.15)
+    assert estimated == pytest.approx(measured, rel=0.03)
     page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
     assert f"| {name} | {estimated:.1f} | {measured:.1f} | {estimated / measured:.3f} |" in page
 
