@@ -7,7 +7,7 @@ length, `chunked` linear in length. The first two are the reference that the thi
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -79,7 +79,12 @@ def local_recurrence(
     _check(q, k, v, log_decay, initial_state, cu_seqlens)
     if form == "auto":
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            return _on_cuda(q, k, v, log_decay, scale, initial_state, cu_seqlens, mild_decay)
+            decay = _decay_for_own_kernels(q, k, v, log_decay, initial_state, mild_decay)
+            if decay is not None:
+                return by_kernels(q, k, v, decay, scale, initial_state, cu_seqlens)
+            from .fla_backend import fla_recurrence
+
+            return fla_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
         form = "recurrent" if q.shape[1] == 1 and cu_seqlens is None else "chunked"
     if form == "chunked":
         return chunked_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
@@ -106,41 +111,27 @@ def local_recurrence(
     return torch.cat(outputs, 1).to(dtype), torch.cat(finals)
 
 
-def _on_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    mild_decay: bool,
-) -> tuple[Tensor, Tensor]:
-    """The project's kernels for a mild decay, and for one that flash-linear-attention's cannot differentiate; else those."""
+def _decay_for_own_kernels(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None, mild_decay: bool
+) -> Tensor | None:
+    """The decay as the project's kernels take it, where it is mild or flash-linear-attention's cannot differentiate it; None
+    where those are the ones to compute it."""
     if mild_decay and vector_decay_takes(q, k, v, log_decay):
-        return by_kernels(q, k, v, log_decay, scale, initial_state, cu_seqlens)
-    from .fla_backend import a_channel, fla_recurrence, gradient_is_refused
+        return log_decay
+    from .fla_backend import a_channel, gradient_is_refused
 
     if gradient_is_refused(q, k, v, log_decay, initial_state):
-        spread = a_channel(log_decay, q)
-        if vector_decay_takes(q, k, v, spread):
-            return by_kernels(q, k, v, spread, scale, initial_state, cu_seqlens)
-    return fla_recurrence(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+        log_decay = a_channel(log_decay, q)
+        if vector_decay_takes(q, k, v, log_decay):
+            return log_decay
+    return None
 
 
-def by_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As `recurrence`, for which `models.kernels.vector_decay_takes` says yes."""
+def by_kernels(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`models.kernels.vector_decay.vector_decay`, imported where it is used; `vector_decay_takes` says whether it may be."""
     from .kernels.vector_decay import vector_decay
 
-    return vector_decay(q, k, v, log_decay, scale, initial_state, cu_seqlens)
+    return vector_decay(*inputs)
 
 
 def leave_out_of_graphs() -> None:

@@ -14,10 +14,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
+from typing import TypeVar
 
 FAILED = 1
 REFUSED = 2
@@ -71,14 +68,6 @@ def command_line(command: str, description: str | None, epilog: str = "") -> arg
     return argparse.ArgumentParser(
         prog=command, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first key that a schema refuses, its value and why: "seeds = []: ..." or "name is missing: give it a value"."""
-    first = error.errors(include_url=False)[0]
-    key = ".".join(map(str, first["loc"]))
-    missing = first["type"] == "missing"
-    return f"{key} is missing: give it a value" if missing else f"{key} = {first['input']!r}: {first['msg']}"
 
 
 def words(text: str) -> list[str]:

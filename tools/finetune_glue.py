@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from data.files import write_whole
-from tools.arguments import command, command_line, first_problem, positive, words
+from tools.arguments import command, command_line, positive, words
+from tools.yaml_file import read_as
 
 RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "glue.yml"
 
@@ -87,16 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe file with single values over it. Raises ValueError naming the key."""
-    from megatron_lite.config_files import ConfigError, read_sources
     from tools.glue_tasks import TASKS
 
-    sources = read_sources([path], overrides)
-    if sources.problems:
-        raise ConfigError(sources.problems)
-    try:
-        recipe = Recipe.model_validate(sources.tree)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {first_problem(error)}") from None
+    recipe = read_as(Recipe, path, overrides)
     for name, task in recipe.tasks.items():
         for used in (name, task.start or name):
             if used not in TASKS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,7 +117,9 @@ def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
         plan_runs(comparison(), overrides=["optimizer.lrr=1"])
     file = tmp_path / "bad.yml"
     file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a: {colour: red}}\n")
-    with pytest.raises(ValueError, match=r"bad.yml: models.a.colour = 'red'"):
+    with pytest.raises(
+        ValueError, match=r"models.a.colour is an unknown key; allowed are label, files, config .*bad.yml:4"
+    ):
         read_comparison(file)
     assert main([str(file)]) == 2
     assert "models.a.colour" in capsys.readouterr().err
@@ -124,7 +127,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
     assert "none.yml does not exist: give a comparison's YAML file" in capsys.readouterr().err
     file.write_text("title: x\nseeds: [1]\nmodels: {a: {}}\n")
     assert main([str(file)]) == 2
-    assert "bad.yml: name is missing: give it a value" in capsys.readouterr().err
+    assert re.search(r"name is missing in .*bad.yml: text like", capsys.readouterr().err)
 
 
 def test_differing_keys_are_named() -> None:

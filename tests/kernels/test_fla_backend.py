@@ -11,7 +11,7 @@ import torch
 
 from models.chunked import chunked_recurrence
 from models.fla_backend import fla_recurrence
-from models.recurrence import _on_cuda
+from models.recurrence import _decay_for_own_kernels
 
 
 @pytest.fixture
@@ -95,17 +95,17 @@ def test_without_gradients_the_decays_are_summed_chunk_by_chunk(
 
 
 def test_a_scalar_decay_that_the_package_cannot_differentiate_takes_the_projects_kernels(
-    kernels: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("models.fla_backend._scalar_gradient_is_refused", lambda: True)
     monkeypatch.setattr("models.recurrence.vector_decay_takes", lambda q, k, v, decay: decay.shape == q.shape)
-    monkeypatch.setattr("models.recurrence.by_kernels", chunked_recurrence)
     generator = torch.Generator().manual_seed(0)
     q, k, v, decay = (torch.randn(3, 70, 2, 16, generator=generator) for _ in range(4))
     log_decay = (-decay.abs()[..., :1]).requires_grad_()
     expected = chunked_recurrence(q, k, v, log_decay, 0.5, None, None)[0]
-    found = _on_cuda(q, k, v, log_decay, 0.5, None, None, False)[0]
-    assert not kernels
+    spread = _decay_for_own_kernels(q, k, v, log_decay, None, False)
+    assert spread is not None
+    found = chunked_recurrence(q, k, v, spread, 0.5, None, None)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     (wanted,) = torch.autograd.grad(expected.square().sum(), log_decay)
     (gradient,) = torch.autograd.grad(found.square().sum(), log_decay)

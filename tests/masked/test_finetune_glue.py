@@ -63,7 +63,7 @@ def test_the_recipe_of_the_paper() -> None:
     ("override", "words"),
     [
         ("lr=-1", "lr = -1"),
-        ("rate=1", "rate = 1"),
+        ("rate=1", "rate is an unknown key"),
         ("tasks.rte.start=wnli", "task 'wnli' is unknown"),
         ("tasks.rte.start=mrpc", "tasks.rte.start = mrpc"),
         ("lr", "write key.sub=value"),

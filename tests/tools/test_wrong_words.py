@@ -62,7 +62,7 @@ CASES = {
     ],
     "tools.compare.__main__": [
         ("NONE", "nothing does not exist: give a comparison's YAML file, such as"),
-        ("CONFIG", r"default\.yml: name is missing: give it a value"),
+        ("CONFIG", r"name is missing in .*default\.yml: text like .* is allowed"),
         ("TEXT", r"README\.md:3: YAML syntax"),
         ("configs/experiments/compare_lm.yml --models nosuch --plan", "--models nosuch: the comparison has metala,"),
         ("configs/experiments/compare_lm.yml --workers 0", "--workers: 0: a whole number, 1 or more"),

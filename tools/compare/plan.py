@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_lite.config import ConfigError, load_config
-from megatron_lite.config_files import CONFIGS, Sources, parse_yaml, read_sources
+from megatron_lite.config_files import CONFIGS, Sources, read_sources
 from megatron_lite.config_schema import Config
 from models.config import ModelConfig
 from models.lm import count_parameters
-from tools.arguments import first_problem
 from tools.compare.width import equal_width
 from tools.vocabulary import vocabulary_override
+from tools.yaml_file import read_as
 
 Tree = dict[str, Any]
 
@@ -113,13 +113,7 @@ def read_comparison(path: Path) -> Comparison:
             f"{path} does not exist: give a comparison's YAML file, such as configs/experiments/compare_lm.yml "
             "(docs/comparing.md says what one holds)"
         )
-    read = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    if read.problems:
-        raise ConfigError(read.problems)
-    try:
-        found = Comparison.model_validate(read.tree)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {first_problem(error)}") from None
+    found = read_as(Comparison, path)
     reference = found.equal_parameters and found.equal_parameters.reference
     if reference is not None and reference not in found.models:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -12,9 +11,10 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_lite.config_files import CONFIGS, ConfigError, read_sources
+from megatron_lite.config_files import CONFIGS
+from tools.yaml_file import nearest, read_as
 
 SUITES = ("mqar", "mad", "listops")
 FOLDER = CONFIGS / "experiments"
@@ -155,20 +155,7 @@ class Run:
 
 def load_experiment(suite: str, overrides: Sequence[str] = (), path: Path | None = None) -> Experiment:
     """configs/experiments/<suite>.yml, or `path`, with `key=value` over it. ConfigError lists what cannot be."""
-    path = path or FOLDER / f"{suite}.yml"
-    sources = read_sources([path.resolve()], overrides)
-    problems = list(sources.problems)
-    if not problems:
-        try:
-            return Experiment.model_validate({**sources.tree, "suite": sources.tree.get("suite", suite)})
-        except ValidationError as error:
-            for detail in error.errors(include_url=False):
-                key = ".".join(str(part) for part in detail["loc"])
-                if detail["type"] == "extra_forbidden":
-                    problems.append(f"{key} is an unknown key; {nearest(key, Experiment.model_fields)}")
-                else:
-                    problems.append(f"{key} = {detail['input']!r}: {detail['msg']}")
-    raise ConfigError(problems)
+    return read_as(Experiment, path or FOLDER / f"{suite}.yml", overrides, suite=suite)
 
 
 def plan(experiment: Experiment, precision: str) -> list[Run]:
@@ -265,13 +252,6 @@ def _batch_size(experiment: Experiment, length: int) -> int:
             f"batch_size has none for length {length}: add batch_size.{length}=N; there are {experiment.batch_size}"
         )
     return experiment.batch_size[length]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Words for an error: the nearest known names, or all when none is near."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"nearest: {', '.join(close)}" if close else f"allowed are {', '.join(names)}"
 
 
 def _digest(values: dict[str, Any]) -> str:

@@ -1,0 +1,68 @@
+"""YAML files of the tools' own schemas, read as a run's configuration is: values laid over them, and problems by key."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from megatron_lite.config_fields import Key, keys_of
+from megatron_lite.config_files import ConfigError, Sources, read_sources
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def read_as(schema: type[Schema], path: Path, overrides: Sequence[str] = (), **defaults: Any) -> Schema:
+    """The file with `key.sub=value` over it and `defaults` under it. ConfigError with everything that is wrong: key, value,
+    what is allowed and where it is written."""
+    sources = read_sources([path.resolve()], overrides)
+    problems = list(sources.problems)
+    if not problems:
+        try:
+            return schema.model_validate({**defaults, **sources.tree})
+        except ValidationError as error:
+            problems = [_words(detail, schema, sources, path) for detail in error.errors(include_url=False)]
+    raise ConfigError(dict.fromkeys(problems))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words for an error: the nearest known names, or all when none is near."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"nearest: {', '.join(close)}" if close else f"allowed are {', '.join(names)}"
+
+
+def _words(detail: Any, schema: type[BaseModel], sources: Sources, file: Path) -> str:
+    """One of pydantic's errors. Indices of lists and members of unions end a key's path."""
+    path: tuple[str, ...] = ()
+    section: type | None = schema
+    entry: Key | None = None
+    allowed = ""
+    for name in map(str, detail["loc"]):
+        known = keys_of(section) if section is not None else {}
+        if section is not None and name not in known:
+            return _located((*path, name), f"is an unknown key; {nearest(name, known)}", sources)
+        key = known.get(name, entry)
+        if key is None:
+            break
+        path, section, entry, allowed = (*path, name), _section(key), key.entry, key.allowed
+    if detail["type"] == "missing":
+        return f"{'.'.join(path)} is missing in {file}: {allowed} is allowed"
+    value = json.dumps(sources.get(path), ensure_ascii=False, default=str)
+    said = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else f"{allowed} is allowed"
+    return _located(path, f"= {value}: {said}", sources)
+
+
+def _section(key: Key) -> type | None:
+    """The type of the keys below, also where null may stand for all of them."""
+    sections = [kind for kind in get_args(key.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return key.section or (sections[0] if len(sections) == 1 and key.entry is None else None)
+
+
+def _located(path: tuple[str, ...], words: str, sources: Sources) -> str:
+    origin = sources.origin(path)
+    return f"{'.'.join(path)} {words}" + (f" ({origin})" if origin else "")
