@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned
+from .sigmoid import sigmoid
 from .sum_parts import sum_parts
 
 try:
@@ -150,7 +151,7 @@ def _store(x, value, t, d, h, T, H, D: tl.constexpr, BD: tl.constexpr):
 def _half_tanh(x):
     """sigmoid(x) - 1/2, to full relative precision near 0 too."""
     near = x * (0.25 + x * x * (-1.0 / 48.0 + x * x * (1.0 / 480.0 - x * x * (17.0 / 80640.0))))
-    return tl.where(tl.abs(x) < 0.25, near, tl.sigmoid(x) - 0.5)
+    return tl.where(tl.abs(x) < 0.25, near, sigmoid(x) - 0.5)
 
 
 @triton.jit
@@ -181,7 +182,7 @@ def _forward(
             strength = tl.sum(qk * weight[None, :], 1)
             x += _half_tanh(strength[:, None] * _load(v, t, cv, h, T, H, V, BV))
         normal, _ = _normalise(x, cv, eps, V, BV)
-        _store(y, normal * u * tl.sigmoid(u), t, cv, h, T, H, V, BV)
+        _store(y, normal * u * sigmoid(u), t, cv, h, T, H, V, BV)
 
 
 @triton.jit
@@ -207,12 +208,12 @@ def _backward(
             augmentation = _half_tanh(strength[:, None] * value)
             x += augmentation
         normal, inverse = _normalise(x, cv, eps, V, BV)
-        sigmoid = tl.sigmoid(u)
-        d_gate = grad * normal * sigmoid * (1.0 + u * (1.0 - sigmoid))
+        s = sigmoid(u)
+        d_gate = grad * normal * s * (1.0 + u * (1.0 - s))
         at = t[:, None].to(tl.int64) * STRIDE + h * V + cv[None, :]
         inside = (t < T)[:, None] & (cv < V)[None, :]
         tl.store(dgate + at, d_gate.to(dgate.dtype.element_ty), mask=inside)
-        d_normal = grad * u * sigmoid
+        d_normal = grad * u * s
         d_normal -= (tl.sum(d_normal, 1) / V)[:, None] + normal * (tl.sum(d_normal * normal, 1) / V)[:, None]
         d_x = d_normal * inverse[:, None]
         _store(do, d_x, t, cv, h, T, H, V, BV)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned, over_elements
+from .sigmoid import sigmoid
 
 try:
     import triton
@@ -65,7 +66,7 @@ def _forward(gate, up, y, N, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(gate + i, mask=i < N, other=0.0).to(tl.float32)
     b = tl.load(up + i, mask=i < N, other=0.0).to(tl.float32)
-    tl.store(y + i, (a * tl.sigmoid(a) * b).to(y.dtype.element_ty), mask=i < N)
+    tl.store(y + i, (a * sigmoid(a) * b).to(y.dtype.element_ty), mask=i < N)
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def _backward(dy, gate, up, side_by_side, N, WIDTH: tl.constexpr, VECTOR: tl.con
     d = tl.load(dy + i, mask=i < N, other=0.0).to(tl.float32)
     a = tl.load(gate + i, mask=i < N, other=0.0).to(tl.float32)
     b = tl.load(up + i, mask=i < N, other=0.0).to(tl.float32)
-    s = tl.sigmoid(a)
+    s = sigmoid(a)
     # Rows end between vectors, which the compiler cannot see.
     at = tl.max_contiguous(tl.multiple_of(i + i // WIDTH * WIDTH, VECTOR), VECTOR)
     dgate, dup = d * b * s * (1.0 + a * (1.0 - s)), d * a * s
