@@ -15,7 +15,7 @@ from typing import Any
 from .config_files import KeyPath
 from .config_schema import CheckpointConfig, Config, RunConfig
 from .data_checks import data_problems
-from .layout import Layout, layout_problems, limits_of, nearest_layouts
+from .layout import Layout, Limits, layout_problems, limits_of, nearest_layouts
 
 DERIVED_KEYS: tuple[tuple[str, str], ...] = (
     ("run", "directory"),
@@ -83,7 +83,7 @@ def derived_values(tree: Mapping[str, Any], world_size: int) -> tuple[dict[KeyPa
     model_ranks = math.prod(sizes.values())
     batch: dict[KeyPath, Derived] | Problem
     if world_size % model_ranks:
-        batch = _does_not_divide(sizes, world_size)
+        batch = _does_not_divide(sizes, world_size, tree.get("model") or {}, given("batch", "sequence_length"))
     else:
         where = f"{world_size} from WORLD_SIZE" if model_ranks == 1 else f"WORLD_SIZE {world_size} / {model_ranks}"
         batch = _solve_batch(
@@ -202,11 +202,16 @@ def _against_graphs(config: Config[Any]) -> str:
     return next((text for text, bad in against.items() if bad), "")
 
 
-def _does_not_divide(sizes: Mapping[str, int], world_size: int) -> Problem:
+def _does_not_divide(sizes: Mapping[str, int], world_size: int, model: Mapping[str, Any], length: Any) -> Problem:
+    """model, length: as they were given; what of them is a number bounds the layouts that are named instead."""
     product = math.prod(sizes.values())
     named = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
     wanted = Layout(sizes.get("tensor", 1), sizes.get("pipeline", 1), sizes.get("context", 1))
-    near = nearest_layouts(wanted, world_size, limits_of(None, 1 << 30))
+    cut_sizes = {key: model[key] for key in ("num_heads", "intermediate_size", "vocab_size") if _count(model.get(key))}
+    layers: Any = model.get("num_layers")
+    refused = "" if wanted.context > 1 else "not asked for"
+    limits = Limits(cut_sizes, layers if _count(layers) else 1, length if _count(length) else 1 << 30, refused)
+    near = nearest_layouts(wanted, world_size, limits)
     return Problem(
         ("parallel",),
         f"{named} = {product} processes hold one copy of the model: the run must have a multiple of {product}, and "

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--links", type=Path, help="JSON from tools.measure_links; default: assumed speeds, printed")
     parser.add_argument("--rows", type=from_zero, default=20, help="layouts to print; 0: all (default 20)")
     parser.add_argument(
-        "--measure", action="store_true", help="train two steps of each ZeRO stage and checkpointing mode"
+        "--measure", action="store_true", help="train a few steps of each ZeRO stage and checkpointing mode"
     )
     options = parser.parse_intermixed_args(arguments)
     if options.measure:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,23 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     from megatron_lite import checkpoint
     from megatron_lite.checkpoint_folder import rewrite
     from megatron_lite.flops import forward_flops
-    from megatron_lite.layout import Layout, layout_problems, limits_of, stage_bounds
+    from megatron_lite.layout import Layout, layout_problems, limits_of, nearest_layouts, stage_bounds
     from megatron_lite.partition import shard_of
     from models.config import ModelConfig
     from models.lm import build_layer, layer_specs
     from tools.load_model import data_config
 
     source = checkpoint.resolve(source)
-    if data < 1 or tensor < 1 or pipeline < 1:
-        raise ValueError(f"--data {data} --tensor {tensor} --pipeline {pipeline}: each is at least 1")
     settings = checkpoint.read_config_yaml(source)
     model = ModelConfig(**settings["model"])
     length = settings["batch"]["sequence_length"]
-    for key, problem in layout_problems(Layout(tensor, pipeline), limits_of(model, length)):
-        raise ValueError(f"--{key} {problem}")
+    wanted, limits = Layout(tensor, pipeline), replace(limits_of(model, length), context_refused="not stored")
+    for key, problem in layout_problems(wanted, limits):
+        near = " or ".join(
+            f"--tensor {layout.tensor} --pipeline {layout.pipeline}"
+            for layout in nearest_layouts(wanted, wanted.model_ranks, limits)
+        )
+        raise ValueError(f"--{key} {problem}; nearest that can be: {near}")
     import torch
 
     specs = layer_specs(model)

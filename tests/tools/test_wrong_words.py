@@ -139,7 +139,10 @@ CASES = {
     "tools.reshard": [
         ("NONE OUT", "does not exist"),
         ("BROKEN OUT", "corrupted"),
-        ("RUN OUT --tensor 3", "--tensor = 3 does not divide model.num_heads"),
+        (
+            "RUN OUT --tensor 3",
+            "--tensor = 3 does not divide model.num_heads = 4; nearest that can be: --tensor 1 --pipeline 1",
+        ),
         ("RUN OUT --data 0", "--data: 0: a whole number, 1 or more"),
     ],
     "tools.serve": [("NONE", r"is no export: config\.json is missing; python -m tools\.convert_hf export")],
