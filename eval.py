@@ -105,13 +105,13 @@ def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str
 
 def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[str, Metrics]], **more: Any) -> None:
     """Adds to a results file {suite: {task: {metric: value}}} and `more`; what it said of another checkpoint is dropped."""
-    from data.files import write_whole
+    from data.files import read_json, write_whole
     from megatron_lite.checkpoint_folder import versions
 
     checkpoint = str(loaded.checkpoint.resolve())
     earlier: dict[str, Any] = {}
     if out.is_file():
-        earlier = json.loads(out.read_text(encoding="utf-8"))
+        earlier = read_json(out, "remove it, or name another with --out")
         if earlier.get("checkpoint") != checkpoint:
             earlier = {}
     results = earlier.get("results", {})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 @contextlib.contextmanager
@@ -20,6 +21,19 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is not None:
             raise
         raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
+
+
+def read_json(path: Path, mend: str, *keys: str) -> dict[str, Any]:
+    """A JSON object that has these keys. Raises OSError, or ValueError naming the file, what is wrong, and `mend`: what to do."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): {mend}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no keys but a {type(content).__name__}: {mend}")
+    if missing := [key for key in keys if key not in content]:
+        raise ValueError(f"{path} has no key {missing[0]!r}: {mend}")
+    return content
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .files import written_aside
+from .files import read_json, written_aside
 from .tokenizer import Tokenizer, load_tokenizer
 
 
@@ -22,9 +22,9 @@ def write_manifest(prefix: str | Path, content: dict[str, Any]) -> None:
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
-    """None where there is no manifest, as beside files that other projects wrote."""
+    """None where there is no manifest, as beside files that other projects wrote. ValueError for one that was damaged."""
     path = manifest_path(prefix)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return read_json(path, "copy it again, or remove it and name the tokenizer yourself") if path.is_file() else None
 
 
 def describe_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:

@@ -79,21 +79,29 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: unreadable, another format or version, or a file that is missing or short (named).
     """
+    file = path / "manifest.json"
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / 'manifest.json'}: {error}") from error
+        raise CheckpointError(f"{file} is damaged ({error}); {_OTHER}") from error
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{file} is damaged (it holds no keys); {_OTHER}")
     if manifest.get("format") != FORMAT or manifest.get("version") not in range(1, VERSION + 1):
         raise CheckpointError(
             f"{path}: format {manifest.get('format')!r} version {manifest.get('version')!r}; this program reads "
             f"{FORMAT!r} up to version {VERSION}"
         )
+    if missing := [key for key in ("step", "state", "layout", "tensors", "files") if key not in manifest]:
+        raise CheckpointError(f"{file} is damaged (it has no key {missing[0]!r}); {_OTHER}")
     for name, entry in manifest["files"].items():
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != entry["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes of {entry['bytes']}"
-            raise CheckpointError(f"{path}: the file {name} {found}; resume from another step folder beside it")
+            raise CheckpointError(f"{path}: the file {name} {found}; {_OTHER}")
     return manifest
+
+
+_OTHER = "resume from another step folder beside it"
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
@@ -132,11 +140,21 @@ class Weights(Mapping[str, Tensor]):
 
 
 def read_config_yaml(path: Path | str) -> dict[str, Any]:
-    """The resolved configuration that a checkpoint was trained with, as plain YAML values."""
+    """The resolved configuration that a checkpoint was trained with, as plain YAML values.
+
+    Raises:
+        CheckpointError: as `resolve`, or a file that is missing or damaged.
+    """
     import yaml
 
-    with open(resolve(path) / "config.yml") as file:
-        return yaml.safe_load(file)
+    file = resolve(path) / "config.yml"
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{file} is damaged ({' '.join(str(error).split())}); {_OTHER}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is damaged (it holds no sections); {_OTHER}")
+    return config
 
 
 @dataclass(frozen=True)
@@ -221,8 +239,7 @@ class Reader:
         if name not in self._open:
             if file_sha256(self._path / name) != self._manifest["files"][name]["sha256"]:
                 raise CheckpointError(
-                    f"{self._path}: the file {name} is corrupted (its SHA-256 is not the manifest's); "
-                    f"resume from another step folder beside it"
+                    f"{self._path}: the file {name} is corrupted (its SHA-256 is not the manifest's); {_OTHER}"
                 )
             self._open[name] = safe_open(self._path / name, framework="pt")
         return self._open[name]

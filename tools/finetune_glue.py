@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from data.files import write_whole
+from data.files import read_json, write_whole
 from tools.arguments import command, command_line, positive, words
 from tools.yaml_file import read_as
 
@@ -120,7 +120,7 @@ class Session:
         self._file = output / "glue.json"
         self.results: dict[str, Any] = {**identity, "runs": {}}
         if self._file.is_file():
-            self.results = json.loads(self._file.read_text())
+            self.results = read_json(self._file, "remove it to begin again", "runs", *identity)
             for key, value in identity.items():
                 if self.results[key] != value:
                     raise ValueError(f"{self._file} is of another {key}; name another folder with --output")
@@ -312,7 +312,8 @@ def _exported(checkpoint: Path, output: Path) -> Path:
         resolve(checkpoint)  # before a folder is made
         output.mkdir(parents=True, exist_ok=True)
         export(checkpoint, folder)
-    if json.loads((folder / "config.json").read_text())["architectures"] != ["MetalionForMaskedLM"]:
+    written = read_json(folder / "config.json", "name an export of python -m tools.convert_hf", "architectures")
+    if written["architectures"] != ["MetalionForMaskedLM"]:
         print("note: a causal model; its last token is read", file=sys.stderr)
     return folder
 

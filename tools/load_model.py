@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.files import write_whole
+from data.files import read_json, write_whole
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, read_manifest
 from data.prepare import Prepared, prepare_corpus
@@ -146,7 +146,9 @@ def read_tokenizer(run: Path, config: dict[str, Any]) -> Tokenizer:
     """
     kept = run / "tokenizer" / "description.json"
     if kept.is_file():
-        description = json.loads(kept.read_text())
+        description = read_json(
+            kept, "copy it again, or remove its folder to take data.tokenizer", "type", "file", "hash"
+        )
         file = kept.parent / description["file"] if description["file"] else None
         tokenizer = load_tokenizer(description["type"], file)
         if tokenizer.hash != description["hash"]:

@@ -6,12 +6,12 @@ puts the export's class there and hands over.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from data.files import read_json
 from tools.arguments import command, command_line
 
 
@@ -34,12 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=Path, help="what tools.convert_hf export wrote")
     options, rest = parser.parse_known_args(arguments)
-    config = options.folder / "config.json"
+    config, mend = options.folder / "config.json", "python -m tools.convert_hf export RUN FOLDER writes one"
     if not config.is_file():
-        raise ValueError(
-            f"{options.folder} is no export: config.json is missing; python -m tools.convert_hf export RUN FOLDER writes one"
-        )
-    name = json.loads(config.read_text(encoding="utf-8"))["architectures"][0]
+        raise ValueError(f"{options.folder} is no export: config.json is missing; {mend}")
+    name = next(iter(read_json(config, mend, "architectures")["architectures"]), "model of no class")
     if name != "MetalionForCausalLM":
         raise ValueError(f"{options.folder} holds a {name}: only causal models of this project are served")
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:

@@ -14,7 +14,9 @@ from tests.cli.conftest import ROOT
 from tools import arguments
 
 # Places: RUN a trained causal run, NONE nothing, CONFIG a configuration, TEXT a Markdown page, OUT a new folder,
-# TOKENS a token file whose .bin was cut short, BROKEN a run with a byte of a weight file changed, FILE a file
+# TOKENS a token file whose .bin was cut short, BROKEN a run with a byte of a weight file changed, FILE a file,
+# DAMAGED, UNREADABLE, LOST runs whose manifest, configuration and tokenizer's description were cut, OTHERS token files whose
+# manifest was, HUGGING a folder with half of a config.json
 CASES = {
     "train.py": [
         ("NONE.yml", r"nothing\.yml: no such file; name one that is there"),
@@ -32,6 +34,7 @@ CASES = {
     "eval.py": [
         ("NONE", "does not exist .*: a run folder, .* is needed"),
         ("BROKEN", r"weights-00000\.safetensors is corrupted"),
+        ("DAMAGED", r"manifest\.json is damaged \(it has no key 'step'\); resume from another step folder"),
         ("RUN --suite nosuch", "there is no suite 'nosuch'; there are commonsense, superglue"),
         ("RUN --data NONE", "nothing does not exist"),
         ("RUN --data TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
@@ -72,6 +75,7 @@ CASES = {
         ("export NONE OUT", "does not exist"),
         ("export BROKEN OUT", "corrupted"),
         ("export RUN OUT --max-shard-size abc", "--max-shard-size: 'abc': bytes, or 500MB"),
+        ("import HUGGING OUT", r"config\.json has no key 'num_attention_heads', which a llama needs"),
         ("import NONE OUT", r"nothing is no Hugging Face folder: config\.json is missing"),
     ],
     "tools.finetune_glue": [
@@ -85,6 +89,8 @@ CASES = {
     "tools.generate": [
         ("NONE", "does not exist"),
         ("BROKEN", "corrupted"),
+        ("UNREADABLE", r"config\.yml is damaged \(while parsing .*\); resume from another step folder"),
+        ("LOST", r"description\.json is no JSON .*: copy it again, or remove its folder"),
         ("RUN --prompts-file NONE", "--prompts-file .*nothing: no such file; it holds one prompt a line"),
         ("RUN --temperature -1", r"temperature = -1\.0: 0 .* or more is allowed"),
         ("RUN --max-tokens many", "--max-tokens: many: a whole number, 1 or more"),
@@ -92,6 +98,7 @@ CASES = {
     "tools.inspect_data": [
         ("NONE", r"nothing\.idx does not exist"),
         ("TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
+        ("OTHERS", r"others\.json is no JSON .*: copy it again, or remove it"),
         ("TOKENS --document -1", "--document: -1: a whole number, 0 or more"),
     ],
     "tools.length.__main__": [
@@ -145,7 +152,10 @@ CASES = {
         ),
         ("RUN OUT --data 0", "--data: 0: a whole number, 1 or more"),
     ],
-    "tools.serve": [("NONE", r"is no export: config\.json is missing; python -m tools\.convert_hf export")],
+    "tools.serve": [
+        ("HUGGING", r"config\.json has no key 'architectures': python -m tools\.convert_hf export"),
+        ("NONE", r"is no export: config\.json is missing; python -m tools\.convert_hf export"),
+    ],
     "tools.simulate_scaling": [
         ("CONFIG --links NONE", "nothing: No such file or directory"),
         ("CONFIG --flops 0", "--flops: 0: a number above 0"),
@@ -176,6 +186,21 @@ def places(tmp_path_factory, trained_run) -> dict[str, str]:
         content = weights.read_bytes()
         weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     (folder / "file").write_text("in the way")
+    for suffix in ("bin", "idx"):
+        shutil.copyfile(folder / f"tokens.{suffix}", folder / f"others.{suffix}")
+    (folder / "others.bin").write_bytes(tokens)
+    (folder / "others.json").write_text("{")
+    for name, file, content in (
+        ("damaged", "manifest.json", '{"format": "metalion-checkpoint", "version": 2}'),
+        ("unreadable", "config.yml", "model: ["),
+    ):
+        shutil.copytree(trained_run, folder / name)
+        for step in (folder / name / "checkpoints").glob("step_*"):
+            (step / file).write_text(content)
+    shutil.copytree(trained_run, folder / "lost")
+    (folder / "lost" / "tokenizer" / "description.json").write_text("{")
+    (folder / "hugging").mkdir()
+    (folder / "hugging" / "config.json").write_text('{"model_type": "llama"}')
     return {
         "RUN": str(trained_run),
         "NONE": str(folder / "nothing"),
@@ -184,6 +209,7 @@ def places(tmp_path_factory, trained_run) -> dict[str, str]:
         "TOKENS": str(folder / "tokens"),
         "BROKEN": str(folder / "broken"),
         "FILE": str(folder / "file"),
+        **{name.upper(): str(folder / name) for name in ("damaged", "unreadable", "lost", "others", "hugging")},
     }
 
 

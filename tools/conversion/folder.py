@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from data.files import read_json
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -18,13 +19,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         near = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else "there is no such folder"
         raise FileNotFoundError(f"{folder} is no Hugging Face folder: config.json is missing ({near})")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ValueError(f"{path} names no model_type, so its weights cannot be told apart")
-    return config
+    return read_json(path, "it must name the model_type that its weights are of", "model_type")
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -40,7 +35,7 @@ class Tensors(Mapping[str, Tensor]):
 
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(read_json(index, "copy it again", "weight_map")["weight_map"].values()))
         else:
             names = ["model.safetensors"]
         if not index.is_file() and not (folder / "model.safetensors").is_file():

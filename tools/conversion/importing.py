@@ -65,7 +65,12 @@ def import_folder(folder: Path, run: Path, *, overwrite: bool = False, progress:
     if overwrite and folder.resolve().is_relative_to(run.resolve()):
         raise FileExistsError(f"{folder} lies in {run}, which --overwrite would remove: name another run folder")
     theirs = read_config(folder)
-    foreign = translate(theirs)
+    try:
+        foreign = translate(theirs)
+    except KeyError as error:
+        raise ValueError(
+            f"{folder / 'config.json'} has no key {error}, which a {theirs['model_type']} needs: write it there"
+        ) from error
     tensors = Tensors(folder)
     check_names(foreign, tensors, str(folder))
     with torch.device("meta"):

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from data.files import write_whole
+from data.files import read_json, write_whole
 from tools.evaluation import multirc
 from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 from tools.evaluation.tasks import LoadedTask, load_tasks
@@ -192,13 +192,7 @@ def read_results(path: Path) -> dict[str, Any]:
     file = path / "results.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no results there; python eval.py MODEL --suite ... writes them")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(content, dict) or "metalion" not in content or "results" not in content:
-        raise ValueError(f"{file} is no results.json of python eval.py --suite (it has no key 'metalion')")
-    return content
+    return read_json(file, "a results.json of python eval.py --suite is wanted", "metalion", "results")
 
 
 def _fresh(task: Any) -> None:
