@@ -2,9 +2,9 @@
 
 `lion.py` is LION's operator over `lion_tile.py` (short sequences, with `lion_whole.py` for the shortest) and
 `lion_chunk.py` (long ones); its plain PyTorch reference is `models/bidirectional.py`. `vector_decay.py` is the recurrence
-with a decay a channel, its reference `models/chunked.py`. `metala_epilogue.py` holds its reference itself and needs no
-Triton to import; `metala_core.py` is MetaLA's gate, recurrence and epilogue as one step. The other kernels stand in for the
-lines of PyTorch beside which they are called.
+with a decay a channel, its reference `models/chunked.py`; `causal_map.py` that with a decay a head, of short sequences.
+`metala_epilogue.py` holds its reference itself and needs no Triton to import; `metala_core.py` is MetaLA's gate, recurrence
+and epilogue as one step. The other kernels stand in for the lines of PyTorch beside which they are called.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from ..convolution import CausalConvolution, convolve_input
 from ..init import linear
 from ..precision import ROW_SUM_EPS, wide
 from ..row_sum import recurrence_with_row_sum
+from ..short_map import short_map
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,15 @@ class LinearAttention(nn.Module):
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
         q, k = (proj(x).unflatten(-1, (-1, self.key_dim)) for proj in (self.q_proj, self.k_proj))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        recurrent, whole = state.get("recurrent"), None
+        if self.options.feature_map == "taylor" and mask is None:
+            # By the products themselves, without features.
+            whole = short_map(
+                q, k, v, None, scale=self.key_dim**-0.5, taylor=True, scaled=True, cu_seqlens=cu_seqlens,
+                initial_state=recurrent, return_state=return_state,
+            )  # fmt: skip
+        if whole is not None:
+            return self.out_proj(whole.flatten(-2))
         q, k = (_features(wide(t), self.options.feature_map).to(v.dtype) for t in (q, k))
         if mask is not None:
             k = k.masked_fill(~mask[:, :, None, None], 0.0)
@@ -100,7 +110,7 @@ class LinearAttention(nn.Module):
             k,
             v,
             wide(q).new_zeros(()).expand(*q.shape[:3], 1),
-            initial_state=state.get("recurrent"),
+            initial_state=recurrent,
             cu_seqlens=cu_seqlens,
         )
         y = self.out_proj((num / (den + ROW_SUM_EPS)).flatten(-2).to(v.dtype))

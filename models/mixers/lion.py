@@ -20,6 +20,7 @@ from ..padding import without_padding
 from ..precision import ROW_SUM_EPS, wide
 from ..recurrence import recurrence
 from ..row_sum import recurrence_with_row_sum
+from ..short_map import short_map
 
 
 @dataclass(frozen=True)
@@ -177,13 +178,13 @@ class Lion(nn.Module):
         k = k.to(v.dtype)
         if self.options.causal:
             logits = logits.logits() if isinstance(logits, ProjectedGate) else logits
-            o, recurrent = self._causal(q, k, v, logits, mask, cu_seqlens, (state or {}).get("recurrent"))
+            o, new_state = self._causal(q, k, v, logits, mask, cu_seqlens, (state or {}).get("recurrent"), return_state)
         else:
-            o = self._both_ways(q, k, v, logits, phi, mask, cu_seqlens)
+            o, new_state = self._both_ways(q, k, v, logits, phi, mask, cu_seqlens), {}
         y = self.out_proj(o.flatten(-2).to(v.dtype))
         if self.output_norm is not None:
             y = self.output_norm(y)
-        return (y, {"recurrent": recurrent}) if return_state else y
+        return (y, new_state) if return_state else y
 
     def _decay_logits(self, x: Tensor) -> Tensor | ProjectedGate | None:
         """lambda = sigmoid of this: [batch, length, heads] in float32 (float64 for float64), or what `bidirectional` takes."""
@@ -203,16 +204,27 @@ class Lion(nn.Module):
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
         initial_state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        return_state: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         log_decay = wide(q).new_zeros(()).expand(q.shape[:3]) if logits is None else F.logsigmoid(logits)
         log_decay = log_decay.unsqueeze(-1)
         log_decay, k = without_padding(mask, log_decay, k)
+        whole = None
+        if self.input_gate is None:
+            whole = short_map(
+                q, k, v, log_decay, scaled=self.options.scaled, cu_seqlens=cu_seqlens, initial_state=initial_state,
+                return_state=return_state,
+            )  # fmt: skip
+        if whole is not None:
+            return whole, {}
         if not self.options.scaled:
-            return recurrence(q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens)
-        num, den, state = recurrence_with_row_sum(
+            o, recurrent = recurrence(q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens)
+            return o, {"recurrent": recurrent}
+        num, den, recurrent = recurrence_with_row_sum(
             q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
-        return num / (den + ROW_SUM_EPS if self.input_gate is None else den.abs().clamp_min(1.0)), state
+        o = num / (den + ROW_SUM_EPS if self.input_gate is None else den.abs().clamp_min(1.0))
+        return o, {"recurrent": recurrent}
 
     def _both_ways(
         self,

@@ -15,6 +15,7 @@ from ..convolution import CausalConvolution
 from ..init import linear
 from ..precision import wide
 from ..recurrence import recurrence
+from ..short_map import short_map
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,23 @@ class Mamba2(nn.Module):
             # dt = 0 neither forgets nor takes anything up.
             dt = dt.masked_fill(~mask.unsqueeze(-1), 0.0)
         heads = dt.shape[-1]
-        o, new_state["recurrent"] = recurrence(
-            c.unsqueeze(2).expand(-1, -1, heads, -1),
-            b.unsqueeze(2).expand(-1, -1, heads, -1),
-            (dt.unsqueeze(-1) * wide(u)).to(u.dtype),
-            (-dt * wide(self.a_log).exp()).unsqueeze(-1),
-            initial_state=state.get("recurrent"),
+        q, k = (y.unsqueeze(2).expand(-1, -1, heads, -1) for y in (c, b))
+        v, log_decay = (dt.unsqueeze(-1) * wide(u)).to(u.dtype), (-dt * wide(self.a_log).exp()).unsqueeze(-1)
+        initial_state = state.get("recurrent")
+        o = short_map(
+            q,
+            k,
+            v,
+            log_decay,
+            scaled=False,
             cu_seqlens=cu_seqlens,
+            initial_state=initial_state,
+            return_state=return_state,
         )
+        if o is None:
+            o, new_state["recurrent"] = recurrence(
+                q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
+            )
         o = wide(o) + wide(self.skip).unsqueeze(-1) * wide(u)
         o = o * F.silu(wide(self.gate_proj(x))).view_as(o)
         o = o * (o.square().mean(-1, keepdim=True) + self.norm_eps).rsqrt()
