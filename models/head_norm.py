@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kernels import takes
 from .precision import wide
 
 # What the options of a mixer say of it.
@@ -18,5 +19,10 @@ def gated_head_norm(o: Tensor, gate: Tensor, *, norm: str = "layernorm", eps: fl
     o: [batch, length, heads, head_dim]; gate: [batch, length, heads * head_dim], as the result. norm: "layernorm" or
     "rmsnorm".
     """
+    if norm == "layernorm" and takes(o) and o.dtype == gate.dtype:
+        from .kernels.metala_epilogue_triton import epilogue
+
+        # MetaLA's end is this after its self-augmentation, for which it reads q, k and v.
+        return epilogue(o, o, o, o, None, gate, eps)
     normed = (F.layer_norm if norm == "layernorm" else F.rms_norm)(wide(o), o.shape[-1:], eps=eps)
     return (F.silu(wide(gate)) * normed.flatten(-2)).to(gate.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig, require_at_least, require_divisor
 from ..convolution import CausalConvolution
 from ..init import linear
+from ..kernels import takes
 from ..precision import wide
 from ..recurrence import recurrence
 from ..short_map import short_map
@@ -124,7 +125,7 @@ class Mamba2(nn.Module):
             dt = dt.masked_fill(~mask.unsqueeze(-1), 0.0)
         heads = dt.shape[-1]
         q, k = (y.unsqueeze(2).expand(-1, -1, heads, -1) for y in (c, b))
-        v, log_decay = (dt.unsqueeze(-1) * wide(u)).to(u.dtype), (-dt * wide(self.a_log).exp()).unsqueeze(-1)
+        v, log_decay = _stepped(dt, u), (-dt * wide(self.a_log).exp()).unsqueeze(-1)
         initial_state = state.get("recurrent")
         o = short_map(
             q,
@@ -140,10 +141,7 @@ class Mamba2(nn.Module):
             o, new_state["recurrent"] = recurrence(
                 q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
             )
-        o = wide(o) + wide(self.skip).unsqueeze(-1) * wide(u)
-        o = o * F.silu(wide(self.gate_proj(x))).view_as(o)
-        o = o * (o.square().mean(-1, keepdim=True) + self.norm_eps).rsqrt()
-        y = self.out_proj((o.flatten(-2) * wide(self.norm_weight)).to(u.dtype))
+        y = self.out_proj(_gated_norm(o, u, self.skip, self.gate_proj(x), self.norm_weight, self.norm_eps))
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
@@ -153,3 +151,24 @@ class Mamba2(nn.Module):
         projections = 2 * size * (3 * inner + 2 * states + heads)
         convolutions = 2 * self.options.conv_kernel * (inner + 2 * states)
         return projections + convolutions + heads * (min(64, length) * (states + head_dim) + 4 * states * head_dim)
+
+
+def _stepped(dt: Tensor, u: Tensor) -> Tensor:
+    """dt u in u's dtype."""
+    if takes(u):
+        from ..kernels.mamba2_ends import stepped
+
+        return stepped(dt, u)
+    return (dt.unsqueeze(-1) * wide(u)).to(u.dtype)
+
+
+def _gated_norm(o: Tensor, u: Tensor, skip: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """w x / rms_head(x), x = (o + D u) SiLU(z), in u's dtype and z's shape."""
+    if takes(o) and o.dtype == u.dtype == z.dtype:
+        from ..kernels.mamba2_ends import gated_norm
+
+        return gated_norm(o, u, skip, z, weight, eps)
+    x = wide(o) + wide(skip).unsqueeze(-1) * wide(u)
+    x = x * F.silu(wide(z)).view_as(x)
+    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (x.flatten(-2) * wide(weight)).to(u.dtype)

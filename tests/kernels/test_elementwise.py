@@ -10,6 +10,8 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.feature_map import feature_map
+from models.head_norm import gated_head_norm
+from models.mixers import mamba2
 from models.mixers.metala import decay_and_key
 from models.mlp import swiglu
 from models.norm import Norm
@@ -123,3 +125,25 @@ def test_sums_over_programs(device: str, shape: tuple[int, int, int]) -> None:
         found = sum_parts(parts, dtype)
         assert (found.dtype, found.shape) == (dtype, (shape[0], shape[2]))
         torch.testing.assert_close(found.double(), parts.double().sum(1), rtol=bound, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 50, 3, 16), (1, 1100, 2, 64), (1, 9, 1, 5)])
+def test_around_mamba2(device: str, shape: tuple[int, int, int, int]) -> None:
+    from models.kernels.mamba2_ends import gated_norm, stepped
+
+    heads, dim = shape[2:]
+    o, u, z = (random(*shape, seed=seed, device=device) for seed in range(3))
+    skip, weight = random(heads, seed=3, device=device), random(heads * dim, seed=4, device=device)
+    inputs = [o, u, skip, z.flatten(2), weight]
+    compare(lambda *x: (mamba2._gated_norm(*x, 1e-5),), lambda *x: (gated_norm(*x, 1e-5),), inputs, bound=2e-6)
+    compare(lambda *x: (mamba2._stepped(*x),), lambda *x: (stepped(*x),), [random(*shape[:3], device=device), u])
+
+
+def test_head_norm(device: str) -> None:
+    """GLA's and RetNet's end by MetaLA's kernels."""
+    from models.kernels.metala_epilogue_triton import epilogue
+
+    o, gate = random(2, 30, 3, 16, device=device), random(2, 30, 48, seed=1, device=device)
+    compare(
+        lambda *x: (gated_head_norm(*x),), lambda x, z: (epilogue(x, x, x, x, None, z, 1e-5),), [o, gate], bound=2e-6
+    )
