@@ -70,9 +70,9 @@ def test_what_is_left(runs: Runs, tmp_path: Path) -> None:
     grouped = sweeps(runs("lrs=[1e-3,2e-3,3e-3]", "widths=[16,32]"))
     results = Results(tmp_path / "results.jsonl")
     assert [len(group.runs) for group in groups_of(grouped, results, None)] == [3, 3]
-    assert [len(group.runs) for group in groups_of(grouped, results, 2)] == [2, 2, 1, 1]
-    # The longest first, and enough for all workers.
-    assert [group.runs[0].width for group in groups_of(grouped, results, None)] == [32, 16]
+    assert [len(group.runs) for group in groups_of(grouped, results, 2)] == [2, 1, 2, 1]
+    # Row by row, and enough for all workers.
+    assert [group.runs[0].width for group in groups_of(grouped, results, None)] == [16, 32]
     shared = groups_of(grouped, results, None, 4)
     assert [(group.runs[0].width, len(group.runs)) for group in shared] == [(16, 3), (32, 1), (32, 1), (32, 1)]
     assert {run.id for group in shared for run in group.runs} == {run.id for sweep in grouped for run in sweep}
@@ -84,6 +84,17 @@ def test_what_is_left(runs: Runs, tmp_path: Path) -> None:
     assert group.sweep == tuple(grouped[0])
     assert results.reached(grouped[1])
     assert not results.reached(replace(run, target=None) for run in grouped[1])
+
+
+def test_a_row_of_the_table_is_whole_before_the_next(runs: Runs, tmp_path: Path) -> None:
+    more = "more_lrs={tasks: [8x2], models: [gla], lrs: [1e-3]}"
+    grouped = sweeps(
+        runs("tasks=[12x2,8x2]", "models=[metala,gla]", "widths=[32,16]", "batch_size={8: 64, 12: 64}", more)
+    )
+    order = [group.runs[0] for group in groups_of(grouped, Results(tmp_path / "results.jsonl"), None)]
+    rows = [(run.width, run.task) for run in order]
+    assert rows[::2] == rows[1::2] == [(32, "12x2"), (32, "8x2"), (16, "12x2"), (16, "8x2")]
+    assert [run.model for run in order] == ["metala", "gla", "gla", "metala"] * 2
 
 
 def train(groups: list[Group], results: Results, devices: list[str]) -> tuple[list[str], int]:

@@ -54,7 +54,8 @@ class Group:
 def groups_of(
     sweeps: Sequence[Sequence[Run]], results: Results, side_by_side: int | None, workers: int = 1
 ) -> list[Group]:
-    """What is left to do, the longest first, so that the last to end is a short one.
+    """What is left to do, row by row of the table: seed by seed, the widths in their order, the tasks in theirs; within a row
+    the longest first.
 
     side_by_side: at most so many runs a group; None for a sweep's all, or fewer where there are not enough sweeps for as
     many workers.
@@ -65,10 +66,20 @@ def groups_of(
         size = side_by_side or max(1, len(pending))
         for start in range(0, len(pending), size):
             found.append(Group(tuple(pending[start : start + size]), tuple(sweep)))
-    found.sort(key=lambda group: -group.work)
-    while side_by_side is None and found and len(found[0].runs) > 1 and len(found) < workers:
-        found = sorted([*found[0].halves(), *found[1:]], key=lambda group: -group.work)
-    return found
+    while (
+        side_by_side is None and len(found) < workers and (several := [group for group in found if len(group.runs) > 1])
+    ):
+        longest = max(several, key=lambda group: group.work)
+        found.remove(longest)
+        found += longest.halves()
+    rows = [_row(sweep[0]) for sweep in sweeps]
+    places = [list(dict.fromkeys(values)) for values in zip(*rows, strict=True)]
+    return sorted(found, key=lambda group: (*map(list.index, places, _row(group.runs[0])), -group.work))
+
+
+def _row(run: Run) -> tuple[int, int, str]:
+    """What the results of a row of the table have in common: they are compared when all of them are there."""
+    return run.seed, run.width, run.task.partition("/")[0]
 
 
 def train_groups(
