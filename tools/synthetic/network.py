@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+from models.embedding import look_up
 from models.head import IGNORED_LABEL
 from models.init import linear
+from models.kernels import takes
 from models.lm import LanguageModel, LayerSpec, build_layer, layer_specs
 from models.norm import Norm
 
@@ -38,6 +40,7 @@ class Network(nn.Module):
         super().__init__()
         config = model_config(run)
         self.model = LanguageModel(config, seed=run.seed)
+        self.model.embedding.lookup = _look_up
         self.decoder: nn.Module | None = None
         if run.task.partition("/")[0] == "compression":
             spec = LayerSpec("decoder", partial(Decoder, config, run.length))
@@ -75,6 +78,7 @@ class Classifier(nn.Module):
         config = model_config(run)
         specs = layer_specs(config)[:-1]
         self.embedding, *blocks = (build_layer(spec, index, run.seed) for index, spec in enumerate(specs))
+        self.embedding.lookup = _look_up
         self.blocks = nn.ModuleList(blocks)
         self.norm = Norm(config)
         self.output = build_layer(
@@ -100,6 +104,15 @@ class Classifier(nn.Module):
         # A row of padding alone fills a last batch; its label is ignored.
         mean = x.sum(1) / real.sum(1, keepdim=True).clamp_min(1)
         return F.linear(mean, self.output.weight.float())
+
+
+def _look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
+    """Tokens of these tasks are few ids, and most of them one filler."""
+    if takes(weight):
+        from models.kernels.repeated_tokens import look_up_repeated
+
+        return look_up_repeated(tokens, weight, vectors)
+    return look_up(tokens, weight, vectors)
 
 
 class Decoder(nn.Module):
