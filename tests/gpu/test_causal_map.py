@@ -35,7 +35,7 @@ def reference(
         ("taylor", 1, 16, 64),
         ("taylor", 1, 16, 128),
         ("decayed", 2, 128, 64),
-        ("decayed", 2, 64, 32),
+        ("decayed", 2, 64, 128),
         ("scaled", 2, 32, 32),
         ("scaled", 2, 64, 64),
         ("scaled", 2, 128, 128),
