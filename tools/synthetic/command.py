@@ -181,11 +181,15 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
     text = markdown(experiment, cells)
     target = results.path.with_suffix(".md")
     write_whole(target, text)
+    written = [results.path, target, results.path.with_suffix(".png")]
     if experiment.suite == "listops":
-        draw_curves(experiment, grouped, results, results.path.with_suffix(".png"))
+        draw_curves(experiment, grouped, results, written[-1])
     else:
-        figure(experiment, cells, results.path.with_suffix(".png"))
-    print(f"\n{text}\n{results.path}\n{target}\n{results.path.with_suffix('.png')}")
+        figure(experiment, cells, written[-1])
+    if experiment.suite == "mqar":
+        written.append(results.path.with_name("courses.png"))
+        draw_curves(experiment, grouped, results, written[-1])
+    print("\n".join(["", text, *map(str, written)]))
 
 
 def _listing(runs: list[Run], results: Results) -> str:
