@@ -80,9 +80,12 @@ def test_what_another_machine_computed_is_reported(
     results = Results(tmp_path / "out" / "results.jsonl")
     with results.writing():
         for run in plan(load_experiment("mqar", words), "bf16"):
-            results.add(line_of(run, {"accuracy": 0.5, "best_accuracy": 0.5}, {}))
+            results.add(line_of(run, {"accuracy": 0.5, "best_accuracy": 0.5, "history": [0.5]}, {}))
     assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
-    assert "| metala | 50.0 (0.005) |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| metala | 50.0 (0.005) |" in said
+    assert (tmp_path / "out" / "courses.png").is_file()
+    assert "courses.png" in said
 
 
 def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
