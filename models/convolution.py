@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from .forgetting import forgettable
 from .kernels import takes
+from .native.convolution import causal_convolution as native_convolution
+from .native.convolution import convolution_takes
 from .precision import wide
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import left_neighbour, packing
@@ -145,6 +147,8 @@ def _convolve(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> T
     """before: [batch, kernel - 1, channels] or None for zeros, x: [batch, length, channels] -> x's shape."""
     if takes(x) and weight.shape[1] <= _LONGEST:
         from .kernels.causal_convolution import causal_convolution as form
+    elif convolution_takes(x, weight):
+        form = native_convolution
     elif x.device.type == "cpu" and not torch.compiler.is_compiling():
         form = _in_tiles
     else:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from .config import ModelConfig
 from .init import init_std, linear
 from .kernels import takes
+from .native.cross_entropy import cross_entropy_takes
 from .norm import Norm
 
 IGNORED_LABEL = -100
@@ -176,7 +177,13 @@ class _CrossEntropySum(torch.autograd.Function):
         unit = weights.abs().amax() if len(weights) else total
         unit = torch.where(unit == 0, 1.0, unit)
         narrow = hidden.new_empty(min(chunk, len(hidden)), len(weight))
-        kernels = takes(hidden)
+        kernels = True
+        if takes(hidden):
+            from .kernels.cross_entropy import add_product, gradient_in_place, row_statistics
+        elif cross_entropy_takes(hidden, weight):
+            from .native.cross_entropy import add_product, gradient_in_place, row_statistics
+        else:
+            kernels = False
         # The same memory where both would be of one type; the kernels need no other.
         shared = kernels or narrow.dtype == weights.dtype
         wide = narrow if shared else torch.empty_like(narrow, dtype=weights.dtype)
@@ -194,8 +201,6 @@ class _CrossEntropySum(torch.autograd.Function):
                 label = label.masked_fill(~here, 0)
             best: Tensor | None = None
             if kernels:
-                from .kernels.cross_entropy import row_statistics
-
                 highest, first, *others = row_statistics(logits, bias, label.squeeze(-1), right is not None)
                 largest, mass, chosen = (y[:, None] for y in (highest, *others))
                 best = None if first is None else first[:, None]
@@ -233,8 +238,6 @@ class _CrossEntropySum(torch.autograd.Function):
                 continue
             token_weight = token_weight / unit
             if kernels:
-                from .kernels.cross_entropy import gradient_in_place
-
                 place = label if here is None else label.masked_fill(~here, -1)
                 gradient_in_place(logits, bias, *(y.squeeze(-1) for y in (place, log_sum, token_weight)))
             else:
@@ -247,8 +250,6 @@ class _CrossEntropySum(torch.autograd.Function):
                 torch.mm(logits, weight, out=d_hidden[rows])
             if d_weight is not None:
                 if kernels:
-                    from .kernels.cross_entropy import add_product
-
                     add_product(d_weight, logits.t(), x)
                 else:
                     d_weight += logits.t() @ x

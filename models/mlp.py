@@ -12,6 +12,8 @@ from .fan_out import FanOut, apply_each
 from .forgetting import forgettable
 from .init import linear
 from .kernels import takes
+from .native.swiglu import swiglu as native_swiglu
+from .native.swiglu import swiglu_takes
 
 
 class SwiGLU(nn.Module):
@@ -43,6 +45,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up."""
     if takes(up) and gate.dtype == up.dtype:
         from .kernels.swiglu import swiglu as kernel
+    elif swiglu_takes(gate, up):
+        kernel = native_swiglu
     else:
         kernel = _swiglu
     y = kernel(gate, up)

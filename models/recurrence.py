@@ -76,7 +76,7 @@ def local_recurrence(
     form: Form = "auto",
 ) -> tuple[Tensor, Tensor]:
     """As `recurrence`, of these tokens alone, also where they are a stretch of a longer sequence."""
-    _check(q, k, v, log_decay, initial_state, cu_seqlens)
+    check(q, k, v, log_decay, initial_state, cu_seqlens)
     if form == "auto":
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             decay = _decay_for_own_kernels(q, k, v, log_decay, initial_state, mild_decay)
@@ -207,9 +207,10 @@ def _parallel(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor)
     return o, state
 
 
-def _check(
+def check(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
+    """ValueError for arguments of `recurrence` that do not fit one another."""
     if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
         raise ValueError(
             f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)}: expected [batch, length, heads, head_dim] with q and k alike "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -16,6 +17,8 @@ from ..forgetting import forgettable
 from ..init import linear
 from ..kernels import takes, vector_decay_takes
 from ..kernels.metala_epilogue import metala_epilogue
+from ..native.metala_core import metala_core as native_core
+from ..native.metala_core import metala_core_takes
 from ..padding import without_padding
 from ..precision import wide
 from ..recurrence import recurrence
@@ -135,11 +138,10 @@ class MetaLA(nn.Module):
         initial_state = state.get("recurrent")
         if self.aug_weight is not None and set(of) == {"q", "a", "v", "gate"} and mask is None:
             a = _heads(of["a"], self.head_dim_k)
-            if takes(q) and vector_decay_takes(q, a, v, a) and current_shards() is None:
-                from ..kernels.metala_core import metala_core
-
+            core = _core(q, a, v, self.aug_weight, of["gate"])
+            if core is not None:
                 of_core = q, a, v, self.aug_weight, of["gate"], self.scale, initial_state, cu_seqlens
-                y, new_state["recurrent"] = metala_core(*of_core)
+                y, new_state["recurrent"] = core(*of_core)
                 y = self.out_proj(y)
                 return (y, new_state) if return_state else y
         # alpha is a parameter where the decay is not dynamic.
@@ -170,6 +172,21 @@ class MetaLA(nn.Module):
         chunk = min(64, length)
         inside = chunk * (self.head_dim_k + self.head_dim_v)
         return projections + convolution + heads * (inside + 4 * self.head_dim_k * self.head_dim_v)
+
+
+def _core(
+    q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What computes gate, recurrence and epilogue as one step, where something does."""
+    if current_shards() is not None:
+        return None
+    if takes(q) and vector_decay_takes(q, a, v, a):
+        from ..kernels.metala_core import metala_core
+
+        return metala_core
+    if metala_core_takes(q, a, v, aug_weight, gate):
+        return native_core
+    return None
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

@@ -1,0 +1,274 @@
+"""The C++ kernels of a CPU against the plain PyTorch that they stand in for; what happens where they cannot be compiled."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.convolution import _by_torch
+from models.head import cross_entropy_sum
+from models.kernels.metala_epilogue import reference as epilogue
+from models.mixers.metala import MetaLA, MetaLAOptions, _core, _decay_and_key
+from models.mlp import swiglu
+from models.native import build
+from models.native.convolution import causal_convolution, convolution_takes
+from models.native.cross_entropy import cross_entropy_takes
+from models.native.metala_core import metala_core, metala_core_takes
+from models.native.swiglu import swiglu as native_swiglu
+from models.native.swiglu import swiglu_takes
+from models.recurrence import recurrence
+
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+# Where a head's outputs are near zero the norm after the recurrence makes much of the last digits.
+CORE_BOUNDS = {torch.float32: 5e-5, torch.bfloat16: 4e-3}
+needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def new_build(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
+    """Nothing compiled so far is known, and a folder of its own is used."""
+    caches = build.library, build._compiler, build._folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    monkeypatch.undo()
+    for cached in caches:
+        cached.cache_clear()
+
+
+def compared(
+    kernel: Callable[..., Sequence[Tensor]],
+    plain: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    bounds: dict[torch.dtype, float] = BOUNDS,
+) -> None:
+    """Results and gradients of the kernel, with inputs of this dtype, beside those of plain PyTorch in float64."""
+    generator = torch.Generator().manual_seed(1)
+    narrow = [x.to(dtype) for x in inputs]
+    results = []
+    for function, of in ((kernel, dtype), (plain, torch.float64)):
+        leaves = [x.detach().to(of).requires_grad_() for x in narrow]
+        outputs = function(*leaves)
+        if not results:
+            weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype) for y in outputs]
+        loss = sum((y.double() * weight.double()).sum() for y, weight in zip(outputs, weights, strict=True))
+        results.append([*outputs, *torch.autograd.grad(loss, leaves)])
+    for place, (found, expected) in enumerate(zip(*results, strict=True)):
+        assert found.isfinite().all(), place
+        error = (found.double() - expected).norm() / expected.norm().clamp_min(1e-12)
+        assert error.item() < bounds[dtype], (place, error.item())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(
+    ("shape", "kind", "cu_seqlens"),
+    [
+        ((4, 65, 2, 16, 16), "mild", None),
+        ((1, 1, 2, 32, 64), "mild", None),
+        ((2, 32, 1, 48, 16), "open", None),
+        ((1, 130, 2, 16, 48), "strong", None),
+        ((1, 200, 2, 32, 32), "later", [0, 0, 1, 60, 188, 188, 200, 200]),
+    ],
+)
+def test_metala_core(dtype, shape, kind, cu_seqlens):
+    """The gate, the recurrence and the epilogue one after the other, of gates that keep all or forget all."""
+    batch, length, heads, keys, values = shape
+    a = torch.randn(batch, length, heads, keys)
+    if kind == "strong":
+        a = a * 300
+    if kind == "open":
+        a = a + 12
+    if kind == "later":
+        a[:, length // 2 :] -= 60
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    q, v, gate = (
+        torch.randn(*a.shape),
+        torch.randn(batch, length, heads, values),
+        torch.randn(batch, length, heads * values),
+    )
+    inputs = q, a, v, 0.3 * torch.randn(heads * keys), gate, torch.randn(sequences, heads, keys, values)
+
+    def plain(q, a, v, weight, gate, state):
+        g, k = _decay_and_key(a)
+        o, final = recurrence(q, k, v, g, scale=0.3, initial_state=state, cu_seqlens=bounds, form="recurrent")
+        return epilogue(o, q, k, v, weight, gate), final
+
+    def kernel(q, a, v, weight, gate, state):
+        assert metala_core_takes(q, a, v, weight, gate)
+        return metala_core(q, a, v, weight, gate, 0.3, state, bounds)
+
+    compared(kernel, plain, inputs, dtype, CORE_BOUNDS)
+
+
+@needs_compiler
+def test_gradients_of_the_core_lie_side_by_side():
+    """Those of q, a, v and gate, in this order: one matrix for the products with the weights behind them."""
+    leaves = [torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(3)]
+    gate, weight = torch.randn(1, 20, 32, requires_grad=True), torch.randn(32)
+    y, final = metala_core(*leaves, weight, gate, 0.3, None, None)
+    assert final.shape == (1, 2, 16, 16)
+    found = torch.autograd.grad(y.sum(), [*leaves, gate])
+    assert [x.storage_offset() for x in found] == [0, 32, 64, 96]
+    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
+
+
+@needs_compiler
+def test_metala_uses_the_core_and_is_the_same_without(new_build, monkeypatch):
+    config = ModelConfig(vocab_size=32, num_layers=1, hidden_size=64, num_heads=2, mixers=("metala",))
+    layer, x = MetaLA(config, 0, MetaLAOptions()), torch.randn(2, 40, 64)
+    nn.init.normal_(layer.aug_weight, std=0.3)
+    with_kernels = layer(x, return_state=True)
+    assert {path.name.split("-")[0] for path in build._folder().iterdir()} == {"metala_core", "convolution"}
+    monkeypatch.setenv("METALION_NATIVE", "0")
+    build._compiler.cache_clear()
+    build.library.cache_clear()
+    zeros = [torch.zeros(1, 1, 2, 16)] * 3
+    assert _core(*zeros, layer.aug_weight, torch.zeros(1, 1, 32)) is None
+    without = layer(x, return_state=True)
+    torch.testing.assert_close(with_kernels, without, rtol=1e-4, atol=2e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize(("taps", "length", "channels"), [(4, 50, 64), (4, 2, 16), (2, 7, 96), (1, 3, 16)])
+def test_convolution(dtype, silu, taps, length, channels):
+    inputs = torch.randn(3, taps - 1, channels), torch.randn(3, length, channels), 0.5 * torch.randn(channels, taps)
+    assert convolution_takes(*(x.to(dtype) for x in inputs[1:]))
+
+    def kernel(before, x, weight):
+        return (causal_convolution(before, x, weight, silu),)
+
+    compared(kernel, lambda *of: (_by_torch(*of, silu),), inputs, dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_swiglu(dtype):
+    gate, up = 4 * torch.randn(3, 5, 48), torch.randn(3, 5, 48)
+    assert swiglu_takes(gate.to(dtype), up.to(dtype))
+    compared(lambda *of: (native_swiglu(*of),), lambda gate, up: (F.silu(gate) * up,), (gate, up), dtype)
+    leaves = [x.to(dtype).requires_grad_() for x in (gate, up)]
+    found = torch.autograd.grad(native_swiglu(*leaves).sum(), leaves)
+    assert [x.storage_offset() for x in found] == [0, 48]
+    assert found[0].stride(1) == 96
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_cross_entropy(dtype, with_bias):
+    hidden, weight, bias = torch.randn(50, 32), 0.5 * torch.randn(48, 32), torch.randn(48)
+    labels, of_token = torch.randint(48, (50,)), torch.rand(50)
+    labels[3], of_token[7] = -100, 0.0
+    assert cross_entropy_takes(hidden.to(dtype), weight.to(dtype))
+    right = torch.zeros(())
+
+    def kernel(hidden, weight, of_token, bias=None):
+        return (cross_entropy_sum(hidden, weight, labels, of_token, bias=bias, right=right, chunk=16),)
+
+    def plain(hidden, weight, of_token, bias=None):
+        nll = F.cross_entropy(F.linear(hidden, weight, bias), labels, reduction="none", ignore_index=-100)
+        return ((nll.masked_fill(of_token == 0, 0.0) * of_token).sum(),)
+
+    inputs = hidden, weight, of_token, *([bias] if with_bias else [])
+    compared(kernel, plain, inputs, dtype)
+    logits = F.linear(hidden.to(dtype), weight.to(dtype)).float()
+    best = (logits + bias.to(dtype) if with_bias else logits).argmax(-1)
+    assert right.item() == pytest.approx((of_token.to(dtype).float() * (best == labels)).sum().item())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_exponentials_at_the_ends(dtype):
+    """Where exp overflows or vanishes, and what is not a number stays so: such a gradient must be seen."""
+    gate = torch.tensor([-1e4, -88.0, -20.0, 0.0, 20.0, 88.0, 1e4, *[1.0] * 9], dtype=dtype)
+    torch.testing.assert_close(swiglu(gate, torch.ones_like(gate)), F.silu(gate), rtol=1e-6, atol=1e-30)
+    for bad in (float("nan"), float("inf")):
+        leaves = [torch.randn(1, 40, 1, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+        with torch.no_grad():
+            leaves[2][0, 20, 0, 3] = bad
+        gate, weight = torch.ones(1, 40, 16, dtype=dtype), torch.ones(16, dtype=dtype)
+        y, _ = metala_core(*leaves, weight, gate, 1.0, None, None)
+        assert y[:, :20].isfinite().all()
+        assert not y[:, 20:].isfinite().all()
+        assert not torch.autograd.grad(y.float().sum(), leaves)[0].isfinite().all()
+
+
+@needs_compiler
+def test_two_threads_are_one_thread():
+    x, weight = torch.randn(4, 33, 64).bfloat16(), torch.randn(64, 4).bfloat16()
+    of_core = [torch.randn(4, 33, 2, 32).bfloat16() for _ in range(3)]
+    gate, aug = torch.randn(4, 33, 64).bfloat16(), torch.randn(64).bfloat16()
+
+    def results():
+        leaves = [y.clone().requires_grad_() for y in (x, weight, *of_core, gate, aug)]
+        y = causal_convolution(None, *leaves[:2], True)
+        z, state = metala_core(*leaves[2:5], leaves[6], leaves[5], 0.3, None, None)
+        return [y, z, state, *torch.autograd.grad((y * z).float().sum() + state.sum(), leaves)]
+
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(results())
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *found))
+
+
+def test_what_is_not_taken():
+    gate = torch.randn(2, 32)
+    assert not swiglu_takes(gate.double(), gate.double())
+    assert not swiglu_takes(gate, gate.bfloat16())
+    assert not swiglu_takes(gate[:, :20].contiguous(), gate[:, :20].contiguous())
+    assert not swiglu_takes(gate.to("meta"), gate.to("meta"))
+    assert not swiglu_takes(gate[:0], gate[:0])
+    large = torch.randn(1, 2, 1, 128)
+    assert not metala_core_takes(large, large, large, torch.ones(128), torch.ones(1, 2, 128))
+
+
+@needs_compiler
+def test_a_library_is_compiled_once(new_build, monkeypatch):
+    assert build.library("swiglu", torch.float32) is not None
+    kept = sorted(build._folder().iterdir())
+    assert [path.suffix for path in kept] == [".so"]
+    build.library.cache_clear()
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    assert build.library("swiglu", torch.float32) is not None
+
+
+def test_without_a_compiler_it_is_pytorch(new_build, monkeypatch):
+    monkeypatch.setenv("CXX", "there-is-no-such-compiler")
+    gate, up = torch.randn(2, 32), torch.randn(2, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not swiglu_takes(gate, up)
+        torch.testing.assert_close(swiglu(gate, up), F.silu(gate) * up)
+
+
+@pytest.mark.skipif(shutil.which("false") is None, reason="needs a command that fails")
+def test_a_compiler_that_fails_is_told_once(new_build, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    with pytest.warns(UserWarning, match=r"swiglu: .*false does not make a kernel of it, so PyTorch's are used"):
+        assert not swiglu_takes(torch.ones(16), torch.ones(16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not swiglu_takes(torch.ones(16), torch.ones(16))
+
+
+def test_a_folder_that_cannot_be_written(new_build, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert build._folder().is_dir()
