@@ -7,6 +7,8 @@ LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Without them the run has one process, whic
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -101,6 +103,7 @@ def init_grid(
         os.environ["DS_ACCELERATOR"] = "cpu"
         # Tensors of two MiB and more in huge pages: a step allocates its activations anew, and a small page costs a fault.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        _keep_freed_memory()
     if not dist.is_initialized():
         backend = "nccl" if place.type == "cuda" else "gloo"
         limit = timedelta(minutes=timeout_minutes)
@@ -226,6 +229,15 @@ def _store(limit: timedelta) -> dist.Store:
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         return store
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what a step frees: given back to the system, it costs a fault a page in the next step."""
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 << 20)  # the most that it takes
+        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def _device(name: str, local_rank: int) -> torch.device:
