@@ -28,11 +28,15 @@ static inline vec load(const bf16* p) {
 
 static inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
 
+// To nearest, ties to even; a nan stays one.
 static inline void store(bf16* p, vec x) {
+#ifdef __AVX512BF16__
+  const auto h = __builtin_ia32_cvtneps2bf16_v16sf(x);
+#else
   words u = (words)x;
-  // To nearest, ties to even; a nan stays one.
   u = (x == x) ? (u + 0x7fff + ((u >> 16) & 1)) >> 16 : (u >> 16) | 0x40;
-  halves h = __builtin_convertvector(u, halves);
+  const halves h = __builtin_convertvector(u, halves);
+#endif
   std::memcpy(p, &h, sizeof h);
 }
 
