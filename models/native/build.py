@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -95,11 +96,13 @@ def _processor() -> str:
 
 @cache
 def _folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metalion" / "native"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metalion" / "native"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # nothing can be written there; there is no home
         pass
-    return Path(tempfile.mkdtemp(prefix="metalion-native-"))
+    folder = Path(tempfile.mkdtemp(prefix="metalion-native-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
