@@ -16,6 +16,7 @@ from megatron_lite.config import dump_config, load_config
 from megatron_lite.grid import init_grid
 from megatron_lite.metrics import MetricsLogger
 from models.config import ModelConfig
+from tools.benchmark import __main__ as benchmark
 from tools.build_engine import build_engine
 from tools.load_model import keep_tokenizer, prepare
 
@@ -82,3 +83,9 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     metrics.close()
     engine.close()
     return run
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What `tools.benchmark` says when it refuses these words."""
+    assert benchmark.main(words) == 2
+    return capsys.readouterr().err
