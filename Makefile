@@ -21,7 +21,7 @@ $(STAMP): requirements.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@rm -f $(VENV)/.installed-*; touch $@
 
-train: setup  ## train the default model on this machine (about 5 minutes on 2 cores) and show what it learned
+train: setup  ## train the default model on this machine (about 6 minutes on 2 cores) and show what it learned
 	$(BIN)/python train.py
 
 test: setup lint  ## style, types and the whole test suite
