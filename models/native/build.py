@@ -35,7 +35,7 @@ def takes(*tensors: Tensor) -> bool:
 
 
 @cache
-def library(name: str, dtype: torch.dtype, **constants: int) -> ctypes.CDLL | None:
+def shared_object(name: str, dtype: torch.dtype, **constants: int) -> ctypes.CDLL | None:
     """`name`.cpp compiled for numbers of this type, REAL there, and these constants; None where it cannot be."""
     source, compiler = _SOURCES / f"{name}.cpp", _compiler()
     if compiler is None or not source.is_file():

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .build import library, run, takes
+from .build import run, shared_object, takes
 
 
 def convolution_takes(x: Tensor, weight: Tensor) -> bool:
     """Whether `causal_convolution` computes with these."""
     fits = takes(x, weight) and x.shape[-1] % 16 == 0 and weight.shape[1] <= 8 and x.numel() > 0
-    return fits and _library(x, weight, True) is not None
+    return fits and _shared_object(x, weight, True) is not None
 
 
 def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
@@ -26,9 +26,9 @@ def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: b
     return _Convolution.apply(before, x, weight, silu)
 
 
-def _library(x: Tensor, weight: Tensor, silu: bool) -> ctypes.CDLL | None:
+def _shared_object(x: Tensor, weight: Tensor, silu: bool) -> ctypes.CDLL | None:
     columns = next(width for width in (64, 32, 16) if x.shape[-1] % width == 0)
-    return library("convolution", x.dtype, TAPS=weight.shape[1], SILU=int(silu), COLUMNS=columns)
+    return shared_object("convolution", x.dtype, TAPS=weight.shape[1], SILU=int(silu), COLUMNS=columns)
 
 
 class _Convolution(torch.autograd.Function):
@@ -38,7 +38,7 @@ class _Convolution(torch.autograd.Function):
         ctx.save_for_backward(before, x, weight)
         ctx.silu = silu
         y = torch.empty_like(x)
-        run(_library(x, weight, silu), "forward", before, x, taps, y, *x.shape)
+        run(_shared_object(x, weight, silu), "forward", before, x, taps, y, *x.shape)
         return y
 
     @staticmethod
@@ -47,6 +47,6 @@ class _Convolution(torch.autograd.Function):
         before, x, weight = ctx.saved_tensors
         taps = weight.float().t().contiguous()
         d_before, dx, d_taps = torch.empty_like(before), torch.empty_like(x), taps.new_empty(x.shape[0], *taps.shape)
-        compiled = _library(x, weight, ctx.silu)
+        compiled = _shared_object(x, weight, ctx.silu)
         run(compiled, "backward", before, x, taps, dy.contiguous(), d_before, dx, d_taps, *x.shape)
         return d_before, dx, d_taps.sum(0).t().to(weight.dtype), None

@@ -8,12 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .build import library, run, takes
+from .build import run, shared_object, takes
 
 
 def cross_entropy_takes(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the functions below compute with hidden weight^T."""
-    return takes(hidden, weight) and weight.shape[0] % 16 == 0 and library("cross_entropy", hidden.dtype) is not None
+    return (
+        takes(hidden, weight) and weight.shape[0] % 16 == 0 and shared_object("cross_entropy", hidden.dtype) is not None
+    )
 
 
 def row_statistics(
@@ -26,7 +28,7 @@ def row_statistics(
     """
     largest, mass, chosen = logits.new_empty(3, len(logits), dtype=torch.float32)
     best = torch.empty(len(logits), dtype=torch.int64) if first else None
-    compiled, bias = library("cross_entropy", logits.dtype), None if bias is None else bias.float()
+    compiled, bias = shared_object("cross_entropy", logits.dtype), None if bias is None else bias.float()
     run(compiled, "statistics", logits, bias, label.contiguous(), largest, best, mass, chosen, *logits.shape)
     return largest, best, mass, chosen
 
@@ -38,7 +40,7 @@ def gradient_in_place(logits: Tensor, bias: Tensor | None, label: Tensor, log_su
     """
     bias = None if bias is None else bias.float()
     rows = [x.contiguous() for x in (label, log_sum, weight)]
-    run(library("cross_entropy", logits.dtype), "gradient", logits, bias, *rows, *logits.shape)
+    run(shared_object("cross_entropy", logits.dtype), "gradient", logits, bias, *rows, *logits.shape)
 
 
 def add_product(total: Tensor, x: Tensor, y: Tensor) -> None:

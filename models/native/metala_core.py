@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..recurrence import check
-from .build import library, run, takes
+from .build import run, shared_object, takes
 
 _CHUNK = 32
 # Of a head's state: a chunk's states lie on a thread's stack.
@@ -27,7 +27,7 @@ def metala_core_takes(q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate:
     keys, values = q.shape[-1], v.shape[-1]
     if not takes(q, a, v, aug_weight, gate) or keys % 16 or values % 16 or keys * values > _LARGEST or not v.numel():
         return False
-    return _library(q.dtype, keys, values) is not None
+    return _shared_object(q.dtype, keys, values) is not None
 
 
 def metala_core(
@@ -59,8 +59,8 @@ def metala_core(
     return _MetaLACore.apply(q, a, v, aug_weight, gate, initial_state.float(), bounds, scale, eps)
 
 
-def _library(dtype: torch.dtype, keys: int, values: int) -> ctypes.CDLL | None:
-    return library("metala_core", dtype, KEYS=keys, VALUES=values, CHUNK=_CHUNK)
+def _shared_object(dtype: torch.dtype, keys: int, values: int) -> ctypes.CDLL | None:
+    return shared_object("metala_core", dtype, KEYS=keys, VALUES=values, CHUNK=_CHUNK)
 
 
 class _MetaLACore(torch.autograd.Function):
@@ -84,7 +84,7 @@ class _MetaLACore(torch.autograd.Function):
         starts = None
         if any(ctx.needs_input_grad):
             starts = state.new_empty(tokens // _CHUNK + sequences, heads, keys, values)
-        compiled = _library(q.dtype, keys, values)
+        compiled = _shared_object(q.dtype, keys, values)
         run(compiled, "forward", *inputs, state, starts, y, bounds, sequences, heads, scale, eps)
         ctx.save_for_backward(*inputs, starts, bounds)
         ctx.scale, ctx.eps = scale, eps
@@ -106,7 +106,7 @@ class _MetaLACore(torch.autograd.Function):
         dq, da, dv, d_gate = side_by_side.split(widths, -1)
         d_weight = starts.new_empty(sequences, heads * keys)
         run(
-            _library(q.dtype, keys, values), "backward", *inputs, starts, dy, d_state, dq, da, dv, d_gate, d_weight, bounds,
+            _shared_object(q.dtype, keys, values), "backward", *inputs, starts, dy, d_state, dq, da, dv, d_gate, d_weight, bounds,
             sequences, heads, sum(widths), ctx.scale, ctx.eps,
         )  # fmt: skip
         dq, da, dv = (x.unflatten(-1, (heads, -1)) for x in (dq, da, dv))

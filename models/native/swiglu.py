@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .build import library, run, takes
+from .build import run, shared_object, takes
 
 
 def swiglu_takes(gate: Tensor, up: Tensor) -> bool:
     """Whether `swiglu` computes with these."""
-    return takes(gate, up) and up.shape[-1] % 16 == 0 and up.numel() > 0 and library("swiglu", up.dtype) is not None
+    return (
+        takes(gate, up) and up.shape[-1] % 16 == 0 and up.numel() > 0 and shared_object("swiglu", up.dtype) is not None
+    )
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -27,7 +29,7 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         y = torch.empty_like(up)
-        run(library("swiglu", up.dtype), "forward", gate, up, y, y.numel())
+        run(shared_object("swiglu", up.dtype), "forward", gate, up, y, y.numel())
         return y
 
     @staticmethod
@@ -37,5 +39,16 @@ class _SwiGLU(torch.autograd.Function):
         width = up.shape[-1]
         d_gate, d_up = up.new_empty(*up.shape[:-1], 2 * width).split(width, -1)
         rows = up.numel() // width
-        run(library("swiglu", up.dtype), "backward", gate, up, dy.contiguous(), d_gate, d_up, rows, width, 2 * width)
+        run(
+            shared_object("swiglu", up.dtype),
+            "backward",
+            gate,
+            up,
+            dy.contiguous(),
+            d_gate,
+            d_up,
+            rows,
+            width,
+            2 * width,
+        )
         return d_gate, d_up

@@ -34,7 +34,7 @@ needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="there is 
 @pytest.fixture
 def new_build(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
     """Nothing compiled so far is known, and a folder of its own is used."""
-    caches = build.library, build._compiler, build._folder
+    caches = build.shared_object, build._compiler, build._folder
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for cached in caches:
         cached.cache_clear()
@@ -132,7 +132,7 @@ def test_metala_uses_the_core_and_is_the_same_without(new_build, monkeypatch):
     assert {path.name.split("-")[0] for path in build._folder().iterdir()} == {"metala_core", "convolution"}
     monkeypatch.setenv("METALION_NATIVE", "0")
     build._compiler.cache_clear()
-    build.library.cache_clear()
+    build.shared_object.cache_clear()
     zeros = [torch.zeros(1, 1, 2, 16)] * 3
     assert _core(*zeros, layer.aug_weight, torch.zeros(1, 1, 32)) is None
     without = layer(x, return_state=True)
@@ -241,12 +241,12 @@ def test_what_is_not_taken():
 
 @needs_compiler
 def test_a_library_is_compiled_once(new_build, monkeypatch):
-    assert build.library("swiglu", torch.float32) is not None
+    assert build.shared_object("swiglu", torch.float32) is not None
     kept = sorted(build._folder().iterdir())
     assert [path.suffix for path in kept] == [".so"]
-    build.library.cache_clear()
+    build.shared_object.cache_clear()
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
-    assert build.library("swiglu", torch.float32) is not None
+    assert build.shared_object("swiglu", torch.float32) is not None
 
 
 def test_without_a_compiler_it_is_pytorch(new_build, monkeypatch):

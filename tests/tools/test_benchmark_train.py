@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.native.build import library
+from models.native.build import shared_object
 from tests.tools.conftest import refusal
 from tools.benchmark.__main__ import main
 from tools.benchmark.profile import Piece, by_kernel, by_part
@@ -163,7 +163,7 @@ def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     products = [row for row in kernels if row["kernel"] in ("aten::mm", "aten::addmm", "aten::addmm_")]
     # Of 2 layers: 5 products of the mixer and 3 of the MLP forward, twice as many backward, 3 of the head. The kernels in C++
     # lay the gradients of q, a, v, gate and of the MLP's gate and up side by side, two products each.
-    backward = 8 if library("swiglu", torch.float32) else 16
+    backward = 8 if shared_object("swiglu", torch.float32) else 16
     assert sum(int(row["launches"]) for row in products) == 2 * (8 + backward) + 3
     assert {row["part"] for row in products} == {"matrix products"}
     assert 0 < float(products[0]["TFLOP/s"]) < 10
