@@ -46,7 +46,9 @@ def test_both_sides_and_what_they_did(trained_run, eval_data, tmp_path, capsys):
     assert "estimated" not in printed
 
     # Stopped at once, one side alone.
-    assert main([*given, "--scale", "0.0005", "--only", "hf", "--limit-minutes", "1e-6", "--output", str(tmp_path)]) == 0
+    assert (
+        main([*given, "--scale", "0.0005", "--only", "hf", "--limit-minutes", "1e-6", "--output", str(tmp_path)]) == 0
+    )
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found.keys() == {"hf"}
     assert found["hf"]["estimated"]
