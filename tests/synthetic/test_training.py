@@ -55,7 +55,8 @@ class _StopError(Exception):
 def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.synthetic.unfinished.SECONDS_BETWEEN", 0.0)
+    for name in ("SECONDS_BETWEEN", "_SHARE"):  # at every epoch, however long writing takes
+        monkeypatch.setattr(f"tools.synthetic.unfinished.{name}", 0.0)
     both = runs("lrs=[1e-3,5e-3]", "epochs=4", "data.train_examples=640", "target=null")
     examples = prepare(both[0], CPU)
     expected = train_together(both, examples, CPU)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from models.mixers import MIXERS
 
 from .measure import Step, host_ms, launched_ms, peak_gib
 from .report import machine, plot_bars, table, write_csv
+from .tuning import tune_side_by_side, without_tuning
 
 # Beside the defaults: what runs another operator or another kernel.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,7 +37,9 @@ def run(
     tuned: bool = True,
 ) -> None:
     """Prints the table; writes mixers.csv and mixers.png. ValueError for an unknown mixer or an impossible shape."""
-    if not tuned:
+    if tuned:
+        tune_side_by_side()
+    else:
         without_tuning()
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         name: (name, {}) for name in [PEER, *(name for name in MIXERS if name != PEER)]
@@ -113,18 +115,3 @@ def _time(timer: Any, step: Step, leaves: list[torch.Tensor]) -> float:
     # Once before: kernels are compiled and tuned at their first call.
     step()
     return timer(step, leaves)
-
-
-def without_tuning() -> None:
-    """From here on Triton's kernels do not time their configurations but take one: the first of four warps, Triton's own
-    choice where none is named, or of the nearest number of them."""
-    try:
-        from triton.runtime.autotuner import Autotuner
-    except ImportError:
-        return
-    prune = Autotuner.prune_configs
-
-    def plain(*args: Any, **kwargs: Any) -> list[Any]:
-        return [min(prune(*args, **kwargs), key=lambda config: abs(math.log2(config.num_warps / 4)))]
-
-    Autotuner.prune_configs = plain

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .training_subjects import Settings, Size, Training, build
+from .tuning import tune_side_by_side, without_tuning
 
 WARM_UP = 2  # steps after the first that are not timed either
 
@@ -27,9 +28,9 @@ def main(task: dict[str, Any]) -> None:
     if "subject" not in task:
         _say({"machine": _machine(device, task)})
         return
-    if not task["tuned"]:
-        from .mixers import without_tuning
-
+    if task["tuned"]:
+        tune_side_by_side()
+    else:
         without_tuning()
     shapes = [tuple(shape) for shape in task["shapes"]]
     fields = {**task["settings"], "size": Size(**task["settings"]["size"])}

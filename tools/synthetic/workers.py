@@ -255,7 +255,7 @@ class Trainer:
 def prepare_kernels(device: Any) -> None:
     """On CUDA one configuration of every FLA kernel: timing them all takes minutes for every shape, and more in chorus."""
     if device.type == "cuda":
-        from tools.benchmark.mixers import without_tuning
+        from tools.benchmark.tuning import without_tuning
 
         without_tuning()
 
