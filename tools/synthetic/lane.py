@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from data.synthetic.listops import CLASSES
+from megatron_lite.fan_out import join_fan_outs
 from models.head import IGNORED_LABEL
 
 from .experiment import Run
@@ -79,6 +80,9 @@ class Lane:
         self.run = run
         network = Classifier(run, CLASSES) if run.suite == "listops" else Network(run)
         self.network: Network | Classifier = network.to(device)
+        if device.type == "cuda":
+            # Fewer kernels. On a CPU the sums of larger products would depend on the number of threads.
+            join_fan_outs(self.network, None)
         self.vocabulary = int(run.data["vocabulary"])
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         parameters = list(self.network.parameters())
