@@ -53,6 +53,8 @@ PACKED = [0, 0, 1, 60, 188, 188, 300, 400, 400]
         ((2, 300, 3, 24, 80), "mild", torch.bfloat16),
         ((2, 300, 3, 16, 32), "single", torch.bfloat16),
         ((2, 300, 2, 128, 256), "later", torch.bfloat16),
+        ((2, 300, 2, 128, 128), "strong", torch.bfloat16),
+        ((2, 300, 2, 128, 128), "mild", torch.float16),
         # Few and long: cut into stretches.
         ((1, 5000, 2, 64, 128), "mild", torch.bfloat16),
         ((1, 4096, 2, 64, 128), "later", torch.bfloat16),

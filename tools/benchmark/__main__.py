@@ -183,7 +183,7 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--peer-loss",
-        default="linear",
+        default="logits",
         choices=["linear", "logits"],
         help="flash-linear-attention's cross entropy: fused with the projection, or over whole logits (%(default)s)",
     )

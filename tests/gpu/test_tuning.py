@@ -1,0 +1,40 @@
+"""Configurations of a Triton kernel, compiled by several processes before they are timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tools.benchmark import tuning
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_all_are_there_before_the_first_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    from tests.gpu.tuned_kernel import BLOCKS, double
+
+    compiled: list[int] = []
+
+    def compile_and_count(*args: Any) -> None:
+        compile_configs(*args)
+        compiled.append(len(list(tmp_path.glob("*/*.cubin"))))
+
+    compile_configs = tuning._compile
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "_compile", compile_and_count)
+    # As Triton has them; put back after the test.
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda self, kwargs: list(self.configs))
+    monkeypatch.setattr(Autotuner, "_bench", Autotuner._bench)
+    tuning.tune_side_by_side()
+    x = torch.arange(1000.0, device="cuda")
+    y = torch.zeros_like(x)
+    double[(1,)](x, y, len(x))
+    assert torch.equal(y, 2 * x)
+    # Once before the first is timed, and with nothing left to do before the others.
+    assert compiled == [len(BLOCKS)] * len(BLOCKS)
+    assert double.best_config.kwargs["BLOCK"] in BLOCKS
