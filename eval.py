@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(given)
     try:
         asked = bool(options.suite or options.tasks)
+        texts = bool(options.data or options.by_position or not asked)
+        _refuse_early(options, texts=texts)
         if NEEDLE in options.suite:
             from tools.evaluation.needle import needle_command
 
@@ -50,12 +52,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from tools.evaluation.command import run_suites
 
             run_suites(options)
-        if options.data or options.by_position or not asked:
+        if texts:
             run_texts(options)
     except KeyboardInterrupt:
         print("\ninterrupted: the same command goes on with what was answered", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
+    """What is seen without weights and without the hub is refused before an evaluation of hours, not after its first part.
+
+    Raises as `read_suite`, `find_model`, `IndexedTokens` and `source_files`; ValueError for texts of a masked model.
+    """
+    if options.suite:
+        from tools.evaluation.suites import read_suite
+
+        for name in options.suite:
+            if name != NEEDLE:
+                read_suite(name)
+    if not texts:
+        return
+    from data.corpora import source_files
+    from data.indexed import IndexedTokens
+    from tools.load_model import find_model
+
+    found = find_model(options.checkpoint, device=options.device, dtype=options.dtype)
+    if found.model.two_sided_mixers():
+        raise ValueError(
+            f"{found.checkpoint} is a masked model: it sees the token that it would predict, so that it has no perplexity. "
+            "Its pseudo-log-likelihood ranks the choices of --suite"
+        )
+    for name in options.data:
+        if _is_token_file(name):
+            IndexedTokens(name)
+        else:
+            source_files(name)
 
 
 def run_texts(options: argparse.Namespace) -> None:
@@ -80,11 +112,6 @@ def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str
     """Perplexity of every text of `--data`, or of the run's validation set. Raises FileNotFoundError, ValueError."""
     from tools.perplexity import perplexity, validation_text
 
-    if loaded.model.config.two_sided_mixers():
-        raise ValueError(
-            f"{loaded.checkpoint} is a masked model: it sees the token that it would predict, so that it has no perplexity. "
-            "Its pseudo-log-likelihood ranks the choices of --suite"
-        )
     with tempfile.TemporaryDirectory() as folder:
         texts = [_text(loaded, name, Path(folder), options.text_key) for name in options.data]
         if options.by_position:
@@ -152,9 +179,13 @@ def _rows(results: Mapping[str, Metrics]) -> list[list[str]]:
 def _text(loaded: LoadedModel, name: str, folder: Path, text_key: str) -> TokenText:
     from tools.perplexity import raw_text, token_file_text
 
-    if Path(f"{name}.idx").exists() or Path(f"{name}.bin").exists():
+    if _is_token_file(name):
         return token_file_text(Path(name), loaded.tokenizer, name=name)
     return raw_text(name, loaded.tokenizer, folder, text_key=text_key)
+
+
+def _is_token_file(name: str) -> bool:
+    return Path(f"{name}.idx").exists() or Path(f"{name}.bin").exists()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -78,8 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.conversion.export import export
     from tools.devices import device_of
     from tools.evaluation.harness import Request, prepare_tasks
+    from tools.load_model import find_model
 
     device = str(device_of(options.device))
+    if options.checkpoint is not None:
+        find_model(options.checkpoint, device=device, dtype=options.dtype)  # before whole sets are written
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         documents = write_whole_sets(options.data_dir, data, options.scale)

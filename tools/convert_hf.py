@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0, 1 when logits differ by more than the tolerance, 2 after an error."""
     options = _parser().parse_args(arguments)
+    if options.text is not None:
+        options.text.open("rb").close()  # refused before a folder is written, not when logits are compared
     return _export(options) if options.command == "export" else _import(options)
 
 

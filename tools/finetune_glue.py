@@ -109,8 +109,8 @@ class Session:
         """Raises ValueError where `output` holds the results of something else."""
         if seeds < 1:
             raise ValueError(f"--seeds {seeds}: at least 1")
-        self.recipe, self.output, self.data, self.seeds, self.hold_out = recipe, output, data, seeds, hold_out
-        self.model = _exported(checkpoint, output)
+        self.checkpoint, self.recipe, self.output, self.data = checkpoint, recipe, output, data
+        self.seeds, self.hold_out = seeds, hold_out
         identity = {
             "checkpoint": str(checkpoint.resolve()),
             "recipe": recipe.model_dump(mode="json"),
@@ -127,22 +127,38 @@ class Session:
 
     def run(self, names: Sequence[str], *, chained: bool) -> str:
         """Fine-tune every task with every seed, and return the table, which is also in `output`/glue.md."""
-        starts = {self.recipe.tasks[name].start for name in names} if chained else set()
-        for name in names:
-            start = self.recipe.tasks[name].start if chained else None
-            weights = self.model if start is None else self._weights_of(start)
+        starts = {name: self.recipe.tasks[name].start if chained else None for name in names}
+        self._check_data(starts)
+        model = _exported(self.checkpoint, self.output)
+        for name, start in starts.items():
+            weights = model if start is None else self._weights_of(start, model)
             for seed in range(self.seeds):
-                kept = self.output / name if seed == 0 and name in starts else None
+                kept = self.output / name if seed == 0 and name in starts.values() else None
                 self._once(name, seed, weights, start, keep=kept)
         text = table(self.results["runs"], names, self.hold_out)
         write_whole(self.output / "glue.md", text)
         return text
 
-    def _weights_of(self, name: str) -> Path:
+    def _check_data(self, starts: Mapping[str, str | None]) -> None:
+        """FileNotFoundError for a file that is not there: before the first task is trained, not when its turn comes."""
+        from tools.glue_tasks import split_file
+
+        if self.data is None:
+            return
+        for name, start in starts.items():
+            done = self.results["runs"].get(name, {})
+            read = [name] if any(f"{start or 'pretrained'}/{seed}" not in done for seed in range(self.seeds)) else []
+            if start is not None and not (self.output / start / "config.json").is_file():
+                read.append(start)
+            for task in read:
+                for split in _splits_read(task, self.hold_out):
+                    split_file(task, split, self.data)
+
+    def _weights_of(self, name: str, model: Path) -> Path:
         folder = self.output / name
         if not (folder / "config.json").is_file():
             self.results["runs"].get(name, {}).pop("pretrained/0", None)  # trained before its weights were asked for
-            self._once(name, 0, self.model, None, keep=folder)
+            self._once(name, 0, model, None, keep=folder)
         return folder
 
     def _once(self, name: str, seed: int, weights: Path, start: str | None, keep: Path | None = None) -> None:
@@ -289,15 +305,22 @@ def _splits(name: str, data: Path | None, hold_out: float | None) -> tuple[list[
     """Rows to train on, and rows to evaluate by split."""
     import random
 
-    from tools.glue_tasks import TASKS, read_split
+    from tools.glue_tasks import read_split
 
-    splits = list(TASKS[name].splits)
+    first, *others = _splits_read(name, hold_out)
+    rows = read_split(name, first, data)
     if hold_out is None:
-        return read_split(name, "train", data), {split: read_split(name, split, data) for split in splits}
-    rows = read_split(name, splits[0], data)
+        return rows, {split: read_split(name, split, data) for split in others}
     random.Random(0).shuffle(rows)
     held = max(1, round(hold_out * len(rows)))
-    return rows[held:], {splits[0]: rows[:held]}
+    return rows[held:], {first: rows[:held]}
+
+
+def _splits_read(name: str, hold_out: float | None) -> list[str]:
+    from tools.glue_tasks import TASKS
+
+    splits = list(TASKS[name].splits)
+    return ["train", *splits] if hold_out is None else splits[:1]
 
 
 def _exported(checkpoint: Path, output: Path) -> Path:

@@ -23,17 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out is not None and options.prompts_file is None:
         parser.error("--out goes with --prompts-file; the text of one --prompt goes to stdout")
-    from tools.load_model import load_model
+    from tools.load_model import find_model, load_model
     from tools.sampling import check_sampling
 
     check_sampling(options.temperature, options.top_k, options.top_p)
     prompts = _prompts(options)
-    loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
-    if loaded.model.config.two_sided_mixers():
+    found = find_model(options.checkpoint, device=options.device, dtype=options.dtype)
+    if found.model.two_sided_mixers():
         raise ValueError(
-            f"{loaded.checkpoint} is a masked model: it reads both sides of a token and continues no text; "
+            f"{found.checkpoint} is a masked model: it reads both sides of a token and continues no text; "
             "python -m tools.length evaluates it, python -m tools.finetune_glue trains it on tasks"
         )
+    loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
     out = None
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

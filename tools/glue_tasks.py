@@ -77,7 +77,7 @@ def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
 
         rows: list[Row] = [dict(row) for row in load_dataset(HUB, name, split=split)]
     else:
-        rows = _read_lines(folder / name, split)
+        rows = _read_lines(split_file(name, split, folder))
     needed = (*TASKS[name].texts, "label")
     for number, row in enumerate(rows):
         missing = [key for key in needed if key not in row]
@@ -86,14 +86,18 @@ def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
     return rows
 
 
-def _read_lines(folder: Path, split: str) -> list[Row]:
-    zipped, plain = folder / f"{split}.jsonl.gz", folder / f"{split}.jsonl"
-    if zipped.is_file():
-        with gzip.open(zipped, "rt", encoding="utf-8") as file:
-            return [json.loads(line) for line in file if line.strip()]
-    if plain.is_file():
-        return [json.loads(line) for line in plain.read_text(encoding="utf-8").splitlines() if line.strip()]
+def split_file(name: str, split: str, folder: Path) -> Path:
+    """The file that `read_split` reads. Raises FileNotFoundError naming it."""
+    zipped, plain = folder / name / f"{split}.jsonl.gz", folder / name / f"{split}.jsonl"
+    for path in (zipped, plain):
+        if path.is_file():
+            return path
     raise FileNotFoundError(f"{zipped}: there is no such split; put it there, or leave --data out to read the hub")
+
+
+def _read_lines(path: Path) -> list[Row]:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.strip()]
 
 
 def _correlation(function: Callable[[NDArray, NDArray], Any], labels: NDArray, found: NDArray) -> float:

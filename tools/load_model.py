@@ -16,10 +16,11 @@ from torch import Tensor
 
 from data.files import read_json, write_whole
 from data.indexed import IndexedTokens
-from data.manifest import check_tokenizer, read_manifest
+from data.manifest import check_tokenizer
+from data.manifest import read_manifest as read_data_manifest
 from data.prepare import Prepared, prepare_corpus
 from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
-from megatron_lite.checkpoint import CheckpointError, read_config_yaml, read_weights, resolve
+from megatron_lite.checkpoint import CheckpointError, read_config_yaml, read_manifest, read_weights, resolve
 from megatron_lite.config_schema import DataConfig
 from models.config import ModelConfig
 from models.lm import LanguageModel
@@ -56,6 +57,42 @@ class LoadedModel:
         return int(self.checkpoint.name.rpartition("_")[2])
 
 
+@dataclass(frozen=True)
+class FoundModel:
+    """A checkpoint before its weights are read.
+
+    Attributes:
+        model: the configuration of the model.
+        config: what it was trained with, as plain YAML values.
+        checkpoint: the step folder.
+        device, dtype: where its weights would lie, and as what.
+    """
+
+    model: ModelConfig
+    config: dict[str, Any]
+    checkpoint: Path
+    device: torch.device
+    dtype: torch.dtype
+
+
+def find_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -> FoundModel:
+    """What `load_model` begins with: milliseconds, so that a refusal comes before slow work. Arguments as there.
+
+    Raises:
+        CheckpointError: no checkpoint there, or one with a damaged manifest or configuration, or a file cut short.
+        ValueError: an unknown dtype, a device that is not here, or as `ModelConfig`.
+    """
+    place = device_of(device)
+    if dtype == "auto":
+        dtype = "fp32" if place.type == "cpu" else "bf16"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: allowed are auto, {', '.join(DTYPES)}")
+    checkpoint = resolve(path)
+    config = read_config_yaml(checkpoint)
+    read_manifest(checkpoint)
+    return FoundModel(model_config(config), config, checkpoint, place, DTYPES[dtype])
+
+
 def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """Reads the newest checkpoint of a run, or the one that is named.
 
@@ -70,22 +107,17 @@ def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -
             vocabulary, an unknown dtype, or a device that is not here.
         FileNotFoundError: the tokenizer is gone.
     """
-    place = device_of(device)
-    if dtype == "auto":
-        dtype = "fp32" if place.type == "cpu" else "bf16"
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype = {dtype!r}: allowed are auto, {', '.join(DTYPES)}")
-    checkpoint = resolve(path)
-    config = read_config_yaml(checkpoint)
-    model = build_model(model_config(config), read_weights(checkpoint), checkpoint)
-    model = model.to(device=place, dtype=DTYPES[dtype])
+    found = find_model(path, device=device, dtype=dtype)
+    checkpoint, config = found.checkpoint, found.config
     run = run_folder(checkpoint, config)
     tokenizer = read_tokenizer(run, config)
-    if tokenizer.vocab_size > model.config.vocab_size:
+    if tokenizer.vocab_size > found.model.vocab_size:
         raise ValueError(
             f"{checkpoint}: the tokenizer {tokenizer.path or tokenizer.type} has {tokenizer.vocab_size} entries and the "
-            f"model {model.config.vocab_size} rows: it is not the tokenizer that the model was trained with"
+            f"model {found.model.vocab_size} rows: it is not the tokenizer that the model was trained with"
         )
+    model = build_model(found.model, read_weights(checkpoint), checkpoint)
+    model = model.to(device=found.device, dtype=found.dtype)
     return LoadedModel(model.eval().requires_grad_(False), tokenizer, config, checkpoint, run)
 
 
@@ -239,7 +271,7 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
     else:
         if not data.train_files:
             raise ValueError("data.corpus and data.train are both empty: name one of them")
-        manifest = read_manifest(data.validation) if data.validation is not None else None
+        manifest = read_data_manifest(data.validation) if data.validation is not None else None
         result = PreparedData(
             train=data.train_files,
             validation=data.validation,
@@ -266,10 +298,12 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
 
 __all__ = [
     "CheckpointError",
+    "FoundModel",
     "LoadedModel",
     "PreparedData",
     "build_model",
     "data_config",
+    "find_model",
     "keep_tokenizer",
     "load_model",
     "model_config",

@@ -17,7 +17,7 @@ from tools.evaluation.harness import (
     write_json,
     write_samples,
 )
-from tools.evaluation.opening import open_model, request_cache
+from tools.evaluation.opening import look_for_model, open_model, request_cache
 from tools.evaluation.report import (
     bar_chart,
     detail_rows,
@@ -35,8 +35,9 @@ Results = dict[str, Any]
 def run_suites(options: argparse.Namespace) -> Results | None:
     """Evaluates a model, prints the tables and writes everything beside `options.out`; None on helping processes.
 
-    Raises as `open_model` and `prepare_tasks`.
+    Raises as `look_for_model`, `prepare_tasks` and `open_model`.
     """
+    look_for_model(options)  # before the hub is asked for data
     request = Request(
         tuple(options.suite),
         tuple(options.tasks),

@@ -10,14 +10,6 @@ from typing import Any
 from lm_eval.models.huggingface import HFLM
 
 
-def is_huggingface(name: str) -> bool:
-    """Whether a command-line word names a Hugging Face model: a folder with its config.json, or owner/name on the hub."""
-    path = Path(name)
-    if path.is_dir():
-        return (path / "config.json").is_file()
-    return not path.exists() and name.count("/") == 1 and not name.startswith(("/", ".", "runs/"))
-
-
 class HuggingFaceLM(HFLM):
     """The harness's model, which also counts what was too long.
 

@@ -15,9 +15,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tools.evaluation.opening import OpenedModel, open_model, request_cache
+from tools.evaluation.opening import OpenedModel, is_huggingface, look_for_model, open_model, request_cache
+
+if TYPE_CHECKING:
+    from tools.load_model import LoadedModel
 
 LENGTHS = (2048, 4096, 8192, 16384)
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -66,11 +69,17 @@ def needle_command(options: argparse.Namespace) -> dict[str, Any] | None:
     lengths, depths = sorted(set(options.lengths or LENGTHS)), sorted(set(options.depths or DEPTHS))
     if any(not 0 <= depth <= 100 for depth in depths):
         raise ValueError(f"--depths {','.join(f'{d:g}' for d in depths)}: percent of the filler, from 0 to 100")
+    if options.filler is None and is_huggingface(options.checkpoint):
+        raise ValueError("the filler of a Hugging Face model is a text that you name: --filler FILE")
+    text = "" if options.filler is None else Path(options.filler).read_text(encoding="utf-8")
+    found = look_for_model(options)
+    if found is not None and found.model.two_sided_mixers():
+        raise ValueError(f"{found.checkpoint} is a masked model: it sees both directions and writes no answer")
     opened = open_model(options, "needle.json", max_length=max(lengths))
-    if getattr(opened.lm, "masked", False):
-        raise ValueError(f"{opened.name} is a masked model: it sees both directions and writes no answer")
     lengths = _readable(opened, lengths)
-    filler = split_filler(_filler_text(opened, options.filler, max(lengths)), opened.lm.tok_encode, max(lengths))
+    if options.filler is None and opened.loaded is not None:
+        text = _validation_text(opened.loaded, max(lengths))
+    filler = split_filler(text, opened.lm.tok_encode, max(lengths))
     asked = [
         question
         for length in lengths
@@ -240,18 +249,14 @@ def _readable(opened: OpenedModel, lengths: Sequence[int]) -> list[int]:
     return kept
 
 
-def _filler_text(opened: OpenedModel, file: Path | None, tokens: int) -> str:
-    """The named file, or the beginning of the run's validation text, longest documents first."""
-    if file is not None:
-        return Path(file).read_text(encoding="utf-8")
-    if opened.loaded is None:
-        raise ValueError("the filler of a Hugging Face model is a text that you name: --filler FILE")
+def _validation_text(loaded: LoadedModel, tokens: int) -> str:
+    """The beginning of the run's validation text, longest documents first."""
     import numpy as np
 
     from data.indexed import IndexedTokens
     from tools.perplexity import validation_text
 
-    text, tokenizer = validation_text(opened.loaded), opened.loaded.tokenizer
+    text, tokenizer = validation_text(loaded), loaded.tokenizer
     sequences = IndexedTokens(text.prefix)
     parts: list[str] = []
     for number in np.argsort(-np.asarray(sequences.sizes), kind="stable"):

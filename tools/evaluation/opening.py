@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tools.load_model import LoadedModel
+    from tools.load_model import FoundModel, LoadedModel
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,40 @@ class OpenedModel:
     finish: Callable[[], None]
 
 
+def is_huggingface(name: str) -> bool:
+    """Whether a command-line word names a Hugging Face model: a folder with its config.json, or owner/name on the hub."""
+    path = Path(name)
+    if path.is_dir():
+        return (path / "config.json").is_file()
+    return not path.exists() and name.count("/") == 1 and not name.startswith(("/", ".", "runs/"))
+
+
+def look_for_model(options: argparse.Namespace) -> FoundModel | None:
+    """Refuses an `options.checkpoint` that is not there, without its weights; None for a Hugging Face model.
+
+    Tasks come from the hub, which takes minutes, or many seconds of retries where it is out of reach: this comes before.
+
+    Raises as `tools.load_model.find_model`; OSError for a name that the hub does not know or cannot be asked for.
+    """
+    from tools.devices import device_of
+    from tools.load_model import find_model
+
+    name = options.checkpoint
+    if not is_huggingface(name):
+        return find_model(name, device=options.device, dtype=options.dtype)
+    device_of(options.device)
+    if not Path(name).is_dir():
+        from transformers.utils import cached_file
+
+        try:
+            cached_file(name, "config.json")  # kept, and read again with the model
+        except OSError as error:
+            raise OSError(
+                f"{name} is no folder here, and as a model of the hub: {' '.join(str(error).split())}"
+            ) from error
+    return None
+
+
 def open_model(options: argparse.Namespace, file: str, *, max_length: int | None = None) -> OpenedModel:
     """Loads `options.checkpoint`.
 
@@ -40,8 +74,6 @@ def open_model(options: argparse.Namespace, file: str, *, max_length: int | None
 
     Raises as `tools.load_model.load_model` and `HuggingFaceLM`.
     """
-    from tools.evaluation.huggingface import is_huggingface
-
     length = max_length or options.max_length
     return _huggingface(options, file, length) if is_huggingface(options.checkpoint) else _own(options, file, length)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from data.files import write_whole
 from tools.arguments import command, command_line, positive
 
 if TYPE_CHECKING:
+    from models.config import ModelConfig
     from tools.load_model import LoadedModel
 
 MASKED_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -62,17 +63,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """Results by run, and whether the models are masked ones. Raises ValueError for runs of both kinds, and as
-    `load_model` and `measure_run`."""
-    from tools.load_model import load_model
+    `load_model` and `measure_run`; what is seen without weights before the first run is measured."""
+    from data.indexed import IndexedTokens
+    from tools.load_model import find_model, load_model
 
     results: dict[str, Any] = {}
     kinds: dict[str, Path] = {}
     for run in runs:
-        loaded = load_model(run, device=options.device, dtype=options.dtype)
-        kinds.setdefault("masked" if loaded.model.config.two_sided_mixers() else "causal", run)
+        found = find_model(run, device=options.device, dtype=options.dtype)
+        kinds.setdefault("masked" if found.model.two_sided_mixers() else "causal", run)
         if len(kinds) > 1:
             words = " and ".join(f"{path} is a {kind} model" for kind, path in kinds.items())
             raise ValueError(f"{words}: one picture holds one kind")
+        _lengths(run, found.model, found.config, options.lengths)
+    if options.data:
+        IndexedTokens(options.data)
+    for run in runs:
+        loaded = load_model(run, device=options.device, dtype=options.dtype)
         results[str(run)] = measure_run(loaded, options.lengths, data=options.data, tokens=options.tokens)
     return results, "masked" in kinds
 
@@ -86,15 +93,14 @@ def measure_run(
     no text.
     """
     from data.indexed import IndexedTokens
-    from tools.length.causal import MULTIPLES, loss_over_length, pieces_read
+    from tools.length.causal import loss_over_length, pieces_read
     from tools.length.masked import masked_accuracy, readings
     from tools.perplexity import validation_text
 
     masked = bool(loaded.model.config.two_sided_mixers())
     prefix = data or str(validation_text(loaded).prefix)
     size, trained = IndexedTokens(prefix).num_tokens, int(loaded.config["batch"]["sequence_length"])
-    default = MASKED_LENGTHS if masked else [int(trained * multiple) for multiple in MULTIPLES]
-    lengths = _readable(loaded, sorted({*(asked or default), *(() if masked else (trained,))}))
+    lengths = _lengths(loaded.run, loaded.model.config, loaded.config, asked)
     if masked:
         longest, results = max(lengths), []
         with _bar(loaded, len(lengths) * readings(size, longest, tokens)) as progress:
@@ -110,13 +116,19 @@ def measure_run(
     return {"by_length": found.by_length(), "by_position": found.by_position()}
 
 
-def _readable(loaded: LoadedModel, lengths: Sequence[int]) -> list[int]:
-    limit = loaded.model.config.max_positions
+def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], asked: Sequence[int] | None) -> list[int]:
+    """Those that are asked, or else the default ones, as far as the model reads; a causal model's trained one too."""
+    from tools.length.causal import MULTIPLES
+
+    trained = int(config["batch"]["sequence_length"])
+    if model.two_sided_mixers():
+        lengths = sorted({*(asked or MASKED_LENGTHS)})
+    else:
+        lengths = sorted({*(asked or (int(trained * multiple) for multiple in MULTIPLES)), trained})
+    limit = model.max_positions
     kept = [length for length in lengths if limit is None or length <= limit]
     if not kept:
-        raise ValueError(
-            f"{loaded.run} reads {limit} tokens at most (model.max_positions); --lengths begins at {lengths[0]}"
-        )
+        raise ValueError(f"{run} reads {limit} tokens at most (model.max_positions); --lengths begins at {lengths[0]}")
     for length in kept:
         if max(kept) % length:
             raise ValueError(f"--lengths {length}: does not divide the longest, {max(kept)}")

@@ -1,0 +1,100 @@
+"""What is seen to be wrong at once is refused before anything slow: the hub, weights, a folder of data, another run."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.conftest import eval_data
+from tests.masked.conftest import masked_run
+
+__all__ = ["eval_data", "masked_run"]
+
+TASKS, MODEL = "tools.evaluation.harness.load_tasks", "tools.evaluation.needle.open_model"
+WEIGHTS, SUITES = "tools.load_model.read_weights", "tools.evaluation.command.run_suites"
+
+# Places: RUN a trained causal run, MASKED a masked one, NONE nothing, EMPTY a folder, LOST a run whose tokenizer's description
+# was cut, FILE a text, EXPORT a Hugging Face folder, DATA rows of every task, OUT a new folder
+CASES = [
+    ("eval", "NONE --suite superglue", TASKS, "nothing does not exist .*: a run folder, .* is needed"),
+    ("eval", "NONE --tasks piqa --data-dir DATA", TASKS, "nothing does not exist .*: a run folder, .* is needed"),
+    ("eval", "EMPTY --suite superglue", TASKS, "empty is no checkpoint: a run folder, .* is needed"),
+    ("eval", "RUN --suite superglue --dtype int8", TASKS, "dtype = 'int8': allowed are auto, fp32"),
+    ("eval", "RUN --suite superglue --device nope", TASKS, "the device 'nope' is not here"),
+    ("eval", "owner/nosuch --suite superglue", TASKS, "owner/nosuch is no folder here, and as a model of the hub: "),
+    ("eval", "RUN --suite needle,nosuch", MODEL, "there is no suite 'nosuch'"),
+    ("eval", "RUN --suite needle --filler NONE", MODEL, "nothing: No such file"),
+    ("eval", "EXPORT --suite needle", MODEL, "is a text that you name: --filler FILE"),
+    ("eval", "MASKED --suite needle", MODEL, "is a masked model: it sees both directions"),
+    ("eval", "RUN --suite superglue --data NONE", SUITES, "nothing does not exist"),
+    ("eval", "EXPORT --suite superglue --data FILE", SUITES, "export is no checkpoint"),
+    ("eval", "RUN --data FILE NONE", WEIGHTS, "nothing does not exist"),
+    ("eval", "MASKED --data FILE", WEIGHTS, "so that it has no perplexity"),
+    ("eval", "LOST --data FILE", WEIGHTS, r"description\.json is no JSON"),
+    ("tools.generate", "MASKED", WEIGHTS, "is a masked model: it reads both sides"),
+    ("tools.generate", "LOST", WEIGHTS, r"description\.json is no JSON"),
+    ("tools.length.__main__", "RUN NONE", WEIGHTS, "nothing does not exist"),
+    ("tools.length.__main__", "RUN MASKED", WEIGHTS, "one picture holds one kind"),
+    ("tools.length.__main__", "RUN --lengths 7", WEIGHTS, "--lengths 7: does not divide the longest"),
+    ("tools.length.__main__", "RUN --data NONE", WEIGHTS, r"nothing\.idx does not exist"),
+    ("tools.convert_hf", "export RUN OUT --text NONE", "tools.conversion.export.export", "nothing: No such file"),
+    ("tools.convert_hf", "import EXPORT OUT --text NONE", "tools.conversion.importing.import_folder", "No such file"),
+    (
+        "tools.benchmark_evaluation",
+        "--data-dir DATA --checkpoint NONE",
+        "tools.benchmark_evaluation.write_whole_sets",
+        "nothing does not exist",
+    ),
+    (
+        "tools.finetune_glue",
+        "MASKED --tasks rte --data EMPTY --output OUT",
+        "tools.conversion.export.export",
+        r"mnli/train\.jsonl\.gz: there is no such split",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, trained_run: Path, masked_run: Path, eval_data: Path) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "empty" / "rte").mkdir(parents=True)
+    for split in ("train", "validation"):
+        (folder / "empty" / "rte" / f"{split}.jsonl").write_text("")
+    (folder / "export").mkdir()
+    (folder / "export" / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "file").write_text("def alpha(beta):\n")
+    shutil.copytree(trained_run, folder / "lost")
+    (folder / "lost" / "tokenizer" / "description.json").write_text("{")
+    known = {name.upper(): str(folder / name) for name in ("empty", "export", "file", "lost")}
+    return {
+        **known,
+        "RUN": str(trained_run),
+        "MASKED": str(masked_run),
+        "DATA": str(eval_data),
+        "NONE": str(folder / "nothing"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "slow", "answer"), CASES, ids=[f"{program} {line}" for program, line, *_ in CASES]
+)
+def test_refused_before_anything_slow(program, line, slow, answer, places, tmp_path, capsys, monkeypatch):
+    def called(*_: object, **__: object) -> None:
+        raise AssertionError(f"{slow} was called")
+
+    def unknown(name: str, file: str) -> None:
+        raise OSError(f"{name} is no model of the hub\nthat has {file}")
+
+    monkeypatch.setattr(slow, called)
+    monkeypatch.setattr("transformers.utils.cached_file", unknown)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    known = {**places, "OUT": str(tmp_path / "out")}
+    words = [re.sub("|".join(known), lambda place: known[place[0]], word) for word in line.split()]
+    assert importlib.import_module(program).main(words) == 2
+    assert re.search(answer, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+    assert not Path(places["NONE"]).exists()
