@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -12,7 +10,7 @@ BLOCKS = (128, 256, 512, 1024)
 
 @triton.autotune([triton.Config({"BLOCK": block}) for block in BLOCKS], key=[])
 @triton.jit
-def double(x: Any, y: Any, n: Any, BLOCK: tl.constexpr) -> None:
+def double(x, y, n, BLOCK: tl.constexpr):
     """y = 2 x for n numbers, by one program."""
     for start in range(0, n, BLOCK):
         i = start + tl.arange(0, BLOCK)

@@ -11,12 +11,12 @@ import numpy as np
 from .experiment import Experiment, Run
 from .results import Results
 
-# [model, width] -> the history of the best run of every sweep.
-Histories = dict[tuple[str, int], list[list[float]]]
+# model -> the history of the best run of every sweep.
+Histories = dict[str, list[list[float]]]
 
 
 def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results: Results, out: Path) -> None:
-    """The best run of every sweep, a panel a task; over seeds their mean and range."""
+    """The best run of every sweep, a panel a task and width; over seeds their mean and range."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -24,30 +24,36 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
 
     from tools.plot import STYLE
 
-    tasks: dict[str, Histories] = {}
+    found: dict[tuple[int, str], Histories] = {}
     for sweep in sweeps:
         lines = results.of(sweep)
         if lines:
             best = max(lines, key=lambda line: line["accuracy"])
-            of_task = tasks.setdefault(sweep[0].task, {})
-            of_task.setdefault((sweep[0].model, sweep[0].width), []).append(best["history"])
-    keys = list(dict.fromkeys(key for histories in tasks.values() for key in histories))
-    several = len({width for _, width in keys}) > 1
-    labels = {key: key[0].replace("_", " ") + (f", d = {key[1]}" if several else "") for key in keys}
+            of_panel = found.setdefault((sweep[0].width, sweep[0].task), {})
+            of_panel.setdefault(sweep[0].model, []).append(best["history"])
+    models = list(dict.fromkeys(model for histories in found.values() for model in histories))
+    widths, tasks = (sorted(set(place)) for place in zip(*found, strict=True))
+    tasks.sort(key=list(dict.fromkeys(sweep[0].task for sweep in sweeps)).index)
     with plt.rc_context(STYLE):
-        size = (4.2 * len(tasks) + 1.8, 3.6)
-        figure, panels = plt.subplots(1, len(tasks), figsize=size, layout="constrained", sharey=True, squeeze=False)
-        for axes, (task, histories) in zip(panels[0], tasks.items(), strict=True):
-            for key, runs in histories.items():
-                _draw(axes, runs, experiment.evaluate_every, keys.index(key), labels[key])
-            length, _, pairs = task.partition("x")
-            axes.set(xlabel="epoch", title=f"length {length}, {pairs} pairs" if pairs else experiment.title)
+        size = (4.2 * len(tasks) + 1.8, 3.0 * len(widths) + 0.6)
+        figure, panels = plt.subplots(
+            len(widths), len(tasks), figsize=size, layout="constrained", sharex="col", sharey=True, squeeze=False
+        )
+        for row, width in zip(panels, widths, strict=True):
+            for axes, task in zip(row, tasks, strict=True):
+                for model, runs in found.get((width, task), {}).items():
+                    _draw(axes, runs, experiment.evaluate_every, models.index(model), model.replace("_", " "))
+                length, _, pairs = task.partition("x")
+                title = f"length {length}, {pairs} pairs" if pairs else experiment.title
+                axes.set(title=title + (f", d = {width}" if len(widths) > 1 else ""))
         what = "validation" if experiment.suite == "listops" else "test"
-        panels[0, 0].set_ylabel(f"{what} accuracy, percent")
+        figure.supylabel(f"{what} accuracy, percent", fontsize="medium")
+        for axes in panels[-1]:
+            axes.set_xlabel("epoch")
         known: dict[str, Any] = {}
-        for axes in panels[0]:
+        for axes in panels.flat:
             known |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(known.values(), known.keys(), loc="outside right upper", fontsize=8)
+        figure.legend(known.values(), known.keys(), loc="outside right upper", fontsize=8, handlelength=3)
         out.parent.mkdir(parents=True, exist_ok=True)
         aside = out.with_name(f".{out.stem}.aside{out.suffix}")
         figure.savefig(aside)
