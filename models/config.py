@@ -68,13 +68,13 @@ class ModelConfig:
         default=False,
         metadata={"doc": "y = x + mixer(norm1(x)) + mlp(norm2(x)), as in GPT-NeoX, instead of one after the other."},
     )
-    init_method: Literal["normal", "small_init", "wang_init"] = field(
+    init_method: Literal["normal", "scaled_normal", "small_init", "wang_init"] = field(
         default="small_init", metadata={"doc": "Initialisation of all matrices but the output projections."}
     )
-    output_init_method: Literal["normal", "small_init", "wang_init"] = field(
+    output_init_method: Literal["normal", "scaled_normal", "small_init", "wang_init"] = field(
         default="wang_init", metadata={"doc": "Initialisation of the matrices that write into the residual stream."}
     )
-    init_std: float = field(default=0.02, metadata={"doc": "Standard deviation of the method `normal`."})
+    init_std: float = field(default=0.02, metadata={"doc": "Standard deviation of `normal`; `scaled_normal` divides it by sqrt(2 layers)."})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mixers", tuple(self.mixers))

@@ -13,12 +13,15 @@ from .config import ModelConfig
 def init_std(config: ModelConfig, *, output: bool = False) -> float:
     """Standard deviation of a matrix; `output` for the ones that write into the residual stream.
 
-    normal: `config.init_std`. small_init: sqrt(2 / (5 d)), Nguyen and Salazar 2019 (arXiv 1910.05895), section 2.2.
+    normal: `config.init_std`. scaled_normal: that over sqrt(2 layers), as GPT-2 and Megatron-LM have it for outputs.
+    small_init: sqrt(2 / (5 d)), Nguyen and Salazar 2019 (arXiv 1910.05895), section 2.2.
     wang_init: 2 / (layers sqrt(d)), Wang and Komatsuzaki 2021 (mesh-transformer-jax, GPT-J).
     """
     method = config.output_init_method if output else config.init_method
     if method == "normal":
         return config.init_std
+    if method == "scaled_normal":
+        return config.init_std / sqrt(2 * config.num_layers)
     if method == "small_init":
         return sqrt(2 / (5 * config.hidden_size))
     return 2 / (config.num_layers * sqrt(config.hidden_size))

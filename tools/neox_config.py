@@ -175,7 +175,7 @@ def _activation(value: str, given: dict[str, Any], out: Translation) -> None:
 
 def _init(key: str) -> Callable[[str, dict[str, Any], Translation], None]:
     def convert(value: str, given: dict[str, Any], out: Translation) -> None:
-        if value in ("normal", "small_init", "wang_init"):
+        if value in ("normal", "scaled_normal", "small_init", "wang_init"):
             out.set(key, value)
         else:
             out.ignored[key.rpartition(".")[2]] = (

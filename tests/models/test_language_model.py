@@ -110,7 +110,13 @@ def test_layers_build_alike_alone_and_together():
 
 
 @pytest.mark.parametrize(
-    ("method", "std"), [("small_init", sqrt(2 / (5 * 256))), ("wang_init", 2 / (6 * sqrt(256))), ("normal", 0.05)]
+    ("method", "std"),
+    [
+        ("small_init", sqrt(2 / (5 * 256))),
+        ("wang_init", 2 / (6 * sqrt(256))),
+        ("normal", 0.05),
+        ("scaled_normal", 0.05 / sqrt(12)),
+    ],
 )
 def test_initialisation(method, std):
     config = ModelConfig(

@@ -120,7 +120,10 @@ def test_what_is_left_out_is_as_in_gpt_neox(tmp_path: Path, capsys: pytest.Captu
     assert config.optimizer.betas == (0.9, 0.999)
     assert config.schedule.kind == "linear"
     assert config.schedule.min_lr_ratio == 0
-    assert "scaled_normal is not here" in capsys.readouterr().err
+    assert (config.model.init_method, config.model.output_init_method) == ("normal", "scaled_normal")
+    capsys.readouterr()
+    assert converted(tmp_path, f"{SMALL}\ninit_method: orthogonal\n").model.init_method == "wang_init"
+    assert "orthogonal is not here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,19 @@ from models.norm import Norm
 
 from .experiment import Run
 
+# How matrices begin. model: by the keys `init_method` and `output_init_method`. mad_lab: as `_begin_as_mad_lab` says;
+# mad_lab_gla: with mixers as its gated linear attention.
+FIRST_WEIGHTS = ("model", "mad_lab", "mad_lab_gla")
+
 
 def model_config(run: Run) -> ModelConfig:
     """The shape of a run's model. ValueError naming the key of `network` or `definitions` that cannot be."""
     keys = dict(run.network)
+    first, allowed = keys.pop("first_weights", "model"), FIRST_WEIGHTS[:1] if run.suite == "listops" else FIRST_WEIGHTS
+    if first not in allowed:
+        raise ValueError(
+            f"definitions.{run.model} or network: first_weights = {first!r}: allowed are {', '.join(allowed)}"
+        )
     if "head_dim" in keys:
         keys["num_heads"] = max(1, run.width // keys.pop("head_dim"))
     if keys.get("positions") == "learned":
@@ -45,6 +54,9 @@ class Network(nn.Module):
         if run.task.partition("/")[0] == "compression":
             spec = LayerSpec("decoder", partial(Decoder, config, run.length))
             self.decoder = build_layer(spec, config.num_layers + 2, run.seed)
+        first = run.network.get("first_weights", "model")
+        if first != "model":
+            _begin_as_mad_lab(self, run.seed, small_mixers=first == "mad_lab_gla")
 
     def rows(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """tokens: [batch, length] -> what the head reads at positions [batch, asked], or everywhere: [batch, asked, d]."""
@@ -104,6 +116,26 @@ class Classifier(nn.Module):
         # A row of padding alone fills a last batch; its label is ignored.
         mean = x.sum(1) / real.sum(1, keepdim=True).clamp_min(1)
         return F.linear(mean, self.output.weight.float())
+
+
+@torch.no_grad()
+def _begin_as_mad_lab(network: Network, seed: int, *, small_mixers: bool) -> None:
+    """MAD-Lab's first weights (mad/model/language_model.py, auto_encoder.py): embeddings N(0, 0.02), linear maps PyTorch's
+    default; under the decoder all of them N(0, 0.02).
+
+    small_mixers: those of mixers Xavier-uniform with gain 2^-2.5 without the decoder, as MAD-Lab's and flash-linear-attention's
+    gated linear attention.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    nn.init.normal_(network.model.embedding.weight, std=0.02, generator=generator)
+    maps = [(name, module.weight) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    for name, weight in [*maps, ("model.head", network.model.head.weight)]:
+        if network.decoder is not None:
+            nn.init.normal_(weight, std=0.02, generator=generator)
+        elif small_mixers and ".mixer." in name:
+            nn.init.xavier_uniform_(weight, gain=2**-2.5, generator=generator)
+        else:
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
 
 
 def _look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:

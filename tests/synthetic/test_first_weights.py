@@ -1,0 +1,58 @@
+"""With which weights the models of the generated tasks begin."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import pytest
+
+from tools.synthetic.experiment import load_experiment, plan
+from tools.synthetic.network import Network
+
+
+def _network(suite: str, task: str, model: str) -> Network:
+    words = [f"tasks=[{task}]", f"models=[{model}]", "lrs=[1e-3]", "widths=[128]", "weight_decays=[0.1]"]
+    (run,) = plan(load_experiment(suite, [*words, *(["more_lrs.lrs=[]"] if suite == "mqar" else [])]), "fp32")
+    return Network(run)
+
+
+def _deviation(network: Network, ending: str) -> float:
+    found = [p for name, p in network.named_parameters() if name.endswith(ending)]
+    assert found, ending
+    return max(p.std().item() for p in found)
+
+
+# Uniform numbers within a bound deviate by it over sqrt 3; PyTorch's bound is 1 / sqrt(inputs).
+DEFAULT = 1 / sqrt(3 * 128)
+
+
+@pytest.mark.parametrize(
+    ("suite", "task", "model", "expected"),
+    [
+        ("mqar", "64x4", "metala", {"embedding.weight": 0.02, "q_proj.weight": 0.02, "up_proj.weight": 0.02}
+         | dict.fromkeys(["out_proj.weight", "down_proj.weight"], 0.01)),
+        ("mad", "memorization/vocabulary=512", "metala", {"embedding.weight": 0.02, "head.weight": DEFAULT,
+         "q_proj.weight": 2**-2.5 * sqrt(2 / (64 + 128)), "out_proj.weight": 2**-2.5 * sqrt(2 / 256),
+         "up_proj.weight": DEFAULT, "down_proj.weight": 1 / sqrt(3 * 352)}),
+        ("mad", "memorization/vocabulary=512", "attention", {"q_proj.weight": DEFAULT, "out_proj.weight": DEFAULT}),
+        ("mad", "compression/vocabulary=128", "metala", dict.fromkeys(
+            ["embedding.weight", "head.weight", "q_proj.weight", "up_proj.weight", "layers.1.weight", "layers.4.weight"],
+            0.02)),
+    ],
+)  # fmt: skip
+def test_first_weights(suite: str, task: str, model: str, expected: dict[str, float]) -> None:
+    network = _network(suite, task, model)
+    for ending, deviation in expected.items():
+        assert _deviation(network, ending) == pytest.approx(deviation, rel=0.05), ending
+    again = dict(_network(suite, task, model).named_parameters())
+    assert all(p.equal(again[name]) for name, p in network.named_parameters())
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(ValueError, match="first_weights = 'mad': allowed are model, mad_lab, mad_lab_gla"):
+        plan_and_build(["network.first_weights=mad", "definitions.metala.first_weights=mad"])
+
+
+def plan_and_build(words: list[str]) -> Network:
+    words = ["tasks=[memorization/baseline]", "models=[metala]", "lrs=[1e-3]", "weight_decays=[0.1]", *words]
+    return Network(plan(load_experiment("mad", words), "fp32")[0])
