@@ -74,7 +74,9 @@ class ModelConfig:
     output_init_method: Literal["normal", "scaled_normal", "small_init", "wang_init"] = field(
         default="wang_init", metadata={"doc": "Initialisation of the matrices that write into the residual stream."}
     )
-    init_std: float = field(default=0.02, metadata={"doc": "Standard deviation of `normal`; `scaled_normal` divides it by sqrt(2 layers)."})
+    init_std: float = field(
+        default=0.02, metadata={"doc": "Standard deviation of `normal`; `scaled_normal` divides it by sqrt(2 layers)."}
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mixers", tuple(self.mixers))
