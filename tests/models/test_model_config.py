@@ -33,7 +33,10 @@ SHAPE = {"vocab_size": 61, "num_layers": 3, "hidden_size": 48, "num_heads": 4}
             "model.max_positions = 128 with positions = none: leave it out, or positions = learned",
         ),
         ({"positions": "learned", "max_positions": 0}, "model.max_positions = 0: must be at least 1"),
-        ({"init_method": "xavier"}, "model.init_method = 'xavier': allowed are normal, scaled_normal, small_init, wang_init"),
+        (
+            {"init_method": "xavier"},
+            "model.init_method = 'xavier': allowed are normal, scaled_normal, small_init, wang_init",
+        ),
         ({"output_init_method": "zero"}, "model.output_init_method = 'zero': allowed are"),
         ({"mixers": ()}, "model.mixers is empty"),
         ({"mixers": ("metla",)}, "model.mixers: unknown mixer 'metla'; did you mean metala"),
