@@ -126,9 +126,13 @@ def test_an_interrupted_experiment_goes_on(
     rates = "lrs=[1e-3,2e-3]"
     command = [sys.executable, "eval.py", "--suite", "mqar", *words, rates, "target=null", "data.test_examples=20"]
     results = tmp_path / "out" / "results.jsonl"
-    # A run takes seconds, so that the second is in training when the first is seen to be there.
-    command += ["data.train_examples=64", "epochs=400", "evaluate_every=400"]
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE)
+    # A run takes a second or more, so that the second is in training when the first is seen to be there.
+    command += ["data.train_examples=64", "epochs=200", "evaluate_every=200"]
+    # Where the tests run in the background of a shell, children begin with interrupts ignored.
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     for _ in range(4000):
         if results.is_file() and results.read_text().endswith("\n"):
             break
