@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -68,10 +70,10 @@ class ModelConfig:
         default=False,
         metadata={"doc": "y = x + mixer(norm1(x)) + mlp(norm2(x)), as in GPT-NeoX, instead of one after the other."},
     )
-    init_method: Literal["normal", "scaled_normal", "small_init", "wang_init"] = field(
+    init_method: InitMethod = field(
         default="small_init", metadata={"doc": "Initialisation of all matrices but the output projections."}
     )
-    output_init_method: Literal["normal", "scaled_normal", "small_init", "wang_init"] = field(
+    output_init_method: InitMethod = field(
         default="wang_init", metadata={"doc": "Initialisation of the matrices that write into the residual stream."}
     )
     init_std: float = field(

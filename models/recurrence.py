@@ -120,10 +120,9 @@ def _decay_for_own_kernels(
         return log_decay
     from .fla_backend import a_channel, gradient_is_refused
 
-    # Of more keys only mild decays were measured.
-    if q.shape[-1] <= 64 and gradient_is_refused(q, k, v, log_decay, initial_state):
+    if gradient_is_refused(q, k, v, log_decay, initial_state):
         log_decay = a_channel(log_decay, q)
-        if vector_decay_takes(q, k, v, log_decay):
+        if vector_decay_takes(q, k, v, log_decay, mild=False):
             return log_decay
     return None
 

@@ -27,12 +27,12 @@ def can_take(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and _installed()
 
 
-def vector_decay_takes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> bool:
+def vector_decay_takes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, mild: bool = True) -> bool:
     """Whether `vector_decay.py` is for this recurrence: 16 bits, a decay a channel, more tokens than decoding has, and
-    heads of sizes for which it was measured to be the fastest; it takes values of more channels."""
+    heads of sizes for which it was measured to be the fastest, more for mild decays; it takes values of more channels."""
     if log_decay.shape[-1] == 1 or q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return False
-    if q.shape[-1] > 128 or v.shape[-1] > 128 or not can_take(q):
+    if q.shape[-1] > (128 if mild else 64) or v.shape[-1] > 128 or not can_take(q):
         return False
     # Numbers of a row are counted by 32 bits.
     if not q.numel() or not 0 < v.numel() < 2**31 * v.shape[0]:

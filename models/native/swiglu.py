@@ -39,16 +39,6 @@ class _SwiGLU(torch.autograd.Function):
         width = up.shape[-1]
         d_gate, d_up = up.new_empty(*up.shape[:-1], 2 * width).split(width, -1)
         rows = up.numel() // width
-        run(
-            shared_object("swiglu", up.dtype),
-            "backward",
-            gate,
-            up,
-            dy.contiguous(),
-            d_gate,
-            d_up,
-            rows,
-            width,
-            2 * width,
-        )
+        compiled = shared_object("swiglu", up.dtype)
+        run(compiled, "backward", gate, up, dy.contiguous(), d_gate, d_up, rows, width, 2 * width)
         return d_gate, d_up

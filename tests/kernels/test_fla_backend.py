@@ -98,7 +98,7 @@ def test_a_scalar_decay_that_the_package_cannot_differentiate_takes_the_projects
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("models.fla_backend._scalar_gradient_is_refused", lambda: True)
-    monkeypatch.setattr("models.recurrence.vector_decay_takes", lambda q, k, v, decay: decay.shape == q.shape)
+    monkeypatch.setattr("models.recurrence.vector_decay_takes", lambda q, k, v, decay, **_: decay.shape == q.shape)
     generator = torch.Generator().manual_seed(0)
     q, k, v, decay = (torch.randn(3, 70, 2, 16, generator=generator) for _ in range(4))
     log_decay = (-decay.abs()[..., :1]).requires_grad_()
