@@ -22,6 +22,23 @@ def test_graphs_and_bf16_change_nothing_but_rounding(model: str) -> None:
     assert (row["graph"], row["problem"]) == (True, "")
 
 
+def test_a_graph_draws_what_steps_without_one_draw() -> None:
+    """Dropout's generators are a graph's too, and follow the epoch's seed."""
+    device = torch.device("cuda", 0)
+    words = [*MQAR, "models=[metala]", "epochs=2", "data.train_examples=1280", "data.vocabulary=64", "target=null"]
+    runs = plan(load_experiment("mqar", [*words, "network.embedding_dropout=0.5"]), "bf16")
+    row = check_sweep(runs, device)
+    assert (row["graph"], row["problem"]) == (True, "")
+    examples = prepare(runs[0], device)
+    losses = []
+    for graph in (True, False):
+        steps = SideBySide(runs, examples, device, graph=graph)
+        for epoch in (0, 1):
+            steps.train_epoch(epoch)
+            losses.append(steps.evaluate()[1])
+    assert losses[:2] == [pytest.approx(loss, rel=0.01) for loss in losses[2:]]
+
+
 @pytest.mark.parametrize("task", sorted(load_experiment("mad").mad))
 def test_every_task_of_mad(task: str) -> None:
     runs = plan(load_experiment("mad", ["models=[metala]", f"tasks=[{task}/baseline]", "batch_size=16"]), "bf16")

@@ -19,6 +19,7 @@ from tools.synthetic.experiment import Run, load_experiment, plan
 from tools.synthetic.lane import Lane, _macro
 from tools.synthetic.network import Network
 from tools.synthetic.training import SideBySide, train_together, training_device
+from tools.synthetic.unfinished import Evaluated
 
 CPU = torch.device("cpu")
 Runs = Callable[..., list[Run]]
@@ -77,7 +78,7 @@ def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
     found = train_together(both, examples, CPU, progress=until(0), unfinished=tmp_path)
     assert told == [2 * 10 * 3, 2 * 10]
     for one, other in zip(found, expected, strict=True):
-        for key in ("history", "loss", "accuracy", "epochs", "steps"):
+        for key in ("history", "loss", "accuracy", "perplexity", "epochs", "steps"):
             assert one[key] == other[key]
     # One of them alone, too; and where it cannot be read, that is said.
     assert train_together(both[1:], examples, CPU, unfinished=tmp_path)[0]["history"] == expected[1]["history"]
@@ -193,16 +194,21 @@ def test_the_score_of_looking_up_and_of_guessing(runs: Runs, monkeypatch: pytest
         assert positions is not None
         query = tokens.gather(1, positions)
         same = tokens[:, None, :8:2] == query[:, :, None]
-        return tokens[:, 1:8:2].gather(1, same.int().argmax(-1))
+        return 9.0 * F.one_hot(tokens[:, 1:8:2].gather(1, same.int().argmax(-1)), 64)
 
     def guess(network: Network, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        return torch.randint(32, 64, positions.shape, generator=generator)
+        assert positions is not None
+        return torch.rand(*positions.shape, 64, generator=generator) + 50.0 * (torch.arange(64) >= 32)
 
     generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(Network, "answers", look_up)
-    assert steps.evaluate()[0] == [[1.0]]
-    monkeypatch.setattr(Network, "answers", guess)
-    assert steps.evaluate()[0][0][0] == pytest.approx(1 / 32, abs=0.006)
+    monkeypatch.setattr(Network, "logits", look_up)
+    (found,), _ = steps.evaluate()
+    assert found.accuracy == found.tested == 1.0
+    assert found.perplexity == pytest.approx(1 + 63 * math.exp(-9))
+    monkeypatch.setattr(Network, "logits", guess)
+    (found,), _ = steps.evaluate()
+    assert found.accuracy == pytest.approx(1 / 32, abs=0.006)
+    assert 32 < found.perplexity < 34
 
 
 def test_macro_accuracy_is_the_mean_over_classes() -> None:
@@ -226,6 +232,68 @@ def test_mad_trains_and_averages_batches() -> None:
     (found,) = train_together([run], prepare(run, CPU), CPU)
     assert found["history"][-1] >= 0.999
     assert found["stopped"] == "99.9 % was reached"
+
+
+def test_dropout_on_embeddings(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training alone, by numbers of the seed and the epoch, so that a run that went on is the run."""
+    words = ["epochs=3", "data.train_examples=640", "target=null", "network.embedding_dropout=0.25", "seeds=[0,1]"]
+    run, other_seed = runs(*words)
+    examples = prepare(run, CPU)
+    (lane,) = SideBySide([run], examples, CPU).lanes
+    assert isinstance(lane.network, Network)
+    tokens = torch.arange(16).repeat(500, 1)
+    seen: list[Tensor] = []
+    lane.network.model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    for epoch in (0, 0, 1):
+        lane.begin_epoch(epoch)
+        lane.network.loss(tokens, None, tokens)
+    lane.network.logits(tokens, None)
+    first, same, next_epoch, whole = seen
+    assert torch.equal(first, same)
+    assert not torch.equal(first, next_epoch)
+    kept = first != 0
+    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.005)
+    torch.testing.assert_close(first[kept], whole[kept] / 0.75)
+    (expected,) = train_together([run], examples, CPU)
+    (without,) = train_together(runs(*words, "network.embedding_dropout=0")[:1], examples, CPU)
+    assert expected["loss"] != without["loss"]
+    lane_of_other = Lane(other_seed, CPU)
+    assert lane_of_other.dropped is not None
+    assert lane.dropped is not None
+    lane_of_other.begin_epoch(1)
+    assert lane_of_other.dropped.initial_seed() != lane.dropped.initial_seed()
+    for name in ("SECONDS_BETWEEN", "_SHARE"):
+        monkeypatch.setattr(f"tools.synthetic.unfinished.{name}", 0.0)
+
+    def stop(steps: int, text: str) -> None:
+        if "epoch 2 " in text:
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        train_together([run], examples, CPU, progress=stop, unfinished=tmp_path)
+    (found,) = train_together([run], examples, CPU, unfinished=tmp_path)
+    assert found["loss"] == expected["loss"]
+
+
+@pytest.mark.parametrize("value", ["1.0", "-0.1", "much"])
+def test_a_dropout_that_cannot_be_is_refused(runs: Runs, value: str) -> None:
+    with pytest.raises(ValueError, match=r"embedding_dropout = .*: allowed are numbers from 0 to below 1"):
+        Network(runs(f"network.embedding_dropout={value}")[0])
+
+
+@pytest.mark.parametrize(("scored", "epoch", "accuracy"), [("last", 6, 0.7), ("least_perplexity", 4, 0.6)])
+def test_which_weights_are_scored(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, scored: str, epoch: int, accuracy: float
+) -> None:
+    """The first evaluation of least perplexity on the first set, by the accuracy on the last one."""
+    found = iter([Evaluated(0.9, 3.0, 0.5), Evaluated(0.1, 2.0, 0.6), Evaluated(0.2, math.nan, 0.7)])
+    monkeypatch.setattr(SideBySide, "evaluate", lambda steps: ([next(found)], [1.0]))
+    words = ["epochs=6", "evaluate_every=2", "data.train_examples=64", "target=null", f"scored={scored}"]
+    (run,) = runs(*words)
+    (line,) = train_together([run], prepare(run, CPU), CPU)
+    assert (line["scored_epoch"], line["accuracy"], line["best_accuracy"]) == (epoch, accuracy, 0.9)
+    assert line["perplexity"] == (2.0 if epoch == 4 else None)
+    assert (run.id == runs(*words[:-1])[0].id) is (scored == "last"), "results of the last weights stay what they are"
 
 
 def test_the_compression_model_reads_the_last_position_alone() -> None:

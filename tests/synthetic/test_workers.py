@@ -16,7 +16,7 @@ import torch
 from tools.synthetic.experiment import Run, sweeps
 from tools.synthetic.lane import Lane
 from tools.synthetic.results import Line, Results, line_of
-from tools.synthetic.unfinished import Keeper, Unfinished
+from tools.synthetic.unfinished import Evaluated, Keeper, Unfinished
 from tools.synthetic.workers import Group, groups_of, train_groups
 
 Runs = Callable[..., list[Run]]
@@ -135,7 +135,7 @@ def test_a_sweep_ends_in_every_process(runs: Runs, tmp_path: Path) -> None:
     slow, quick = runs("lrs=[5e-3,1e-9]", "epochs=1000", "target=0.9")
     results = Results(tmp_path / "results.jsonl")
     for run in (slow, quick):
-        state = Unfinished(1, 2.0, [[0.1]], [Lane(run, torch.device("cpu")).state()])
+        state = Unfinished(1, 2.0, [[Evaluated(0.1, 2.0, 0.1)]], [Lane(run, torch.device("cpu")).state()])
         Keeper(tmp_path / "unfinished", [run]).keep(state)
     (tmp_path / "unfinished" / "another.pt").touch()
     groups = groups_of([[slow, quick]], results, None, 2)

@@ -118,8 +118,8 @@ def _speed(steps: SideBySide) -> tuple[float, list[float]]:
     steps.evaluate()
     begin = time.perf_counter()
     steps.train_epoch(0)
-    (accuracies, *_), _ = steps.evaluate()
-    return round((time.perf_counter() - begin) / STEPS * 1e3, 3), accuracies
+    found, _ = steps.evaluate()
+    return round((time.perf_counter() - begin) / STEPS * 1e3, 3), [evaluated.accuracy for evaluated in found]
 
 
 def _relative(value: float, reference: float) -> float:

@@ -81,6 +81,7 @@ class Experiment(_Section):
     epochs: int = Field(ge=1)
     evaluate_every: int = Field(default=1, ge=1)
     target: float | None = Field(default=None, gt=0, le=1)
+    scored: Literal["last", "least_perplexity"] = "last"
     batch_size: int | dict[int, int]
     data: dict[str, Any] = Field(default_factory=dict)
     only: dict[str, Only] = Field(default_factory=dict)
@@ -121,6 +122,7 @@ class Run:
     data: dict[str, Any]
     network: dict[str, Any]
     warmup_steps: int = 0
+    scored: str = "last"
 
     @cached_property
     def id(self) -> str:
@@ -133,9 +135,9 @@ class Run:
         return _digest({key: value for key, value in self._settings().items() if key not in ("lr", "weight_decay")})
 
     def _settings(self) -> dict[str, Any]:
-        """A warmup counts where there is one: results of runs without it stay theirs."""
-        settings = asdict(self)
-        return settings if self.warmup_steps else {k: v for k, v in settings.items() if k != "warmup_steps"}
+        """What has a default counts where it is another: results of runs from before these keys stay theirs."""
+        defaults = {"warmup_steps": 0, "scored": "last"}
+        return {key: value for key, value in asdict(self).items() if key not in defaults or value != defaults[key]}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -197,6 +199,7 @@ def plan(experiment: Experiment, precision: str) -> list[Run]:
                             data=data,
                             network={**experiment.network, **experiment.definitions[model]},
                             warmup_steps=experiment.warmup_steps,
+                            scored=experiment.scored,
                         )
                     )
     if not runs:

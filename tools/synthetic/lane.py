@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from data.synthetic.listops import CLASSES
@@ -74,12 +75,18 @@ class Lane:
 
     The network holds the weights as it computes with them; with bf16 these are rounded copies, as the project's trainer has
     them. Gates, decays and norms are computed in float32 by the layers. On CUDA every lane has a stream of its own.
+
+    Attributes:
+        dropped: what the network's dropout draws from, where it has one: numbers of the seed and the epoch.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run = run
         network = Classifier(run, CLASSES) if run.suite == "listops" else Network(run)
         self.network: Network | Classifier = network.to(device)
+        self.dropped: torch.Generator | None = None
+        if isinstance(network, Network) and network.embedding_dropout:
+            self.dropped = network.dropped = torch.Generator(device)
         if device.type == "cuda":
             # Fewer kernels. On a CPU the sums of larger products would depend on the number of threads.
             join_fan_outs(self.network, None)
@@ -95,8 +102,8 @@ class Lane:
         self.restart_weights()
         self._optimizer = _optimizer(run, self.flats, device)
         self.loss = torch.zeros((), device=device)
-        # What was right, and of how much; in MAD sums over test batches.
-        self._score = torch.zeros(2, device=device)
+        # What was right, and of how much; in MAD sums over test batches. Perplexities of test batches, and how many.
+        self._score = torch.zeros(4, device=device)
 
     @torch.no_grad()
     def restart_weights(self) -> None:
@@ -112,6 +119,7 @@ class Lane:
                 value.zero_()
         self.loss.zero_()
         self._score.zero_()
+        self._draw_anew(0)
 
     def state(self) -> dict[str, Any]:
         """Weights and the optimizer's moments between two steps, on the CPU."""
@@ -139,6 +147,7 @@ class Lane:
         rate = run.min_lr + (run.lr - run.min_lr) * (1 + math.cos(math.pi * epoch / run.epochs)) / 2
         self._rate = rate
         self._set_rate(rate)
+        self._draw_anew(epoch)
         self.loss.zero_()
 
     def warm_up(self, step: int) -> None:
@@ -164,19 +173,26 @@ class Lane:
     @torch.no_grad()
     def test(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> None:
         """Adds a batch to the score."""
-        answers = self.network.answers(tokens, positions)
+        logits = self.network.logits(tokens, positions)
+        answers = logits.argmax(-1)
         counted = labels != IGNORED_LABEL
         right = (answers == labels) & counted
         if self.run.suite == "mad":
-            self._score += _macro(answers, labels, right, counted, self.vocabulary)
+            self._score[:2] += _macro(answers, labels, right, counted, self.vocabulary)
         else:
-            self._score += torch.stack([right.sum(), counted.sum()])
+            self._score[:2] += torch.stack([right.sum(), counted.sum()])
+        loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL)
+        self._score[2:] += torch.stack([loss.exp(), torch.ones_like(loss)])
 
     def take_score(self) -> Tensor:
-        """Accuracy since the last call, a scalar on the device."""
-        accuracy = self._score[0] / self._score[1]
+        """[accuracy, mean perplexity of a batch] since the last call, on the device."""
+        found = self._score[::2] / self._score[1::2]
         self._score.zero_()
-        return accuracy
+        return found
+
+    def _draw_anew(self, epoch: int) -> None:
+        if self.dropped is not None:
+            self.dropped.manual_seed(1_000_003 * self.run.seed + epoch)
 
     def _set_rate(self, rate: float) -> None:
         for group in self._optimizer.param_groups:

@@ -32,6 +32,12 @@ def model_config(run: Run) -> ModelConfig:
         raise ValueError(
             f"definitions.{run.model} or network: first_weights = {first!r}: allowed are {', '.join(allowed)}"
         )
+    dropout = keys.pop("embedding_dropout", 0.0)
+    if not (isinstance(dropout, int | float) and 0 <= dropout < 1) or (dropout and run.suite == "listops"):
+        allowed_here = "0 alone in this suite" if run.suite == "listops" else "numbers from 0 to below 1"
+        raise ValueError(
+            f"definitions.{run.model} or network: embedding_dropout = {dropout!r}: allowed are {allowed_here}"
+        )
     if "head_dim" in keys:
         keys["num_heads"] = max(1, run.width // keys.pop("head_dim"))
     if keys.get("positions") == "learned":
@@ -43,13 +49,20 @@ def model_config(run: Run) -> ModelConfig:
 
 
 class Network(nn.Module):
-    """A language model that answers at some positions."""
+    """A language model that answers at some positions.
+
+    Attributes:
+        embedding_dropout: share of the embeddings' elements that training sets to zero, the others growing by as much.
+        dropped: what it draws from, the default generator where it is None.
+    """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         config = model_config(run)
         self.model = LanguageModel(config, seed=run.seed)
         self.model.embedding.lookup = _look_up
+        self.embedding_dropout = float(run.network.get("embedding_dropout", 0.0))
+        self.dropped: torch.Generator | None = None
         self.decoder: nn.Module | None = None
         if run.task.partition("/")[0] == "compression":
             spec = LayerSpec("decoder", partial(Decoder, config, run.length))
@@ -58,9 +71,11 @@ class Network(nn.Module):
         if first != "model":
             _begin_as_mad_lab(self, run.seed, small_mixers=first == "mad_lab_gla")
 
-    def rows(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    def rows(self, tokens: Tensor, positions: Tensor | None, dropout: float = 0.0) -> Tensor:
         """tokens: [batch, length] -> what the head reads at positions [batch, asked], or everywhere: [batch, asked, d]."""
         x = self.model.embedding(tokens)
+        if dropout:
+            x = x * torch.empty_like(x).bernoulli_(1 - dropout, generator=self.dropped) / (1 - dropout)
         for block in self.model.blocks:
             x = block(x)
         if self.decoder is not None:
@@ -69,14 +84,14 @@ class Network(nn.Module):
 
     def loss(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> Tensor:
         """Mean cross entropy over the labels [batch, asked] that are not IGNORED_LABEL."""
-        total = self.model.head(self.rows(tokens, positions), labels=labels)
+        total = self.model.head(self.rows(tokens, positions, self.embedding_dropout), labels=labels)
         return total / (labels != IGNORED_LABEL).sum()
 
-    def answers(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """The ids of the largest logits [batch, asked]. In float32: 16-bit logits would often be equal."""
+    def logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """[batch, asked, vocabulary] in float32: in 16 bits the largest would often be equal."""
         head = self.model.head
         hidden = head.norm(self.rows(tokens, positions))
-        return F.linear(hidden.float(), head.weight.float()).argmax(-1)
+        return F.linear(hidden.float(), head.weight.float())
 
 
 class Classifier(nn.Module):
@@ -100,14 +115,10 @@ class Classifier(nn.Module):
 
     def loss(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> Tensor:
         """Mean cross entropy of the labels [batch, 1] that are not IGNORED_LABEL."""
-        return F.cross_entropy(self._logits(tokens), labels[:, 0], ignore_index=IGNORED_LABEL)
+        return F.cross_entropy(self.logits(tokens, positions)[:, 0], labels[:, 0], ignore_index=IGNORED_LABEL)
 
-    def answers(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """The classes of the largest logits [batch, 1]."""
-        return self._logits(tokens).argmax(-1, keepdim=True)
-
-    def _logits(self, tokens: Tensor) -> Tensor:
-        """tokens: [batch, length] -> [batch, classes] in float32."""
+    def logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """tokens: [batch, length] -> [batch, 1, classes] in float32."""
         real = tokens != self.pad
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -115,7 +126,7 @@ class Classifier(nn.Module):
         x = self.norm(x).float().masked_fill(~real.unsqueeze(-1), 0.0)
         # A row of padding alone fills a last batch; its label is ignored.
         mean = x.sum(1) / real.sum(1, keepdim=True).clamp_min(1)
-        return F.linear(mean, self.output.weight.float())
+        return F.linear(mean, self.output.weight.float()).unsqueeze(1)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from tools.devices import device_of
 from .batches import Asked, batch_size, joined
 from .experiment import Run
 from .lane import Lane
-from .unfinished import Keeper, Unfinished
+from .unfinished import Evaluated, Keeper, Unfinished
 
 Progress = Callable[[int, str], None]
 
@@ -40,15 +40,15 @@ def train_together(
     examples: of `tools.synthetic.batches.prepare`; where there are three, the target and the history are the second's, the
     accuracy the third's.
     progress is told the optimizer steps since its last call, of all runs, and how far they are. Returns for every run
-    what was found: `accuracy` (of the last evaluation), `best_accuracy`, `history`, `loss` (mean of the last epoch, None
-    where it is not finite), `epochs`, `steps`, `stopped` (why before the last epoch, or None), `graph` (True, or why not).
+    what was found: `accuracy` and `perplexity` after `scored_epoch` (the last, or that of least perplexity, as the run says),
+    `best_accuracy`, `history`, `loss` (mean of the last epoch), `epochs`, `steps`, `stopped` (why before the last epoch, or
+    None), `graph` (True, or why not). Where a loss or perplexity is not finite it is None.
     """
     started = time.perf_counter()
     first = runs[0]
     steps = SideBySide(runs, examples, device, graph=graph)
     prepared = time.perf_counter()
-    history: list[list[float]] = [[] for _ in runs]
-    tested: list[float] = []
+    history: list[list[Evaluated]] = [[] for _ in runs]
     losses: list[float] = []
     before, epoch, stopped = 0, 0, ""
     keeper = Keeper(unfinished, runs)
@@ -62,12 +62,12 @@ def train_together(
         steps.train_epoch(epoch - 1)
         text = f"{first.name} epoch {epoch}"
         if epoch % first.evaluate_every == 0 or epoch == first.epochs:
-            sets, losses = steps.evaluate()
-            accuracies, tested = sets[0], sets[-1]
-            for own, accuracy in zip(history, accuracies, strict=True):
-                own.append(accuracy)
-            text += f" {100 * max(accuracies):.1f} %"
-            if first.target is not None and max(accuracies) >= first.target:
+            found, losses = steps.evaluate()
+            for own, evaluated in zip(history, found, strict=True):
+                own.append(evaluated)
+            best = max(evaluated.accuracy for evaluated in found)
+            text += f" {100 * best:.1f} %"
+            if first.target is not None and best >= first.target:
                 stopped = f"{100 * first.target:g} % was reached"
             elif not any(math.isfinite(loss) for loss in losses):
                 stopped = "no loss was finite"
@@ -79,11 +79,14 @@ def train_together(
             keeper.keep(Unfinished(epoch, time.perf_counter() - prepared, history, lanes))
     seconds = time.perf_counter() - prepared
     taken = epoch * first.steps_per_epoch
+    scored = [_scored(own, first.scored) for own in history]
     return [
         {
-            "accuracy": accuracy,
-            "best_accuracy": max(own),
-            "history": own,
+            "accuracy": own[place].tested,
+            "perplexity": own[place].perplexity if math.isfinite(own[place].perplexity) else None,
+            "scored_epoch": min((place + 1) * first.evaluate_every, epoch),
+            "best_accuracy": max(evaluated.accuracy for evaluated in own),
+            "history": [evaluated.accuracy for evaluated in own],
             "loss": loss if math.isfinite(loss) else None,
             "epochs": epoch,
             "steps": taken,
@@ -95,8 +98,16 @@ def train_together(
             "preparation_seconds": round(prepared - started, 2),
             "steps_per_second": round(taken / seconds, 1),
         }
-        for accuracy, own, loss, lane in zip(tested, history, losses, steps.lanes, strict=True)
+        for place, own, loss, lane in zip(scored, history, losses, steps.lanes, strict=True)
     ]
+
+
+def _scored(history: list[Evaluated], which: str) -> int:
+    """Which evaluation counts: the last, or the first one of least perplexity."""
+    if which == "last":
+        return len(history) - 1
+    perplexities = [math.inf if math.isnan(evaluated.perplexity) else evaluated.perplexity for evaluated in history]
+    return perplexities.index(min(perplexities))
 
 
 class SideBySide:
@@ -145,19 +156,19 @@ class SideBySide:
                 lane.warm_up(step)
             self._train_step()
 
-    def evaluate(self) -> tuple[list[list[float]], list[float]]:
-        """Each lane's accuracy on every set of examples but the first, and its mean training loss since `train_epoch`
-        began."""
+    def evaluate(self) -> tuple[list[Evaluated], list[float]]:
+        """What each lane does on the sets of examples that are not trained on, and its mean training loss since
+        `train_epoch` began."""
         self._test_place.zero_()
         found = []
         for done in range(1, self._ends[-1] + 1):
             self._test_step()
             if done in self._ends:
                 found.append(torch.stack([lane.take_score() for lane in self.lanes]))
-        found.append(torch.stack([lane.loss for lane in self.lanes]) / self._batches)
-        # The one time that the host waits for the device.
-        *accuracies, losses = torch.stack(found).tolist()
-        return accuracies, losses
+        losses = torch.stack([lane.loss for lane in self.lanes]) / self._batches
+        # [sets, lanes, 2]. Here the host waits for the device, and nowhere else.
+        scores = torch.stack(found).tolist()
+        return [Evaluated(*first, last[0]) for first, last in zip(scores[0], scores[-1], strict=True)], losses.tolist()
 
     def losses_of_steps(self, count: int) -> list[list[float]]:
         """For a check: the losses of the lanes in each of the first `count` steps from the start, to which it goes back.
@@ -203,7 +214,8 @@ class SideBySide:
         """Steps as graphs; where one cannot be captured, as they are, and `graph` says why."""
         self._warm_up()
         try:
-            self._train_step, self._test_step = _graph(self._train_all), _graph(self._test_all)
+            dropped = [lane.dropped for lane in self.lanes if lane.dropped is not None]
+            self._train_step, self._test_step = _graph(self._train_all, dropped), _graph(self._test_all)
             self.graph = True
         except torch.OutOfMemoryError:
             raise
@@ -235,8 +247,11 @@ class SideBySide:
         self._test_place.zero_()
 
 
-def _graph(step: Callable[[], None]) -> Callable[[], None]:
+def _graph(step: Callable[[], None], generators: Sequence[torch.Generator] = ()) -> Callable[[], None]:
+    """A step as a graph. generators: those that it draws from, beside the default one."""
     graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
         step()
 

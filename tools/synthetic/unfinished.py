@@ -19,12 +19,25 @@ SECONDS_BETWEEN = 60.0
 _SHARE = 20.0
 
 
+class Evaluated(NamedTuple):
+    """What an evaluation found of a run.
+
+    Attributes:
+        accuracy, perplexity: on the first set of examples that is not trained on; perplexity is a batch's, then the mean.
+        tested: accuracy on the last such set, which may be the same.
+    """
+
+    accuracy: float
+    perplexity: float
+    tested: float
+
+
 class Unfinished(NamedTuple):
-    """The runs of a group after an epoch. lanes: of `Lane.state`, history: accuracies of every evaluation, a list a run."""
+    """The runs of a group after an epoch. lanes: of `Lane.state`; history: what every evaluation found, a list a run."""
 
     epoch: int
     seconds: float
-    history: list[list[float]]
+    history: list[list[Evaluated]]
     lanes: list[dict[str, Any]]
 
 
@@ -45,7 +58,8 @@ class Keeper:
         begin = time.monotonic()
         self._folder.mkdir(parents=True, exist_ok=True)
         for run, history, lane in zip(self._runs, state.history, state.lanes, strict=True):
-            one = {"epoch": state.epoch, "seconds": state.seconds, "history": history, "lane": lane}
+            evaluations = [tuple(evaluated) for evaluated in history]
+            one = {"epoch": state.epoch, "seconds": state.seconds, "history": evaluations, "lane": lane}
             with written_aside(_file(self._folder, run)) as file:
                 torch.save(one, file)
         end = time.monotonic()
@@ -77,7 +91,8 @@ def _file(folder: Path, run: Run) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        content["history"] = [Evaluated(*evaluated) for evaluated in content["history"]]
         return content
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
         reason = (str(error).strip() or "it ends early").splitlines()[0]
         raise ValueError(f"{path} cannot be read ({reason}): remove it, and the run starts anew") from None
