@@ -180,6 +180,7 @@ def _bars(plt: Any, experiment: Experiment, cells: Cells) -> Any:
         for model, width in rows
     ]
     bars += [(name, {r.task: r.accuracy for r in experiment.paper.rows if r.model == name}, 0.45) for name in published]
+    bars = [bar for bar in bars if not bar[1].keys().isdisjoint(tasks)]
     drawn, axes = plt.subplots(figsize=(1.5 * len(tasks) + 3.2, 3.2), layout="constrained")
     width = 0.84 / len(bars)
     for number, (label, values, alpha) in enumerate(bars):
@@ -224,7 +225,8 @@ def _paper_rows(experiment: Experiment, tasks: Sequence[str]) -> list[list[str]]
     rows = []
     for name in dict.fromkeys(row.model for row in experiment.paper.rows):
         values = {row.task: row.accuracy for row in experiment.paper.rows if row.model == name}
-        rows.append([name, *(f"{values[task]:.2f}" if task in values else "-" for task in tasks)])
+        if not values.keys().isdisjoint(tasks):
+            rows.append([name, *(f"{values[task]:.2f}" if task in values else "-" for task in tasks)])
     return rows
 
 
