@@ -20,6 +20,7 @@ SMALL = (
     "data.test_examples=200",
     "data.vocabulary=16",
     "network.init_method=small_init",
+    "network.embedding_dropout=0",
     "devices=[cpu]",
     "precision=fp32",
 )

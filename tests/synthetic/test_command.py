@@ -68,9 +68,20 @@ def test_from_words_to_a_table(words: list[str], tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr()
     assert "0 runs to do" in printed.out
     assert printed.err == ""
-    assert evaluation.main([*command, "seeds=[1]", "--minutes", "0"]) == 1
+    assert evaluation.main([*command, "seeds=[1]", "--minutes", "1e-9"]) == 1
     assert capsys.readouterr().err == "4 runs are left: the same command goes on with them\n"
     assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("word", ["--dry-run", "--report", "--no-progress"])
+def test_a_model_that_cannot_be_built_is_refused_at_once(
+    words: list[str], capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    command = ["--suite", "mqar", *words, word]
+    assert evaluation.main([*command, "definitions.mine={mixers: [decayed], num_heads: 2}", "models=[mine]"]) == 2
+    assert "definitions.mine or network, width 32: model.mixers: unknown mixer 'decayed'" in capsys.readouterr().err
+    assert evaluation.main([*command, "widths=[65]"]) == 2
+    assert "definitions.metala or network, width 65: model.num_heads = 2 does not divide" in capsys.readouterr().err
 
 
 def test_what_another_machine_computed_is_reported(
@@ -96,7 +107,7 @@ def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: p
     assert evaluation.main([*command, "workers=2", "definitions.attention.num_heads=5"]) == 1
     both = capsys.readouterr().out.splitlines()
     assert both[-1] == "2 checked, 1 with a problem"
-    assert sum("ValueError: model.num_heads = 5 does not divide" in line for line in both) == 1
+    assert sum("model.num_heads = 5 does not divide" in line for line in both) == 1
     # The losses are those of one process.
     metala = [next(line for line in lines if "metala" in line).split(" | ")[8] for lines in (alone, both)]
     assert metala[0] == metala[1]

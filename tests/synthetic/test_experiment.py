@@ -64,7 +64,7 @@ def test_mad_is_the_paper_s_grid() -> None:
     }
     sweep = [(run.lr, run.weight_decay) for run in runs[:6]]
     assert sorted(sweep) == [(lr, decay) for lr in (1e-4, 5e-4, 1e-3) for decay in (0.0, 0.1)]
-    assert {(run.width, run.epochs, run.batch_size, run.min_lr) for run in runs} == {(128, 200, 128, 1e-6)}
+    assert {(run.width, run.epochs, run.batch_size, run.schedule) for run in runs} == {(128, 200, 128, "constant")}
     by_name = {run.task: run for run in runs}
     assert by_name["noisy_recall/noise=0.8"].data == {
         **by_name["noisy_recall"].data,
@@ -74,7 +74,7 @@ def test_mad_is_the_paper_s_grid() -> None:
     assert by_name["memorization"].data["train_examples"] == 256
     assert by_name["selective_copying/copied=96"].data["copied"] == 96
     config = model_config(runs[0])
-    assert (config.num_layers, config.mlp, config.norm, config.positions) == (2, "swiglu", "layernorm", "none")
+    assert (config.num_layers, config.mlp, config.norm, config.positions) == (2, "swiglu", "rmsnorm", "none")
 
 
 @pytest.mark.parametrize("suite", ["mqar", "mad"])
@@ -151,7 +151,7 @@ def test_what_cannot_be_in_mad_and_in_models(runs: Callable[..., list[Run]]) -> 
         plan(load_experiment("mad", ["tasks=[memorization/vocabulary=511]"]), "fp32")
     with pytest.raises(ConfigError, match="no such file"):
         load_experiment("mqar", path=Path("missing.yml"))
-    with pytest.raises(ValueError, match=r"definitions\.metala or network: .*'layers'"):
+    with pytest.raises(ValueError, match=r"definitions\.metala or network, width 32: .*'layers'"):
         model_config(runs("network.layers=3")[0])
     with pytest.raises(ValueError, match=r"model\.num_heads = 5 does not divide"):
         model_config(runs("definitions.metala.num_heads=5")[0])

@@ -123,6 +123,33 @@ def test_the_rate_is_a_cosine_over_epochs(runs: Runs) -> None:
         lane.begin_epoch(epoch)
         rates += [group["lr"] for group in lane._optimizer.param_groups]
     assert rates == pytest.approx([1e-4 + (5e-3 - 1e-4) * (1 + math.cos(math.pi * e / 4)) / 2 for e in range(4)])
+    lane = Lane(replace(run, schedule="constant"), CPU)
+    lane.begin_epoch(3)
+    assert {group["lr"] for group in lane._optimizer.param_groups} == {5e-3}
+
+
+def test_a_last_smaller_batch(runs: Runs) -> None:
+    """Every example once an epoch; the step on the rest is that of a batch of the rest."""
+    run = replace(runs("data.train_examples=70", "epochs=2", "target=null")[0], drop_last=False)
+    assert (run.steps_per_epoch, run.steps) == (2, 4)
+    steps = SideBySide([run], prepare(run, CPU), CPU)
+    steps.train_epoch(0)
+    assert sorted(steps._order[0].tolist() + steps._order[1, :6].tolist()) == list(range(70))
+    (whole, rest) = (loss for (loss,) in steps.losses_of_steps(2))
+    order = steps._order.clone()
+    train = steps._train
+    short = SideBySide([replace(run, batch_size=6)], prepare(replace(run, batch_size=6), CPU), CPU)
+    assert train.labels[order[1, 6:]].eq(UNLABELLED).all()
+    plain = Network(run).model
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=run.lr, weight_decay=0.1)
+    tokens, labels = (torch.from_numpy(x).long() for x in generate(run)[0])
+    for rows, expected in ((order[0], whole), (order[1, :6], rest)):
+        loss = F.cross_entropy(plain(tokens[rows]).flatten(0, 1), labels[rows].flatten(), ignore_index=UNLABELLED)
+        assert loss.item() == pytest.approx(expected, rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert short._order.shape == (12, 6)
 
 
 def test_what_is_decayed(runs: Runs) -> None:

@@ -19,9 +19,13 @@ Batch = tuple[Tensor, Tensor | None, Tensor]
 
 
 def prepare(run: Run, device: torch.device) -> tuple[Asked, ...]:
-    """The examples of a run on the device, those that are not trained on in whole batches. Raises as `generate`."""
+    """The examples of a run on the device, in whole batches but for those that training drops. Raises as `generate`."""
     train, *evaluated = generate(run)
-    return on_device(train, device), *(on_device(part, device, multiple=batch_size(run)) for part in evaluated)
+    size = batch_size(run)
+    return (
+        on_device(train, device, multiple=1 if run.drop_last else size),
+        *(on_device(part, device, multiple=size) for part in evaluated),
+    )
 
 
 def batch_size(run: Run) -> int:

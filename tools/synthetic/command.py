@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.arguments import command_line
+from tools.arguments import above_zero, command_line
 
 if TYPE_CHECKING:  # --help answers at once
     from .experiment import Experiment, Run
@@ -55,6 +55,7 @@ def synthetic_command(words: Sequence[str]) -> int:
     """The command line after `python eval.py`. Returns 1 where runs are left or a check found a difference."""
     options = _parser(synthetic_suite(words) or "mqar").parse_intermixed_args(list(words))
     from .experiment import load_experiment, plan, sweeps
+    from .network import model_config
     from .results import Results
 
     experiment = load_experiment(options.suite, options.override, options.config)
@@ -64,12 +65,14 @@ def synthetic_command(words: Sequence[str]) -> int:
         # Tables are often made on another machine than the one with the GPUs.
         precision = next(reversed(results.lines.values()))["precision"]
     runs = plan(experiment, precision)
+    grouped = sweeps(runs)
+    if options.check:
+        return _check(experiment, runs, devices)
+    for sweep in grouped:
+        model_config(sweep[0])  # what cannot be built is said before anything is trained
     if options.dry_run:
         print(_listing(runs, results))
         return 0
-    if options.check:
-        return _check(experiment, runs, devices)
-    grouped = sweeps(runs)
     failed: list[str] = []
     if not options.report:
         with results.writing():
@@ -95,11 +98,8 @@ def _train(
 
     from tqdm import tqdm
 
-    from .network import model_config
     from .workers import groups_of, train_groups
 
-    for sweep in all_sweeps:
-        model_config(sweep[0])  # what cannot be built is said before anything is trained
     together = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
     groups = groups_of(all_sweeps, results, together, len(devices))
     total = sum(group.steps for group in groups)
@@ -250,7 +250,7 @@ def _parser(suite: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--report", action="store_true", help="tables and figure of what is there, train nothing")
     parser.add_argument(
-        "--minutes", type=float, metavar="M", help="end after M minutes, with the report; the same command goes on"
+        "--minutes", type=above_zero, metavar="M", help="end after M minutes, with the report; the same command goes on"
     )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
     return parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import groupby, product
 from pathlib import Path
@@ -73,6 +73,7 @@ class Experiment(_Section):
     widths: tuple[int, ...]
     lrs: tuple[float, ...]
     more_lrs: MoreRates = MoreRates()
+    schedule: Literal["cosine", "constant"] = "cosine"
     min_lr: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
     weight_decays: tuple[float, ...]
@@ -83,6 +84,7 @@ class Experiment(_Section):
     target: float | None = Field(default=None, gt=0, le=1)
     scored: Literal["last", "least_perplexity"] = "last"
     batch_size: int | dict[int, int]
+    drop_last: bool = True
     data: dict[str, Any] = Field(default_factory=dict)
     only: dict[str, Only] = Field(default_factory=dict)
     mad: dict[str, MadTask] = Field(default_factory=dict)
@@ -123,6 +125,8 @@ class Run:
     network: dict[str, Any]
     warmup_steps: int = 0
     scored: str = "last"
+    schedule: str = "cosine"
+    drop_last: bool = True
 
     @cached_property
     def id(self) -> str:
@@ -136,13 +140,14 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         """What has a default counts where it is another: results of runs from before these keys stay theirs."""
-        defaults = {"warmup_steps": 0, "scored": "last"}
-        return {key: value for key, value in asdict(self).items() if key not in defaults or value != defaults[key]}
+        defaults = {field.name: field.default for field in fields(self)}
+        return {key: value for key, value in asdict(self).items() if value != defaults[key]}
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole batches; what is left over is another part of the examples in every epoch."""
-        return max(1, int(self.data["train_examples"]) // self.batch_size)
+        """With drop_last whole batches: what is left over is another part of the examples in every epoch."""
+        examples = int(self.data["train_examples"])
+        return max(1, examples // self.batch_size) if self.drop_last else -(-examples // self.batch_size)
 
     @property
     def steps(self) -> int:
@@ -200,6 +205,8 @@ def plan(experiment: Experiment, precision: str) -> list[Run]:
                             network={**experiment.network, **experiment.definitions[model]},
                             warmup_steps=experiment.warmup_steps,
                             scored=experiment.scored,
+                            schedule=experiment.schedule,
+                            drop_last=experiment.drop_last,
                         )
                     )
     if not runs:

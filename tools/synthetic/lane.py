@@ -142,11 +142,11 @@ class Lane:
                     own[name] = value.clone()
 
     def begin_epoch(self, epoch: int) -> None:
-        """The learning rate of epoch 0, 1, ...: a cosine to min_lr, constant over an epoch as in the papers' code."""
+        """The learning rate of epoch 0, 1, ...: of a cosine to min_lr a step an epoch, as in the papers' code, or lr."""
         run = self.run
-        rate = run.min_lr + (run.lr - run.min_lr) * (1 + math.cos(math.pi * epoch / run.epochs)) / 2
-        self._rate = rate
-        self._set_rate(rate)
+        height = (1 + math.cos(math.pi * epoch / run.epochs)) / 2 if run.schedule == "cosine" else 1.0
+        self._rate = run.min_lr + (run.lr - run.min_lr) * height
+        self._set_rate(self._rate)
         self._draw_anew(epoch)
         self.loss.zero_()
 

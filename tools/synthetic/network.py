@@ -38,14 +38,20 @@ def model_config(run: Run) -> ModelConfig:
         raise ValueError(
             f"definitions.{run.model} or network: embedding_dropout = {dropout!r}: allowed are {allowed_here}"
         )
+    if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and run.suite == "listops"):
+        raise ValueError(
+            f"definitions.{run.model} or network: head_bias = {bias!r}: allowed are true and false, in listops false alone"
+        )
     if "head_dim" in keys:
         keys["num_heads"] = max(1, run.width // keys.pop("head_dim"))
     if keys.get("positions") == "learned":
         keys["max_positions"] = run.length
     try:
         return ModelConfig(vocab_size=int(run.data["vocabulary"]), hidden_size=run.width, **keys)
-    except TypeError as error:
-        raise ValueError(f"definitions.{run.model} or network: {error}; the keys are those of `model`") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"definitions.{run.model} or network, width {run.width}: {error}; the keys are those of `model`"
+        ) from None
 
 
 class Network(nn.Module):
@@ -61,6 +67,8 @@ class Network(nn.Module):
         config = model_config(run)
         self.model = LanguageModel(config, seed=run.seed)
         self.model.embedding.lookup = _look_up
+        if run.network.get("head_bias"):
+            self.model.head.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.embedding_dropout = float(run.network.get("embedding_dropout", 0.0))
         self.dropped: torch.Generator | None = None
         self.decoder: nn.Module | None = None
@@ -91,7 +99,7 @@ class Network(nn.Module):
         """[batch, asked, vocabulary] in float32: in 16 bits the largest would often be equal."""
         head = self.model.head
         hidden = head.norm(self.rows(tokens, positions))
-        return F.linear(hidden.float(), head.weight.float())
+        return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
 
 class Classifier(nn.Module):
@@ -132,7 +140,7 @@ class Classifier(nn.Module):
 @torch.no_grad()
 def _begin_as_mad_lab(network: Network, seed: int, *, small_mixers: bool) -> None:
     """MAD-Lab's first weights (mad/model/language_model.py, auto_encoder.py): embeddings N(0, 0.02), linear maps PyTorch's
-    default; under the decoder all of them N(0, 0.02).
+    default but for Mamba's dt; under the decoder all of them N(0, 0.02), their biases 0.
 
     small_mixers: those of mixers Xavier-uniform with gain 2^-2.5 without the decoder, as MAD-Lab's and flash-linear-attention's
     gated linear attention.
@@ -140,6 +148,15 @@ def _begin_as_mad_lab(network: Network, seed: int, *, small_mixers: bool) -> Non
     generator = torch.Generator().manual_seed(seed)
     nn.init.normal_(network.model.embedding.weight, std=0.02, generator=generator)
     maps = [(name, module.weight) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    # Mixers hold some maps as they are, those of all heads or groups in one.
+    bare = (
+        ("select_weight", "decay_weight") if network.decoder is None else ("select_weight", "decay_weight", "dt_weight")
+    )
+    for name, parameter in network.named_parameters():
+        if name.endswith(bare):
+            maps.append((name, parameter.view(-1, parameter.shape[-1])))
+        elif network.decoder is not None and name.endswith("dt_bias"):
+            nn.init.zeros_(parameter)
     for name, weight in [*maps, ("model.head", network.model.head.weight)]:
         if network.decoder is not None:
             nn.init.normal_(weight, std=0.02, generator=generator)

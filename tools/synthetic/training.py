@@ -129,6 +129,7 @@ class SideBySide:
         self._ends = list(itertools.accumulate(len(part.tokens) // self._size for part in evaluated))
         self._test = joined(evaluated)
         self._batches = first.steps_per_epoch
+        self._examples = int(first.data["train_examples"])
         self._order = torch.arange(self._batches * self._size, device=device).view(-1, self._size)
         self._test_order = torch.arange(len(self._test.tokens), device=device).view(-1, self._size)
         # Which batch is next: on the device, so that a graph moves it on by itself.
@@ -146,7 +147,9 @@ class SideBySide:
     def train_epoch(self, epoch: int) -> None:
         """All batches in a new order, which depends on the seed and the epoch alone."""
         generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
-        order = torch.randperm(len(self._train.tokens), generator=generator)[: self._order.numel()]
+        order = torch.randperm(self._examples, generator=generator)
+        # Rows without labels fill the last batch where none is dropped.
+        order = torch.cat([order, torch.arange(self._examples, self._order.numel())])[: self._order.numel()]
         self._order.copy_(order.view_as(self._order))
         self._place.zero_()
         for lane in self.lanes:
