@@ -205,6 +205,8 @@ class _CrossEntropySum(torch.autograd.Function):
             from .native.cross_entropy import add_product, gradient_in_place, row_statistics
         else:
             kernels = False
+        # They read every place after the one before.
+        bias = bias.contiguous() if kernels and bias is not None else bias
         # The same memory where both would be of one type; the kernels need no other.
         shared = kernels or narrow.dtype == weights.dtype
         wide = narrow if shared else torch.empty_like(narrow, dtype=weights.dtype)
