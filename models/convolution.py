@@ -198,7 +198,8 @@ class _Convolve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         before, x, weight = ctx.saved_tensors
-        d_before = torch.empty_like(before)
+        # Where there are no tokens, no tile writes it.
+        d_before = torch.empty_like(before) if x.shape[1] else torch.zeros_like(before)
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         taps = wide(weight).t().contiguous()
         d_taps = torch.zeros_like(taps)
