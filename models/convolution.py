@@ -69,6 +69,8 @@ class CausalConvolution(nn.Module):
             )
         if cu_seqlens is not None:
             return self._packed(x, cu_seqlens, history, return_history)
+        if x.shape[1] == 0:
+            mask = None  # which has no first token and no last one
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
         before = None if history is None else history.to(x.dtype)

@@ -78,7 +78,7 @@ def local_recurrence(
     """As `recurrence`, of these tokens alone, also where they are a stretch of a longer sequence."""
     check(q, k, v, log_decay, initial_state, cu_seqlens)
     if form == "auto":
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        if q.is_cuda and q.numel() and q.dtype in (torch.bfloat16, torch.float16):
             decay = _decay_for_own_kernels(q, k, v, log_decay, initial_state, mild_decay)
             if decay is not None:
                 return by_kernels(q, k, v, decay, scale, initial_state, cu_seqlens)

@@ -114,6 +114,18 @@ def test_segments_are_separate_sequences(form: str, convention: str, vector: boo
             torch.testing.assert_close(y[:, a:b], alone, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("form", ["auto", *PLAIN])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("vector", [True, False])
+@pytest.mark.parametrize(("batch", "length", "bounds"), [(2, 0, None), (0, 5, None), (1, 0, [0, 0, 0])])
+def test_no_tokens(form: str, convention: str, vector: bool, batch: int, length: int, bounds: list[int] | None) -> None:
+    leaves = [x.requires_grad_() for x in inputs(length=length, batch=batch, vector=vector)]
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    y = bidirectional(*leaves, cu_seqlens=cu_seqlens, mask_convention=convention, form=form)
+    assert y.shape == (batch, length, 2, 3)
+    assert [x.shape for x in torch.autograd.grad(y.sum(), leaves)] == [x.shape for x in leaves]
+
+
 @pytest.mark.parametrize("form", PLAIN)
 def test_infinite_decay_cuts_both_directions(form: str) -> None:
     q, k, v, decay = inputs(length=100, batch=1)
