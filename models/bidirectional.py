@@ -26,6 +26,7 @@ from .bidirectional_stretch import from_both_sides
 from .feature_map import feature_map
 from .kernels import can_take
 from .precision import ROW_SUM_EPS, wide
+from .segments import check_covers
 from .sequence_shards import SequenceShards, current_shards
 from .stretches import left_neighbour, packing
 
@@ -256,6 +257,8 @@ def _check(
         None if mask is None else mask.shape, cu_seqlens is not None, mask_convention, form,
         v.dtype,
     )  # fmt: skip
+    if cu_seqlens is not None:
+        check_covers(cu_seqlens, q.shape[1])
 
 
 @lru_cache(4096)

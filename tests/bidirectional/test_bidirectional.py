@@ -204,6 +204,15 @@ def test_packed_segments_need_one_batch() -> None:
         bidirectional(q, k, v, cu_seqlens=torch.tensor([0, 4]))
 
 
+@pytest.mark.parametrize("bounds", [[0, 2, 3], [0, 5], [1, 4]])
+def test_packed_segments_cover_the_sequence(bounds: list[int]) -> None:
+    q, k, v, _ = inputs(length=4, batch=1)
+    words = f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}: must run from 0 to the length 4"
+    for form in ("auto", *PLAIN):
+        with pytest.raises(ValueError, match=words):
+            bidirectional(q, k, v, cu_seqlens=torch.tensor(bounds), form=form)
+
+
 @pytest.fixture(scope="module")
 def golden(shared_golden: Path) -> dict[str, Tensor]:
     return {name: torch.tensor(array) for name, array in np.load(shared_golden / "lion_operator.npz").items()}
