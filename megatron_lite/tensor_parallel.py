@@ -141,6 +141,10 @@ class _VocabularyPart:
     def index(self) -> int:
         return self.tensor.index
 
+    @property
+    def count(self) -> int:
+        return self.tensor.count
+
     def gather(self, x: Tensor) -> Tensor:
         return self.tensor.gather(x)
 

@@ -26,6 +26,7 @@ from .bidirectional_stretch import from_both_sides
 from .feature_map import feature_map
 from .kernels import can_take
 from .precision import ROW_SUM_EPS, wide
+from .segments import check_covers
 from .sequence_shards import SequenceShards, current_shards
 from .stretches import left_neighbour, packing
 
@@ -120,7 +121,9 @@ def local_bidirectional(
 ) -> Tensor:
     """As `bidirectional`, of these tokens alone, also where they are a stretch of a longer sequence."""
     _check(q, k, v, log_decay, gate, mask, cu_seqlens, mask_convention, form)
-    if form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention)):
+    # No tokens at all are for the chunked form.
+    triton = form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention))
+    if triton and q.numel():
         return _on_kernels(q, k, v, log_decay, gate, phi, scaled, mask, cu_seqlens, form.removeprefix("triton_"))
     if phi is not None:
         q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
@@ -129,7 +132,7 @@ def local_bidirectional(
     q_, k_, v_ = heads_first(q), heads_first(k), values_of(v, scaled)
     if mask is not None:
         q_, k_ = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (q_, k_))
-    if form == "recurrent":
+    if form == "recurrent" and q.shape[1]:
         o = recurrent(q_, k_, v_, forward, backward, segments)
     else:
         size = q.shape[1] if form == "parallel" else chunk_size(q.shape[1], forward)
@@ -254,6 +257,8 @@ def _check(
         None if mask is None else mask.shape, cu_seqlens is not None, mask_convention, form,
         v.dtype,
     )  # fmt: skip
+    if cu_seqlens is not None:
+        check_covers(cu_seqlens, q.shape[1])
 
 
 @lru_cache(4096)

@@ -37,7 +37,8 @@ def chunked(
 ) -> Tensor:
     """q, k, v: [batch, heads, length, ...], decays [batch, heads, length, 1 or head_dim_k] -> [batch, heads, length, v]."""
     length = q.shape[2]
-    padding = -length % size
+    # One chunk where there is no token.
+    padding = -length % size if length else size
     # Running sums of long stretches lose digits that the exponent of a small difference needs.
     sums = torch.float64 if size > 128 else forward.dtype
     q, k, v, forward, backward = (
@@ -145,7 +146,7 @@ def decays(
     if mask is not None:
         decay = decay.masked_fill(~mask[:, :, None, None], 0.0)
     decay = decay.transpose(1, 2)
-    forward = decay if mask_convention == "eq17" else F.pad(decay[:, :, :-1], (0, 0, 1, 0))
+    forward = decay if mask_convention == "eq17" else F.pad(decay, (0, 0, 1, 0))[:, :, :length]
     ids, last = torch.zeros(1, length, dtype=torch.long, device=q.device), 0
     if cu_seqlens is not None:
         positions = torch.arange(length, device=q.device)

@@ -64,7 +64,7 @@ def chunked_recurrence(
 def _plan(log_decay: Tensor) -> tuple[int, bool]:
     """Chunk length, and whether the decay inside a chunk may be factorised."""
     largest, smallest = _CHUNKS[0], _CHUNKS[-1]
-    if log_decay.shape[-1] == 1:
+    if log_decay.shape[-1] == 1 or not log_decay.numel():
         return largest, False
     with torch.no_grad():
         # In windows from the first token, whatever the segments: a chunk of a segment lies inside two of them.

@@ -53,15 +53,24 @@ class CausalConvolution(nn.Module):
         cu_seqlens: [segments + 1], batch 1, every segment starts anew. history: [batch or segments, kernel - 1,
         channels], what an earlier call returned. Inside `models.sequence_shards.sequence_shards` x is a stretch of the
         sequence, at least kernel - 1 tokens, but cu_seqlens that of the whole, and there is no history.
+        Raises ValueError for a history of another shape, one where there is none, and a stretch that is too short.
         """
         shards = current_shards()
         if shards is not None:
             if history is not None or return_history:
                 refuse_state()
             return self._over_shards(shards, x, mask, cu_seqlens), None
+        past = self.weight.shape[1] - 1
+        expected = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, past, x.shape[2]
+        if history is not None and tuple(history.shape) != expected:
+            raise ValueError(
+                f"history {list(history.shape)}: expected [batch or segments, kernel - 1, channels] = {list(expected)}; give "
+                "what a call for the same sequences returned"
+            )
         if cu_seqlens is not None:
             return self._packed(x, cu_seqlens, history, return_history)
-        past = self.weight.shape[1] - 1
+        if x.shape[1] == 0:
+            mask = None  # which has no first token and no last one
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
         before = None if history is None else history.to(x.dtype)
@@ -191,7 +200,8 @@ class _Convolve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         before, x, weight = ctx.saved_tensors
-        d_before = torch.empty_like(before)
+        # Where there are no tokens, no tile writes it.
+        d_before = torch.empty_like(before) if x.shape[1] else torch.zeros_like(before)
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         taps = wide(weight).t().contiguous()
         d_taps = torch.zeros_like(taps)

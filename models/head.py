@@ -59,8 +59,8 @@ class Head(nn.Module):
         """hidden: [batch, length, hidden_size] -> logits [batch, length, vocab_size], or with `labels` the loss.
 
         The loss is the float32 scalar sum(loss_weight * nll) over all tokens; labels [batch, length] int, -100 counts
-        nothing; loss_weight [batch, length] float, None is one everywhere. right: as in `cross_entropy_sum`. The state is
-        empty.
+        nothing; loss_weight [batch, length] float, None is one everywhere. right and errors: as in `cross_entropy_sum`. The
+        state is empty.
         """
         hidden = self.norm(hidden)
         if self.transform is not None:
@@ -102,6 +102,11 @@ class VocabularyPart(Protocol):
         """Which part this process holds."""
         ...
 
+    @property
+    def count(self) -> int:
+        """Number of parts."""
+        ...
+
     def gather(self, x: Tensor) -> Tensor:
         """[parts, ...]: every process's x, the same on each; no gradient is needed."""
         ...
@@ -131,12 +136,17 @@ def cross_entropy_sum(
     each token's nll (0 where the weight is 0), which tells where a loss comes from. With `vocabulary`, weight is one of
     several parts of the rows; the sum is that over all of them, and the gradient of hidden is this part's share of it,
     to be summed over the parts; bias is that of the part.
+    Raises ValueError on a CPU for a label that is neither -100 nor a row of weight, of all parts together; elsewhere it is
+    for the caller to see to: reading the values of a CUDA tensor would wait for the device.
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    labels = labels.reshape(-1)
+    # The kernels read int64 and trust every label.
+    labels = labels.reshape(-1).long()
     weights = torch.ones_like(labels, dtype=wide) if loss_weight is None else loss_weight.reshape(-1).to(wide)
     weights = weights.masked_fill(labels == IGNORED_LABEL, 0.0)
     labels = labels.masked_fill(labels == IGNORED_LABEL, 0)
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_labels(labels, len(weight) * (1 if vocabulary is None else vocabulary.count))
     hidden = hidden.reshape(-1, hidden.shape[-1])
     if few_labels and not weights.is_meta:  # which has none to count
         kept = weights.detach().nonzero().squeeze(-1)
@@ -146,6 +156,17 @@ def cross_entropy_sum(
         parts = max(1, -(-len(hidden) // chunk))
         chunk = max(1, -(-len(hidden) // parts))
     return _CrossEntropySum.apply(hidden, weight, bias, labels, weights, right, chunk, vocabulary)
+
+
+def _check_labels(labels: Tensor, vocab: int) -> None:
+    if not len(labels):
+        return
+    for label in (int(x) for x in labels.aminmax()):
+        if not 0 <= label < vocab:
+            raise ValueError(
+                f"label {label}: allowed are 0 to {vocab - 1}, the tokens of the vocabulary, and {IGNORED_LABEL} where there is "
+                "none; compare the tokenizer's size with model.vocab_size"
+            )
 
 
 # Logits held at a time, on a CPU and on CUDA: 16 MiB of float32, which caches hold, and 512 MiB of 16 bits, so that the
@@ -184,6 +205,8 @@ class _CrossEntropySum(torch.autograd.Function):
             from .native.cross_entropy import add_product, gradient_in_place, row_statistics
         else:
             kernels = False
+        # They read every place after the one before.
+        bias = bias.contiguous() if kernels and bias is not None else bias
         # The same memory where both would be of one type; the kernels need no other.
         shared = kernels or narrow.dtype == weights.dtype
         wide = narrow if shared else torch.empty_like(narrow, dtype=weights.dtype)

@@ -35,13 +35,16 @@ class LearnedPositions(nn.Module):
         """Vectors [batch, length, hidden_size] for tokens [batch, length], and where each sequence goes on.
 
         mask, cu_seqlens, start and the second result as in `token_positions`. ValueError for a sequence that is longer
-        than there are positions.
+        than there are positions, over sequence shards in every shard.
         """
         position, end = token_positions(tokens, mask, cu_seqlens, start)
         # Without packing or a state the shape tells; reading the values of a CUDA tensor waits for the device.
-        longest = tokens.shape[1]
+        shards = current_shards()
+        longest = tokens.shape[1] * (1 if shards is None else shards.count)
         if longest > len(self.weight) or start is not None:
-            longest = int(position.max()) + 1 if position.numel() else 0
+            last = position.amax() if position.numel() else position.new_full((), -1)
+            # All shards come here alike, and none may go on without the others.
+            longest = int(last if shards is None else shards.gather(last).amax()) + 1
         if longest > len(self.weight):
             raise ValueError(
                 f"a sequence of {longest} tokens has more positions than model.max_positions = {len(self.weight)}, which "

@@ -16,6 +16,7 @@ from .chunked import chunked_recurrence
 from .decay import decay_from_start, pairwise_decay, sum_after
 from .kernels import vector_decay_takes
 from .precision import wide as widened
+from .segments import check_covers
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import carried, exchange, packing, recomputed
 
@@ -78,7 +79,7 @@ def local_recurrence(
     """As `recurrence`, of these tokens alone, also where they are a stretch of a longer sequence."""
     check(q, k, v, log_decay, initial_state, cu_seqlens)
     if form == "auto":
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        if q.is_cuda and q.numel() and q.dtype in (torch.bfloat16, torch.float16):
             decay = _decay_for_own_kernels(q, k, v, log_decay, initial_state, mild_decay)
             if decay is not None:
                 return by_kernels(q, k, v, decay, scale, initial_state, cu_seqlens)
@@ -222,12 +223,7 @@ def check(
     if cu_seqlens is not None:
         if q.shape[0] != 1:
             raise ValueError(f"cu_seqlens needs batch 1 with the segments packed along the length, got {_shape(q)}")
-        # Reading the values of a CUDA tensor would wait for the device.
-        if not cu_seqlens.is_cuda and (int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != q.shape[1]):
-            raise ValueError(
-                f"cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}: must run from 0 to the length "
-                f"{q.shape[1]}"
-            )
+        check_covers(cu_seqlens, q.shape[1])
         sequences = len(cu_seqlens) - 1
     expected = (sequences, q.shape[2], q.shape[3], v.shape[3])
     if initial_state is not None and tuple(initial_state.shape) != expected:

@@ -6,6 +6,15 @@ import torch
 from torch import Tensor
 
 
+def check_covers(cu_seqlens: Tensor, length: int) -> None:
+    """ValueError where cu_seqlens [segments + 1] does not run from 0 to the length; on CUDA it is not looked at."""
+    # Reading the values of a CUDA tensor would wait for the device.
+    if not cu_seqlens.is_cuda and (int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != length):
+        raise ValueError(
+            f"cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}: must run from 0 to the length {length}"
+        )
+
+
 def segment_starts(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The segment of every token [length] int64, and whether the token is its first [length] bool."""
     starts = cu_seqlens[:-1].long()

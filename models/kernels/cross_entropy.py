@@ -31,8 +31,8 @@ def row_statistics(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Of each row of z = logits + bias: max_j z_j, the first j that has it, sum_j exp(z_j - max), z[label].
 
-    logits: [rows, vocab] contiguous; bias: [vocab] or None; label: int64 [rows], 0 <= label < vocab; first=False: None in
-    place of that j. Returns float32 [rows] each, the second int64.
+    logits: [rows, vocab], bias: [vocab] or None, contiguous; label: int64 [rows], 0 <= label < vocab, which nobody
+    checks; first=False: None in place of that j. Returns float32 [rows] each, the second int64.
     """
     rows = len(logits)
     largest, mass, chosen = torch.empty(3, rows, dtype=torch.float32, device=logits.device)

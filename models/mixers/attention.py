@@ -107,7 +107,7 @@ class Attention(nn.Module):
         if x.shape[1] and state is None and not return_state:
             # Batches of one shape are padded with empty segments: no row for them.
             starts, lengths = starts[lengths > 0], lengths[lengths > 0]
-        place = torch.arange(max(1, int(lengths.max())), device=x.device)
+        place = torch.arange(int(lengths.max()), device=x.device)
         mask = place < lengths[:, None]
         index = torch.where(mask, starts[:, None] + place, 0)
         projected = (

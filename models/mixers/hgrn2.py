@@ -114,7 +114,7 @@ class HGRN2(nn.Module):
         )
         normed = wide(o) if self.options.norm_over == "head" else wide(o).flatten(-2)
         normed = F.rms_norm(normed, normed.shape[-1:], eps=self.options.norm_eps)
-        y = self.out_proj(normed.reshape(*o.shape[:2], -1).to(v.dtype))
+        y = self.out_proj(normed.reshape(*o.shape[:2], o.shape[2] * o.shape[3]).to(v.dtype))
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def _gates(self, a: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,7 @@ def _token_shift(
             packed = packing(cu_seqlens, x.shape[1], shards)
             none = before.new_zeros(len(cu_seqlens) - 1, x.shape[2])
             cu_seqlens, before = packed.cu_seqlens, none.index_copy(0, packed.first, before * packed.from_left[0])
-    if mask is None:
+    if mask is None or x.shape[1] == 0:
         return previous(x, before, cu_seqlens), last(x, before, cu_seqlens)
     x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
     shifted = previous(x, None, None)

@@ -23,8 +23,8 @@ def row_statistics(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Of each row of z = logits + bias: max_j z_j, the first j that has it (None unless `first`), sum_j exp(z_j - max), z[label].
 
-    logits: [rows, vocab] contiguous; bias: [vocab] or None; label: int64 [rows], 0 <= label < vocab. Returns float32 [rows]
-    each, the second int64.
+    logits: [rows, vocab], bias: [vocab] or None, contiguous; label: int64 [rows], 0 <= label < vocab, which nobody checks.
+    Returns float32 [rows] each, the second int64.
     """
     largest, mass, chosen = logits.new_empty(3, len(logits), dtype=torch.float32)
     best = torch.empty(len(logits), dtype=torch.int64) if first else None

@@ -53,7 +53,7 @@ def metala_core(
     if cu_seqlens is None:
         bounds = torch.arange(0, (batch + 1) * length, length)
     else:
-        bounds = cu_seqlens.to(torch.int64)
+        bounds = cu_seqlens.to(torch.int64).contiguous()
     if initial_state is None:
         initial_state = torch.zeros(len(bounds) - 1, heads, keys, v.shape[-1])
     return _MetaLACore.apply(q, a, v, aug_weight, gate, initial_state.float(), bounds, scale, eps)

@@ -114,6 +114,18 @@ def test_segments_are_separate_sequences(form: str, convention: str, vector: boo
             torch.testing.assert_close(y[:, a:b], alone, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("form", ["auto", *PLAIN])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("vector", [True, False])
+@pytest.mark.parametrize(("batch", "length", "bounds"), [(2, 0, None), (0, 5, None), (1, 0, [0, 0, 0])])
+def test_no_tokens(form: str, convention: str, vector: bool, batch: int, length: int, bounds: list[int] | None) -> None:
+    leaves = [x.requires_grad_() for x in inputs(length=length, batch=batch, vector=vector)]
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    y = bidirectional(*leaves, cu_seqlens=cu_seqlens, mask_convention=convention, form=form)
+    assert y.shape == (batch, length, 2, 3)
+    assert [x.shape for x in torch.autograd.grad(y.sum(), leaves)] == [x.shape for x in leaves]
+
+
 @pytest.mark.parametrize("form", PLAIN)
 def test_infinite_decay_cuts_both_directions(form: str) -> None:
     q, k, v, decay = inputs(length=100, batch=1)
@@ -190,6 +202,15 @@ def test_packed_segments_need_one_batch() -> None:
     q, k, v, _ = inputs(length=4)
     with pytest.raises(ValueError, match="batch 1"):
         bidirectional(q, k, v, cu_seqlens=torch.tensor([0, 4]))
+
+
+@pytest.mark.parametrize("bounds", [[0, 2, 3], [0, 5], [1, 4]])
+def test_packed_segments_cover_the_sequence(bounds: list[int]) -> None:
+    q, k, v, _ = inputs(length=4, batch=1)
+    words = f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}: must run from 0 to the length 4"
+    for form in ("auto", *PLAIN):
+        with pytest.raises(ValueError, match=words):
+            bidirectional(q, k, v, cu_seqlens=torch.tensor(bounds), form=form)
 
 
 @pytest.fixture(scope="module")

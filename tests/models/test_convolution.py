@@ -52,6 +52,37 @@ def test_gradient_of_the_history():
     assert torch.autograd.gradcheck(function, (x, history, layer.weight))
 
 
+@pytest.mark.parametrize("channels", [16, 3])
+def test_no_tokens_give_the_history_no_gradient(monkeypatch, channels):
+    empty_like = torch.empty_like
+    # What new memory holds is anything.
+    monkeypatch.setattr(torch, "empty_like", lambda *x, **options: empty_like(*x, **options).fill_(torch.nan))
+    layer, history = CausalConvolution(channels, 4, silu=True), torch.randn(2, 3, channels, requires_grad=True)
+    y, after = layer(torch.zeros(2, 0, channels), history=history, return_history=True)
+    assert y.shape == (2, 0, channels)
+    assert torch.equal(after, history)
+    gradient, of_weight = torch.autograd.grad(y.sum() + (0.5 * after).sum(), [history, layer.weight])
+    assert (gradient == 0.5).all()
+    assert (of_weight == 0).all()
+
+
+@pytest.mark.parametrize("channels", [16, 3])
+@pytest.mark.parametrize("shape", [(1, 3), (3, 3), (2, 2), (2, 4)])
+def test_a_history_of_another_shape_is_refused(channels, shape):
+    """Channels that the C++ kernel takes, which would read beyond it, and such that it does not."""
+    layer, history = CausalConvolution(channels, 4, silu=True), torch.zeros(*shape, channels)
+    words = rf"history \[{shape[0]}, {shape[1]}, {channels}\]: expected .* = \[2, 3, {channels}\]; give what"
+    for x, options in (
+        (torch.zeros(2, 5, channels), {}),
+        (torch.zeros(2, 5, channels), {"mask": torch.ones(2, 5, dtype=torch.bool)}),
+        (torch.zeros(1, 5, channels), {"cu_seqlens": torch.tensor([0, 2, 5])}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer(x, history=history, **options)
+    with pytest.raises(ValueError, match=rf"history \[2, 3, {channels + 1}\]"):
+        layer(torch.zeros(2, 5, channels), history=torch.zeros(2, 3, channels + 1))
+
+
 def test_bfloat16_sums_in_float32():
     layer = CausalConvolution(16, 4, silu=True)
     x = torch.randn(2, 50, 16)

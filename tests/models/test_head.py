@@ -143,6 +143,48 @@ def test_nothing_to_learn_is_zero(nothing):
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_labels_of_every_integer_type(dtype):
+    """Of a vocabulary that the C++ kernels take, and one that they do not; -100 where the type has it."""
+    for vocab in (48, VOCAB):
+        hidden, weight = torch.randn(20, 32), torch.randn(vocab, 32)
+        labels = torch.randint(0, vocab, (20,))
+        if dtype != torch.uint8:
+            labels[::3] = -100
+        expected = cross_entropy_sum(hidden, weight, labels)
+        for narrow in (labels.to(dtype), torch.stack([labels, labels], 1).to(dtype)[:, 0]):
+            assert cross_entropy_sum(hidden, weight, narrow) == expected
+
+
+@pytest.mark.parametrize("vocab", [48, VOCAB])
+@pytest.mark.parametrize("few_labels", [False, True])
+def test_labels_outside_the_vocabulary_are_refused(vocab, few_labels):
+    hidden, weight = torch.randn(3, 32), torch.randn(vocab, 32)
+    for label in (vocab, vocab + 7, -1, -99):
+        words = rf"label {label}: allowed are 0 to {vocab - 1}, .*, and -100 where there is none"
+        for loss_weight in (None, torch.tensor([1.0, 0.0, 1.0])):
+            with pytest.raises(ValueError, match=words):
+                cross_entropy_sum(
+                    hidden, weight, torch.tensor([-100, label, vocab - 1]), loss_weight, few_labels=few_labels
+                )
+
+
+def test_labels_outside_a_vocabulary_in_parts_are_refused():
+    from tests.models.shard_threads import Meeting, Threads, over_shards
+
+    hidden, weight, meeting = torch.randn(2, 8), torch.randn(2, 16, 8), Meeting(2)
+
+    def work(index, label):
+        labels = torch.tensor([31, label])
+        return cross_entropy_sum(hidden, weight[index], labels, vocabulary=Threads(index, 2, meeting))
+
+    whole = cross_entropy_sum(hidden, weight.flatten(0, 1), torch.tensor([31, -100]))
+    torch.testing.assert_close(over_shards(2, lambda index: work(index, -100), meeting), [whole, whole])
+    for label in (32, -1):
+        with pytest.raises(ValueError, match=f"label {label}: allowed are 0 to 31"):
+            over_shards(2, lambda index, label=label: work(index, label))
+
+
 def test_a_token_that_counts_nothing_may_be_anything():
     hidden, weight, labels, loss_weight = example()
     poisoned = hidden.detach().clone()

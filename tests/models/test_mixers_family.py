@@ -130,6 +130,29 @@ def test_packed_segments_are_separate_runs(case: tuple[str, dict[str, Any]]) -> 
 
 
 @every_case
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
+def test_no_tokens(case: tuple[str, dict[str, Any]], shape: tuple[int, int]) -> None:
+    """No output, and a state from which a sequence goes on as from its start."""
+    mixer, x, follow = build(case), torch.zeros(*shape, SIZE, requires_grad=True), tokens(6, shape[0])
+    mask = torch.ones(shape, dtype=torch.bool)
+    packed = torch.zeros(3, dtype=torch.int32)
+    for arguments in ({}, {"mask": mask}, *([{"cu_seqlens": packed}] if not shape[0] else [])):
+        given = x if "cu_seqlens" not in arguments else x.new_zeros(1, 0, SIZE, requires_grad=True)
+        y = mixer(given, **arguments)
+        assert y.shape == given.shape
+        assert torch.autograd.grad(y.sum(), given)[0].shape == given.shape
+        if not both_ways(case):
+            y, state = mixer(given, **arguments, return_state=True)
+            assert y.shape == given.shape
+            if "cu_seqlens" in arguments:
+                rows = tokens(12)
+                expected = torch.cat([mixer(rows[:, :6]), mixer(rows[:, 6:])], 1)
+                assert_close(mixer(rows, cu_seqlens=torch.tensor([0, 6, 12]), state=state), expected, 1e-5)
+            elif shape[0]:
+                assert_close(mixer(follow, state=state), mixer(follow), 1e-5)
+
+
+@every_case
 def test_gradients_are_those_of_finite_differences(case: tuple[str, dict[str, Any]]) -> None:
     mixer = build(case, torch.float64, size=16, heads=2)
     names = [name for name, _ in mixer.named_parameters()]

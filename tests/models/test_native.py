@@ -189,6 +189,52 @@ def test_cross_entropy(dtype, with_bias):
     assert right.item() == pytest.approx((of_token.to(dtype).float() * (best == labels)).sum().item())
 
 
+def strided(x: Tensor) -> Tensor:
+    """The same numbers with others between them along every axis."""
+    wide = torch.full([2 * size for size in x.shape], 3.0).to(x.dtype)
+    view = wide[(slice(None, None, 2),) * x.dim()]
+    return view.copy_(x)
+
+
+@needs_compiler
+def test_every_layout_is_taken():
+    """Values and gradients of all arguments, and of the results' gradients, that are views with gaps."""
+    x = [torch.randn(1, 40, 2, 16) for _ in range(3)]
+    gate, state, labels = torch.randn(1, 40, 32), torch.randn(3, 2, 16, 16), torch.randint(48, (20,))
+    bounds = torch.tensor([0, 7, 7, 40])
+
+    def core(bounds, *of):
+        return metala_core(*of[:3], of[3], of[4], 0.3, of[5], bounds)
+
+    def conv(*of):
+        return (causal_convolution(*of, True),)
+
+    def gated(*of):
+        return (native_swiglu(*of),)
+
+    def loss(labels, hidden, weight, of_token, bias):
+        return (cross_entropy_sum(hidden, weight, labels, of_token, bias=bias, chunk=8),)
+
+    cases = [
+        (core, [bounds, *x, torch.randn(32), gate, state]),
+        (core, [bounds.int(), *x, torch.randn(32), gate, state]),
+        (conv, [torch.randn(2, 3, 32), torch.randn(2, 9, 32), torch.randn(32, 4)]),
+        (gated, [torch.randn(3, 32), torch.randn(3, 32)]),
+        (loss, [labels, torch.randn(20, 32), torch.randn(48, 32), torch.rand(20), torch.randn(48)]),
+    ]
+    for function, arguments in cases:
+        results = []
+        for change in (torch.clone, strided):
+            leaves = [change(x).requires_grad_(x.is_floating_point()) for x in arguments]
+            outputs = function(*leaves)
+            generator = torch.Generator().manual_seed(2)
+            d_outputs = [change(torch.randn(y.shape, generator=generator)) for y in outputs]
+            wanted = [x for x in leaves if x.requires_grad]
+            results.append([*outputs, *torch.autograd.grad(outputs, wanted, d_outputs)])
+        for expected, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_exponentials_at_the_ends(dtype):

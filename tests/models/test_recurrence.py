@@ -234,6 +234,17 @@ def test_empty_sequence_returns_its_state(form):
     torch.testing.assert_close(final, s)
 
 
+@pytest.mark.parametrize("form", ["auto", "recurrent", *FORMS])
+@pytest.mark.parametrize("scalar", [False, True])
+def test_an_empty_batch(form, scalar):
+    leaves = [x.requires_grad_() for x in inputs(9, 0.1, batch=0, scalar=scalar)]
+    o, final = recurrence(*leaves[:4], initial_state=leaves[4], form=form)
+    assert o.shape == (0, 9, HEADS, DIM_V)
+    assert final.shape == (0, HEADS, DIM_K, DIM_V)
+    for gradient, x in zip(torch.autograd.grad(o.sum() + final.sum(), leaves), leaves, strict=True):
+        assert gradient.shape == x.shape
+
+
 def test_inputs_are_left_alone():
     arguments = inputs(70, 0.1)
     copies = [x.clone() for x in arguments]

@@ -15,6 +15,7 @@ from models.config import ModelConfig, check_sequence_shards
 from models.convolution import CausalConvolution
 from models.lm import LanguageModel
 from models.mixers import MIXERS
+from models.positions import LearnedPositions
 from models.recurrence import recurrence
 from models.scan import scan
 from models.sequence_shards import current_shards, sequence_shards
@@ -220,6 +221,38 @@ def test_a_language_model_with_positions(recompute: bool) -> None:
     assert_close(sum(over_shards(3, work)), expected.detach(), 1e-12)
     for name, gradient in gradients.items():
         assert_close(sum(dict(piece.named_parameters())[name].grad for piece in copies), gradient, 1e-9)
+
+
+def test_positions_are_those_of_the_whole_sequence() -> None:
+    """Every shard refuses a sequence with more tokens than positions; padding and packed sequences take no more of them."""
+    sizes = {"vocab_size": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 1}
+    layer = LearnedPositions(ModelConfig(**sizes, positions="learned", max_positions=10), 10)
+
+    def run(length: int, mask: Tensor | None = None, bounds: list[int] | None = None) -> list[Any]:
+        ids = torch.zeros(2 if bounds is None else 1, length, dtype=torch.long)
+        masks = [None] * 4 if mask is None else mask.chunk(4, 1)
+        cu_seqlens = None if bounds is None else torch.tensor(bounds)
+
+        def work(index: int) -> Any:
+            try:
+                return layer(ids.chunk(4, 1)[index], masks[index], cu_seqlens, None)[0]
+            except ValueError as error:
+                return str(error)
+
+        found = over_shards(4, work)
+        if not isinstance(found[0], str):
+            assert torch.equal(torch.cat(found, 1), layer(ids, mask, cu_seqlens, None)[0])
+        return found
+
+    run(8)
+    for arguments, longest in (((12,), 12), ((40,), 40), ((16, None, [0, 4, 15, 16]), 11)):
+        words = f"a sequence of {longest} tokens has more positions than model.max_positions = 10"
+        assert all(words in found for found in run(*arguments))
+    run(16, None, [0, 4, 14, 16])
+    mask = torch.arange(16).expand(2, 16) >= torch.tensor([[6], [9]])
+    run(16, mask)
+    mask = mask.index_fill(1, torch.tensor([0]), True)
+    assert all("a sequence of 11 tokens" in found for found in run(16, mask))
 
 
 def test_the_context_is_that_of_the_thread_that_set_it() -> None:
