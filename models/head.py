@@ -136,10 +136,13 @@ def cross_entropy_sum(
     each token's nll (0 where the weight is 0), which tells where a loss comes from. With `vocabulary`, weight is one of
     several parts of the rows; the sum is that over all of them, and the gradient of hidden is this part's share of it,
     to be summed over the parts; bias is that of the part.
-    Raises ValueError on a CPU for a label that is neither -100 nor a row of weight, of all parts together; elsewhere it is
-    for the caller to see to: reading the values of a CUDA tensor would wait for the device.
+    Raises ValueError for labels of another shape than hidden's rows, and on a CPU for a label that is neither -100 nor a row
+    of weight, of all parts together; elsewhere it is for the caller to see to: reading the values of a CUDA tensor would wait
+    for the device.
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels {list(labels.shape)}: one for every row of hidden {list(hidden.shape)} is needed")
     # The kernels read int64 and trust every label.
     labels = labels.reshape(-1).long()
     weights = torch.ones_like(labels, dtype=wide) if loss_weight is None else loss_weight.reshape(-1).to(wide)

@@ -7,11 +7,18 @@ from torch import Tensor
 
 
 def check_covers(cu_seqlens: Tensor, length: int) -> None:
-    """ValueError where cu_seqlens [segments + 1] does not run from 0 to the length; on CUDA it is not looked at."""
+    """ValueError where cu_seqlens [segments + 1] does not rise from 0 to the length; on CUDA it is not looked at."""
     # Reading the values of a CUDA tensor would wait for the device.
-    if not cu_seqlens.is_cuda and (int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != length):
+    if cu_seqlens.is_cuda:
+        return
+    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != length:
         raise ValueError(
             f"cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}: must run from 0 to the length {length}"
+        )
+    if (falls := (cu_seqlens.diff() < 0).nonzero()).numel():
+        at = int(falls[0, 0])
+        raise ValueError(
+            f"cu_seqlens falls from {int(cu_seqlens[at])} to {int(cu_seqlens[at + 1])}: no segment ends before it begins"
         )
 
 

@@ -213,6 +213,13 @@ def test_packed_segments_cover_the_sequence(bounds: list[int]) -> None:
             bidirectional(q, k, v, cu_seqlens=torch.tensor(bounds), form=form)
 
 
+def test_packed_segments_rise() -> None:
+    """The kernels trust their bounds: what lies between the ends is looked at too."""
+    q, k, v, _ = inputs(length=4, batch=1)
+    with pytest.raises(ValueError, match="cu_seqlens falls from 7 to 2: no segment ends before it begins"):
+        bidirectional(q, k, v, cu_seqlens=torch.tensor([0, 7, 2, 4]))
+
+
 @pytest.fixture(scope="module")
 def golden(shared_golden: Path) -> dict[str, Tensor]:
     return {name: torch.tensor(array) for name, array in np.load(shared_golden / "lion_operator.npz").items()}

@@ -169,6 +169,12 @@ def test_labels_outside_the_vocabulary_are_refused(vocab, few_labels):
                 )
 
 
+def test_a_label_for_every_row():
+    for labels in (torch.tensor([3]), torch.tensor(3), torch.tensor([[3], [3]])):
+        with pytest.raises(ValueError, match="one for every row of hidden"):
+            cross_entropy_sum(torch.randn(2, 8), torch.randn(16, 8), labels)
+
+
 def test_labels_outside_a_vocabulary_in_parts_are_refused():
     from tests.models.shard_threads import Meeting, Threads, over_shards
 
