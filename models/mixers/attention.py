@@ -87,8 +87,13 @@ class Attention(nn.Module):
         """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
 
         The state is "key" (rotated) and "value" [batch, seen, kv_heads, head_dim] and "mask" [batch, seen] bool; with
-        cu_seqlens a row for every segment, padded on the right.
+        cu_seqlens a row for every segment, padded on the right. ValueError for a state when not causal.
         """
+        if not self.options.causal and (state is not None or return_state):
+            raise ValueError(
+                "attention with model.mixer_options.attention.causal = false sees both directions and has no state to decode "
+                "from: call it without state and return_state, or set causal = true"
+            )
         if cu_seqlens is not None:
             return self._packed(x, cu_seqlens, state, return_state)
         q, k, v = (
