@@ -165,6 +165,26 @@ def test_sixteen_bits(case: tuple[str, dict[str, Any]]) -> None:
     assert ((got.float() - expected).norm() / expected.norm()).item() < 0.05
 
 
+@pytest.mark.parametrize(
+    "case",
+    [("linear_attention", {}), ("lion", {"variant": "lit", "phi": "elu", "output_norm": False})],
+    ids=name_of,
+)
+def test_row_sums_above_the_largest_float16(case: tuple[str, dict[str, Any]]) -> None:
+    """Outputs, the state and gradients; the first half of the tokens makes a state that the others go on from."""
+    mixer, x = build(case, torch.float16, size=64, heads=1), (tokens(3000, size=64) + 0.5).half()
+    results = []
+    for dtype in (torch.float16, torch.float32):
+        mixer.to(dtype).zero_grad()
+        first, state = mixer(x[:, :1500].to(dtype), return_state=True)
+        y = torch.cat([first, mixer(x[:, 1500:].to(dtype), state=state)], 1)
+        (y.float() * tokens(3001, size=64)[:, 1:]).sum().backward()
+        gradients = [parameter.grad.float() for parameter in mixer.parameters()]
+        results.append([y.float(), y[:, 2800:].float(), state["recurrent"], *gradients])
+    for got, expected in zip(*results, strict=True):
+        assert ((got - expected).norm() / expected.norm()).item() < 1e-2
+
+
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
 def test_tiny_configurations_learn(path: Path) -> None:
     model = LanguageModel(tiny(path), seed=3)
