@@ -39,8 +39,9 @@ def chunked(
     length = q.shape[2]
     # One chunk where there is no token.
     padding = -length % size if length else size
-    # Running sums of long stretches lose digits that the exponent of a small difference needs.
-    sums = torch.float64 if size > 128 else forward.dtype
+    # Running sums of long stretches, or past gates that close, lose digits that the exponent of a small difference needs.
+    # Chunks on CUDA, where kernels are the usual form and float64 may be slow, are summed as they come.
+    sums = forward.dtype if q.is_cuda and size <= 128 else torch.float64
     q, k, v, forward, backward = (
         F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (q, k, v, forward.to(sums), backward.to(sums))
     )
@@ -76,8 +77,10 @@ def _weights(q: Tensor, k: Tensor, bf: Tensor, bb: Tensor, same: Tensor) -> Tens
     """q_i . k_j M_ij inside chunks: [..., size, head_dim_k] -> [..., size, size], 0 between segments."""
     size = q.shape[-2]
     below = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()[:, :, None]
-    distance = torch.where(below, bf[..., :, None, :] - bf[..., None, :, :], bb[..., None, :, :] - bb[..., :, None, :])
-    decay = distance.to(q.dtype).exp()
+    # Negated before they are spread over pairs, for the backward pass too.
+    from_left = (bf[..., :, None, :] + -bf[..., None, :, :]).to(q.dtype)
+    from_right = (bb[..., None, :, :] + -bb[..., :, None, :]).to(q.dtype)
+    decay = torch.where(below, from_left, from_right).exp()
     if decay.shape[-1] == 1:
         return (q @ k.transpose(-1, -2)) * decay.squeeze(-1) * same
     return torch.einsum("...ic,...jc,...ijc->...ij", q, k, decay) * same

@@ -15,6 +15,7 @@ from .kernels import takes
 from .native.convolution import causal_convolution as native_convolution
 from .native.convolution import convolution_takes
 from .precision import wide
+from .segments import real_bounds
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import left_neighbour, packing
 
@@ -68,7 +69,7 @@ class CausalConvolution(nn.Module):
                 "what a call for the same sequences returned"
             )
         if cu_seqlens is not None:
-            return self._packed(x, cu_seqlens, history, return_history)
+            return self._packed(x, mask, cu_seqlens, history, return_history)
         if x.shape[1] == 0:
             mask = None  # which has no first token and no last one
         if mask is not None:
@@ -105,13 +106,15 @@ class CausalConvolution(nn.Module):
         own = torch.arange(past, 0, -1, device=x.device) <= packed.age
         history = x.new_zeros(len(cu_seqlens) - 1, past, x.shape[2])
         history = history.index_copy(0, packed.first, before * own[None, :, None])
-        return self._packed(x, packed.cu_seqlens, history, False)[0]
+        return self._packed(x, None, packed.cu_seqlens, history, False)[0]
 
     def _packed(
-        self, x: Tensor, cu_seqlens: Tensor, history: Tensor | None, return_history: bool
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor, history: Tensor | None, return_history: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Every segment is laid out behind kernel - 1 places that hold its history."""
         past = self.weight.shape[1] - 1
+        if mask is not None:
+            x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
         segments = len(starts)
         segment = torch.arange(segments, device=x.device)
@@ -120,6 +123,9 @@ class CausalConvolution(nn.Module):
         token = token + past * (1 + torch.repeat_interleave(segment, ends - starts, output_size=length))
         padded = x.new_zeros(length + segments * past, x.shape[2]).index_copy(0, token, x[0])
         window = torch.arange(past, device=x.device) + (segment * past)[:, None]
+        if mask is not None:
+            # Histories belong directly before the first real token and end with the last.
+            starts, ends = real_bounds(mask, cu_seqlens)
         if history is not None:
             padded = padded.index_copy(0, (window + starts[:, None]).flatten(), history.to(x.dtype).flatten(0, 1))
         y = _convolve(padded[None, :past], padded[None, past:], self.weight, self.silu).index_select(1, token - past)

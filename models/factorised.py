@@ -15,8 +15,9 @@ stays in the cache; the backward pass walks the other way and recomputes Q, K an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -48,8 +49,20 @@ def factorised_recurrence(
     return _Factorised.apply(q, k, v, log_decay, state, scale, spans, chunk)
 
 
+def _without_autocast(function: Callable[..., Any]) -> Any:
+    """Under autocast the sums of log decays, which are products here, would be of 16 bits, and the factors leave float16."""
+
+    @wraps(function)
+    def run(ctx: Any, x: Tensor, *rest: Any) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            return function(ctx, x, *rest)
+
+    return run
+
+
 class _Factorised(torch.autograd.Function):
     @staticmethod
+    @_without_autocast
     def forward(
         ctx: Any,
         q: Tensor,
@@ -85,6 +98,7 @@ class _Factorised(torch.autograd.Function):
         return o, final
 
     @staticmethod
+    @_without_autocast
     @once_differentiable
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, *starts = ctx.saved_tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,6 +29,20 @@ def segment_starts(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     segments = torch.arange(len(starts), device=cu_seqlens.device)
     segment = torch.repeat_interleave(segments, cu_seqlens.diff().long(), output_size=length)
     return segment, torch.arange(length, device=cu_seqlens.device) == starts[segment]
+
+
+def real_bounds(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every packed sequence its first real token and the place behind its last, [segments] int64 each; where it has
+    none, its own start twice. mask: [1, length] bool, True for real tokens.
+    """
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    token = torch.arange(mask.shape[1], device=mask.device)
+    following = (
+        F.pad(torch.where(mask[0], token, len(token)).flip(0), (1, 0), value=len(token)).cummin(0).values.flip(0)
+    )
+    behind = F.pad(torch.where(mask[0], token + 1, 0), (1, 0)).cummax(0).values
+    first = following[starts]
+    return torch.where(first < ends, first, starts), torch.maximum(behind[ends], starts)
 
 
 def previous(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -87,10 +87,15 @@ class Attention(nn.Module):
         """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
 
         The state is "key" (rotated) and "value" [batch, seen, kv_heads, head_dim] and "mask" [batch, seen] bool; with
-        cu_seqlens a row for every segment, padded on the right.
+        cu_seqlens a row for every segment, padded on the right. ValueError for a state when not causal.
         """
+        if not self.options.causal and (state is not None or return_state):
+            raise ValueError(
+                "attention with model.mixer_options.attention.causal = false sees both directions and has no state to decode "
+                "from: call it without state and return_state, or set causal = true"
+            )
         if cu_seqlens is not None:
-            return self._packed(x, cu_seqlens, state, return_state)
+            return self._packed(x, mask, cu_seqlens, state, return_state)
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim)) for y in self.fan_out(x, (self.q_proj, self.k_proj, self.v_proj))
         )
@@ -99,7 +104,12 @@ class Attention(nn.Module):
         return (y, new_state) if return_state else y
 
     def _packed(
-        self, x: Tensor, cu_seqlens: Tensor, state: dict[str, Tensor] | None, return_state: bool
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor,
+        state: dict[str, Tensor] | None,
+        return_state: bool,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Segments become rows, padded on the right."""
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
@@ -108,14 +118,15 @@ class Attention(nn.Module):
             # Batches of one shape are padded with empty segments: no row for them.
             starts, lengths = starts[lengths > 0], lengths[lengths > 0]
         place = torch.arange(int(lengths.max()), device=x.device)
-        mask = place < lengths[:, None]
-        index = torch.where(mask, starts[:, None] + place, 0)
+        token = place < lengths[:, None]
+        index = torch.where(token, starts[:, None] + place, 0)
         projected = (
             y.unflatten(-1, (-1, self.head_dim)) for y in self.fan_out(x, (self.q_proj, self.k_proj, self.v_proj))
         )
         q, k, v = (p[0][index] for p in projected)
-        o, new_state = self._attend(q, k, v, mask, state, return_state)
-        y = self.out_proj(o.flatten(-2)[mask][None])
+        real = token if mask is None else token & mask[0][index]
+        o, new_state = self._attend(q, k, v, real, state, return_state)
+        y = self.out_proj(o.flatten(-2)[token][None])
         return (y, new_state) if return_state else y
 
     def _attend(

@@ -110,6 +110,7 @@ class LinearAttention(nn.Module):
             k,
             v,
             wide(q).new_zeros(()).expand(*q.shape[:3], 1),
+            weight=self.key_dim if self.options.feature_map == "elu" else 1,
             initial_state=recurrent,
             cu_seqlens=cu_seqlens,
         )

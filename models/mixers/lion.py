@@ -220,8 +220,9 @@ class Lion(nn.Module):
         if not self.options.scaled:
             o, recurrent = recurrence(q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens)
             return o, {"recurrent": recurrent}
+        weight = self.head_dim if self.options.phi == "elu" else 1
         num, den, recurrent = recurrence_with_row_sum(
-            q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
+            q, k, v, log_decay, weight=weight, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
         o = num / (den + ROW_SUM_EPS if self.input_gate is None else den.abs().clamp_min(1.0))
         return o, {"recurrent": recurrent}

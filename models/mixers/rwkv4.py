@@ -7,6 +7,7 @@ from math import log
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
@@ -14,7 +15,7 @@ from ..decay import running_sum
 from ..init import linear
 from ..precision import wide
 from ..scan import local_scan
-from ..segments import last, previous, segment_starts
+from ..segments import last, previous, real_bounds, segment_starts
 from ..sequence_shards import SequenceShards, current_shards, refuse_state
 from ..stretches import Packing, exchange, left_neighbour, nothing_of, packing
 
@@ -134,7 +135,9 @@ def _token_shift(
     if mask is None or x.shape[1] == 0:
         return previous(x, before, cu_seqlens), last(x, before, cu_seqlens)
     x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
-    shifted = previous(x, None, None)
+    shifted = previous(x, None, cu_seqlens)
+    if cu_seqlens is not None:
+        return _in_segments(x, shifted, mask, cu_seqlens, before)
     place = torch.arange(x.shape[1], device=x.device)
     final = torch.where(mask, place, -1).amax(1)
     newest = x.gather(1, final.clamp_min(0)[:, None, None].expand(-1, 1, x.shape[2])).squeeze(1)
@@ -144,6 +147,23 @@ def _token_shift(
     first = (place == mask.int().argmax(1, keepdim=True)) & mask
     shifted = torch.where(first.unsqueeze(-1), before.unsqueeze(1), shifted)
     return shifted, torch.where((final < 0).unsqueeze(-1), before, newest)
+
+
+def _in_segments(
+    x: Tensor, shifted: Tensor, mask: Tensor, cu_seqlens: Tensor, before: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`_token_shift` of packed sequences with padding, whose x is zero; shifted: x_{t-1} from nothing before them."""
+    first, end = real_bounds(mask, cu_seqlens)
+    empty = (first == end).unsqueeze(-1)
+    none = x.new_zeros(len(first), x.shape[2]) if before is None else before.to(x.dtype)
+    if x.shape[1] == 0:
+        return shifted, none
+    newest = torch.where(empty, none, x[0, (end - 1).clamp_min(0)])
+    if before is not None:
+        # A sequence without real tokens has none that could see it, and may start behind the last token.
+        place = torch.where(empty.squeeze(-1), x.shape[1], first)
+        shifted = F.pad(shifted, (0, 0, 0, 1)).index_copy(1, place, none.unsqueeze(0))[:, :-1]
+    return shifted, newest
 
 
 def _wkv(

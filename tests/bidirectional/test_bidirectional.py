@@ -77,6 +77,23 @@ def test_float32_stays_exact_over_a_long_sequence() -> None:
         torch.testing.assert_close(bidirectional(q, k, v, decay, form=form).double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("vector", [True, False])
+@pytest.mark.parametrize("length", [64, 200])
+def test_float32_stays_exact_past_gates_that_close(form: str, vector: bool, length: int) -> None:
+    """Sums over closed gates are thousands of times the differences behind them."""
+    q, k, v, decay = inputs(length=length, batch=1, vector=vector)
+    decay = 0.1 * decay
+    decay[:, :50], decay[:, 60::9] = -torch.inf, -torch.inf
+    results = []
+    for dtype, how in ((torch.float64, "recurrent"), (torch.float32, form)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, decay)]
+        y = bidirectional(*leaves, form=how)
+        results.append([y.detach(), *torch.autograd.grad((y * v.detach()).sum(), leaves)])
+    for exact, got in zip(*results, strict=True):
+        assert (got - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
 def test_no_decay_is_one_and_gate_is_its_logit() -> None:
     q, k, v, decay = inputs(length=70)
     torch.testing.assert_close(bidirectional(q, k, v), bidirectional(q, k, v, torch.zeros_like(decay)))

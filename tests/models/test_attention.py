@@ -108,10 +108,24 @@ def test_packed_segments_equal_runs_apart(causal):
     layer = mixer(causal=causal)
     bounds = [0, 7, 7, 8, 20]
     x = torch.randn(1, 20, SIZE, dtype=torch.float64)
-    y, state = layer(x, cu_seqlens=torch.tensor(bounds), return_state=True)
-    for i, (a, b) in enumerate(pairwise(bounds)):
+    y = layer(x, cu_seqlens=torch.tensor(bounds))
+    for a, b in pairwise(bounds):
         torch.testing.assert_close(y[:, a:b], layer(x[:, a:b]), rtol=0, atol=1e-10)
-        assert state["mask"][i].sum() == b - a
+    if causal:
+        y, state = layer(x, cu_seqlens=torch.tensor(bounds), return_state=True)
+        torch.testing.assert_close(y, layer(x, cu_seqlens=torch.tensor(bounds)), rtol=0, atol=1e-10)
+        assert state["mask"].sum(1).tolist() == [b - a for a, b in pairwise(bounds)]
+
+
+def test_both_directions_have_no_state():
+    """What came before would have to see what comes later."""
+    layer = mixer(causal=False)
+    x = torch.randn(1, 8, SIZE, dtype=torch.float64)
+    for packed in ({}, {"cu_seqlens": torch.tensor([0, 8])}):
+        with pytest.raises(ValueError, match="causal = false sees both directions and has no state to decode from"):
+            layer(x, return_state=True, **packed)
+        with pytest.raises(ValueError, match="causal = false sees both directions and has no state to decode from"):
+            layer(x, state={}, **packed)
 
 
 def test_packed_state_goes_on():

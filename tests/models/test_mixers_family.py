@@ -153,6 +153,36 @@ def test_no_tokens(case: tuple[str, dict[str, Any]], shape: tuple[int, int]) -> 
 
 
 @every_case
+def test_padding_in_packed_segments_changes_nothing(case: tuple[str, dict[str, Any]]) -> None:
+    """In front, behind, on both sides, in the midst of others, in a whole segment; and each goes on from its own state."""
+    mixer, x = build(case, torch.float64), tokens(75, dtype=torch.float64)
+    bounds, kept = [0, 6, 6, 40, 44, 75, 75], [(2, 6), (6, 6), (6, 30), (44, 44), (45, 73), (75, 75)]
+    mask = torch.zeros(1, 75, dtype=torch.bool)
+    for a, b in kept:
+        mask[:, a:b] = True
+    padded = torch.where(mask.unsqueeze(-1), x, 50 * x)
+    packed = {"mask": mask, "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+    y, state = (mixer(padded, **packed), None) if both_ways(case) else mixer(padded, **packed, return_state=True)
+    assert torch.isfinite(y).all()
+    # Rotations are in float32.
+    tolerance = 1e-6 if case[0] == "attention" else 1e-10
+    for a, b in kept:
+        if a < b:
+            assert_close(y[:, a:b], mixer(x[:, a:b]), tolerance)
+    if state is None:
+        return
+    follow, ends = tokens(16, dtype=torch.float64), [0, 2, 4, 7, 9, 13, 16]
+    mask = torch.ones(1, 16, dtype=torch.bool)
+    mask[:, [0, 6, 7, 12]] = False
+    y = mixer(follow, mask=mask, cu_seqlens=torch.tensor(ends), state=state)
+    for (a, b), start, end in zip(kept, ends[:-1], ends[1:], strict=True):
+        real = mask[:, start:end]
+        more = follow[:, start:end][real][None]
+        expected = mixer(torch.cat([x[:, a:b], more], 1))[:, b - a :]
+        assert_close(y[:, start:end][real][None], expected, tolerance)
+
+
+@every_case
 def test_gradients_are_those_of_finite_differences(case: tuple[str, dict[str, Any]]) -> None:
     mixer = build(case, torch.float64, size=16, heads=2)
     names = [name for name, _ in mixer.named_parameters()]
@@ -186,6 +216,26 @@ def test_sixteen_bits(case: tuple[str, dict[str, Any]]) -> None:
     expected = mixer.float()(x.float())
     assert got.dtype == torch.bfloat16
     assert ((got.float() - expected).norm() / expected.norm()).item() < 0.05
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("linear_attention", {}), ("lion", {"variant": "lit", "phi": "elu", "output_norm": False})],
+    ids=name_of,
+)
+def test_row_sums_above_the_largest_float16(case: tuple[str, dict[str, Any]]) -> None:
+    """Outputs, the state and gradients; the first half of the tokens makes a state that the others go on from."""
+    mixer, x = build(case, torch.float16, size=64, heads=1), (tokens(3000, size=64) + 0.5).half()
+    results = []
+    for dtype in (torch.float16, torch.float32):
+        mixer.to(dtype).zero_grad()
+        first, state = mixer(x[:, :1500].to(dtype), return_state=True)
+        y = torch.cat([first, mixer(x[:, 1500:].to(dtype), state=state)], 1)
+        (y.float() * tokens(3001, size=64)[:, 1:]).sum().backward()
+        gradients = [parameter.grad.float() for parameter in mixer.parameters()]
+        results.append([y.float(), y[:, 2800:].float(), state["recurrent"], *gradients])
+    for got, expected in zip(*results, strict=True):
+        assert ((got - expected).norm() / expected.norm()).item() < 1e-2
 
 
 @pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)

@@ -226,6 +226,22 @@ def test_bfloat16_gradients():
         assert ((actual - expected).norm() / expected.norm()).item() < 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", [0.05, 0.5])
+def test_sums_of_decays_stay_float32_under_autocast(dtype, decay):
+    q, k, v, g, state = inputs(150, decay, dtype=torch.float32)
+    assert chunked._plan(g)[1]
+    results = []
+    for enabled in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, g, state)]
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+            o, final = recurrence(*leaves[:4], initial_state=leaves[4])
+            gradients = torch.autograd.grad(o.sum() + final.sum(), leaves)
+        results.append([o, final, *gradients])
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("form", ["recurrent", *FORMS])
 def test_empty_sequence_returns_its_state(form):
     q, k, v, g, s = inputs(0, 0.1)
