@@ -94,23 +94,24 @@ def measure_run(
     """
     from data.indexed import IndexedTokens
     from tools.length.causal import loss_over_length, pieces_read
-    from tools.length.masked import masked_accuracy, readings
+    from tools.length.masked import masked_accuracy
     from tools.perplexity import validation_text
 
     masked = bool(loaded.model.config.two_sided_mixers())
     prefix = data or str(validation_text(loaded).prefix)
     size, trained = IndexedTokens(prefix).num_tokens, int(loaded.config["batch"]["sequence_length"])
     lengths = _lengths(loaded.run, loaded.model.config, loaded.config, asked)
+    least = lengths[0] if masked else trained
+    lengths = [length for length in lengths if length <= size] if not asked else lengths
+    if not lengths or max(lengths) > size or (not masked and trained not in lengths):
+        raise ValueError(f"{prefix} has {size:,} tokens, too few for pieces of {max(lengths or [least]):,}")
     if masked:
         longest, results = max(lengths), []
-        with _bar(loaded, len(lengths) * readings(size, longest, tokens)) as progress:
+        with _bar(loaded, len(lengths) * pieces_read(size, longest, tokens)) as progress:
             for length in lengths:
                 row = masked_accuracy(loaded, prefix, length, longest=longest, tokens=tokens, progress=progress)
                 results.append({**row, "trained_at": trained})
         return results
-    lengths = [length for length in lengths if length <= size] if not asked else lengths
-    if not lengths or max(lengths) > size or trained not in lengths:
-        raise ValueError(f"{prefix} has {size:,} tokens, too few for pieces of {max(lengths or [trained]):,}")
     with _bar(loaded, len(lengths) * pieces_read(size, max(lengths), tokens)) as progress:
         found = loss_over_length(loaded, prefix, lengths, tokens=tokens, progress=progress)
     return {"by_length": found.by_length(), "by_position": found.by_position()}
