@@ -249,6 +249,12 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         self._set_special(self._model.token_to_id("[SEP]"))
 
 
+def check_sentencepiece_size(vocab_size: int) -> None:
+    """Raises ValueError for fewer pieces than a model that loses nothing has."""
+    if vocab_size < 264:
+        raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids come first; from 264 on")
+
+
 def train_sentencepiece(
     texts: Iterable[str], path: str | Path, *, vocab_size: int = 4096, model_type: str = "bpe", threads: int = 2
 ) -> None:
@@ -262,8 +268,7 @@ def train_sentencepiece(
     """
     import sentencepiece
 
-    if vocab_size < 264:
-        raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids come first; from 264 on")
+    check_sentencepiece_size(vocab_size)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as file:
