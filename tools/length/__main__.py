@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import write_whole
-from tools.arguments import command, command_line, positive
+from tools.arguments import check_writable, command, command_line, positive
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto", help="fp32, bf16 ... (default: bf16 on a GPU)")
     parser.add_argument("-o", "--out", type=Path, help="the plot; default: length.png in the first run's folder")
     options = parser.parse_args(arguments)
+    if options.out:
+        check_writable(options.out, "--out")
     results, masked = measure(options.runs, options)
     from tools.length.causal import loss_table
     from tools.length.masked import accuracy_table
