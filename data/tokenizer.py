@@ -329,7 +329,11 @@ def _file(path: str | Path, name_in_folder: str) -> Path:
     if path.is_dir():
         path = path / name_in_folder
     if not path.is_file():
-        raise FileNotFoundError(f"the tokenizer file {path} does not exist")
+        raise FileNotFoundError(
+            f"the tokenizer file {path} does not exist: name one that does (data.tokenizer.path, --vocab-file), or train one"
+            " with python -m tools.train_tokenizer; make data-pile-sample, data-c4-sample and data-text-sample write those of"
+            " the samples (docs/data.md)"
+        )
     return path
 
 
