@@ -21,7 +21,7 @@ $(STAMP): requirements.txt
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@rm -f $(VENV)/.installed-*; touch $@
 
-train: setup  ## train the default model on this machine (about 6 minutes on 2 cores) and show what it learned
+train: setup  ## train the default model on this machine (about 7 minutes on 2 cores) and show what it learned
 	$(BIN)/python train.py
 
 test: setup lint  ## style, types and the whole test suite
@@ -36,8 +36,8 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# SAMPLES holds pile_sample/train/*.jsonl.zst, pile_sample/val.jsonl.zst, c4_sample/*.json.gz and
-# tokenizers/bert-base-uncased/vocab.txt: any files of the Pile's and C4's formats under these names.
+# SAMPLES holds pile_sample/train/*.jsonl.zst, pile_sample/val.jsonl.zst, c4_sample/c4-train.*.json.gz,
+# c4_sample/c4-validation.*.json.gz and tokenizers/bert-base-uncased/vocab.txt: any files of the Pile's and C4's formats under these names.
 SAMPLES ?= samples
 TEXT_SAMPLE = $(SAMPLES)/pile_sample/train $(SAMPLES)/pile_sample/val.jsonl.zst '$(SAMPLES)/c4_sample/*.json.gz'
 PREPROCESS = $(BIN)/python -m tools.preprocess_data --append-eod

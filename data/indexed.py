@@ -334,7 +334,11 @@ def _missing(prefix: Path, path: Path) -> str:
     present = sorted({str(p.with_suffix("")) for p in prefix.parent.glob("*.idx")}) if prefix.parent.is_dir() else []
     near = difflib.get_close_matches(str(prefix), present, n=3, cutoff=0.4) or present[:3]
     hint = f" Beside it: {', '.join(near)}" if near else f" {prefix.parent} holds no token files."
-    return f"{path} does not exist.{hint} (a prefix names a .bin and an .idx file without extension)"
+    return (
+        f"{path} does not exist.{hint} (a prefix names a .bin and an .idx file without extension). Write them with python"
+        " -m tools.preprocess_data; those of a sample with make data-pile-sample, data-c4-sample or data-text-sample"
+        " (docs/data.md)."
+    )
 
 
 def _aside(path: Path) -> Path:

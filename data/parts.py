@@ -103,9 +103,17 @@ def read_digests(parts: Path, file: int, number: int) -> Iterator[bytes]:
 
 
 def join_parts(
-    files: Sequence[SourceFile], parts: Path, output_prefix: Path, recipe: Recipe, tokenizer: Tokenizer
+    files: Sequence[SourceFile],
+    parts: Path,
+    output_prefix: Path,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    made_from: str,
 ) -> dict[str, dict[str, Any]]:
-    """Write the outputs and their manifests from the finished parts of all files. Returns the manifest of each name."""
+    """Write the outputs and their manifests from the finished parts of all files. Returns the manifest of each name.
+
+    made_from: what tells this input and these settings from others.
+    """
     reports = [finished_reports(parts, file) for file in range(len(files))]
     every = [report for of_file in reports for report in of_file]
     skipped: Counter[str] = Counter()
@@ -135,6 +143,7 @@ def join_parts(
         tokens = bin_path(prefix).stat().st_size // token_dtype(tokenizer.vocab_size).itemsize
         size = sum(report["bytes"][index] for report in every)
         manifests[name] = {
+            "made_from": made_from,
             "files": len(files),
             "documents": sum(by_file),
             "tokens": tokens,

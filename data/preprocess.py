@@ -24,7 +24,8 @@ from typing import Any
 
 from .corpora import SourceFile
 from .encode import Encoded, Recipe, encode_block
-from .indexed import token_dtype
+from .indexed import bin_path, idx_path, token_dtype
+from .manifest import read_manifest
 from .parts import Part, finished_reports, join_parts, read_digests
 from .readers import Block, read_blocks
 from .tokenizer import Tokenizer, load_tokenizer
@@ -42,24 +43,55 @@ def preprocess(
     text; each names file and position.
     """
     tokenizer = load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
-    made_from = {
-        "version": PREPROCESS_VERSION,
-        "recipe": {**asdict(recipe), "tokenizer_path": None},
-        "tokenizer": tokenizer.hash,
-        "files": [file.identity() for file in files],
-    }
-    digest = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
-    parts = Path(f"{output_prefix}.parts-{digest}")
+    made_from = _made_from(files, recipe, tokenizer)
+    parts = Path(f"{output_prefix}.parts-{made_from}")
     parts.mkdir(parents=True, exist_ok=True)
     try:
         _write_parts(files, parts, recipe, tokenizer, workers, progress)
-        manifests = join_parts(files, parts, Path(output_prefix), recipe, tokenizer)
+        manifests = join_parts(files, parts, Path(output_prefix), recipe, tokenizer, made_from)
     except BaseException:
         with contextlib.suppress(OSError):  # finished parts, which the same command will use, keep it
             parts.rmdir()
         raise
     shutil.rmtree(parts)
     return manifests
+
+
+def finished(
+    files: Sequence[SourceFile], output_prefix: str | Path, recipe: Recipe
+) -> dict[str, dict[str, Any]] | None:
+    """What `preprocess` returned when it wrote these outputs of the same files and settings; None where it has yet to.
+
+    Raises ValueError for token files under these names that were made from something else, or nobody knows from what.
+    """
+    made_from = _made_from(files, recipe, load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path))
+    again = begun = Path(
+        f"{output_prefix}.parts-{made_from}"
+    ).exists()  # a job that was stopped, perhaps while it joined
+    manifests = {}
+    for name in recipe.names():
+        prefix = f"{output_prefix}_{name}_document"
+        manifest = read_manifest(prefix)
+        if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
+            again = again or manifest is not None
+        elif manifest is not None and manifest.get("made_from") == made_from:
+            manifests[name] = manifest
+        elif manifest is not None or not begun:
+            raise ValueError(
+                f"{bin_path(prefix)} exists, made from other input, with other settings or elsewhere; name another "
+                "--output-prefix, or replace it with --overwrite"
+            )
+    return None if again else manifests or None
+
+
+def _made_from(files: Sequence[SourceFile], recipe: Recipe, tokenizer: Tokenizer) -> str:
+    made_from = {
+        "version": PREPROCESS_VERSION,
+        "recipe": {**asdict(recipe), "tokenizer_path": None},
+        "tokenizer": tokenizer.hash,
+        "files": [file.identity() for file in files],
+    }
+    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
 
 
 def _write_parts(

@@ -249,6 +249,12 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         self._set_special(self._model.token_to_id("[SEP]"))
 
 
+def check_sentencepiece_size(vocab_size: int) -> None:
+    """Raises ValueError for fewer pieces than a model that loses nothing has."""
+    if vocab_size < 264:
+        raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids come first; from 264 on")
+
+
 def train_sentencepiece(
     texts: Iterable[str], path: str | Path, *, vocab_size: int = 4096, model_type: str = "bpe", threads: int = 2
 ) -> None:
@@ -262,8 +268,7 @@ def train_sentencepiece(
     """
     import sentencepiece
 
-    if vocab_size < 264:
-        raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids come first; from 264 on")
+    check_sentencepiece_size(vocab_size)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as file:
@@ -324,7 +329,11 @@ def _file(path: str | Path, name_in_folder: str) -> Path:
     if path.is_dir():
         path = path / name_in_folder
     if not path.is_file():
-        raise FileNotFoundError(f"the tokenizer file {path} does not exist")
+        raise FileNotFoundError(
+            f"the tokenizer file {path} does not exist: name one that does (data.tokenizer.path, --vocab-file), or train one"
+            " with python -m tools.train_tokenizer; make data-pile-sample, data-c4-sample and data-text-sample write those of"
+            " the samples (docs/data.md)"
+        )
     return path
 
 

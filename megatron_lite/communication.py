@@ -49,7 +49,8 @@ class Workload:
     Attributes:
         parameters: of the whole model.
         layers: blocks; hidden: width.
-        state_elements: numbers of the recurrent state of one block and sample (heads x d_k x d_v); 0 for attention.
+        state_elements: numbers that a block hands on for a sample, its recurrent state (heads x d_k x d_v) and its decays; a
+            mean over the blocks, 0 for attention.
         sequence_length, micro_batch_size, global_batch_size: of the step.
         flops_per_token: training FLOPs, forward and backward.
         width: bytes of a number that is sent.
@@ -59,7 +60,7 @@ class Workload:
     parameters: int
     layers: int
     hidden: int
-    state_elements: int
+    state_elements: float
     sequence_length: int
     micro_batch_size: int
     global_batch_size: int

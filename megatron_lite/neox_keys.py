@@ -80,7 +80,10 @@ NEOX_KEYS: dict[str, Answer] = {
     "min_lr": _to("schedule.min_lr_ratio", note="min_lr / lr"),
     "lr_decay_style": _to("schedule.kind"),
     "lr_decay_iters": _to("schedule.decay_steps"),
-    "warmup": _to("schedule.warmup_fraction"),
+    "warmup": _to(
+        "schedule.warmup_fraction",
+        note="of schedule.train_steps; with lr_decay_iters, of those: then schedule.warmup_steps = warmup x lr_decay_iters",
+    ),
     "train_iters": _to("schedule.train_steps"),
     # data
     "data_path": _to("data.train", note="with data.validation beside it"),

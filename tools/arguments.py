@@ -12,8 +12,11 @@ import argparse
 import errno
 import functools
 import math
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 FAILED = 1
@@ -68,6 +71,21 @@ def command_line(command: str, description: str | None, epilog: str = "") -> arg
     return argparse.ArgumentParser(
         prog=command, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Before the work: ValueError naming the flag for an output file that cannot be written. Leaves nothing behind."""
+    folder = path.parent
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        # Rights do not tell: root has them all, and yet there is no writing to /proc or a read-only mount.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot be written ({error.strerror}: {folder}); name another file") from error
 
 
 def words(text: str) -> list[str]:

@@ -30,7 +30,8 @@ Generated from the schema by `python -m tools.config_reference`: edit there, not
 - A file may begin with `include: [model/metala_360m.yml, data/pile.yml]`: files that it is laid over, named relative to
   its own folder or to `configs/`.
 - Sections are merged key by key; a list replaces the list before it. `null` gives a key its default back.
-- `{EQUATION}`: give two of the three, the third follows. Data ranks are the number of processes.
+- `{EQUATION}`: give two of the three, the third follows.
+  Data ranks are processes / (parallel.tensor x parallel.pipeline x parallel.context).
 - Unknown keys are refused with the nearest names, GPT-NeoX keys with their name here.
 """
 
@@ -83,9 +84,25 @@ def project_reference() -> str:
 def _files(configs: Path) -> str:
     lines = ["| file | what |", "|---|---|"]
     for path in sorted(configs.rglob("*.yml"), key=lambda path: (len(path.parts), path)):
-        first = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
-        lines.append(f"| [{path.relative_to(configs)}]({path.relative_to(configs)}) | {_cell(first)} |")
+        what = _first_sentence(path.read_text(encoding="utf-8"))
+        lines.append(f"| [{path.relative_to(configs)}]({path.relative_to(configs)}) | {_cell(what)} |")
     return "\n".join(lines) + "\n"
+
+
+def _first_sentence(text: str) -> str:
+    """Of the comment that a file begins with: its first line, and the rest of the sentence where that goes on."""
+    first, *others = text.splitlines()
+    sentence = first.removeprefix("#").strip()
+    for line in others:
+        if (
+            sentence.endswith((".", ":")) or not line.startswith("# ") or line.startswith("#  ")
+        ):  # commands are indented
+            break
+        more, stop, _ = line.removeprefix("# ").partition(". ")
+        sentence += f" {more}{stop.strip()}"
+        if stop:
+            break
+    return sentence.removesuffix(":")
 
 
 def _table(rows: Iterable[tuple[tuple[str, ...], Key]]) -> str:

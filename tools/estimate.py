@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
+    from torch import Tensor
+
     from megatron_lite.communication import Workload
     from megatron_lite.config_schema import Config
     from megatron_lite.layout import Layout
@@ -73,14 +75,11 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
     from models.lm import count_parameters
 
     model, batch = config.model, config.batch
-    mixers = {model.mixer_of(index) for index in range(model.num_layers)}
-    # Every linear mixer of the project holds at most d^2 / heads numbers; softmax attention has no state to send.
-    state = 0 if mixers <= {"attention"} else model.hidden_size**2 // model.num_heads
     return Workload(
         parameters=count_parameters(model),
         layers=model.num_layers,
         hidden=model.hidden_size,
-        state_elements=state,
+        state_elements=state_elements(model),
         sequence_length=batch.sequence_length,
         micro_batch_size=batch.micro_batch_size,
         global_batch_size=batch.global_batch_size,
@@ -88,3 +87,47 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
         width=4 if dtype == "fp32" else 2,
         recompute=config.parallel.activation_checkpointing.mode == "full",
     )
+
+
+def state_elements(model: ModelConfig) -> float:
+    """Numbers that a block hands on for a sample where a sequence is split, states and their decays, as a mean over blocks.
+
+    The mixers say so themselves: one of each kind runs on "meta" as a stretch of a sequence, and what it gathers counts.
+    """
+    import torch
+
+    from models.mixers import MIXERS
+    from models.sequence_shards import sequence_shards
+    from tools.meta_kernels import kernels_of_cuda
+
+    found: dict[str, int] = {}
+    names = [model.mixer_of(index) for index in range(model.num_layers)]
+    with kernels_of_cuda(), torch.no_grad():
+        for index, name in enumerate(names):
+            if name in found:
+                continue
+            found[name] = 0
+            if getattr(MIXERS[name], "splits_sequence", False):
+                with torch.device("meta"):
+                    mixer = MIXERS[name](model, index, model.options_of(name))
+                mixer.to("meta", torch.bfloat16)  # and buffers that are made elsewhere
+                x = torch.zeros(1, 64, model.hidden_size, dtype=torch.bfloat16, device="meta")
+                counter = _Counter()
+                with sequence_shards(counter):
+                    mixer(x)
+                found[name] = counter.numbers
+    return sum(found[name] for name in names) / len(names)
+
+
+class _Counter:
+    """Sequence shards that count the float32 numbers gathered; a convolution's few tokens are of 16 bits and left out."""
+
+    index, count = 1, 2
+
+    def __init__(self) -> None:
+        self.numbers = 0
+
+    def gather(self, x: Tensor) -> Tensor:
+        if x.itemsize > 2 and x.is_floating_point():
+            self.numbers += x.numel()
+        return x.new_zeros(self.count, *x.shape)

@@ -135,7 +135,7 @@ class Session:
             for seed in range(self.seeds):
                 kept = self.output / name if seed == 0 and name in starts.values() else None
                 self._once(name, seed, weights, start, keep=kept)
-        text = table(self.results["runs"], names, self.hold_out)
+        text = table(self.results["runs"], starts, self.hold_out)
         write_whole(self.output / "glue.md", text)
         return text
 
@@ -279,13 +279,17 @@ def finetune(
     return metrics
 
 
-def table(runs: Mapping[str, Mapping[str, Mapping[str, float]]], names: Sequence[str], hold_out: float | None) -> str:
-    """Markdown: mean and sample standard deviation of every metric in percent, and the mean over tasks of their means."""
+def table(
+    runs: Mapping[str, Mapping[str, Mapping[str, float]]], starts: Mapping[str, str | None], hold_out: float | None
+) -> str:
+    """Markdown: mean and sample standard deviation of every metric in percent, and the mean over tasks of their means.
+
+    starts: task -> the task whose weights it starts from, of the runs to show: the folder may hold others.
+    """
     rows = ["| task | starts from | metric | mean | spread | seeds |", "|---|---|---|---:|---:|---:|"]
     means = []
-    for name in names:
-        starts = dict.fromkeys(key.partition("/")[0] for key in runs[name])
-        chosen = next((start for start in starts if start != "pretrained"), "pretrained")
+    for name, start in starts.items():
+        chosen = start or "pretrained"
         results = [values for key, values in runs[name].items() if key.startswith(f"{chosen}/")]
         columns = {metric: [100 * result[metric] for result in results] for metric in results[0]}
         for metric, values in columns.items():

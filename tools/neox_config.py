@@ -27,7 +27,6 @@ SAME = (
         "gradient_clipping",
         "weight_decay",
         "lr_decay_iters",
-        "warmup",
     ),
     *("train_iters", "seed", "save", "checkpoint_factor", "keep_last_n_checkpoints", "log_interval", "eval_interval"),
     *("eval_iters", "use_wandb", "wandb_project", "wandb_team", "eod_mask_loss", "reset_attention_mask", "vocab_file"),
@@ -197,6 +196,10 @@ def _optimizer(value: Mapping[str, Any], given: dict[str, Any], out: Translation
         out.ignored[f"optimizer.params.{key}"] = "no counterpart here"
     if "weight_decay" in parameters:
         out.set("optimizer.weight_decay", parameters["weight_decay"])
+    out.set("optimizer.no_weight_decay", ["norm", "bias", "decay"])
+    out.assumed.append(
+        "optimizer.no_weight_decay = [norm, bias, decay]: embeddings decay in GPT-NeoX; decay is of mixers that it does not have"
+    )
     out.set("schedule.min_lr_ratio", round(float(given["min_lr"]) / out.tree["optimizer"]["lr"], 12))
 
 
@@ -204,6 +207,23 @@ def _decay_style(value: str, given: dict[str, Any], out: Translation) -> None:
     if value not in ("constant", "linear", "cosine"):
         raise ValueError(f"lr-decay-style = {value!r}: constant, linear and cosine have a counterpart here")
     out.set("schedule.kind", value)
+    course = {
+        "linear": "max(peak (1 - (n - w) / end), min_lr)",
+        "cosine": "max(peak / 2 (1 + cos(pi (n - w) / end)), min_lr)",
+    }.get(value)
+    if course is not None:
+        out.assumed.append(
+            f"schedule.kind = {value}: falls from the end of the warmup, w, to min_lr at decay_steps, end; GPT-NeoX's rate of "
+            f"step n is {course}"
+        )
+
+
+def _warmup(value: float, given: dict[str, Any], out: Translation) -> None:
+    decay = out.tree.get("schedule", {}).get("decay_steps")
+    if decay is None:
+        out.set("schedule.warmup_fraction", value)
+    else:  # the share is of these there, and of train_steps here
+        out.set("schedule.warmup_steps", round(float(value) * decay))
 
 
 def _zero(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
@@ -278,6 +298,7 @@ _CONVERT: dict[str, Callable[[Any, dict[str, Any], Translation], None]] = {
     "output_layer_init_method": _init("model.output_init_method"),
     "optimizer": _optimizer,
     "lr_decay_style": _decay_style,
+    "warmup": _warmup,
     "zero_optimization": _zero,
     "pipe_parallel_size": _ranks("parallel.pipeline"),
     "model_parallel_size": _ranks("parallel.tensor"),

@@ -9,11 +9,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from data.corpora import source_files
 from data.encode import Recipe
-from data.preprocess import preprocess
+from data.preprocess import finished, preprocess
 from data.readers import SOURCE_KEY
 from tools.arguments import command, command_line, from_zero, positive, share
 
@@ -44,7 +45,8 @@ A config names the path without extension: data.train=PREFIX_text_document. Look
 python -m tools.inspect_data PREFIX_text_document.
 
 A job that was killed goes on where it was when the same command is given again: what is finished, in parts of about
-256 MiB of text, is not tokenised again. The output is the same bytes for any number of workers.
+256 MiB of text, is not tokenised again; of a job that is complete it says so. Outputs of other input or settings are
+replaced with --overwrite only. The output is the same bytes for any number of workers.
 """
 
 
@@ -65,24 +67,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source_key=options.source_key,
     )
     files = source_files([part for entry in options.input for part in entry.split(",")])
+    if not options.overwrite and (manifests := finished(files, options.output_prefix, recipe)):
+        _say(options.output_prefix, manifests)
+        print("complete: written before from this input with these settings (--overwrite writes it again)")
+        return 0
     start = time.perf_counter()
     manifests = preprocess(
         files, options.output_prefix, recipe, workers=options.workers, progress=not options.no_progress
     )
     seconds = time.perf_counter() - start
-    for name, manifest in manifests.items():
-        print(
-            f"{options.output_prefix}_{name}_document: {manifest['documents']:,} documents,"
-            f" {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:.3f} bytes a token"
-        )
-    skipped = next(iter(manifests.values()))["skipped"]
-    if skipped:
-        print("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in skipped.items()))
+    _say(options.output_prefix, manifests)
     tokens = sum(manifest["tokens"] for manifest in manifests.values())
-    vocab = next(iter(manifests.values()))["padded_vocab_size"]
-    print(f"rows of a model for this tokenizer: model.vocab_size={vocab}")
     print(f"{seconds:.1f} seconds, {tokens / seconds / 1e6:.2f} million tokens/s")
     return 0
+
+
+def _say(prefix: str, manifests: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, manifest in manifests.items():
+        print(
+            f"{prefix}_{name}_document: {manifest['documents']:,} documents,"
+            f" {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:.3f} bytes a token"
+        )
+    first = next(iter(manifests.values()))
+    if first["skipped"]:
+        print("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in first["skipped"].items()))
+    print(f"rows of a model for this tokenizer: model.vocab_size={first['padded_vocab_size']}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,6 +145,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--output-prefix", required=True, metavar="PREFIX", help="start of the names of all outputs")
     add("--split", metavar="A,B[,C]", help="shares of train,validation,test by hash of the text; without it one output")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace outputs that were made from something else, or make them again",
+    )
     add = parser.add_argument_group("runtime").add_argument
     add(
         "--workers",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import sys
 import time
@@ -10,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.corpora import source_files
+from data.files import read_json, write_whole
 from data.readers import read_documents
 from data.split import TextSample, split_position
-from data.tokenizer import load_tokenizer, train_sentencepiece
+from data.tokenizer import check_sentencepiece_size, load_tokenizer, train_sentencepiece
 from tools.arguments import command, command_line, positive
 
 EXAMPLES = """example:
@@ -28,10 +31,26 @@ bpe trains in seconds; unigram takes some twenty times as long and compresses so
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    check_sentencepiece_size(options.vocab_size)
+    files = source_files(options.input)
+    made_from = {key: getattr(options, key) for key in ("vocab_size", "model_type", "sample_characters", "jsonl_key")}
+    made_from["files"] = hashlib.sha256(json.dumps([file.identity() for file in files]).encode()).hexdigest()[:16]
+    record = Path(f"{options.output}.json")
+    if options.output.exists() and not options.overwrite:
+        before = read_json(record, "remove it", *made_from, "hash") if record.is_file() else {}
+        if before != {**made_from, "hash": load_tokenizer("sentencepiece", options.output).hash}:
+            raise ValueError(
+                f"{options.output} exists, made from other input, with other settings or elsewhere; name another --output, or "
+                "replace it with --overwrite"
+            )
+        print(
+            f"{options.output} is complete: trained before on this input with these settings (--overwrite trains again)"
+        )
+        return 0
     start = time.perf_counter()
     held_out: list[str] = []
     sample = TextSample(options.sample_characters)
-    for document in read_documents(source_files(options.input), options.jsonl_key):
+    for document in read_documents(files, options.jsonl_key):
         position = split_position(document)
         if position < 0.01 and sum(map(len, held_out)) < 2_000_000:
             held_out.append(document.text)
@@ -45,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts, options.output, vocab_size=options.vocab_size, model_type=options.model_type, threads=options.workers
     )
     tokenizer = load_tokenizer("sentencepiece", options.output)
+    write_whole(record, json.dumps({**made_from, "hash": tokenizer.hash}, indent=2) + "\n")
     measured, what = (held_out, "held-out documents") if held_out else (texts[:100], "the training text")
     tokens = sum(len(ids) for ids in tokenizer.encode_batch(measured, options.workers))
     size = sum(len(text.encode()) for text in measured)
@@ -58,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs, or stdlib")
     add("--jsonl-key", default="text", metavar="KEY", help="key of the text in JSON lines (text)")
-    add("--output", type=Path, required=True, metavar="FILE", help="the model to write")
+    add("--output", type=Path, required=True, metavar="FILE", help="the model to write, and FILE.json: what from")
+    add("--overwrite", action="store_true", help="replace a FILE that was made from something else, or train it again")
     add("--vocab-size", type=positive, default=4096, metavar="N", help="pieces, the 256 bytes included (4096)")
     add("--model-type", choices=["bpe", "unigram"], default="bpe", help="(bpe)")
     add(

@@ -187,3 +187,17 @@ def test_the_commands_that_make_token_files_make_the_named_ones(name: str) -> No
         assert (options.tokenizer_type, options.vocab_file) == (data.tokenizer.type, data.tokenizer.path)
         prefixes.append(f"{options.output_prefix}_text_document")
     assert prefixes == [data.train, data.validation]
+
+
+def test_the_page_on_data_makes_the_files_that_the_pile_names() -> None:
+    text = (CONFIGS.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    data = load(
+        CONFIGS / "default.yml",
+        CONFIGS / "metala_360m.yml",
+        CONFIGS / "data" / "pile.yml",
+        overrides=("data.corpus=null",),
+    ).data
+    commands = re.findall(r"^    python -m tools\.preprocess_data ((?:.*\\\n *)*.*)", text, re.MULTILINE)
+    read = [_parser().parse_args(shlex.split(command.replace("\\\n", " "))) for command in commands]
+    assert [f"{options.output_prefix}_text_document" for options in read] == [data.train, data.validation]
+    assert {options.vocab_file for options in read} == {data.tokenizer.path}

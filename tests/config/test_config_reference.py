@@ -61,6 +61,20 @@ def test_rows_tell_type_default_and_meaning() -> None:
         assert f"\n{row}" in text
 
 
+def test_a_file_is_told_by_its_first_sentence(tmp_path: Path) -> None:
+    for name, text in {
+        "long": "# Two lines of one\n# sentence. And another.\nrun: {}\n",
+        "short": "# One line.\n# Another.\nrun: {}\n",
+        "command": "# A recipe (D.5):\n#   python train.py\n",
+        "bare": "# No end\nrun: {}\n",
+    }.items():
+        (tmp_path / f"{name}.yml").write_text(text)
+    text = tool.config_reference(StandIn, {}, tmp_path)
+    for name, what in (("long", "Two lines of one sentence."), ("short", "One line."), ("command", "A recipe (D.5)")):
+        assert f"| [{name}.yml]({name}.yml) | {what} |\n" in text
+    assert "| [bare.yml](bare.yml) | No end |\n" in text
+
+
 def test_a_stale_reference_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "CONFIGS", tmp_path)
     assert tool.main(["--check"]) == 1

@@ -36,5 +36,7 @@ def test_a_tokenizer_that_is_not_there(capsys):
     words = ["model.vocab_size=null", "data.tokenizer={type: hf, path: nowhere.json}"]
     assert train.main(words) == 2
     assert "model.vocab_size is missing, and its tokenizer cannot be read" in capsys.readouterr().err
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.json does not exist"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere\.json does not exist: .*tools\.train_tokenizer; make data-pile-sample"
+    ):
         vocabulary_override(DEFAULT, words)

@@ -84,3 +84,26 @@ def test_a_tokenizer_is_trained_and_measured(tmp_path, capsys):
     assert tokenizer.decode(tokenizer.encode("  def\t\n")) == "  def\t\n"
     assert train_tokenizer.main(["--input", str(tmp_path / "no"), "--output", str(output)]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_trained_tokenizer_is_not_replaced_unasked(tmp_path, capsys, monkeypatch):
+    output = tmp_path / "t.model"
+
+    def run(*more: str) -> int:
+        return train_tokenizer.main(["--input", "stdlib/json", "--output", str(output), "--vocab-size", "400", *more])
+
+    assert run() == 0
+    written = output.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(train_tokenizer, "read_documents", None)
+        assert run() == 0
+        assert "t.model is complete" in capsys.readouterr().out
+        assert run("--vocab-size", "410") == 2
+        assert "t.model exists, made from other input" in capsys.readouterr().err
+        assert run("--vocab-size", "10") == 2
+        assert "vocab_size 10 is too small" in capsys.readouterr().err
+        output.with_name("t.model.json").unlink()
+        assert run() == 2
+    assert output.read_bytes() == written
+    assert run("--vocab-size", "410", "--overwrite") == 0
+    assert load_tokenizer("sentencepiece", output).vocab_size == 410

@@ -217,6 +217,10 @@ def test_a_missing_file_names_what_is_there(tmp_path):
         FileNotFoundError, match=r"corpus_text_documents\.idx does not exist\. Beside it: .*t_document "
     ):
         IndexedTokens(tmp_path / "corpus_text_documents")
+    with pytest.raises(
+        FileNotFoundError, match=r"python -m tools\.preprocess_data; .*make data-pile-sample.*docs/data\.md"
+    ):
+        IndexedTokens(tmp_path / "nowhere" / "corpus")
     with pytest.raises(FileNotFoundError, match=r"without extension: .*corpus_text_document$"):
         IndexedTokens(bin_path(prefix))
     bin_path(prefix).unlink()

@@ -91,6 +91,49 @@ def test_what_is_written(corpus, tmp_path, inline):
     assert IndexedTokens(tmp_path / "out_text_document")[0][-1] != 256
 
 
+def test_finished_outputs_are_not_replaced_unasked(corpus, tmp_path, inline, capsys):
+    def run(*more: str) -> int:
+        words = ["--input", str(corpus), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
+        return main([*words, "--workers", "1", "--no-progress", *more])
+
+    assert run() == 0
+    written = outputs(tmp_path / "out")
+    said = capsys.readouterr().out
+    Inline.done.clear()
+    assert run() == 0
+    again = capsys.readouterr().out
+    assert "complete: written before from this input with these settings" in again
+    assert said.splitlines()[:2] == again.splitlines()[:2]
+    assert not Inline.done
+    for more in (["--append-eod"], ["--input", str(corpus / "d.jsonl")]):
+        assert run(*more) == 2
+        said = capsys.readouterr().err
+        assert "out_text_document.bin exists, made from other input, with other settings or elsewhere" in said
+        assert "--overwrite" in said
+        assert outputs(tmp_path / "out") == written
+    assert run("--append-eod", "--overwrite") == 0
+    assert outputs(tmp_path / "out") != written
+    # Files without a manifest are another project's; those whose tokens are gone are made again.
+    (tmp_path / "out_text_document.json").unlink()
+    assert run() == 2
+    assert run("--overwrite") == 0
+    assert outputs(tmp_path / "out") == written
+    (tmp_path / "out_text_document.bin").unlink()
+    assert run() == 0
+    assert outputs(tmp_path / "out") == written
+
+
+def test_a_job_that_was_stopped_while_it_joined_goes_on(corpus, tmp_path, inline, monkeypatch):
+    words = ["--input", str(corpus), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
+    words += ["--workers", "1", "--no-progress", "--jsonl-keys", "text", "title"]
+    with monkeypatch.context() as patch:
+        patch.setattr("data.parts.write_manifest", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+        assert main(words) == 2
+    assert (tmp_path / "out_text_document.bin").exists()
+    assert main(words) == 0
+    assert read_manifest(tmp_path / "out_title_document")
+
+
 def test_repeats_are_dropped_across_files(corpus, tmp_path, inline):
     recipe = Recipe("bytes", keys=("text", "title"), deduplicate=True)
     manifests = preprocess(source_files(corpus), tmp_path / "out", recipe, progress=False)

@@ -113,6 +113,12 @@ def test_tasks_one_after_another(masked_run: Path, data: Path, tmp_path: Path, c
     assert "is of another recipe" in capsys.readouterr().err
 
 
+def test_the_table_shows_the_start_that_was_asked() -> None:
+    runs = {"rte": {"mnli/0": {"accuracy": 0.9}, "pretrained/0": {"accuracy": 0.6}, "pretrained/1": {"accuracy": 0.5}}}
+    assert "| rte | pretrained | accuracy | 55.00 | 7.07 | 2 |" in finetune_glue.table(runs, {"rte": None}, None)
+    assert "| rte | mnli | accuracy | 90.00 | - | 1 |" in finetune_glue.table(runs, {"rte": "mnli"}, None)
+
+
 def test_a_trial_holds_rows_out(masked_run: Path, data: Path, tmp_path: Path, capsys) -> None:
     arguments = [str(masked_run), "--tasks", "rte", "--data", str(data), "--output", str(tmp_path / "out")]
     arguments += ["--seeds", "1", "--hold-out", "0.5", "--start", "pretrained", "tasks.rte.epochs=1"]

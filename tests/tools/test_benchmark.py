@@ -11,6 +11,7 @@ import torch
 from tests.tools.conftest import refusal
 from tools.benchmark import measure
 from tools.benchmark.__main__ import main
+from tools.benchmark.report import plot_lines
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
@@ -54,6 +55,22 @@ def test_masked_models_are_timed_beside_bert(tmp_path: Path, capsys: pytest.Capt
         assert 6.5 < float(row["loss"]) < 9  # ln 2048 = 7.6 nats
     assert (tmp_path / "masked.png").stat().st_size > 5_000
     assert "--shapes 128: LENGTHxBATCH" in refusal(["masked", "--output", str(tmp_path), "--shapes", "128"], capsys)
+
+
+def test_points_of_several_batches_stand_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda _: None)
+    shapes = [(128, 128), (2048, 8), (128, 8)]
+    rows = [{"method": "bert", "length": length, "batch": batch, "ms": batch} for length, batch in shapes]
+    plot_lines(tmp_path / "batches.png", rows, {"ms": "ms"}, "", batches=True)
+    (axis,) = plt.gcf().axes
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["128x8", "128x128", "2048x8"]
+    (line,) = axis.lines
+    assert line.get_linestyle() == "None"
+    assert {(int(x), int(y)) for x, y in zip(*line.get_data(), strict=True)} == {(1, 128), (2, 8), (0, 8)}
+    monkeypatch.undo()
+    plt.close("all")
 
 
 def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from data.indexed import IndexedTokens
+from data.indexed import IndexedTokens, IndexedWriter
 from tests.masked.conftest import masked_run
 from tools.length.__main__ import main, measure_run
 from tools.load_model import load_model
@@ -61,6 +61,24 @@ def test_defaults_are_multiples_as_far_as_the_text_goes(trained_run: Path) -> No
     size = IndexedTokens(validation_text(loaded).prefix).num_tokens
     assert [row["length"] for row in result["by_length"]] == [n for n in (16, 32, 64, 128, 256, 512, 1024) if n <= size]
     assert result["by_length"][0]["tokens"] == result["by_length"][-1]["length"]
+
+
+def test_masked_models_read_whole_stretches_of_text_only(masked_run: Path, tmp_path: Path) -> None:
+    """What fills up the last stretch is never masked, so that beyond the text the greatest lengths would look easy."""
+    loaded = load_model(masked_run, device="cpu")
+    size = IndexedTokens(validation_text(loaded).prefix).num_tokens
+    assert 1024 < size < 2048
+    rows = measure_run(loaded)
+    assert [row["length"] for row in rows] == [128, 256, 512, 1024]
+    masked = int(rows[0]["tokens"])
+    # Of 1024 tokens, not of all: the rate is 0.15.
+    assert masked == int(rows[-1]["tokens"]) < 1024 * 0.15 * 1.1
+    with pytest.raises(ValueError, match=f"has {size:,} tokens, too few for pieces of 2,048"):
+        measure_run(loaded, [128, 2048])
+    with IndexedWriter(tmp_path / "short", np.uint16) as writer:
+        writer.add_document(np.arange(100, dtype=np.uint16))
+    with pytest.raises(ValueError, match="has 100 tokens, too few for pieces of 128"):
+        measure_run(loaded, data=str(tmp_path / "short"))
 
 
 def test_several_models_and_what_cannot_be_measured(

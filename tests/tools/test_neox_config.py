@@ -126,6 +126,24 @@ def test_what_is_left_out_is_as_in_gpt_neox(tmp_path: Path, capsys: pytest.Captu
     assert "orthogonal is not here" in capsys.readouterr().err
 
 
+def test_warmup_is_a_share_of_the_decay_and_embeddings_decay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = "train_iters: 1000\nlr_decay_iters: 400\nwarmup: 0.1\nlr_decay_style: cosine\nmin_lr: 0.0001\n"
+    config = converted(tmp_path, SMALL.replace("train_iters: 10\n", more))
+    assert (config.schedule.warmup_steps, config.schedule.decay_steps, config.schedule.train_steps) == (40, 400, 1000)
+    assert config.optimizer.no_weight_decay == ("norm", "bias", "decay")
+    said = capsys.readouterr().err.split("assumed:")[1].split("ignored:")[0]
+    assert "optimizer.no_weight_decay = [norm, bias, decay]: embeddings decay in GPT-NeoX" in said
+    assert "max(peak / 2 (1 + cos(pi (n - w) / end)), min_lr)" in said
+    assert (
+        converted(
+            tmp_path, SMALL.replace("train_iters: 10\n", more.replace("lr_decay_iters: 400\n", ""))
+        ).schedule.warmup_steps
+        == 100
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from megatron_lite.grid import init_grid
 from megatron_lite.layout import Layout
 from megatron_lite.memory import GIB, Allocations, LayerCost, Setting, step_bytes
 from models.config import ModelConfig
+from models.mixers import MIXERS
 from tests.cli.conftest import ROOT, environment
 from tools import measure_memory, plan, simulate_scaling
 from tools.build_engine import build_engine
+from tools.estimate import layer_flops, read_config, state_elements, workload
 from tools.measure_links import read_links
 from tools.meta_kernels import unlaunched
 from tools.meta_layers import layer_costs
@@ -254,6 +257,48 @@ def test_what_is_sent():
     # States, not tokens: the same bytes for a sequence of any length.
     sent = volumes(work(), Layout(context=4), 4)["context"]
     assert sent == volumes(work(sequence_length=1 << 17), Layout(context=4), 4)["context"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in MIXERS), ("linear_attention", {"feature_map": "taylor"})]
+)
+def test_what_a_stretch_hands_on_is_the_state_of_its_mixer(name: str, options: dict[str, str]):
+    model = ModelConfig(
+        vocab_size=64, num_layers=2, hidden_size=256, num_heads=4, mixers=(name, "attention"),
+        mixer_options={name: options} if options else {},
+    )  # fmt: skip
+    found = state_elements(model)
+    if name == "attention":
+        assert found == 0
+    elif not model.two_sided_mixers():
+        mixer = MIXERS[name](model, 0, model.options_of(name))
+        with torch.no_grad():
+            _, state = mixer(torch.zeros(1, 8, 256), return_state=True)
+        held = state["recurrent"].numel()
+        # Attention beside it halves the mean. Channel by channel, decays are as many as states.
+        scanned = name in ("hgrn", "mamba", "qlstm", "rg_lru", "rwkv4", "s5")
+        assert held <= 2 * found <= (2 if scanned else 1.12) * held
+    else:
+        assert 2 * found == 2 * 4 * (32 * 64 + 32)  # MetaLA's, to both sides
+
+
+def test_the_page_shows_what_is_sent():
+    config = read_config(["configs/metala_1.4b.yml"], 8)
+    work = workload(config, layer_flops(config), "bf16")
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    shown = {
+        "data, ZeRO 1": (work, Layout(), "data"),
+        "data, ZeRO 2": (replace(work, zero_stage=2), Layout(), "data"),
+        "data, ZeRO 3": (replace(work, zero_stage=3), Layout(), "data"),
+        "tensor 8": (work, Layout(tensor=8), "tensor"),
+        "pipeline 4": (work, Layout(pipeline=4), "pipeline"),
+        "context 4": (work, Layout(context=4), "context"),
+    }
+    for name, (here, layout, kind) in shown.items():
+        gib = volumes(here, layout, 8)[kind] / GIB
+        assert re.search(rf"^\| {name} \|.*\| ([\d,.]+) GiB \|$", page, re.MULTILINE)[1] == (
+            f"{gib:.1f}" if gib < 8 else f"{gib:,.0f}"
+        )
 
 
 def test_how_long_a_step_takes():

@@ -41,6 +41,15 @@ CASES = [
     ("tools.length.__main__", "RUN MASKED", WEIGHTS, "one picture holds one kind"),
     ("tools.length.__main__", "RUN --lengths 7", WEIGHTS, "--lengths 7: does not divide the longest"),
     ("tools.length.__main__", "RUN --data NONE", WEIGHTS, r"nothing\.idx does not exist"),
+    (
+        "tools.length.__main__",
+        "RUN -o /proc/l.png",
+        WEIGHTS,
+        r"--out /proc/l\.png: cannot be written \(.*: /proc\); name",
+    ),
+    ("tools.length.__main__", "RUN -o FILE/l.png", WEIGHTS, r"--out .*: cannot be written \(Not a directory: .*file\)"),
+    ("tools.length.__main__", "RUN -o EMPTY", WEIGHTS, r"--out .*empty: cannot be written \(Is a directory"),
+    ("tools.inspect_data", "NONE --histogram /proc/l.png", "data.indexed.IndexedTokens", "--histogram /proc/l"),
     ("tools.convert_hf", "export RUN OUT --text NONE", "tools.conversion.export.export", "nothing: No such file"),
     ("tools.convert_hf", "import EXPORT OUT --text NONE", "tools.conversion.importing.import_folder", "No such file"),
     (

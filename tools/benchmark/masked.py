@@ -67,7 +67,7 @@ def run(
     panels = {"time / bert": "step time over BERT's", "ms a step": "ms a step"}
     if rows[0]["peak GiB"] is not None:
         panels["peak GiB"] = "peak GiB"
-    plot_lines(output / "masked.png", rows, panels, f"{title}, {machine()}")
+    plot_lines(output / "masked.png", rows, panels, f"{title}, {machine()}", batches=True)
 
 
 def _measure(name: str, size: str, length: int, batch: int, steps: int, overrides: Sequence[str]) -> Timing:

@@ -41,12 +41,20 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot_lines(
-    path: Path, rows: Sequence[Mapping[str, Any]], panels: Mapping[str, str], title: str, *, linear: bool = False
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    panels: Mapping[str, str],
+    title: str,
+    *,
+    linear: bool = False,
+    batches: bool = False,
 ) -> None:
     """One panel for each column in `panels` (its words: the axis) against length, one line a method; None is left out.
 
-    linear: the columns from 0, not by their logarithm.
+    linear: the columns from 0, not by their logarithm. batches: rows differ in "batch" too, so that points stand at
+    LENGTHxBATCH and no line joins them.
     """
+    shapes = sorted({(row["length"], row["batch"]) for row in rows}) if batches else []
     plt = _pyplot()
     figure, grid = plt.subplots(
         1, len(panels), figsize=(5.5 * len(panels), 4.2), constrained_layout=True, squeeze=False
@@ -55,20 +63,26 @@ def plot_lines(
     for method in dict.fromkeys(row["method"] for row in rows):
         for axis, column in zip(axes, panels, strict=True):
             points = [
-                (row["length"], row[column]) for row in rows if row["method"] == method and row[column] is not None
+                (shapes.index((row["length"], row["batch"])) if batches else row["length"], row[column])
+                for row in rows
+                if row["method"] == method and row[column] is not None
             ]
             if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=method)
+                axis.plot(*zip(*points, strict=True), marker="o", linestyle="none" if batches else "-", label=method)
     for axis, words in zip(axes, panels.values(), strict=True):
-        axis.set_xscale("log", base=2)
         if linear:
             axis.set_ylim(0, 1.08 * axis.dataLim.ymax)
             axis.yaxis.set_major_formatter("{x:,.0f}")
         else:
             axis.set_yscale("log", base=2)
         axis.set_ylabel(words)
-        axis.set_xlabel("length")
-        axis.set_xticks(lengths := sorted({row["length"] for row in rows}), [str(length) for length in lengths])
+        if batches:
+            axis.set_xlabel("length x batch")
+            axis.set_xticks(range(len(shapes)), [f"{length}x{batch}" for length, batch in shapes])
+        else:
+            axis.set_xscale("log", base=2)
+            axis.set_xlabel("length")
+            axis.set_xticks(lengths := sorted({row["length"] for row in rows}), [str(length) for length in lengths])
         axis.grid(True, which="major", alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.suptitle(title, fontsize=10)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import write_whole
-from tools.arguments import command, command_line, positive
+from tools.arguments import check_writable, command, command_line, positive
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="auto", help="fp32, bf16 ... (default: bf16 on a GPU)")
     parser.add_argument("-o", "--out", type=Path, help="the plot; default: length.png in the first run's folder")
     options = parser.parse_args(arguments)
+    if options.out:
+        check_writable(options.out, "--out")
     results, masked = measure(options.runs, options)
     from tools.length.causal import loss_table
     from tools.length.masked import accuracy_table
@@ -94,23 +96,24 @@ def measure_run(
     """
     from data.indexed import IndexedTokens
     from tools.length.causal import loss_over_length, pieces_read
-    from tools.length.masked import masked_accuracy, readings
+    from tools.length.masked import masked_accuracy
     from tools.perplexity import validation_text
 
     masked = bool(loaded.model.config.two_sided_mixers())
     prefix = data or str(validation_text(loaded).prefix)
     size, trained = IndexedTokens(prefix).num_tokens, int(loaded.config["batch"]["sequence_length"])
     lengths = _lengths(loaded.run, loaded.model.config, loaded.config, asked)
+    least = lengths[0] if masked else trained
+    lengths = [length for length in lengths if length <= size] if not asked else lengths
+    if not lengths or max(lengths) > size or (not masked and trained not in lengths):
+        raise ValueError(f"{prefix} has {size:,} tokens, too few for pieces of {max(lengths or [least]):,}")
     if masked:
         longest, results = max(lengths), []
-        with _bar(loaded, len(lengths) * readings(size, longest, tokens)) as progress:
+        with _bar(loaded, len(lengths) * pieces_read(size, longest, tokens)) as progress:
             for length in lengths:
                 row = masked_accuracy(loaded, prefix, length, longest=longest, tokens=tokens, progress=progress)
                 results.append({**row, "trained_at": trained})
         return results
-    lengths = [length for length in lengths if length <= size] if not asked else lengths
-    if not lengths or max(lengths) > size or trained not in lengths:
-        raise ValueError(f"{prefix} has {size:,} tokens, too few for pieces of {max(lengths or [trained]):,}")
     with _bar(loaded, len(lengths) * pieces_read(size, max(lengths), tokens)) as progress:
         found = loss_over_length(loaded, prefix, lengths, tokens=tokens, progress=progress)
     return {"by_length": found.by_length(), "by_position": found.by_position()}

@@ -10,6 +10,7 @@ import torch
 
 from data.masked import MaskedDataset
 from data.masking import masking_of
+from tools.length.causal import pieces_read
 from tools.load_model import LoadedModel
 
 
@@ -19,7 +20,8 @@ def masked_accuracy(
 ) -> dict[str, float]:
     """Accuracy, loss, and the number of tokens asked for, with rows of one length.
 
-    prefix: of a token file, read in stretches of `longest`, a multiple of `length`. progress: called after each stretch.
+    prefix: of a token file, read in whole stretches of `longest`, a multiple of `length`: the last one of the file may be
+    filled up, with tokens that nothing masks. progress: called after each stretch.
     """
     masking = masking_of(loaded.tokenizer, loaded.config["data"]["masked"]["validation_rate"])
     rows = MaskedDataset(
@@ -27,7 +29,7 @@ def masked_accuracy(
     )
     nll = weight = 0.0
     right = torch.zeros((), dtype=torch.float64, device=loaded.device)
-    for number in range(min(len(rows), -(-tokens // longest))):
+    for number in range(pieces_read(rows.num_tokens, longest, tokens)):
         row = rows[number]
         batch = {key: row[key].view(-1, length).to(loaded.device) for key in ("tokens", "labels", "loss_weight")}
         hidden = batch["tokens"]
@@ -39,11 +41,6 @@ def masked_accuracy(
         progress()
     accuracy = right.item() / weight if weight else math.nan
     return {"length": length, "accuracy": accuracy, "loss": nll / max(weight, 1.0), "tokens": weight}
-
-
-def readings(tokens_in_file: int, longest: int, tokens: int) -> int:
-    """Stretches that `masked_accuracy` reads."""
-    return min(-(-tokens_in_file // longest), -(-tokens // longest))
 
 
 def accuracy_table(results: dict[str, list[dict[str, float]]], lengths: Sequence[int]) -> str:
