@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tools.evaluation.compare import SWAPS, compare, comparison_rows, difference
+from tools.evaluation.harness import documents, metric_value
+from tools.evaluation.report import metrics_of
 
 
 def results(documents: dict, title: str = "model") -> dict:
@@ -103,3 +105,28 @@ def test_holm_corrects_for_the_number_of_comparisons():
 def test_nothing_in_common_is_said():
     with pytest.raises(ValueError, match="share no task and document"):
         compare(results({"piqa": {"acc": entry([1.0])}}), results({"copa": {"acc": entry([1.0])}}))
+
+
+def sample(number: int, name: str = "none", **metrics) -> dict:
+    """As the harness logs a document under a filter."""
+    return {"doc_id": number, "doc_hash": f"{number:012d}", "filter": name, "metrics": [*metrics], **metrics}
+
+
+def test_the_filters_of_a_task_are_metrics_of_their_own():
+    # A model whose answers are all right and none in the format: gsm8k has both metrics under one name.
+    shares = {"strict-match": 0.0, "flexible-extract": 1.0}
+    logged = [sample(i, name, exact_match=value) for name, value in shares.items() for i in range(24)]
+    both = results({"gsm8k": documents("gsm8k", logged)})
+    assert [(d.metric, d.documents, d.first, d.second, d.p) for d in compare(both, both)] == [
+        (f"exact_match,{name}", 24, value, value, 1.0) for name, value in shares.items()
+    ]
+    entry = {"alias": "gsm8k"}
+    for name, value in shares.items():
+        entry |= {f"exact_match,{name}": value, f"exact_match_stderr,{name}": 0.01 + value}
+    found = {"results": {"gsm8k": entry, "piqa": {"acc,none": 0.5, "acc_stderr,none": 0.1}}}
+    assert metrics_of(found, "gsm8k") == [f"exact_match,{name}" for name in shares]
+    assert metrics_of(found, "piqa") == ["acc"]
+    assert metric_value(found, "gsm8k", "exact_match,flexible-extract") == (1.0, 1.01)
+    assert metric_value(found, "gsm8k", "exact_match") == (0.0, 0.01), "a column without a filter takes the first"
+    assert metric_value(found, "piqa", "acc") == (0.5, 0.1)
+    assert metric_value(found, "piqa", "exact") is None

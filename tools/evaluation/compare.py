@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tools.evaluation.report import is_raw
+
 SWAPS = 10_000
 Values = NDArray[np.float64]
 
@@ -71,11 +73,11 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Differe
 
 
 def difference(task: str, metric: str, first: Values, second: Values) -> Difference:
-    """first, second: [documents] numbers, or [documents, 2] pairs (said, true) for F1."""
+    """metric: as `harness.metric_name`. first, second: [documents] numbers, or [documents, 2] pairs (said, true) for F1."""
     statistic = _statistic(task, metric)
     values = (float(statistic(first[None])[0]), float(statistic(second[None])[0]))
     stderr = None
-    if first.ndim == 1 and metric != "perplexity":
+    if first.ndim == 1 and not is_raw(metric):
         delta = second - first
         stderr = float(delta.std(ddof=1) / math.sqrt(len(delta))) if len(delta) > 1 else None
         if np.isin(delta, (-1.0, 0.0, 1.0)).all():
@@ -89,7 +91,7 @@ def comparison_rows(found: Sequence[Difference]) -> tuple[list[str], list[list[s
     header = ["task", "metric", "documents", "first", "second", "difference", "±", "p", "p (Holm)", ""]
     rows = []
     for d in found:
-        share = d.metric != "perplexity"
+        share = not is_raw(d.metric)
         shown = [
             f"{100 * value:{sign}.2f}" if share else f"{value:{sign}.4g}"
             for value, sign in ((d.first, ""), (d.second, ""), (d.change, "+"))
@@ -111,6 +113,7 @@ def comparison_rows(found: Sequence[Difference]) -> tuple[list[str], list[list[s
 
 def _statistic(task: str, metric: str) -> Callable[[Values], Values]:
     """Maps [samples, documents (, 2)] to [samples]."""
+    metric = metric.partition(",")[0]
     if metric == "perplexity":
         return lambda x: np.exp(-x.mean(1))
     if metric == "f1" and task == "cb":

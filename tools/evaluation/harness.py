@@ -150,16 +150,16 @@ def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> d
 
 
 def documents(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
-    """metric -> {"ids", "values"}: what every document gave, so that another model's can be set beside it.
+    """metric (`metric_name`) -> {"ids", "values"}: what every document gave, so that another model's can be set beside it.
 
     A value is a number, or a pair (said, true) for metrics that are no mean (F1).
     """
     found: dict[str, dict[str, list[Any]]] = {}
-    for sample in samples:
+    for sample in samples:  # a task with several filters has a sample of each document for each of them
         identity = f"{sample['doc_id']}:{sample['doc_hash'][:12]}"
         for metric in sample["metrics"]:
             value = sample[metric]
-            entry = found.setdefault(metric, {"ids": [], "values": []})
+            entry = found.setdefault(metric_name(metric, sample.get("filter", "none")), {"ids": [], "values": []})
             entry["ids"].append(identity)
             entry["values"].append([int(v) for v in value] if isinstance(value, tuple | list) else float(value))
     if task == "multirc":
@@ -279,13 +279,22 @@ def _random_state_kept() -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
+def metric_name(metric: str, tag: str) -> str:
+    """A metric under one of its task's filters: "acc", or "exact_match,strict-match" where the filter has a name."""
+    return metric if tag == "none" else f"{metric},{tag}"
+
+
 def metric_value(results: Mapping[str, Any], task: str, metric: str) -> tuple[float, float | None] | None:
-    """(value, standard error or None) of a task's metric under any filter; None where there is no such value."""
+    """(value, standard error or None) of a task's metric; None where there is no such value.
+
+    metric: as `metric_name`; one without a filter is the task's unfiltered one, or else that of its first filter.
+    """
     entry = results["results"].get(task, {})
-    for key, value in entry.items():
+    named = [key for key in entry if key == metric or key.startswith(f"{metric},")]
+    for key in sorted(named, key=lambda key: key != f"{metric},none"):
         name, _, tag = key.partition(",")
-        if name == metric and isinstance(value, int | float):
-            error = entry.get(f"{metric}_stderr,{tag}")
+        if isinstance(value := entry[key], int | float):
+            error = entry.get(f"{name}_stderr,{tag}")
             known = isinstance(error, int | float) and math.isfinite(error)
             return float(value), float(error) if known else None
     return None
