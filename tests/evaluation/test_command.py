@@ -155,6 +155,27 @@ def test_other_models_stand_in_the_same_table(kind, bpe, eval_data, evaluated, t
     assert re.search(r"copa +acc +8 ", capsys.readouterr().out)
 
 
+def test_an_interrupted_model_does_not_answer_for_another_of_its_name(bpe, eval_data, tmp_path, monkeypatch):
+    from tools.evaluation import command as suites
+    from tools.evaluation.huggingface import HuggingFaceLM
+
+    asked = []
+    ask = HuggingFaceLM._loglikelihood_tokens
+    monkeypatch.setattr(HuggingFaceLM, "_loglikelihood_tokens", lambda *a, **k: asked.append(len(a[1])) or ask(*a, **k))
+    monkeypatch.chdir(tmp_path)  # no --out: both are runs/evaluation/exported
+    words = ["--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data)]
+    one, two = (str(tiny_huggingface(tmp_path / kind / "exported", kind, bpe)) for kind in ("llama", "gpt_neox"))
+    with monkeypatch.context() as stopped:
+        stopped.setattr(suites, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert command.main([one, *words]) == 130
+        assert command.main([one, *words, "--max-length", "64"]) == 130
+    assert asked == [16, 16]
+    assert command.main([two, *words, "--out", "runs/evaluation/exported/two.json"]) == 0
+    assert asked == [16, 16, 16]
+    assert command.main([one, *words]) == 0
+    assert asked == [16, 16, 16], "its own answers are kept, and taken"
+
+
 def test_a_tokenizer_that_is_too_large_is_refused(bpe, eval_data, tmp_path, capsys):
     import tokenizers
 

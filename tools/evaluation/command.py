@@ -17,7 +17,7 @@ from tools.evaluation.harness import (
     write_json,
     write_samples,
 )
-from tools.evaluation.opening import look_for_model, open_model, request_cache
+from tools.evaluation.opening import look_for_model, open_model
 from tools.evaluation.report import (
     bar_chart,
     detail_rows,
@@ -49,7 +49,7 @@ def run_suites(options: argparse.Namespace) -> Results | None:
     )
     prepared = prepare_tasks(request)
     opened = open_model(options, "results.json")
-    results = evaluate(opened.lm, prepared, use_cache=None if opened.loaded else request_cache(opened))
+    results = evaluate(opened.lm, prepared, use_cache=opened.cache)
     if results is None:
         return None
     if opened.loaded is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.evaluation.opening import OpenedModel, is_huggingface, look_for_model, open_model, request_cache
+from tools.evaluation.opening import OpenedModel, is_huggingface, look_for_model, open_model
 
 if TYPE_CHECKING:
     from tools.load_model import LoadedModel
@@ -230,7 +230,7 @@ def _ask(opened: OpenedModel, asked: Sequence[Question]) -> list[tuple[float, bo
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import CachingLM
 
-    lm = opened.lm if opened.loaded is not None else CachingLM(opened.lm, str(request_cache(opened)))
+    lm = opened.lm if opened.cache is None else CachingLM(opened.lm, str(opened.cache))
     requests = [
         Instance("loglikelihood", {}, (question.context, question.answer), number, ("needle", number, 1))
         for number, question in enumerate(asked)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ class OpenedModel:
         lm: answers requests. name: what tables call it. out: the results file.
         facts: what results say about the model. loaded: a checkpoint of this project; None for a Hugging Face model.
         finish: removes the answers that were kept in case of an interruption.
+        cache: where the answers of a Hugging Face model are kept until then, by a name of this model's own.
     """
 
     lm: Any
@@ -29,6 +32,7 @@ class OpenedModel:
     facts: dict[str, Any]
     loaded: LoadedModel | None
     finish: Callable[[], None]
+    cache: Path | None = None
 
 
 def is_huggingface(name: str) -> bool:
@@ -78,18 +82,8 @@ def open_model(options: argparse.Namespace, file: str, *, max_length: int | None
     return _huggingface(options, file, length) if is_huggingface(options.checkpoint) else _own(options, file, length)
 
 
-def request_cache(opened: OpenedModel) -> Path:
-    """Where the answers of a Hugging Face model are kept while it is evaluated; its folder exists."""
-    cache = opened.out.parent / "answers" / "requests"
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    return cache
-
-
 def checkpoint_hash(checkpoint: Path) -> str:
     """SHA-256 over those of a checkpoint's weight files, as its manifest holds them."""
-    import hashlib
-    import json
-
     files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     digest = hashlib.sha256()
     for name in sorted(files):
@@ -111,17 +105,21 @@ def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> 
         max_length=length,
         trust_remote_code=options.trust_remote_code,
     )
+    digest = folder_hash(options.checkpoint)
+    # Folders of different models often have one name ("exported"), and so the same place for their results.
+    place = str(Path(options.checkpoint).resolve()) if digest else options.checkpoint
+    commit = getattr(lm.model.config, "_commit_hash", None)
+    model = json.dumps([place, digest, commit, str(lm.model.dtype), lm.max_length])
+    cache = out.parent / "answers" / f"requests-{hashlib.blake2b(model.encode(), digest_size=8).hexdigest()}"
+    cache.parent.mkdir(parents=True, exist_ok=True)
 
     def finish() -> None:
-        folder = out.parent / "answers"
-        for kept in folder.glob("requests*"):
+        for kept in cache.parent.glob(f"{cache.name}*"):
             kept.unlink()
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        if cache.parent.is_dir() and not any(cache.parent.iterdir()):
+            cache.parent.rmdir()
 
-    return OpenedModel(
-        lm, name, out, {"name": options.checkpoint, "sha256": folder_hash(options.checkpoint)}, None, finish
-    )
+    return OpenedModel(lm, name, out, {"name": options.checkpoint, "sha256": digest}, None, finish, cache)
 
 
 def _own(options: argparse.Namespace, file: str, length: int | None) -> OpenedModel:
