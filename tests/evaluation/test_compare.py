@@ -130,3 +130,27 @@ def test_the_filters_of_a_task_are_metrics_of_their_own():
     assert metric_value(found, "gsm8k", "exact_match") == (0.0, 0.01), "a column without a filter takes the first"
     assert metric_value(found, "piqa", "acc") == (0.5, 0.1)
     assert metric_value(found, "piqa", "exact") is None
+
+
+def test_documents_hold_numbers_and_pairs_of_numbers():
+    logged = [
+        sample(
+            i,
+            acc=np.float32(0.5),
+            right=i == 0,
+            f1=(np.int64(i), True),
+            word_perplexity=(-10.75, 3),
+            bleu=(["a text"], ["another"]),
+            f1_of_texts=({"id": "a"}, {"id": "b"}),
+            sometimes=1.0 if i else None,
+        )
+        for i in range(2)
+    ]
+    found = {metric: entry["values"] for metric, entry in documents("t", logged).items()}
+    assert found == {
+        "acc": [0.5, 0.5],
+        "right": [1.0, 0.0],
+        "f1": [[0, 1], [1, 1]],
+        "word_perplexity": [[-10.75, 3], [-10.75, 3]],
+    }
+    assert {type(v) for pair in found["f1"] for v in pair} == {int}

@@ -152,16 +152,22 @@ def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> d
 def documents(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
     """metric (`metric_name`) -> {"ids", "values"}: what every document gave, so that another model's can be set beside it.
 
-    A value is a number, or a pair (said, true) for metrics that are no mean (F1).
+    A value is a number, or a pair for metrics that are no mean: (said, true) of F1, (log-likelihood, words) of a perplexity.
+    Metrics of something else (BLEU, of texts) are left out.
     """
     found: dict[str, dict[str, list[Any]]] = {}
+    left_out = set()
     for sample in samples:  # a task with several filters has a sample of each document for each of them
         identity = f"{sample['doc_id']}:{sample['doc_hash'][:12]}"
         for metric in sample["metrics"]:
-            value = sample[metric]
-            entry = found.setdefault(metric_name(metric, sample.get("filter", "none")), {"ids": [], "values": []})
+            name, value = metric_name(metric, sample.get("filter", "none")), _value(sample[metric])
+            if value is None:
+                left_out.add(name)
+                continue
+            entry = found.setdefault(name, {"ids": [], "values": []})
             entry["ids"].append(identity)
-            entry["values"].append([int(v) for v in value] if isinstance(value, tuple | list) else float(value))
+            entry["values"].append(value)
+    found = {name: entry for name, entry in found.items() if name not in left_out}
     if task == "multirc":
         matches, judged = multirc.exact_matches(samples), multirc.judgements(samples)
         answers = found["acc"]["ids"]
@@ -169,6 +175,21 @@ def documents(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict
         found["answer_acc"] = {"ids": answers, "values": [float(said == label) for said, label in judged]}
         found["f1a"] = {"ids": answers, "values": [[int(said), int(label)] for said, label in judged]}
     return found
+
+
+def _value(value: Any) -> float | list[int | float] | None:
+    """A number, or a pair of numbers; None for anything else."""
+    if isinstance(value, tuple | list):
+        pair = [_plain(v) for v in value]
+        return pair if len(pair) == 2 and all(isinstance(v, int | float) for v in pair) else None
+    value = _plain(value)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and torch's single numbers as Python's; a truth value as 0 or 1."""
+    value = value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
+    return int(value) if isinstance(value, bool) else value
 
 
 def write_json(path: Path, content: Any) -> None:
