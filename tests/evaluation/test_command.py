@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.parallel.launch import free_port
 from tools.evaluation.harness import read_results
 from tools.evaluation.opening import checkpoint_hash
 from tools.evaluation.report import latex, plain, suite_table
-from tools.evaluation.suites import read_suite
+from tools.evaluation.suites import read_suite, task_suite
 from tools.load_model import load_model
 
 BOTH = ["--suite", "superglue,commonsense", "--device", "cpu", "--max-length", "96"]
@@ -101,6 +102,30 @@ def test_without_leaves_an_empty_cell_and_no_average(trained_run, eval_data, tmp
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny, step 30"))
     assert row.split()[4] == "-"
     assert row.split()[-1] == "-"
+
+
+def test_a_task_with_named_filters_is_summarised(tmp_path):
+    from tools.evaluation.command import _summarise
+
+    filtered = {"alias": "gsm8k", "exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": "N/A"}
+    results = {"results": {"gsm8k": {**filtered, "exact_match,flexible-extract": 0.5}}}
+    summary = tmp_path / "results.json"
+    summary.write_text(json.dumps({"checkpoint": str(tmp_path.resolve())}))
+    _summarise(tmp_path, tmp_path, results, Namespace(suites=[task_suite(["gsm8k"])]))
+    assert json.loads(summary.read_text())["results"]["tasks"] == {
+        "gsm8k": {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
+    }
+
+
+def test_results_are_written_before_they_are_summarised(trained_run, eval_data, tmp_path, monkeypatch, capsys):
+    from tools.evaluation import command as suites
+
+    monkeypatch.setattr(suites, "_summarise", lambda *_: (_ for _ in ()).throw(ValueError("a damaged summary")))
+    words = [str(trained_run), "--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data)]
+    assert command.main([*words, "--out", str(tmp_path / "r.json")]) == 2
+    assert "a damaged summary" in capsys.readouterr().err
+    assert values(read_results(tmp_path / "r.json"), "copa", "acc")
+    assert (tmp_path / "r.md").is_file()
 
 
 def tiny_huggingface(folder: Path, kind: str, tokenizer: Path) -> Path:

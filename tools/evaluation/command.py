@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
+from data.files import read_json, write_whole
 from tools.evaluation.harness import (
     Prepared,
     Request,
     evaluate,
+    metric_value,
     prepare_tasks,
     read_results,
     write_json,
@@ -52,8 +53,6 @@ def run_suites(options: argparse.Namespace) -> Results | None:
     results = evaluate(opened.lm, prepared, use_cache=opened.cache)
     if results is None:
         return None
-    if opened.loaded is not None:
-        _summarise(opened.loaded.run, opened.loaded.checkpoint, results, prepared)
     results["metalion"].update(model=opened.facts, title=opened.name)
     samples = results.pop("samples")
     write_json(opened.out, results)
@@ -62,6 +61,8 @@ def run_suites(options: argparse.Namespace) -> Results | None:
     opened.finish()
     print(f"\n{plain(*detail_rows(results))}")
     write_tables(prepared.suites, [(opened.name, results)], opened.out)
+    if opened.loaded is not None:
+        _summarise(opened.loaded.run, opened.loaded.checkpoint, results, prepared)
     return results
 
 
@@ -136,16 +137,14 @@ def scores(results: Mapping[str, Any], suites: Sequence[Suite]) -> dict[str, flo
 
 def _summarise(run: Path, checkpoint: Path, results: Results, prepared: Prepared) -> None:
     """The scores in the run's own results file, which its report page shows."""
-    import json
-
     path = run / "results.json"
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    content = read_json(path, "remove it: python eval.py RUN writes it anew") if path.is_file() else {}
     said = str(checkpoint.resolve())
     if content.get("checkpoint") != said:
         return
     suites = {
         suite.name: {
-            task: {metric: results["results"][task][f"{metric},none"] for metric in metrics_of(results, task)}
+            task: {m: found[0] for m in metrics_of(results, task) if (found := metric_value(results, task, m))}
             for task in suite.tasks
             if task in results["results"]
         }
