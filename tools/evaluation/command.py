@@ -19,6 +19,7 @@ from tools.evaluation.harness import (
     write_samples,
 )
 from tools.evaluation.opening import look_for_model, open_model
+from tools.evaluation.outputs import check_output
 from tools.evaluation.report import (
     bar_chart,
     detail_rows,
@@ -92,6 +93,7 @@ def table_command(arguments: Sequence[str]) -> int:
         "--out", type=Path, default=Path("runs/evaluation/table.md"), help="where (default %(default)s)"
     )
     options = parser.parse_args(arguments)
+    check_output(options.out.with_suffix(".md"))
     models = [(str(r["metalion"]["title"]), r) for r in map(read_results, options.results)]
     write_tables(_suites_of([r for _, r in models]), models, options.out)
     return 0
@@ -110,6 +112,8 @@ def compare_command(arguments: Sequence[str]) -> int:
     parser.add_argument("second", type=Path, help="results.json, or its folder")
     parser.add_argument("--out", type=Path, help="write the rows as JSON too")
     options = parser.parse_args(arguments)
+    if options.out:
+        check_output(options.out)
     first, second = read_results(options.first), read_results(options.second)
     found = compare(first, second)
     print(f"first:  {first['metalion']['title']}\nsecond: {second['metalion']['title']}\n")

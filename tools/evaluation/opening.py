@@ -69,6 +69,22 @@ def look_for_model(options: argparse.Namespace) -> FoundModel | None:
     return None
 
 
+def results_file(options: argparse.Namespace, found: FoundModel | LoadedModel | None, file: str) -> Path:
+    """`--out`, or a file of this name where results of this model lie. found: None for a Hugging Face model."""
+    if options.out:
+        return Path(options.out)
+    if found is None:
+        return Path("runs") / "evaluation" / _title(options) / file
+    from tools.load_model import run_folder
+
+    return run_folder(found.checkpoint, found.config) / "evaluation" / found.checkpoint.name / file
+
+
+def _title(options: argparse.Namespace) -> str:
+    """Of a Hugging Face model."""
+    return str(options.name or options.checkpoint.rstrip("/").rpartition("/")[2])
+
+
 def open_model(options: argparse.Namespace, file: str, *, max_length: int | None = None) -> OpenedModel:
     """Loads `options.checkpoint`.
 
@@ -96,8 +112,7 @@ def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> 
     from tools.devices import device_of
     from tools.evaluation.huggingface import HuggingFaceLM, folder_hash
 
-    name = options.name or options.checkpoint.rstrip("/").rpartition("/")[2]
-    out = options.out or Path("runs") / "evaluation" / name / file
+    name, out = _title(options), results_file(options, None, file)
     lm = HuggingFaceLM(
         options.checkpoint,
         device=str(device_of(options.device)),
@@ -131,7 +146,7 @@ def _own(options: argparse.Namespace, file: str, length: int | None) -> OpenedMo
     processes, device = join_processes(options.device)
     loaded = load_model(options.checkpoint, device=device, dtype=options.dtype)
     name = options.name or f"{loaded.run.name}, step {loaded.step:,}"
-    out = options.out or loaded.run / "evaluation" / loaded.checkpoint.name / file
+    out = results_file(options, loaded, file)
     digest = checkpoint_hash(loaded.checkpoint)
     trained = int(loaded.config["batch"]["sequence_length"])
     length = length or trained
