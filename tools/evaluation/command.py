@@ -12,14 +12,23 @@ from tools.evaluation.harness import (
     Prepared,
     Request,
     evaluate,
+    how_it_is_asked,
     metric_value,
     prepare_tasks,
     read_results,
+    what_is_asked,
     write_json,
     write_samples,
 )
-from tools.evaluation.opening import look_for_model, open_model
-from tools.evaluation.outputs import check_output
+from tools.evaluation.opening import look_for_model, number_format, open_model
+from tools.evaluation.outputs import (
+    check_output,
+    difference,
+    earlier_results,
+    refuse_others,
+    suite_settings,
+    with_tasks,
+)
 from tools.evaluation.report import (
     bar_chart,
     detail_rows,
@@ -29,7 +38,7 @@ from tools.evaluation.report import (
     plain,
     suite_table,
 )
-from tools.evaluation.suites import Suite, read_suite, task_suite
+from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 
 Results = dict[str, Any]
 
@@ -51,19 +60,29 @@ def run_suites(options: argparse.Namespace) -> Results | None:
     )
     prepared = prepare_tasks(request)
     opened = open_model(options, "results.json")
+    model = {"config": {"model_dtype": number_format(opened.lm)}}
+    now = suite_settings(
+        {**model, "metalion": {"model": opened.facts, **how_it_is_asked(opened.lm), **what_is_asked(prepared)}}
+    )
+    refuse_others(opened.out, suite_settings(earlier_results(opened.out, "suites")), now)
     results = evaluate(opened.lm, prepared, use_cache=opened.cache)
     if results is None:
         return None
     results["metalion"].update(model=opened.facts, title=opened.name)
     samples = results.pop("samples")
+    alone = results
+    earlier = earlier_results(opened.out, "suites")  # as it is by now
+    if not difference(suite_settings(earlier), now):
+        results = with_tasks(earlier, results)
     write_json(opened.out, results)
     if options.samples:
         write_samples(opened.out.parent, samples)
     opened.finish()
     print(f"\n{plain(*detail_rows(results))}")
-    write_tables(prepared.suites, [(opened.name, results)], opened.out)
+    suites = prepared.suites if results is alone else _suites_of([results], prepared.suites)
+    write_tables(suites, [(opened.name, results)], opened.out)
     if opened.loaded is not None:
-        _summarise(opened.loaded.run, opened.loaded.checkpoint, results, prepared)
+        _summarise(opened.loaded.run, opened.loaded.checkpoint, alone, prepared)
     return results
 
 
@@ -154,13 +173,17 @@ def _summarise(run: Path, checkpoint: Path, results: Results, prepared: Prepared
         }
         for suite in prepared.suites
     }
-    content["results"] = {**content.get("results", {}), **suites}
+    before = content.get("results", {})
+    content["results"] = {**before, **{name: {**before.get(name, {}), **tasks} for name, tasks in suites.items()}}
     write_json(path, content)
 
 
-def _suites_of(models: Sequence[Mapping[str, Any]]) -> list[Suite]:
+def _suites_of(models: Sequence[Mapping[str, Any]], known: Sequence[Suite] = ()) -> list[Suite]:
+    """What the results say that they were asked for, and a table of the tasks of none of them. known: suites by their own
+    files, which results do not name."""
     names = dict.fromkeys(name for results in models for name in results["metalion"]["suites"])
-    suites = [read_suite(name) for name in names if name != "tasks"]
+    own = {suite.name: suite for suite in known if suite.name != "tasks"}
+    suites = [own.get(name) or read_suite(name) for name in names if name in own or name in suite_names()]
     shown = {task for suite in suites for task in suite.tasks}
     rest = [task for results in models for task in results["versions"] if task not in shown]
     return [*suites, *([task_suite(list(dict.fromkeys(rest)))] if rest else [])]

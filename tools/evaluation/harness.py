@@ -132,21 +132,36 @@ def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> d
     }
     results["metalion"] = {
         "suites": [suite.name for suite in prepared.suites],
-        "split": {name: loaded.split for name, loaded in prepared.tasks.items()},
-        "other_split": sorted(name for name, loaded in prepared.tasks.items() if loaded.moved),
-        "data": {name: loaded.files or _fingerprint(loaded) for name, loaded in prepared.tasks.items()},
+        **what_is_asked(prepared),
         "chance": {task: chance for task, rows in samples.items() if (chance := _chance(rows)) is not None},
         "requests": dict(counts["requests"]),
         "truncated": {task: n for task, n in counts["truncated"].items() if n},
-        "max_length": getattr(lm, "max_length", None),
+        **how_it_is_asked(lm),
         "longest_request": getattr(lm, "longest", None),
         "tokens_asked": getattr(lm, "asked_tokens", None),
         "tokens_read": getattr(getattr(lm, "scorer", None), "read", None),
-        "score": getattr(lm, "score_name", "log-likelihood"),
         "seconds": round(time.perf_counter() - started, 3),
         "documents": {task: documents(task, rows) for task, rows in samples.items()},
     }
     return results
+
+
+def what_is_asked(prepared: Prepared) -> dict[str, Any]:
+    """Of every task the split, whether that is not the stock one, and the data; examples in the prompt."""
+    return {
+        "split": {name: loaded.split for name, loaded in prepared.tasks.items()},
+        "other_split": sorted(name for name, loaded in prepared.tasks.items() if loaded.moved),
+        "data": {name: loaded.files or _fingerprint(loaded) for name, loaded in prepared.tasks.items()},
+        "shots": prepared.request.shots,
+    }
+
+
+def how_it_is_asked(lm: Any) -> dict[str, Any]:
+    """What the answers of a model depend on beside its weights."""
+    return {
+        "max_length": getattr(lm, "max_length", None),
+        "score": getattr(lm, "score_name", "log-likelihood"),
+    }
 
 
 def documents(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:

@@ -98,6 +98,11 @@ def open_model(options: argparse.Namespace, file: str, *, max_length: int | None
     return _huggingface(options, file, length) if is_huggingface(options.checkpoint) else _own(options, file, length)
 
 
+def number_format(lm: Any) -> str:
+    """Of the weights of a model that the harness asks, "float32"."""
+    return str(next(lm.model.parameters()).dtype).removeprefix("torch.")
+
+
 def checkpoint_hash(checkpoint: Path) -> str:
     """SHA-256 over those of a checkpoint's weight files, as its manifest holds them."""
     files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]

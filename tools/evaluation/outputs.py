@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,69 @@ def _kind(out: Path) -> str | None:
     except ValueError:
         return None
     return next((name for name, (key, _) in KINDS.items() if key in content), None)
+
+
+def difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In what two evaluations differ, in words: the first setting that both know and that is not the same; else empty.
+
+    earlier, now: settings by their names, such as `suite_settings`.
+    """
+    return next(
+        (f"{name} {earlier[name]}, not {now[name]}" for name in now if name in earlier and earlier[name] != now[name]),
+        "",
+    )
+
+
+def refuse_others(out: Path, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError where a file's results are not of the settings of those that would be added to them."""
+    if words := difference(earlier, now):
+        raise ValueError(f"{out} holds results of {words}: name another file with --out, or remove it")
+
+
+def suite_settings(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What the numbers of a `results.json` depend on, of the model and of each task; empty for none."""
+    if not results:
+        return {}
+    ours = results["metalion"]
+    found = {
+        "weights": weights(ours.get("model", {})),
+        "number format": str(results.get("config", {}).get("model_dtype")).removeprefix("torch."),
+        "tokens at once": ours.get("max_length"),
+        "score": ours.get("score"),
+        **({"examples in the prompt": ours["shots"]} if "shots" in ours else {}),
+    }
+    for task, files in ours.get("data", {}).items():
+        found[f"{task}'s split"] = ours["split"].get(task)
+        # Of files their hashes, wherever they lie; what the hub's loader calls its copy is no sign of the content.
+        found[f"{task}'s data"] = sorted(held[:12] if len(held) == 64 else place for place, held in files.items())
+    return found
+
+
+def weights(model: Mapping[str, Any]) -> str:
+    """A model's weights in a word, from what results say of it."""
+    return str(model.get("sha256") or model.get("name"))[:64]
+
+
+def with_tasks(earlier: Mapping[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """The results with the tasks that an earlier evaluation of the same settings has beside theirs."""
+    old, new = earlier.get("metalion", {}), results["metalion"]
+    again = new["split"].keys()
+    if not old.get("split", {}).keys() - again:
+        return results
+    tables = [key for key in earlier if isinstance(earlier[key], dict) and key not in ("metalion", "config")]
+    joined = {key: {**earlier[key], **results.get(key, {})} for key in tables}
+    ours = {
+        key: {**old.get(key, {}), **new[key]}
+        for key in ("split", "data", "chance", "requests", "truncated", "documents")
+    }
+    ours["suites"] = list(dict.fromkeys([*old["suites"], *new["suites"]]))
+    ours["other_split"] = sorted({*old["other_split"]} - again | {*new["other_split"]})
+    for key in ("requests", "truncated"):
+        if "" in ours[key]:  # of all tasks together
+            ours[key][""] = old[key].get("", 0) + new[key].get("", 0)
+    for key in ("tokens_asked", "tokens_read", "seconds"):
+        if old.get(key) is not None and new[key] is not None:
+            ours[key] = round(old[key] + new[key], 3)
+    if old.get("longest_request") is not None and new["longest_request"] is not None:
+        ours["longest_request"] = max(old["longest_request"], new["longest_request"])
+    return {**results, **joined, "metalion": {**new, **ours}}
