@@ -8,7 +8,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from tools.evaluation.compare import SWAPS, compare, comparison_rows, difference
+from tools.evaluation.compare import SWAPS, compare, comparison_rows, difference, left_out
 from tools.evaluation.harness import documents, metric_value
 from tools.evaluation.report import metrics_of
 
@@ -154,3 +154,49 @@ def test_documents_hold_numbers_and_pairs_of_numbers():
         "word_perplexity": [[-10.75, 3], [-10.75, 3]],
     }
     assert {type(v) for pair in found["f1"] for v in pair} == {int}
+
+
+def test_perplexities_over_all_documents_are_formed_from_their_pairs():
+    draw = np.random.default_rng(0)
+    words = draw.integers(5, 50, 8).astype(float)
+    first = np.stack([-3.0 * words - draw.exponential(4, 8), words], 1)
+    second = np.stack([first[:, 0] + draw.exponential(8, 8), words], 1)
+
+    def nats(x: np.ndarray) -> float:
+        return float(-x[:, 0].sum() / x[:, 1].sum())
+
+    for metric, statistic in (
+        ("word_perplexity", lambda x: np.exp(nats(x))),
+        ("byte_perplexity", lambda x: np.exp(nats(x))),
+        ("bits_per_byte", lambda x: nats(x) / np.log(2)),
+    ):
+        from lm_eval.api.metrics import bits_per_byte, weighted_perplexity
+
+        theirs = bits_per_byte if metric == "bits_per_byte" else weighted_perplexity
+        assert statistic(first) == pytest.approx(theirs(first.tolist())), "the harness's own"
+        found = difference("wikitext", metric, first, second)
+        assert (found.first, found.second) == (pytest.approx(statistic(first)), pytest.approx(statistic(second)))
+        expected = all_swaps(statistic, first, second)
+        assert found.p == pytest.approx(expected, abs=4 * np.sqrt(expected / SWAPS) + 1e-3)
+        assert found.stderr is None
+        _, ((_, _, _, shown, *_),) = comparison_rows([found])
+        assert shown == f"{found.first:.4g}"
+
+
+def test_a_metric_of_unknown_form_is_left_out_and_named(tmp_path, capsys):
+    import json
+
+    from tools.evaluation.command import compare_command
+
+    pairs = entry([[0, 1], [1, 1]])
+    unknown = {"mrpc": {"f1": pairs}, "old": {"exact_match": entry([0.0, 1.0], ["a", "a"])}}
+    both = results({**unknown, "cb": {"f1": pairs}})
+    assert [(d.task, d.metric) for d in compare(both, both)] == [("cb", "f1")]
+    said = left_out(both, both)
+    assert said[0].startswith("mrpc: f1 is no mean over documents")
+    assert said[1].startswith("old: exact_match has documents twice")
+    with pytest.raises(ValueError, match=r"mrpc: f1 is no mean .*; old: exact_match has"):
+        compare(results(unknown), results(unknown))
+    (tmp_path / "a.json").write_text(json.dumps({**both, "results": {}}))
+    assert compare_command([str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
+    assert "not compared: mrpc: f1 is no mean over documents" in capsys.readouterr().out

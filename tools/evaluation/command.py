@@ -120,7 +120,7 @@ def table_command(arguments: Sequence[str]) -> int:
 
 def compare_command(arguments: Sequence[str]) -> int:
     """`python eval.py compare a.json b.json`: the differences and whether they are more than chance."""
-    from tools.evaluation.compare import compare, comparison_rows
+    from tools.evaluation.compare import compare, comparison_rows, left_out
 
     parser = argparse.ArgumentParser(
         prog="python eval.py compare",
@@ -137,6 +137,8 @@ def compare_command(arguments: Sequence[str]) -> int:
     found = compare(first, second)
     print(f"first:  {first['metalion']['title']}\nsecond: {second['metalion']['title']}\n")
     print(plain(*comparison_rows(found)))
+    for text in left_out(first, second):
+        print(f"\nnot compared: {text}")
     print(
         "\np: chance of a difference this large between models that are equal on every document; significant: p (Holm) < 0.05"
     )
