@@ -221,6 +221,7 @@ def test_a_tokenizer_that_is_too_large_is_refused(bpe, eval_data, tmp_path, caps
             ["--tasks", "copa", "--data-dir", "{tmp}"],
             r"copa: the data folder lacks its file, .*super_glue/copa/validation",
         ),
+        (["--suite", "superglue", "--without", "copaa"], r"--without copaa: it is none .* asked; did you mean copa\?"),
         (["--tasks", "logiqa"], "logiqa: its data set on the hub is a script"),
         (["--suite", "superglue", "--without", "wsc,wic,sglue_rte,cb,multirc,boolq,copa"], "nothing to evaluate"),
     ],

@@ -149,11 +149,11 @@ def test_a_later_needle_adds_its_cells(trained_run: Path, tmp_path: Path, capsys
     words = [str(trained_run), "--suite", "needle", "--device", "cpu", "--needles", "2", "--out", str(out)]
     assert command.main([*words, "--lengths", "192", "--depths", "0,100"]) == 0
     first = read(out)["cells"]
-    assert command.main([*words, "--lengths", "192,128", "--depths", "50,100"]) == 0
+    assert command.main([*words, "--lengths", "192,160", "--depths", "50,100"]) == 0
     found = read(out)
     places = [(cell["length"], cell["depth"]) for cell in found["cells"]]
-    assert places == [(128, 50), (128, 100), (192, 0), (192, 50), (192, 100)]
-    assert (found["lengths"], found["depths"]) == ([128, 192], [0, 50, 100])
+    assert places == [(160, 50), (160, 100), (192, 0), (192, 50), (192, 100)]
+    assert (found["lengths"], found["depths"]) == ([160, 192], [0, 50, 100])
     assert found["cells"][2] == first[0]
     table = out.with_suffix(".md").read_text()
     assert re.search(r"^\| 0 +\| +- \| +0 \|$", table, flags=re.M)
@@ -161,6 +161,6 @@ def test_a_later_needle_adds_its_cells(trained_run: Path, tmp_path: Path, capsys
     capsys.readouterr()
     text = out.read_text()
     for more in (["--needles", "3"], ["--seed", "1"], ["--dtype", "fp64"], ["--filler", str(out)]):
-        assert command.main([*words, "--lengths", "128", "--depths", "0", *more]) == 2
+        assert command.main([*words, "--lengths", "160", "--depths", "0", *more]) == 2
         assert f"{out} holds results of" in capsys.readouterr().err
     assert out.read_text() == text

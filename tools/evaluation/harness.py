@@ -70,7 +70,8 @@ def prepare_tasks(request: Request) -> Prepared:
     suites = [read_suite(name) for name in request.suites]
     if request.tasks:
         suites.append(task_suite(request.tasks))
-    names = [t for t in dict.fromkeys(task for suite in suites for task in suite.tasks) if t not in request.without]
+    asked = dict.fromkeys(task for suite in suites for task in suite.tasks)
+    names = [task for task in asked if task not in request.without]
     if not names:
         raise ValueError("nothing to evaluate: name a suite (--suite superglue,commonsense) or a task (--tasks piqa)")
     # What the project's own suites know of a task holds where it is named alone too.
@@ -79,6 +80,7 @@ def prepare_tasks(request: Request) -> Prepared:
     with _quiet():
         tasks, manager = load_tasks(
             names,
+            without=[name for name in request.without if name not in asked],
             data_dir=request.data_dir,
             hub=request.hub,
             split=request.split,

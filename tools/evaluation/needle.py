@@ -124,16 +124,25 @@ def questions(
 
     The facts depend on the seed alone. A needle stands between two pieces of the filler, nearest to its depth.
 
-    Raises ValueError where the filler is too short.
+    Raises ValueError where the filler is too short, or where the length leaves no room for a piece of it.
     """
     drawn = random.Random(seed)
     cities = drawn.sample(_CITIES, len(_CITIES))
-    found = []
+    facts = []
     for number in range(needles):
         city, secret = cities[number % len(cities)], drawn.randint(10000, 99999)
         sentence = f"The secret number of {city} is {secret}.\n"
         question = f"\n\nQuestion: What is the secret number of {city}?\nAnswer: The secret number of {city} is"
-        room = length - len(encode(sentence)) - len(encode(question + f" {secret}."))
+        taken = len(encode(sentence)) + len(encode(question + f" {secret}."))
+        facts.append((secret, sentence, question, taken))
+    least = max(taken for *_, taken in facts) + sum(filler.tokens[:1])
+    if length < least and filler.total:
+        raise ValueError(
+            f"--lengths {length}: the fact, its question and a piece of the filler take {least:,} tokens; name {least} or more"
+        )
+    found = []
+    for number, (secret, sentence, question, taken) in enumerate(facts):
+        room = length - taken
         if filler.total < room:
             raise ValueError(
                 f"--lengths {length}: the filler has {filler.total:,} tokens; leave that length out, or name a longer text "
