@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.synthetic.command import synthetic_command, synthetic_suite
 
         try:
-            if synthetic_suite(given):
+            if name := synthetic_suite(given):
+                _refuse_checkpoint(given, name)
                 return synthetic_command(given)
         except KeyboardInterrupt:
             print("\ninterrupted: the same command goes on with the runs that are not finished", file=sys.stderr)
@@ -59,6 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\ninterrupted: the same command goes on with what was answered", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _refuse_checkpoint(given: Sequence[str], suite: str) -> None:
+    """Raises ValueError for a model before or after --suite mqar: a word that is neither key=value nor a flag's."""
+    for before, word in zip(["", *given], given, strict=False):
+        of_a_flag = before.startswith("-") and "=" not in before
+        if not of_a_flag and not word.startswith("-") and "=" not in word:
+            raise ValueError(
+                f"{word}: --suite {suite} trains models of its own and takes no checkpoint, only key=value; leave it out "
+                f"(python eval.py --suite {suite} --help)"
+            )
 
 
 def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
