@@ -131,7 +131,6 @@ def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> 
     commit = getattr(lm.model.config, "_commit_hash", None)
     model = json.dumps([place, digest, commit, str(lm.model.dtype), lm.max_length])
     cache = out.parent / "answers" / f"requests-{hashlib.blake2b(model.encode(), digest_size=8).hexdigest()}"
-    cache.parent.mkdir(parents=True, exist_ok=True)
 
     def finish() -> None:
         for kept in cache.parent.glob(f"{cache.name}*"):

@@ -104,8 +104,8 @@ def suite_settings(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights(model: Mapping[str, Any]) -> str:
-    """A model's weights in a word, from what results say of it."""
-    return str(model.get("sha256") or model.get("name"))[:64]
+    """A model's weights in a word, from what results say of it: their hash, or its name on the hub."""
+    return model["sha256"][:16] if model.get("sha256") else str(model.get("name"))
 
 
 def with_tasks(earlier: Mapping[str, Any], results: dict[str, Any]) -> dict[str, Any]:
