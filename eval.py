@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers 
 
 RESULTS_FILE = "results.json"
 NEEDLE = "needle"  # a suite of its own: no task of the harness
+NEEDLE_FILE = "needle.json"
 Metrics = Mapping[str, float]
 
 
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.synthetic.command import synthetic_command, synthetic_suite
 
         try:
-            if synthetic_suite(given):
+            if name := synthetic_suite(given):
+                _refuse_checkpoint(given, name)
                 return synthetic_command(given)
         except KeyboardInterrupt:
             print("\ninterrupted: the same command goes on with the runs that are not finished", file=sys.stderr)
@@ -60,22 +62,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _refuse_checkpoint(given: Sequence[str], suite: str) -> None:
+    """Raises ValueError for a model before or after --suite mqar: a word that is neither key=value nor a flag's."""
+    for before, word in zip(["", *given], given, strict=False):
+        of_a_flag = before.startswith("-") and "=" not in before
+        if not of_a_flag and not word.startswith("-") and "=" not in word:
+            raise ValueError(
+                f"{word}: --suite {suite} trains models of its own and takes no checkpoint, only key=value; leave it out "
+                f"(python eval.py --suite {suite} --help)"
+            )
+
+
 def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
     """What is seen without weights and without the hub is refused before an evaluation of hours, not after its first part.
 
-    Raises as `read_suite`, `find_model`, `IndexedTokens` and `source_files`; ValueError for texts of a masked model.
+    Raises as `read_suite`, `check_output`, `look_for_model`, `find_model`, `IndexedTokens` and `source_files`; ValueError
+    for texts of a masked model, and for one --out of several kinds of results.
     """
-    if options.suite:
+    from tools.evaluation.opening import look_for_model, results_file
+    from tools.evaluation.outputs import KINDS, check_output
+    from tools.load_model import find_model, run_folder
+
+    suites = [name for name in options.suite if name != NEEDLE]
+    if suites:
         from tools.evaluation.suites import read_suite
 
-        for name in options.suite:
-            if name != NEEDLE:
-                read_suite(name)
+        for name in suites:
+            read_suite(name)
+    asked = {"needle": NEEDLE in options.suite, "suites": bool(suites or options.tasks), "texts": texts}
+    kinds = [kind for kind, wanted in asked.items() if wanted]
+    if options.out and len(kinds) > 1:
+        raise ValueError(
+            f"--out {options.out}: {' and '.join(KINDS[kind][1] for kind in kinds)} have a results file each: ask for one of "
+            "them at a time, or leave --out away"
+        )
+    if options.out:
+        check_output(options.out, kinds[0])
+    elif kinds != ["texts"]:
+        model = look_for_model(options)
+        for kind, file in (("needle", NEEDLE_FILE), ("suites", RESULTS_FILE)):
+            if asked[kind]:
+                check_output(results_file(options, model, file), kind)
     if not texts:
         return
     from data.corpora import source_files
     from data.indexed import IndexedTokens
-    from tools.load_model import find_model
 
     found = find_model(options.checkpoint, device=options.device, dtype=options.dtype)
     if found.model.two_sided_mixers():
@@ -83,6 +114,8 @@ def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
             f"{found.checkpoint} is a masked model: it sees the token that it would predict, so that it has no perplexity. "
             "Its pseudo-log-likelihood ranks the choices of --suite"
         )
+    if not options.out:
+        check_output(run_folder(found.checkpoint, found.config) / RESULTS_FILE, "texts")
     for name in options.data:
         if _is_token_file(name):
             IndexedTokens(name)
@@ -131,16 +164,18 @@ def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str
 
 
 def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[str, Metrics]], **more: Any) -> None:
-    """Adds to a results file {suite: {task: {metric: value}}} and `more`; what it said of another checkpoint is dropped."""
-    from data.files import read_json, write_whole
+    """Adds to a results file {suite: {task: {metric: value}}} and `more`; what it said of another checkpoint is dropped.
+
+    Raises ValueError for a file of another kind of results.
+    """
+    from data.files import write_whole
     from megatron_lite.checkpoint_folder import versions
+    from tools.evaluation.outputs import earlier_results
 
     checkpoint = str(loaded.checkpoint.resolve())
-    earlier: dict[str, Any] = {}
-    if out.is_file():
-        earlier = read_json(out, "remove it, or name another with --out")
-        if earlier.get("checkpoint") != checkpoint:
-            earlier = {}
+    earlier = earlier_results(out, "texts")
+    if earlier.get("checkpoint") != checkpoint:
+        earlier = {}
     results = earlier.get("results", {})
     for suite, tasks in suites.items():
         results[suite] = {**results.get(suite, {}), **tasks}

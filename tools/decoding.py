@@ -25,7 +25,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     first_row: int = 0,
 ) -> Iterator[list[int | None]]:
     """Continues prompts of any lengths side by side.
@@ -34,7 +34,7 @@ def generate(
         prompts: token ids, at least one each; shorter ones are padded on the left and masked.
         vocab_size: ids from here on are never drawn (rows that pad the embedding mean nothing).
         stop_id: ends a prompt's text; it is not yielded.
-        seed, first_row: row r draws from a stream of its own, of seed + first_row + r.
+        seed, first_row: row r draws from a stream of its own, of seed + first_row + r; or of seed[r], where each is given.
 
     Yields:
         The next token of each prompt, None for those that have ended, until all have or `max_tokens` is reached.
@@ -52,7 +52,8 @@ def generate(
     for row, prompt in enumerate(prompts):
         tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = True
-    generators = [torch.Generator().manual_seed(seed + first_row + row) for row in range(len(prompts))]
+    seeds = [seed + first_row + row for row in range(len(prompts))] if isinstance(seed, int) else seed
+    generators = [torch.Generator().manual_seed(own) for own in seeds]
     alive = [True] * len(prompts)
     tokens, padding = tokens.to(device), None if bool(mask.all()) else mask.to(device)
     state = None

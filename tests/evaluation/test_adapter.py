@@ -96,6 +96,55 @@ def test_generation_agrees_with_hf(ours, theirs, until):
     assert ours.generate_until(requests) == theirs.generate_until(requests)
 
 
+def test_what_is_drawn_depends_on_the_request_alone(loaded, tmp_path, monkeypatch):
+    """Whatever the batches, the processes and interruptions; repeats of a document differ."""
+
+    def drawn(
+        batch_tokens: int = 4096, seed: int = 1, answers: AnswerFile | None = None, rank: int | None = None
+    ) -> list:
+        settings = {"until": [], "do_sample": True, "temperature": 1.0, "max_gen_toks": 6, "seed": seed}
+        asked = instances("generate_until", [(text, settings) for text in ("def ", "def alpha(beta", "def ")])
+        lm = ProjectLM(
+            loaded.model,
+            loaded.tokenizer,
+            max_length=LENGTH,
+            answers=answers,
+            batch_tokens=batch_tokens,
+            processes=None if rank is None else Processes(rank, 2),
+            progress=False,
+        )
+        texts = lm.generate_until([request for request in asked for _ in range(4)])
+        return [texts[4 * n : 4 * n + 4] for n in range(3)]
+
+    expected = drawn()
+    assert [len(set(texts)) for texts in expected] == [4, 4, 4]
+    assert set(expected[0]) != set(expected[2]), "other documents of the same text draw anew"
+    assert drawn(batch_tokens=1) == drawn(batch_tokens=24) == expected
+    assert drawn(seed=2) != expected
+    add = AnswerFile.add
+
+    def interrupted(self, answers):
+        add(self, answers)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AnswerFile, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        drawn(batch_tokens=48, answers=AnswerFile(tmp_path, "a", Processes()))
+    monkeypatch.setattr(AnswerFile, "add", add)
+    kept = AnswerFile(tmp_path, "a", Processes())
+    assert 1 < len(kept) < 12
+    assert drawn(answers=kept) == expected
+    parts: list[dict] = []
+    monkeypatch.setattr(Processes, "gather", lambda self, value: parts.append(value[0]) or [(everyone, None)])
+    everyone = dict.fromkeys(range(12), "")
+    monkeypatch.setattr(Processes, "wait", lambda self: None)
+    for rank in range(2):
+        drawn(rank=rank)
+    assert list(map(len, parts)) == [6, 6]
+    merged = parts[0] | parts[1]
+    assert [merged[i] for i in range(12)] == [text for texts in expected for text in texts]
+
+
 def test_pairs_are_encoded_as_the_harness_does(loaded, ours):
     pairs = [
         ("def alpha", "(beta)"),

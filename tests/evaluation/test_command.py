@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.parallel.launch import free_port
 from tools.evaluation.harness import read_results
 from tools.evaluation.opening import checkpoint_hash
 from tools.evaluation.report import latex, plain, suite_table
-from tools.evaluation.suites import read_suite
+from tools.evaluation.suites import read_suite, task_suite
 from tools.load_model import load_model
 
 BOTH = ["--suite", "superglue,commonsense", "--device", "cpu", "--max-length", "96"]
@@ -103,6 +104,30 @@ def test_without_leaves_an_empty_cell_and_no_average(trained_run, eval_data, tmp
     assert row.split()[-1] == "-"
 
 
+def test_a_task_with_named_filters_is_summarised(tmp_path):
+    from tools.evaluation.command import _summarise
+
+    filtered = {"alias": "gsm8k", "exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": "N/A"}
+    results = {"results": {"gsm8k": {**filtered, "exact_match,flexible-extract": 0.5}}}
+    summary = tmp_path / "results.json"
+    summary.write_text(json.dumps({"checkpoint": str(tmp_path.resolve())}))
+    _summarise(tmp_path, tmp_path, results, Namespace(suites=[task_suite(["gsm8k"])]))
+    assert json.loads(summary.read_text())["results"]["tasks"] == {
+        "gsm8k": {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
+    }
+
+
+def test_results_are_written_before_they_are_summarised(trained_run, eval_data, tmp_path, monkeypatch, capsys):
+    from tools.evaluation import command as suites
+
+    monkeypatch.setattr(suites, "_summarise", lambda *_: (_ for _ in ()).throw(ValueError("a damaged summary")))
+    words = [str(trained_run), "--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data)]
+    assert command.main([*words, "--out", str(tmp_path / "r.json")]) == 2
+    assert "a damaged summary" in capsys.readouterr().err
+    assert values(read_results(tmp_path / "r.json"), "copa", "acc")
+    assert (tmp_path / "r.md").is_file()
+
+
 def tiny_huggingface(folder: Path, kind: str, tokenizer: Path) -> Path:
     """A random Hugging Face model of a few thousand weights, with a tokenizer of its own."""
     import torch
@@ -155,6 +180,27 @@ def test_other_models_stand_in_the_same_table(kind, bpe, eval_data, evaluated, t
     assert re.search(r"copa +acc +8 ", capsys.readouterr().out)
 
 
+def test_an_interrupted_model_does_not_answer_for_another_of_its_name(bpe, eval_data, tmp_path, monkeypatch):
+    from tools.evaluation import command as suites
+    from tools.evaluation.huggingface import HuggingFaceLM
+
+    asked = []
+    ask = HuggingFaceLM._loglikelihood_tokens
+    monkeypatch.setattr(HuggingFaceLM, "_loglikelihood_tokens", lambda *a, **k: asked.append(len(a[1])) or ask(*a, **k))
+    monkeypatch.chdir(tmp_path)  # no --out: both are runs/evaluation/exported
+    words = ["--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data)]
+    one, two = (str(tiny_huggingface(tmp_path / kind / "exported", kind, bpe)) for kind in ("llama", "gpt_neox"))
+    with monkeypatch.context() as stopped:
+        stopped.setattr(suites, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert command.main([one, *words]) == 130
+        assert command.main([one, *words, "--max-length", "64"]) == 130
+    assert asked == [16, 16]
+    assert command.main([two, *words, "--out", "runs/evaluation/exported/two.json"]) == 0
+    assert asked == [16, 16, 16]
+    assert command.main([one, *words]) == 0
+    assert asked == [16, 16, 16], "its own answers are kept, and taken"
+
+
 def test_a_tokenizer_that_is_too_large_is_refused(bpe, eval_data, tmp_path, capsys):
     import tokenizers
 
@@ -175,6 +221,7 @@ def test_a_tokenizer_that_is_too_large_is_refused(bpe, eval_data, tmp_path, caps
             ["--tasks", "copa", "--data-dir", "{tmp}"],
             r"copa: the data folder lacks its file, .*super_glue/copa/validation",
         ),
+        (["--suite", "superglue", "--without", "copaa"], r"--without copaa: it is none .* asked; did you mean copa\?"),
         (["--tasks", "logiqa"], "logiqa: its data set on the hub is a script"),
         (["--suite", "superglue", "--without", "wsc,wic,sglue_rte,cb,multirc,boolq,copa"], "nothing to evaluate"),
     ],

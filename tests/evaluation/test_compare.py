@@ -8,7 +8,9 @@ from math import comb
 import numpy as np
 import pytest
 
-from tools.evaluation.compare import SWAPS, compare, comparison_rows, difference
+from tools.evaluation.compare import SWAPS, compare, comparison_rows, difference, left_out
+from tools.evaluation.harness import documents, metric_value
+from tools.evaluation.report import metrics_of
 
 
 def results(documents: dict, title: str = "model") -> dict:
@@ -103,3 +105,98 @@ def test_holm_corrects_for_the_number_of_comparisons():
 def test_nothing_in_common_is_said():
     with pytest.raises(ValueError, match="share no task and document"):
         compare(results({"piqa": {"acc": entry([1.0])}}), results({"copa": {"acc": entry([1.0])}}))
+
+
+def sample(number: int, name: str = "none", **metrics) -> dict:
+    """As the harness logs a document under a filter."""
+    return {"doc_id": number, "doc_hash": f"{number:012d}", "filter": name, "metrics": [*metrics], **metrics}
+
+
+def test_the_filters_of_a_task_are_metrics_of_their_own():
+    # A model whose answers are all right and none in the format: gsm8k has both metrics under one name.
+    shares = {"strict-match": 0.0, "flexible-extract": 1.0}
+    logged = [sample(i, name, exact_match=value) for name, value in shares.items() for i in range(24)]
+    both = results({"gsm8k": documents("gsm8k", logged)})
+    assert [(d.metric, d.documents, d.first, d.second, d.p) for d in compare(both, both)] == [
+        (f"exact_match,{name}", 24, value, value, 1.0) for name, value in shares.items()
+    ]
+    entry = {"alias": "gsm8k"}
+    for name, value in shares.items():
+        entry |= {f"exact_match,{name}": value, f"exact_match_stderr,{name}": 0.01 + value}
+    found = {"results": {"gsm8k": entry, "piqa": {"acc,none": 0.5, "acc_stderr,none": 0.1}}}
+    assert metrics_of(found, "gsm8k") == [f"exact_match,{name}" for name in shares]
+    assert metrics_of(found, "piqa") == ["acc"]
+    assert metric_value(found, "gsm8k", "exact_match,flexible-extract") == (1.0, 1.01)
+    assert metric_value(found, "gsm8k", "exact_match") == (0.0, 0.01), "a column without a filter takes the first"
+    assert metric_value(found, "piqa", "acc") == (0.5, 0.1)
+    assert metric_value(found, "piqa", "exact") is None
+
+
+def test_documents_hold_numbers_and_pairs_of_numbers():
+    logged = [
+        sample(
+            i,
+            acc=np.float32(0.5),
+            right=i == 0,
+            f1=(np.int64(i), True),
+            word_perplexity=(-10.75, 3),
+            bleu=(["a text"], ["another"]),
+            f1_of_texts=({"id": "a"}, {"id": "b"}),
+            sometimes=1.0 if i else None,
+        )
+        for i in range(2)
+    ]
+    found = {metric: entry["values"] for metric, entry in documents("t", logged).items()}
+    assert found == {
+        "acc": [0.5, 0.5],
+        "right": [1.0, 0.0],
+        "f1": [[0, 1], [1, 1]],
+        "word_perplexity": [[-10.75, 3], [-10.75, 3]],
+    }
+    assert {type(v) for pair in found["f1"] for v in pair} == {int}
+
+
+def test_perplexities_over_all_documents_are_formed_from_their_pairs():
+    draw = np.random.default_rng(0)
+    words = draw.integers(5, 50, 8).astype(float)
+    first = np.stack([-3.0 * words - draw.exponential(4, 8), words], 1)
+    second = np.stack([first[:, 0] + draw.exponential(8, 8), words], 1)
+
+    def nats(x: np.ndarray) -> float:
+        return float(-x[:, 0].sum() / x[:, 1].sum())
+
+    for metric, statistic in (
+        ("word_perplexity", lambda x: np.exp(nats(x))),
+        ("byte_perplexity", lambda x: np.exp(nats(x))),
+        ("bits_per_byte", lambda x: nats(x) / np.log(2)),
+    ):
+        from lm_eval.api.metrics import bits_per_byte, weighted_perplexity
+
+        theirs = bits_per_byte if metric == "bits_per_byte" else weighted_perplexity
+        assert statistic(first) == pytest.approx(theirs(first.tolist())), "the harness's own"
+        found = difference("wikitext", metric, first, second)
+        assert (found.first, found.second) == (pytest.approx(statistic(first)), pytest.approx(statistic(second)))
+        expected = all_swaps(statistic, first, second)
+        assert found.p == pytest.approx(expected, abs=4 * np.sqrt(expected / SWAPS) + 1e-3)
+        assert found.stderr is None
+        _, ((_, _, _, shown, *_),) = comparison_rows([found])
+        assert shown == f"{found.first:.4g}"
+
+
+def test_a_metric_of_unknown_form_is_left_out_and_named(tmp_path, capsys):
+    import json
+
+    from tools.evaluation.command import compare_command
+
+    pairs = entry([[0, 1], [1, 1]])
+    unknown = {"mrpc": {"f1": pairs}, "old": {"exact_match": entry([0.0, 1.0], ["a", "a"])}}
+    both = results({**unknown, "cb": {"f1": pairs}})
+    assert [(d.task, d.metric) for d in compare(both, both)] == [("cb", "f1")]
+    said = left_out(both, both)
+    assert said[0].startswith("mrpc: f1 is no mean over documents")
+    assert said[1].startswith("old: exact_match has documents twice")
+    with pytest.raises(ValueError, match=r"mrpc: f1 is no mean .*; old: exact_match has"):
+        compare(results(unknown), results(unknown))
+    (tmp_path / "a.json").write_text(json.dumps({**both, "results": {}}))
+    assert compare_command([str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
+    assert "not compared: mrpc: f1 is no mean over documents" in capsys.readouterr().out

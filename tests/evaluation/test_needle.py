@@ -58,6 +58,13 @@ def test_texts_hold_one_needle_at_their_depth() -> None:
     assert {q.answer for q in questions(filler, 200, [50], 3, seed=8, encode=encode)} != answers
     with pytest.raises(ValueError, match=r"--lengths 1000: the filler has"):
         questions(filler, 1000, [0], 1, seed=0, encode=encode)
+    # 7 words of the fact, 16 of the question with its answer, 4 of the first piece.
+    with pytest.raises(ValueError, match=r"--lengths 10: .* take 27 tokens; name 27 or more"):
+        questions(filler, 10, [0, 100], 2, seed=0, encode=encode)
+    with pytest.raises(ValueError, match="--lengths 26:"):
+        questions(filler, 26, [0, 100], 2, seed=0, encode=encode)
+    shortest = questions(filler, 27, [0, 100], 1, seed=0, encode=encode)
+    assert [len(encode(question.context)) for question in shortest] == [26, 26]
 
 
 def test_cells_are_means() -> None:
@@ -143,7 +150,7 @@ def test_hugging_face_models_answer_alike(trained_run: Path, tmp_path: Path) -> 
     filler = tmp_path / "filler.txt"
     filler.write_text(TEXT)
     common = {
-        "lengths": [96],
+        "lengths": [160],
         "depths": [0, 100],
         "needles": 2,
         "seed": 0,

@@ -163,6 +163,13 @@ def test_logiqa_needs_a_file_even_online():
         load_tasks(["logiqa"], local=["logiqa"], folders=FOLDERS)
 
 
+def test_a_task_of_a_tag_is_left_out(eval_data):
+    assert list(load(["ai2_arc"], eval_data)) == ["arc_challenge", "arc_easy"]
+    assert list(load(["ai2_arc"], eval_data, without=["arc_easy"])) == ["arc_challenge"]
+    with pytest.raises(UnknownNameError, match=r"--without arc_esy: it is none .*; did you mean arc_easy or"):
+        load(["ai2_arc"], eval_data, without=["arc_esy"])
+
+
 def test_unknown_names_get_the_nearest(monkeypatch):
     import lm_eval.tasks
 

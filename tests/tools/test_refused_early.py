@@ -16,6 +16,7 @@ __all__ = ["eval_data", "masked_run"]
 
 TASKS, MODEL = "tools.evaluation.harness.load_tasks", "tools.evaluation.needle.open_model"
 WEIGHTS, SUITES = "tools.load_model.read_weights", "tools.evaluation.command.run_suites"
+SYNTHETIC = "tools.synthetic.command.synthetic_command"
 
 # Places: RUN a trained causal run, MASKED a masked one, NONE nothing, EMPTY a folder, LOST a run whose tokenizer's description
 # was cut, FILE a text, EXPORT a Hugging Face folder, DATA rows of every task, OUT a new folder
@@ -32,6 +33,8 @@ CASES = [
     ("eval", "MASKED --suite needle", MODEL, "is a masked model: it sees both directions"),
     ("eval", "RUN --suite superglue --data NONE", SUITES, "nothing does not exist"),
     ("eval", "EXPORT --suite superglue --data FILE", SUITES, "export is no checkpoint"),
+    ("eval", "RUN --suite mqar", SYNTHETIC, "tiny: --suite mqar trains models of its own and takes no checkpoint"),
+    ("eval", "--suite=mad RUN widths=[64]", SYNTHETIC, "--suite mad trains models of its own and takes no checkpoint"),
     ("eval", "RUN --data FILE NONE", WEIGHTS, "nothing does not exist"),
     ("eval", "MASKED --data FILE", WEIGHTS, "so that it has no perplexity"),
     ("eval", "LOST --data FILE", WEIGHTS, r"description\.json is no JSON"),

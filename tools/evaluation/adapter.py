@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections import Counter
@@ -129,7 +130,8 @@ class ProjectLM(TemplateLM):
                 f"({', '.join(sorted({r.task_name or '?' for r in requests}))})"
             )
         asked = [(request.args[0], _settings(request.args[1], self.max_gen_toks)) for request in requests]
-        keys = [self.answers.key("generate", text, repr(sorted(settings.items()))) for text, settings in asked]
+        words = _generation_words(requests, asked)
+        keys = [self.answers.key("generate", *own) for own in words]
         found = {i: value for i, key in enumerate(keys) if (value := self.answers.get(key)) is not None}
         prompts = _encode(self._tokenizer, [text for text, _ in asked])
         # Equal settings and about equal lengths go side by side.
@@ -146,7 +148,8 @@ class ProjectLM(TemplateLM):
                     batch = [i for i in left[:rows] if asked[i][1] == settings]
                     left = left[len(batch) :]
                     room = max(1, self.max_length - settings["max_tokens"])
-                    texts = self._continue([prompts[i][-room:].tolist() for i in batch], **settings)
+                    seeds = [_seed(words[i]) for i in batch]
+                    texts = self._continue([prompts[i][-room:].tolist() for i in batch], **{**settings, "seed": seeds})
                     written.update(zip(batch, texts, strict=True))
                     self.answers.add((keys[i], written[i]) for i in batch)
                     bar.update(len(batch))
@@ -318,7 +321,30 @@ def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
         "temperature": float(settings["temperature"] or 1.0) if sampled else 0.0,
         "top_k": int(settings.get("top_k") or 0) if sampled else 0,
         "top_p": float(settings.get("top_p") or 1.0) if sampled else 1.0,
+        "seed": int(settings.get("seed") or 0) if sampled else 0,
     }
+
+
+def _generation_words(
+    requests: Sequence[Instance], asked: Sequence[tuple[str, dict[str, Any]]]
+) -> list[tuple[str, ...]]:
+    """What a continuation depends on beside the model: text and settings; where it is drawn, the document and which of
+    its repeats it is too."""
+    repeats: Counter[tuple[str, ...]] = Counter()
+    found = []
+    for request, (text, settings) in zip(requests, asked, strict=True):
+        words = (text, repr(sorted(settings.items())))
+        if settings["temperature"]:
+            words += (f"{request.task_name} {request.doc_id} {request.idx}",)
+            repeats[words] += 1
+            words += (str(repeats[words]),)
+        found.append(words)
+    return found
+
+
+def _seed(words: Sequence[str]) -> int:
+    """A seed of a request's own, so that what is drawn for it depends on no other and on no size of a batch."""
+    return int.from_bytes(hashlib.blake2b("\0".join(words).encode(), digest_size=7).digest(), "little")
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:

@@ -7,17 +7,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
+from data.files import read_json, write_whole
 from tools.evaluation.harness import (
     Prepared,
     Request,
     evaluate,
+    how_it_is_asked,
+    metric_value,
     prepare_tasks,
     read_results,
+    what_is_asked,
     write_json,
     write_samples,
 )
-from tools.evaluation.opening import look_for_model, open_model, request_cache
+from tools.evaluation.opening import look_for_model, number_format, open_model
+from tools.evaluation.outputs import (
+    check_output,
+    difference,
+    earlier_results,
+    refuse_others,
+    suite_settings,
+    with_tasks,
+)
 from tools.evaluation.report import (
     bar_chart,
     detail_rows,
@@ -27,7 +38,7 @@ from tools.evaluation.report import (
     plain,
     suite_table,
 )
-from tools.evaluation.suites import Suite, read_suite, task_suite
+from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 
 Results = dict[str, Any]
 
@@ -49,19 +60,29 @@ def run_suites(options: argparse.Namespace) -> Results | None:
     )
     prepared = prepare_tasks(request)
     opened = open_model(options, "results.json")
-    results = evaluate(opened.lm, prepared, use_cache=None if opened.loaded else request_cache(opened))
+    model = {"config": {"model_dtype": number_format(opened.lm)}}
+    now = suite_settings(
+        {**model, "metalion": {"model": opened.facts, **how_it_is_asked(opened.lm), **what_is_asked(prepared)}}
+    )
+    refuse_others(opened.out, suite_settings(earlier_results(opened.out, "suites")), now)
+    results = evaluate(opened.lm, prepared, use_cache=opened.cache)
     if results is None:
         return None
-    if opened.loaded is not None:
-        _summarise(opened.loaded.run, opened.loaded.checkpoint, results, prepared)
     results["metalion"].update(model=opened.facts, title=opened.name)
     samples = results.pop("samples")
+    alone = results
+    earlier = earlier_results(opened.out, "suites")  # as it is by now
+    if not difference(suite_settings(earlier), now):
+        results = with_tasks(earlier, results)
     write_json(opened.out, results)
     if options.samples:
         write_samples(opened.out.parent, samples)
     opened.finish()
     print(f"\n{plain(*detail_rows(results))}")
-    write_tables(prepared.suites, [(opened.name, results)], opened.out)
+    suites = prepared.suites if results is alone else _suites_of([results], prepared.suites)
+    write_tables(suites, [(opened.name, results)], opened.out)
+    if opened.loaded is not None:
+        _summarise(opened.loaded.run, opened.loaded.checkpoint, alone, prepared)
     return results
 
 
@@ -91,6 +112,7 @@ def table_command(arguments: Sequence[str]) -> int:
         "--out", type=Path, default=Path("runs/evaluation/table.md"), help="where (default %(default)s)"
     )
     options = parser.parse_args(arguments)
+    check_output(options.out.with_suffix(".md"))
     models = [(str(r["metalion"]["title"]), r) for r in map(read_results, options.results)]
     write_tables(_suites_of([r for _, r in models]), models, options.out)
     return 0
@@ -98,7 +120,7 @@ def table_command(arguments: Sequence[str]) -> int:
 
 def compare_command(arguments: Sequence[str]) -> int:
     """`python eval.py compare a.json b.json`: the differences and whether they are more than chance."""
-    from tools.evaluation.compare import compare, comparison_rows
+    from tools.evaluation.compare import compare, comparison_rows, left_out
 
     parser = argparse.ArgumentParser(
         prog="python eval.py compare",
@@ -109,10 +131,14 @@ def compare_command(arguments: Sequence[str]) -> int:
     parser.add_argument("second", type=Path, help="results.json, or its folder")
     parser.add_argument("--out", type=Path, help="write the rows as JSON too")
     options = parser.parse_args(arguments)
+    if options.out:
+        check_output(options.out)
     first, second = read_results(options.first), read_results(options.second)
     found = compare(first, second)
     print(f"first:  {first['metalion']['title']}\nsecond: {second['metalion']['title']}\n")
     print(plain(*comparison_rows(found)))
+    for text in left_out(first, second):
+        print(f"\nnot compared: {text}")
     print(
         "\np: chance of a difference this large between models that are equal on every document; significant: p (Holm) < 0.05"
     )
@@ -136,28 +162,30 @@ def scores(results: Mapping[str, Any], suites: Sequence[Suite]) -> dict[str, flo
 
 def _summarise(run: Path, checkpoint: Path, results: Results, prepared: Prepared) -> None:
     """The scores in the run's own results file, which its report page shows."""
-    import json
-
     path = run / "results.json"
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    content = read_json(path, "remove it: python eval.py RUN writes it anew") if path.is_file() else {}
     said = str(checkpoint.resolve())
     if content.get("checkpoint") != said:
         return
     suites = {
         suite.name: {
-            task: {metric: results["results"][task][f"{metric},none"] for metric in metrics_of(results, task)}
+            task: {m: found[0] for m in metrics_of(results, task) if (found := metric_value(results, task, m))}
             for task in suite.tasks
             if task in results["results"]
         }
         for suite in prepared.suites
     }
-    content["results"] = {**content.get("results", {}), **suites}
+    before = content.get("results", {})
+    content["results"] = {**before, **{name: {**before.get(name, {}), **tasks} for name, tasks in suites.items()}}
     write_json(path, content)
 
 
-def _suites_of(models: Sequence[Mapping[str, Any]]) -> list[Suite]:
+def _suites_of(models: Sequence[Mapping[str, Any]], known: Sequence[Suite] = ()) -> list[Suite]:
+    """What the results say that they were asked for, and a table of the tasks of none of them. known: suites by their own
+    files, which results do not name."""
     names = dict.fromkeys(name for results in models for name in results["metalion"]["suites"])
-    suites = [read_suite(name) for name in names if name != "tasks"]
+    own = {suite.name: suite for suite in known if suite.name != "tasks"}
+    suites = [own.get(name) or read_suite(name) for name in names if name in own or name in suite_names()]
     shown = {task for suite in suites for task in suite.tasks}
     rest = [task for results in models for task in results["versions"] if task not in shown]
     return [*suites, *([task_suite(list(dict.fromkeys(rest)))] if rest else [])]

@@ -9,14 +9,17 @@ metrics that are no mean (F1, perplexity) too. Two-sided.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tools.evaluation.report import is_raw
+
 SWAPS = 10_000
+_NOT_KNOWN = "is no mean over documents, and how it is formed is not known here"
 Values = NDArray[np.float64]
 
 
@@ -48,34 +51,54 @@ class Difference:
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
-    """Every metric that both results hold, over the documents that both answered.
+    """Every metric that both results hold, over the documents that both answered, but for those of `left_out`.
 
     Raises ValueError when they share none.
     """
-    found = []
-    ours, theirs = (results["metalion"]["documents"] for results in (first, second))
-    for task, metrics in ours.items():
-        for metric, entry in metrics.items():
-            other = theirs.get(task, {}).get(metric)
-            if other is None:
-                continue
-            places = {identity: i for i, identity in enumerate(other["ids"])}
-            pairs = [(i, places[identity]) for i, identity in enumerate(entry["ids"]) if identity in places]
-            if not pairs:
-                continue
-            a, b = (np.array([e["values"][p[k]] for p in pairs], np.float64) for k, e in enumerate((entry, other)))
-            found.append(difference(task, metric, a, b))
+    found = [difference(task, metric, a, b) for task, metric, a, b, why in _shared(first, second) if not why]
     if not found:
-        raise ValueError("the two results share no task and document: evaluate both models on the same suites and data")
+        why = left_out(first, second) or ["the two results share no task and document"]
+        raise ValueError(f"{'; '.join(why)}: evaluate both models on the same suites and data")
     return _holm(found)
 
 
+def left_out(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """What both results hold and cannot be compared, each with the reason."""
+    return [f"{task}: {metric} {why}" for task, metric, _, _, why in _shared(first, second) if why]
+
+
+def _shared(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, str, Values, Values, str]]:
+    """Task, metric, the values of both in the order of the first's documents, and why they are not compared, if so."""
+    ours, theirs = (results["metalion"]["documents"] for results in (first, second))
+    for task, metrics in ours.items():
+        for metric, entry in metrics.items():
+            other = theirs.get(task, {}).get(metric, {"ids": []})
+            places = {identity: i for i, identity in enumerate(other["ids"])}
+            pairs = [(i, places[identity]) for i, identity in enumerate(entry["ids"]) if identity in places]
+            if pairs:
+                a, b = (np.array([e["values"][p[k]] for p in pairs], np.float64) for k, e in enumerate((entry, other)))
+                why = ""
+                if any(len(set(e["ids"])) < len(e["ids"]) for e in (entry, other)):
+                    why = "has documents twice, of several filters: evaluate again"  # as this project wrote it once
+                elif a.ndim != b.ndim:
+                    why = "is of one form in the first results and of another in the second"
+                elif _statistic(task, metric, a) is None:
+                    why = _NOT_KNOWN
+                yield task, metric, a, b, why
+
+
 def difference(task: str, metric: str, first: Values, second: Values) -> Difference:
-    """first, second: [documents] numbers, or [documents, 2] pairs (said, true) for F1."""
-    statistic = _statistic(task, metric)
+    """metric: as `harness.metric_name`. first, second: [documents] numbers, or [documents, 2] pairs: (said, true) for F1,
+    (log-likelihood, words or bytes) for a perplexity over all documents.
+
+    Raises ValueError for a metric that is formed in a way that is not known here.
+    """
+    statistic = _statistic(task, metric, first)
+    if statistic is None:
+        raise ValueError(f"{task}: {metric} {_NOT_KNOWN}")
     values = (float(statistic(first[None])[0]), float(statistic(second[None])[0]))
     stderr = None
-    if first.ndim == 1 and metric != "perplexity":
+    if first.ndim == 1 and not is_raw(metric):
         delta = second - first
         stderr = float(delta.std(ddof=1) / math.sqrt(len(delta))) if len(delta) > 1 else None
         if np.isin(delta, (-1.0, 0.0, 1.0)).all():
@@ -89,7 +112,7 @@ def comparison_rows(found: Sequence[Difference]) -> tuple[list[str], list[list[s
     header = ["task", "metric", "documents", "first", "second", "difference", "±", "p", "p (Holm)", ""]
     rows = []
     for d in found:
-        share = d.metric != "perplexity"
+        share = not is_raw(d.metric)
         shown = [
             f"{100 * value:{sign}.2f}" if share else f"{value:{sign}.4g}"
             for value, sign in ((d.first, ""), (d.second, ""), (d.change, "+"))
@@ -109,21 +132,25 @@ def comparison_rows(found: Sequence[Difference]) -> tuple[list[str], list[list[s
     return header, rows
 
 
-def _statistic(task: str, metric: str) -> Callable[[Values], Values]:
-    """Maps [samples, documents (, 2)] to [samples]."""
-    if metric == "perplexity":
-        return lambda x: np.exp(-x.mean(1))
+def _statistic(task: str, metric: str, values: Values) -> Callable[[Values], Values] | None:
+    """Maps [samples, documents (, 2)] to [samples]; None where it is not known how. values: of one model."""
+    metric = metric.partition(",")[0]
+    if values.ndim == 1:
+        return (lambda x: np.exp(-x.mean(1))) if metric == "perplexity" else (lambda x: x.mean(1))
     if metric == "f1" and task == "cb":
         return lambda x: np.mean([_f1(x, label) for label in (0, 1, 2)], axis=0)
     if metric == "f1a":
         return lambda x: _f1(x, 1)
+    if metric in ("word_perplexity", "byte_perplexity"):
+        return lambda x: np.exp(_nats(x))
+    if metric == "bits_per_byte":
+        return lambda x: _nats(x) / math.log(2)
+    return None
 
-    def mean(x: Values) -> Values:
-        if x.ndim == 3:
-            raise ValueError(f"{task}: {metric} is no mean over documents, and how it is formed is not known here")
-        return x.mean(1)
 
-    return mean
+def _nats(x: Values) -> Values:
+    """A word or byte: [samples, documents, (log-likelihood, words or bytes)] -> [samples]."""
+    return -x[..., 0].sum(1) / x[..., 1].sum(1)
 
 
 def _f1(x: Values, label: int) -> Values:

@@ -70,7 +70,8 @@ def prepare_tasks(request: Request) -> Prepared:
     suites = [read_suite(name) for name in request.suites]
     if request.tasks:
         suites.append(task_suite(request.tasks))
-    names = [t for t in dict.fromkeys(task for suite in suites for task in suite.tasks) if t not in request.without]
+    asked = dict.fromkeys(task for suite in suites for task in suite.tasks)
+    names = [task for task in asked if task not in request.without]
     if not names:
         raise ValueError("nothing to evaluate: name a suite (--suite superglue,commonsense) or a task (--tasks piqa)")
     # What the project's own suites know of a task holds where it is named alone too.
@@ -79,6 +80,7 @@ def prepare_tasks(request: Request) -> Prepared:
     with _quiet():
         tasks, manager = load_tasks(
             names,
+            without=[name for name in request.without if name not in asked],
             data_dir=request.data_dir,
             hub=request.hub,
             split=request.split,
@@ -132,36 +134,57 @@ def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> d
     }
     results["metalion"] = {
         "suites": [suite.name for suite in prepared.suites],
-        "split": {name: loaded.split for name, loaded in prepared.tasks.items()},
-        "other_split": sorted(name for name, loaded in prepared.tasks.items() if loaded.moved),
-        "data": {name: loaded.files or _fingerprint(loaded) for name, loaded in prepared.tasks.items()},
+        **what_is_asked(prepared),
         "chance": {task: chance for task, rows in samples.items() if (chance := _chance(rows)) is not None},
         "requests": dict(counts["requests"]),
         "truncated": {task: n for task, n in counts["truncated"].items() if n},
-        "max_length": getattr(lm, "max_length", None),
+        **how_it_is_asked(lm),
         "longest_request": getattr(lm, "longest", None),
         "tokens_asked": getattr(lm, "asked_tokens", None),
         "tokens_read": getattr(getattr(lm, "scorer", None), "read", None),
-        "score": getattr(lm, "score_name", "log-likelihood"),
         "seconds": round(time.perf_counter() - started, 3),
         "documents": {task: documents(task, rows) for task, rows in samples.items()},
     }
     return results
 
 
-def documents(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
-    """metric -> {"ids", "values"}: what every document gave, so that another model's can be set beside it.
+def what_is_asked(prepared: Prepared) -> dict[str, Any]:
+    """Of every task the split, whether that is not the stock one, and the data; examples in the prompt."""
+    return {
+        "split": {name: loaded.split for name, loaded in prepared.tasks.items()},
+        "other_split": sorted(name for name, loaded in prepared.tasks.items() if loaded.moved),
+        "data": {name: loaded.files or _fingerprint(loaded) for name, loaded in prepared.tasks.items()},
+        "shots": prepared.request.shots,
+    }
 
-    A value is a number, or a pair (said, true) for metrics that are no mean (F1).
+
+def how_it_is_asked(lm: Any) -> dict[str, Any]:
+    """What the answers of a model depend on beside its weights."""
+    return {
+        "max_length": getattr(lm, "max_length", None),
+        "score": getattr(lm, "score_name", "log-likelihood"),
+    }
+
+
+def documents(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    """metric (`metric_name`) -> {"ids", "values"}: what every document gave, so that another model's can be set beside it.
+
+    A value is a number, or a pair for metrics that are no mean: (said, true) of F1, (log-likelihood, words) of a perplexity.
+    Metrics of something else (BLEU, of texts) are left out.
     """
     found: dict[str, dict[str, list[Any]]] = {}
-    for sample in samples:
+    left_out = set()
+    for sample in samples:  # a task with several filters has a sample of each document for each of them
         identity = f"{sample['doc_id']}:{sample['doc_hash'][:12]}"
         for metric in sample["metrics"]:
-            value = sample[metric]
-            entry = found.setdefault(metric, {"ids": [], "values": []})
+            name, value = metric_name(metric, sample.get("filter", "none")), _value(sample[metric])
+            if value is None:
+                left_out.add(name)
+                continue
+            entry = found.setdefault(name, {"ids": [], "values": []})
             entry["ids"].append(identity)
-            entry["values"].append([int(v) for v in value] if isinstance(value, tuple | list) else float(value))
+            entry["values"].append(value)
+    found = {name: entry for name, entry in found.items() if name not in left_out}
     if task == "multirc":
         matches, judged = multirc.exact_matches(samples), multirc.judgements(samples)
         answers = found["acc"]["ids"]
@@ -169,6 +192,21 @@ def documents(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict
         found["answer_acc"] = {"ids": answers, "values": [float(said == label) for said, label in judged]}
         found["f1a"] = {"ids": answers, "values": [[int(said), int(label)] for said, label in judged]}
     return found
+
+
+def _value(value: Any) -> float | list[int | float] | None:
+    """A number, or a pair of numbers; None for anything else."""
+    if isinstance(value, tuple | list):
+        pair = [_plain(v) for v in value]
+        return pair if len(pair) == 2 and all(isinstance(v, int | float) for v in pair) else None
+    value = _plain(value)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and torch's single numbers as Python's; a truth value as 0 or 1."""
+    value = value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
+    return int(value) if isinstance(value, bool) else value
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -279,13 +317,22 @@ def _random_state_kept() -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
+def metric_name(metric: str, tag: str) -> str:
+    """A metric under one of its task's filters: "acc", or "exact_match,strict-match" where the filter has a name."""
+    return metric if tag == "none" else f"{metric},{tag}"
+
+
 def metric_value(results: Mapping[str, Any], task: str, metric: str) -> tuple[float, float | None] | None:
-    """(value, standard error or None) of a task's metric under any filter; None where there is no such value."""
+    """(value, standard error or None) of a task's metric; None where there is no such value.
+
+    metric: as `metric_name`; one without a filter is the task's unfiltered one, or else that of its first filter.
+    """
     entry = results["results"].get(task, {})
-    for key, value in entry.items():
+    named = [key for key in entry if key == metric or key.startswith(f"{metric},")]
+    for key in sorted(named, key=lambda key: key != f"{metric},none"):
         name, _, tag = key.partition(",")
-        if name == metric and isinstance(value, int | float):
-            error = entry.get(f"{metric}_stderr,{tag}")
+        if isinstance(value := entry[key], int | float):
+            error = entry.get(f"{name}_stderr,{tag}")
             known = isinstance(error, int | float) and math.isfinite(error)
             return float(value), float(error) if known else None
     return None

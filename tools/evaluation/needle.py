@@ -8,16 +8,18 @@ with the same filler, so that a model that keeps its state reads what is before 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import random
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.evaluation.opening import OpenedModel, is_huggingface, look_for_model, open_model, request_cache
+from tools.evaluation.opening import OpenedModel, is_huggingface, look_for_model, number_format, open_model
+from tools.evaluation.outputs import difference, earlier_results, refuse_others, weights
 
 if TYPE_CHECKING:
     from tools.load_model import LoadedModel
@@ -76,6 +78,15 @@ def needle_command(options: argparse.Namespace) -> dict[str, Any] | None:
     if found is not None and found.model.two_sided_mixers():
         raise ValueError(f"{found.checkpoint} is a masked model: it sees both directions and writes no answer")
     opened = open_model(options, "needle.json", max_length=max(lengths))
+    settings = {
+        "dtype": number_format(opened.lm),
+        "needles": options.needles,
+        "seed": options.seed,
+        "filler": str(options.filler or "the run's validation text"),
+        "filler_sha256": hashlib.sha256(text.encode()).hexdigest() if options.filler else None,
+    }
+    now = _settings({"model": opened.facts, **settings})
+    refuse_others(opened.out, _settings(earlier_results(opened.out, "needle")), now)
     lengths = _readable(opened, lengths)
     if options.filler is None and opened.loaded is not None:
         text = _validation_text(opened.loaded, max(lengths))
@@ -93,11 +104,12 @@ def needle_command(options: argparse.Namespace) -> dict[str, Any] | None:
         "title": opened.name,
         "lengths": lengths,
         "depths": depths,
-        "needles": options.needles,
-        "seed": options.seed,
-        "filler": str(options.filler or "the run's validation text"),
+        **settings,
         "cells": cells(asked, answers),
     }
+    earlier = earlier_results(opened.out, "needle")  # as it is by now
+    if not difference(_settings(earlier), now):
+        results = with_cells(earlier, results)
     text = table(results)
     print(f"\n{text}")
     _write(opened.out, results, text)
@@ -112,16 +124,25 @@ def questions(
 
     The facts depend on the seed alone. A needle stands between two pieces of the filler, nearest to its depth.
 
-    Raises ValueError where the filler is too short.
+    Raises ValueError where the filler is too short, or where the length leaves no room for a piece of it.
     """
     drawn = random.Random(seed)
     cities = drawn.sample(_CITIES, len(_CITIES))
-    found = []
+    facts = []
     for number in range(needles):
         city, secret = cities[number % len(cities)], drawn.randint(10000, 99999)
         sentence = f"The secret number of {city} is {secret}.\n"
         question = f"\n\nQuestion: What is the secret number of {city}?\nAnswer: The secret number of {city} is"
-        room = length - len(encode(sentence)) - len(encode(question + f" {secret}."))
+        taken = len(encode(sentence)) + len(encode(question + f" {secret}."))
+        facts.append((secret, sentence, question, taken))
+    least = max(taken for *_, taken in facts) + sum(filler.tokens[:1])
+    if length < least and filler.total:
+        raise ValueError(
+            f"--lengths {length}: the fact, its question and a piece of the filler take {least:,} tokens; name {least} or more"
+        )
+    found = []
+    for number, (secret, sentence, question, taken) in enumerate(facts):
+        room = length - taken
         if filler.total < room:
             raise ValueError(
                 f"--lengths {length}: the filler has {filler.total:,} tokens; leave that length out, or name a longer text "
@@ -164,8 +185,35 @@ def cells(asked: Sequence[Question], answers: Sequence[tuple[float, bool]]) -> l
     return found
 
 
+def _settings(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What a cell depends on beside its place; empty for no results."""
+    if not results:
+        return {}
+    found = {
+        "weights": weights(results["model"]),
+        "number format": results.get("dtype"),
+        "--needles": results["needles"],
+        "--seed": results["seed"],
+        "filler": results.get("filler_sha256") or results["filler"],
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def with_cells(earlier: Mapping[str, Any], results: dict[str, Any]) -> dict[str, Any]:
+    """The results with the cells that an earlier table of the same settings has beside theirs."""
+    here = {(cell["length"], cell["depth"]) for cell in results["cells"]}
+    kept = [cell for cell in earlier.get("cells", ()) if (cell["length"], cell["depth"]) not in here]
+    every = sorted([*kept, *results["cells"]], key=lambda cell: (cell["length"], cell["depth"]))
+    lengths, depths = ([*dict.fromkeys(sorted(cell[key] for cell in every))] for key in ("length", "depth"))
+    return {**results, "lengths": lengths, "depths": depths, "cells": every}
+
+
 def table(results: dict[str, Any]) -> str:
-    """Markdown: accuracy in percent, a row a depth, a column a length, and the means; then the same of the log-likelihood."""
+    """Markdown: accuracy in percent, a row a depth, a column a length, and the means; then the same of the log-likelihood.
+    A cell that was not asked is a dash.
+    """
+    import numpy as np
+
     from tools.compare.results import markdown
 
     lengths, depths = results["lengths"], results["depths"]
@@ -176,8 +224,11 @@ def table(results: dict[str, Any]) -> str:
         (right, 0, f"answers right, percent; {results['needles']} needles a cell, by tokens of text"),
         (likely, 1, "mean log-likelihood of the number, nats"),
     ):
-        rows = [[f"{depth:g}", *(f"{v:.{digits}f}" for v in row)] for depth, row in zip(depths, values, strict=True)]
-        rows.append(["mean", *(f"{v:.1f}" for v in values.mean(0))])
+        rows = [
+            [f"{depth:g}", *("-" if np.isnan(v) else f"{v:.{digits}f}" for v in row)]
+            for depth, row in zip(depths, values, strict=True)
+        ]
+        rows.append(["mean", *(f"{v:.1f}" for v in np.nanmean(values, 0))])
         parts.append(f"{results['title']}: {words}\n\n{markdown(header, rows)}")
     return "\n".join(parts)
 
@@ -189,6 +240,7 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    import numpy as np
 
     from tools.plot import STYLE
 
@@ -197,14 +249,14 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
     right, likely = 100 * _by_place(results, "accuracy"), _by_place(results, "log_likelihood")
     panels = (
         (right, (0, 100), 0, "answers right, %"),
-        (likely, (likely.min(), 0), 1, "log-likelihood of the number, nats"),
+        (likely, (np.nanmin(likely), 0), 1, "log-likelihood of the number, nats"),
     )
     with plt.rc_context({**STYLE, "axes.grid": False}):
         size = (2 * (1.4 + 0.8 * len(lengths)), 1.5 + 0.3 * len(depths))
         figure, both = plt.subplots(1, 2, figsize=size, layout="constrained", sharey=True)
         for axes, (values, (low, high), digits, words) in zip(both, panels, strict=True):
             axes.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto")
-            for row, column in itertools.product(range(len(depths)), range(len(lengths))):
+            for row, column in np.argwhere(~np.isnan(values)):
                 shade = "black" if values[row, column] > low + 0.6 * (high - low) else "white"
                 number = f"{values[row, column]:.{digits}f}"
                 axes.text(column, row, number, ha="center", va="center", color=shade, fontsize=8)
@@ -219,18 +271,20 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
 
 
 def _by_place(results: dict[str, Any], value: str) -> Any:
-    """[depths, lengths]"""
+    """[depths, lengths], NaN where nothing was asked."""
     import numpy as np
 
     cells = {(cell["length"], cell["depth"]): cell[value] for cell in results["cells"]}
-    return np.array([[cells[length, depth] for length in results["lengths"]] for depth in results["depths"]])
+    return np.array(
+        [[cells.get((length, depth), np.nan) for length in results["lengths"]] for depth in results["depths"]]
+    )
 
 
 def _ask(opened: OpenedModel, asked: Sequence[Question]) -> list[tuple[float, bool]]:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import CachingLM
 
-    lm = opened.lm if opened.loaded is not None else CachingLM(opened.lm, str(request_cache(opened)))
+    lm = opened.lm if opened.cache is None else CachingLM(opened.lm, str(opened.cache))
     requests = [
         Instance("loglikelihood", {}, (question.context, question.answer), number, ("needle", number, 1))
         for number, question in enumerate(asked)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ class OpenedModel:
         lm: answers requests. name: what tables call it. out: the results file.
         facts: what results say about the model. loaded: a checkpoint of this project; None for a Hugging Face model.
         finish: removes the answers that were kept in case of an interruption.
+        cache: where the answers of a Hugging Face model are kept until then, by a name of this model's own.
     """
 
     lm: Any
@@ -29,6 +32,7 @@ class OpenedModel:
     facts: dict[str, Any]
     loaded: LoadedModel | None
     finish: Callable[[], None]
+    cache: Path | None = None
 
 
 def is_huggingface(name: str) -> bool:
@@ -65,6 +69,22 @@ def look_for_model(options: argparse.Namespace) -> FoundModel | None:
     return None
 
 
+def results_file(options: argparse.Namespace, found: FoundModel | LoadedModel | None, file: str) -> Path:
+    """`--out`, or a file of this name where results of this model lie. found: None for a Hugging Face model."""
+    if options.out:
+        return Path(options.out)
+    if found is None:
+        return Path("runs") / "evaluation" / _title(options) / file
+    from tools.load_model import run_folder
+
+    return run_folder(found.checkpoint, found.config) / "evaluation" / found.checkpoint.name / file
+
+
+def _title(options: argparse.Namespace) -> str:
+    """Of a Hugging Face model."""
+    return str(options.name or options.checkpoint.rstrip("/").rpartition("/")[2])
+
+
 def open_model(options: argparse.Namespace, file: str, *, max_length: int | None = None) -> OpenedModel:
     """Loads `options.checkpoint`.
 
@@ -78,18 +98,13 @@ def open_model(options: argparse.Namespace, file: str, *, max_length: int | None
     return _huggingface(options, file, length) if is_huggingface(options.checkpoint) else _own(options, file, length)
 
 
-def request_cache(opened: OpenedModel) -> Path:
-    """Where the answers of a Hugging Face model are kept while it is evaluated; its folder exists."""
-    cache = opened.out.parent / "answers" / "requests"
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    return cache
+def number_format(lm: Any) -> str:
+    """Of the weights of a model that the harness asks, "float32"."""
+    return str(next(lm.model.parameters()).dtype).removeprefix("torch.")
 
 
 def checkpoint_hash(checkpoint: Path) -> str:
     """SHA-256 over those of a checkpoint's weight files, as its manifest holds them."""
-    import hashlib
-    import json
-
     files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
     digest = hashlib.sha256()
     for name in sorted(files):
@@ -102,8 +117,7 @@ def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> 
     from tools.devices import device_of
     from tools.evaluation.huggingface import HuggingFaceLM, folder_hash
 
-    name = options.name or options.checkpoint.rstrip("/").rpartition("/")[2]
-    out = options.out or Path("runs") / "evaluation" / name / file
+    name, out = _title(options), results_file(options, None, file)
     lm = HuggingFaceLM(
         options.checkpoint,
         device=str(device_of(options.device)),
@@ -111,17 +125,20 @@ def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> 
         max_length=length,
         trust_remote_code=options.trust_remote_code,
     )
+    digest = folder_hash(options.checkpoint)
+    # Folders of different models often have one name ("exported"), and so the same place for their results.
+    place = str(Path(options.checkpoint).resolve()) if digest else options.checkpoint
+    commit = getattr(lm.model.config, "_commit_hash", None)
+    model = json.dumps([place, digest, commit, str(lm.model.dtype), lm.max_length])
+    cache = out.parent / "answers" / f"requests-{hashlib.blake2b(model.encode(), digest_size=8).hexdigest()}"
 
     def finish() -> None:
-        folder = out.parent / "answers"
-        for kept in folder.glob("requests*"):
+        for kept in cache.parent.glob(f"{cache.name}*"):
             kept.unlink()
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        if cache.parent.is_dir() and not any(cache.parent.iterdir()):
+            cache.parent.rmdir()
 
-    return OpenedModel(
-        lm, name, out, {"name": options.checkpoint, "sha256": folder_hash(options.checkpoint)}, None, finish
-    )
+    return OpenedModel(lm, name, out, {"name": options.checkpoint, "sha256": digest}, None, finish, cache)
 
 
 def _own(options: argparse.Namespace, file: str, length: int | None) -> OpenedModel:
@@ -133,7 +150,7 @@ def _own(options: argparse.Namespace, file: str, length: int | None) -> OpenedMo
     processes, device = join_processes(options.device)
     loaded = load_model(options.checkpoint, device=device, dtype=options.dtype)
     name = options.name or f"{loaded.run.name}, step {loaded.step:,}"
-    out = options.out or loaded.run / "evaluation" / loaded.checkpoint.name / file
+    out = results_file(options, loaded, file)
     digest = checkpoint_hash(loaded.checkpoint)
     trained = int(loaded.config["batch"]["sequence_length"])
     length = length or trained

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.evaluation.harness import metric_value
+from tools.evaluation.harness import metric_name, metric_value
 from tools.evaluation.suites import Column, Suite
 
 Results = Mapping[str, Any]
@@ -73,7 +73,7 @@ def suite_table(suite: Suite, models: Sequence[tuple[str, Results]]) -> Table:
     chance = {}
     for column in columns:
         known = [r["metalion"]["chance"][column.task] for _, r in models if column.task in r["metalion"]["chance"]]
-        if known and column.metric in ("acc", "acc_norm"):
+        if known and _is_accuracy(column.metric):
             chance[column.label] = 100 * known[0]
     table = Table(suite.title, columns, suite.average, rows, chance, list(suite.notes))
     table.notes.extend(_notes(suite, columns, models))
@@ -85,6 +85,10 @@ def is_raw(metric: str) -> bool:
     return "perplexity" in metric or "bits_per_byte" in metric
 
 
+def _is_accuracy(metric: str) -> bool:
+    return metric.partition(",")[0] in ("acc", "acc_norm")
+
+
 def detail_rows(results: Results) -> tuple[list[str], list[list[str]]]:
     """Every metric of every task with what it was measured on."""
     header = ["task", "version", "split", "shots", "documents", "metric", "value", "±", "chance"]
@@ -93,7 +97,7 @@ def detail_rows(results: Results) -> tuple[list[str], list[list[str]]]:
         for metric in metrics_of(results, task):
             value, error = metric_value(results, task, metric) or (float("nan"), None)
             scale = 1.0 if is_raw(metric) else 100.0
-            chance = ours["chance"].get(task) if metric in ("acc", "acc_norm") else None
+            chance = ours["chance"].get(task) if _is_accuracy(metric) else None
             rows.append(
                 [
                     task,
@@ -111,9 +115,9 @@ def detail_rows(results: Results) -> tuple[list[str], list[list[str]]]:
 
 
 def metrics_of(results: Results, task: str) -> list[str]:
-    """Names of a task's metrics, in the order in which they were computed."""
-    names = [key.partition(",")[0] for key, value in results["results"].get(task, {}).items() if "," in key]
-    return list(dict.fromkeys(name for name in names if not name.endswith("_stderr")))
+    """A task's metrics as `metric_name`, in the order in which they were computed."""
+    keys = [key.split(",", 1) for key in results["results"].get(task, {}) if "," in key]
+    return [metric_name(metric, tag) for metric, tag in keys if not metric.endswith("_stderr")]
 
 
 def plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

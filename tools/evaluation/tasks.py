@@ -40,6 +40,7 @@ class LoadedTask:
 def load_tasks(
     names: Sequence[str],
     *,
+    without: Sequence[str] = (),
     data_dir: Path | None = None,
     hub: bool = False,
     split: str | None = None,
@@ -50,6 +51,7 @@ def load_tasks(
     """Builds tasks by name, each with its data.
 
     Args:
+        without: tasks to leave out of those that the names stand for.
         data_dir: folder of data files; None for the hub.
         hub: what the folder lacks comes from the hub.
         split: evaluate this split ("validation", "test") instead of the stock task's, where the data have it.
@@ -58,7 +60,7 @@ def load_tasks(
         folders: where the harness keeps the tasks, if known.
 
     Raises:
-        UnknownNameError: a task that the harness does not have.
+        UnknownNameError: a task that the harness does not have, or one to leave out that is none of these.
         FileNotFoundError: the folder lacks a file, or a task needs one: which.
         ValueError: a row lacks a field: task, row and field.
         ConnectionError: the hub is out of reach.
@@ -66,7 +68,11 @@ def load_tasks(
     manager = task_manager(names, folders)
     specs: list[dict[str, Any]] = []
     files: dict[str, dict[str, str]] = {}
-    for name in _leaves(manager, names):
+    leaves = _leaves(manager, names)
+    for name in without:
+        if name not in leaves:
+            raise UnknownNameError(f"--without {name}: it is none of the tasks that are asked; {nearest(name, leaves)}")
+    for name in (leaf for leaf in leaves if leaf not in without):
         config = stock_config(manager, name)
         spec, found = moved_task(name, config, data_dir, split=split, needs_file=name in local and not hub)
         if data_dir is not None and not found and not hub:

@@ -1,0 +1,166 @@
+"""Where results go: refused before the work where they cannot, added to what an earlier evaluation left."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import eval as command
+from tools.evaluation.outputs import check_output, difference, suite_settings
+
+MODEL = "tools.load_model.read_weights"
+
+
+@pytest.fixture
+def nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights are read, so that a refusal is an early one."""
+
+    def read(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(MODEL, read)
+
+
+KINDS = {
+    "suites": ({"metalion": {}, "results": {}}, ["--tasks", "copa"]),
+    "needle": ({"cells": [], "model": {}}, ["--suite", "needle"]),
+    "texts": ({"checkpoint": "", "results": {}}, ["--by-position"]),
+}
+
+
+@pytest.mark.parametrize("there", [*KINDS, "other"])
+def test_results_of_another_kind_stay(there, trained_run: Path, tmp_path: Path, nothing_is_done, capsys) -> None:
+    out = tmp_path / "r.json"
+    out.write_text(json.dumps(KINDS[there][0] if there in KINDS else {"private": "notes"}))
+    before = out.read_text()
+    for kind, (_, words) in KINDS.items():
+        if kind != there:
+            assert command.main([str(trained_run), "--device", "cpu", *words, "--out", str(out)]) == 2
+            assert "name another file with --out, or remove it" in capsys.readouterr().err
+    if there in KINDS:
+        with pytest.raises(ValueError, match="holds results of"):
+            check_output(out)  # as `compare --out`
+    assert out.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--suite", "needle,superglue"],
+        ["--suite", "superglue", "--data", "a.txt"],
+        ["--suite", "needle", "--by-position"],
+    ],
+)
+def test_one_file_for_several_kinds_is_refused(
+    words, trained_run: Path, tmp_path: Path, nothing_is_done, capsys
+) -> None:
+    assert command.main([str(trained_run), *words, "--out", str(tmp_path / "r.json")]) == 2
+    assert "have a results file each: ask for one of them at a time, or leave --out away" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [words for _, words in KINDS.values()])
+def test_where_nothing_can_be_written(
+    words, trained_run: Path, tmp_path: Path, nothing_is_done, monkeypatch, capsys
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    def said(out: Path) -> str:
+        assert command.main([str(trained_run), "--device", "cpu", *words, "--out", str(out)]) == 2
+        return capsys.readouterr().err
+
+    assert "file is no folder: name another file with --out" in said(tmp_path / "file" / "r.json")
+    assert "is a folder: name another file with --out, for example" in said(tmp_path)
+    if words != ["--by-position"]:
+        assert f"name {tmp_path / 'r.json'} with --out" in said(tmp_path / "r.md")
+    monkeypatch.setattr("os.access", lambda *_: False)  # a user who may not; root may always
+    assert f"nothing may be made in {tmp_path}: name another file with --out" in said(tmp_path / "new" / "r.json")
+    assert command.main([str(trained_run), "--device", "cpu", *words]) == 2
+    assert f"nothing may be made in {trained_run}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_comparisons_and_tables_look_first(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    for word in ("compare", "table"):
+        assert command.main([word, "nowhere.json", "nowhere.json", "--out", str(tmp_path / "file" / "x.md")]) == 2
+        assert "file is no folder: name another file with --out" in capsys.readouterr().err
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_a_later_evaluation_adds_its_tasks(trained_run: Path, eval_data: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "results.json"
+
+    def evaluated(*words: str) -> int:
+        place = ["--device", "cpu", "--data-dir", str(eval_data), "--out", str(out), "--max-length", "64"]
+        return command.main([str(trained_run), *place, *words])  # the last of two options counts
+
+    assert evaluated("--suite", "superglue", "--without", "copa,boolq,sglue_rte,cb,multirc") == 0
+    first = read(out)
+    assert evaluated("--tasks", "copa,piqa") == 0
+    both = read(out)
+    assert set(both["results"]) == {*first["results"], "copa", "piqa"}
+    for task, metrics in first["results"].items():
+        assert both["results"][task] == metrics
+        assert both["metalion"]["documents"][task] == first["metalion"]["documents"][task]
+        assert both["versions"][task] == first["versions"][task]
+    assert both["metalion"]["suites"] == ["superglue", "tasks"]
+    assert both["metalion"]["tokens_asked"] > first["metalion"]["tokens_asked"]
+    row = next(line for line in out.with_suffix(".md").read_text().splitlines() if line.startswith("| tiny, step 30"))
+    assert "piqa acc" in out.with_suffix(".md").read_text()
+    assert row.split(" | ")[6] == "-", "BoolQ is left out"
+    assert row.split(" | ")[7] != "-", "COPA has come"
+    assert evaluated("--tasks", "copa") == 0
+    assert read(out)["results"] == both["results"]
+    text = out.read_text()
+    capsys.readouterr()
+    for words, message in (
+        (["--max-length", "48"], "tokens at once 64, not 48"),
+        (["--shots", "1"], "examples in the prompt None, not 1"),
+        (["--dtype", "fp64"], "number format float32, not float64"),
+    ):
+        assert evaluated("--tasks", "boolq", *words) == 2
+        assert message in capsys.readouterr().err
+    earlier = trained_run / "checkpoints" / "step_00000010"
+    assert command.main([str(earlier), "--tasks", "copa", "--data-dir", str(eval_data), "--out", str(out)]) == 2
+    assert f"{out} holds results of weights" in capsys.readouterr().err
+    assert out.read_text() == text
+
+
+def test_settings_of_a_task_are_compared_where_both_have_it() -> None:
+    def of(**changes: object) -> dict:
+        ours = {"split": {"copa": "test"}, "data": {"copa": {"a/test.jsonl": "0" * 64}}, "max_length": 8, "score": "s"}
+        return suite_settings({"metalion": {**ours, "shots": 0, **changes}, "config": {"model_dtype": "torch.float32"}})
+
+    assert difference({}, of()) == ""
+    assert difference(of(), of(data={"copa": {"b/test.jsonl": "0" * 64}})) == ""
+    assert difference(of(), of(data={"copa": {"a/test.jsonl": "1" * 64}})).startswith("copa's data")
+    assert difference(of(), of(split={"copa": "validation"})) == "copa's split test, not validation"
+    assert difference(of(), of(split={"piqa": "test"}, data={"piqa": {"a/test.jsonl": "1" * 64}})) == ""
+
+
+def test_a_later_needle_adds_its_cells(trained_run: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "needle.json"
+    words = [str(trained_run), "--suite", "needle", "--device", "cpu", "--needles", "2", "--out", str(out)]
+    assert command.main([*words, "--lengths", "192", "--depths", "0,100"]) == 0
+    first = read(out)["cells"]
+    assert command.main([*words, "--lengths", "192,160", "--depths", "50,100"]) == 0
+    found = read(out)
+    places = [(cell["length"], cell["depth"]) for cell in found["cells"]]
+    assert places == [(160, 50), (160, 100), (192, 0), (192, 50), (192, 100)]
+    assert (found["lengths"], found["depths"]) == ([160, 192], [0, 50, 100])
+    assert found["cells"][2] == first[0]
+    table = out.with_suffix(".md").read_text()
+    assert re.search(r"^\| 0 +\| +- \| +0 \|$", table, flags=re.M)
+    assert "nan" not in table
+    capsys.readouterr()
+    text = out.read_text()
+    for more in (["--needles", "3"], ["--seed", "1"], ["--dtype", "fp64"], ["--filler", str(out)]):
+        assert command.main([*words, "--lengths", "160", "--depths", "0", *more]) == 2
+        assert f"{out} holds results of" in capsys.readouterr().err
+    assert out.read_text() == text
