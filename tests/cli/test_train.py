@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,6 +215,28 @@ def test_resume_never_starts_over_and_keeps_the_old_checkpoints(arguments, tmp_p
     assert train.main(arguments(**{"checkpoint.resume": "never", "run.seed": 2})) == 0
     assert checkpoint.resolve(tmp_path / "run" / "checkpoints.1").name == "step_00000008"
     assert (tmp_path / "run" / "metrics.previous.jsonl").is_file()
+
+
+def test_a_run_from_another_one_resumed_equals_the_uninterrupted_one(arguments, tmp_path):
+    assert train.main(arguments("source", **{"schedule.train_steps": 4})) == 0
+    settings = {"schedule.train_steps": 6, "optimizer.lr": 0.01}
+    assert train.main(arguments("whole", **settings, **{"checkpoint.resume": tmp_path / "source"})) == 0
+    cut_after(tmp_path / "whole", 3, tmp_path / "cut")
+    assert train.main(arguments("cut", **settings)) == 0
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+    manifests = [checkpoint.read_manifest(checkpoint.resolve(tmp_path / name)) for name in ("whole", "cut")]
+    assert [manifest["optimizer_steps"] for manifest in manifests] == [10, 10]
+    assert manifests[0]["files"] == manifests[1]["files"]
+
+
+def cut_after(run: Path, step: int, copy: Path) -> None:
+    """A copy of a finished run as a kill after the save of that step leaves it."""
+    shutil.copytree(run, copy)
+    (copy / "summary.json").unlink()
+    for folder in (copy / "checkpoints").glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+    (copy / "checkpoints" / "latest").write_text(f"step_{step:08d}\n")
 
 
 def test_non_finite_steps_stop_the_run_with_a_dump(arguments, tmp_path, capsys):
