@@ -226,6 +226,7 @@ def test_a_run_from_another_one_resumed_equals_the_uninterrupted_one(arguments, 
     assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
     manifests = [checkpoint.read_manifest(checkpoint.resolve(tmp_path / name)) for name in ("whole", "cut")]
     assert [manifest["optimizer_steps"] for manifest in manifests] == [10, 10]
+    assert [manifest["state"]["losses_seen"] for manifest in manifests] == [6, 6]
     assert manifests[0]["files"] == manifests[1]["files"]
 
 

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
 from megatron_lite import checkpoint
 from megatron_lite.checkpoint_folder import prune, publish
 from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
+from megatron_lite.trainer import TrainState
 from tests.cli.conftest import ROOT
 
 
@@ -32,7 +34,25 @@ def test_the_spike_guard_vetoes_far_above_the_running_mean_only():
 def test_the_spike_guard_is_off_at_zero_and_continues_from_a_stored_mean():
     off = SpikeGuard(0.0)
     assert not any(off.veto(loss) for loss in [1.0] * 60 + [1e6])
-    assert SpikeGuard(2.0, 3.0).veto(7.0)
+    assert SpikeGuard(2.0, 3.0, 50).veto(7.0)
+
+
+def test_a_spike_guard_that_goes_on_watches_as_many_losses_as_one_that_was_never_stopped():
+    losses = [8.0, 7.0, 30.0, 6.0, 30.0, 5.0]
+    whole, first = SpikeGuard(2.0, warmup=4), SpikeGuard(2.0, warmup=4)
+    expected = [whole.veto(loss) for loss in losses]
+    assert expected == [False] * 4 + [True, False]
+    vetoes = [first.veto(loss) for loss in losses[:2]]
+    rest = SpikeGuard(2.0, first.mean, first.seen, warmup=4)
+    assert vetoes + [rest.veto(loss) for loss in losses[2:]] == expected
+    assert (rest.mean, rest.seen) == (whole.mean, whole.seen)
+
+
+def test_a_state_stored_before_losses_were_counted_has_seen_those_of_its_updates():
+    state = TrainState.from_dict({"step": 60, "skipped_steps": 3, "loss_mean": 2.0})
+    assert state.losses_seen == 57
+    assert TrainState.from_dict({**asdict(state), "losses_seen": 9}).losses_seen == 9
+    assert TrainState.from_dict({}) == TrainState()  # of imported weights
 
 
 def test_the_skip_counter_counts_in_a_row_and_names_steps_and_samples(tmp_path):
