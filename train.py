@@ -16,6 +16,7 @@ from tools.arguments import FAILED, command_line, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
     from megatron_lite.grid import Grid
+    from megatron_lite.run_lock import RunLock
     from megatron_lite.trainer import Steps
     from models.config import ModelConfig
     from tools.load_model import PreparedData
@@ -76,11 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]]) -> int:
     """Train to the end, or to a signal. `reload` gives the configuration again with more overrides."""
+    from megatron_lite.run_lock import RunLock
+
+    with closing(RunLock(config.run.path)) as lock:
+        return _train(config, reload, lock)
+
+
+def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], lock: RunLock) -> int:
     from megatron_lite.agreement import code_facts, configuration_facts, require_agreement
     from megatron_lite.checkpoint import CheckpointError
     from megatron_lite.checkpoint_folder import versions
     from megatron_lite.grid import init_grid
     from megatron_lite.resilience import TooManySkippedSteps
+    from megatron_lite.run_lock import RunInUse
 
     try:
         grid = init_grid(config.run.device)
@@ -96,8 +105,13 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
         grid = init_grid(config.run.device, **sizes)
         # Before hours of tokenising.
         _on_main(grid, lambda: config.run.path.mkdir(parents=True, exist_ok=True))
+        _on_main(grid, lock.acquire)
         fit = _prepare(config, reload, grid)
+    except RunInUse as error:  # no mistake of the configuration: SLURM may try again
+        print(f"\nerror: {error}", file=sys.stderr)
+        return FAILED
     except (ValueError, OSError) as error:
+        lock.close()
         with suppress(OSError):  # one that holds something stays
             config.run.path.rmdir()
         print(file=sys.stderr)

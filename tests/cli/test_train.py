@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ import yaml
 
 import train
 from megatron_lite import checkpoint
+from megatron_lite.run_lock import RunLock
 from megatron_lite.trainer import Trainer
 from tests.cli.conftest import ROOT, start, train_lines, wait_for
 
@@ -144,6 +147,21 @@ def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(argumen
     whole, cut = (checkpoint.read_weights(tmp_path / name) for name in ("whole", "cut"))
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_a_second_run_in_the_folder_of_a_live_one_is_refused_and_changes_nothing(arguments, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = RunLock(folder)
+    lock.acquire()
+    (folder / "metrics.jsonl").write_text("{}\n")
+    assert train.main(arguments(**{"checkpoint.resume": "never"})) == 1
+    error = capsys.readouterr().err
+    assert f"is in use by a run that is alive ({socket.gethostname()}, process {os.getpid()})" in error
+    assert sorted(path.name for path in folder.iterdir()) == [".running", "metrics.jsonl"]
+    lock.close()
+    assert train.main(arguments(**{"schedule.train_steps": 1})) == 0
+    assert not (folder / ".running").exists()
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
