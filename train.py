@@ -151,7 +151,7 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     from tools.evaluation.training import suite_evaluation
     from tools.load_model import keep_tokenizer, prepared_data
     from tools.run_data import training_samples, training_steps, validation_set
-    from tools.summary import complete_message, start_message, summary
+    from tools.summary import complete_message, is_complete, start_message, summary
 
     torch.manual_seed(config.run.seed)
     torch.set_float32_matmul_precision("highest")
@@ -161,7 +161,8 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     if stored is not None and own and config.schedule.time_budget_minutes:
         steps = checkpoint.read_config_yaml(source)["schedule"]["train_steps"]
         config = reload(f"schedule.train_steps={steps}")
-    if stored is not None and own and stored["step"] >= config.schedule.train_steps:
+    # Where the steps are done and the end is not (the last validation, say), `fit` has it to do.
+    if stored is not None and own and _on_main(grid, lambda: is_complete(config, stored)):
         if grid.is_main:
             print(complete_message(config, source, stored["step"]))
         return lambda: 0

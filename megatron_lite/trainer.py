@@ -76,7 +76,7 @@ class FitResult:
     Attributes:
         finished: all steps are done; otherwise a signal stopped the run after a save.
         validation: metrics of the whole validation set, empty where there is none.
-        checkpoint: the last one written.
+        checkpoint: the last one written, None where only the end of a run was left to do.
     """
 
     finished: bool

@@ -8,11 +8,12 @@ import lzma
 import math
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data.files import write_whole
-from megatron_lite.checkpoint import layout_words, read_manifest
+from megatron_lite.checkpoint import layout_words, read_manifest, resolve
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
 from megatron_lite.metrics import read_metrics
@@ -22,7 +23,8 @@ from tools.unigram import unigram_baseline
 
 
 def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
-    """The closing text of a run; also draws `loss.png` and writes `summary.json` into the run's folder."""
+    """The closing text of a run; also draws `loss.png` and then writes `summary.json`, the mark of its end, into the run's
+    folder."""
     from tools.plot import plot_loss
 
     folder = config.run.path
@@ -66,11 +68,11 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     if samples:
         report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
         lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]
-    write_whole(folder / "summary.json", json.dumps(report, indent=1) + "\n")
     plot = plot_loss(folder, baseline=report.get("unigram", {}).get("accuracy"))
+    write_whole(folder / "summary.json", json.dumps(report, indent=1) + "\n")
     lines += [
         "",
-        f"checkpoint   {result.checkpoint}",
+        f"checkpoint   {result.checkpoint or resolve(config.checkpoint.directory)}",
         f"loss plot    {plot}",
         f"metrics      {folder / 'metrics.jsonl'}",
         f"summary      {folder / 'summary.json'}",
@@ -128,6 +130,17 @@ def _resharded(engine: Engine, source: Path) -> str:
     if {**engine.layout, **stored} == engine.layout:
         return ""
     return f", written by {layout_words(stored)} and read into this layout"
+
+
+def is_complete(config: Config[Any], manifest: Mapping[str, Any]) -> bool:
+    """Whether all steps are done with the checkpoint of this manifest, and so is what comes after them."""
+    try:
+        report = json.loads((config.run.path / "summary.json").read_text())
+        # The seconds tell the checkpoint from one of as many steps that an earlier run in this folder ended with.
+        stored = manifest["step"], manifest["state"]["seconds"]
+        return stored == (report["steps"], report["training_seconds"]) and stored[0] >= config.schedule.train_steps
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is no summary
+        return False
 
 
 def complete_message(config: Config[Any], source: Path, step: int) -> str:

@@ -65,6 +65,28 @@ def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsy
     assert "checkpoint.resume=never" in again
 
 
+def test_a_run_that_died_after_its_last_step_comes_to_its_end(arguments, tmp_path, capsys):
+    def killed(*_: object) -> None:
+        raise KeyError("killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_evaluate_suites", killed)  # after the validation
+        with pytest.raises(KeyError, match="killed"):
+            train.main(arguments())
+    folder = tmp_path / "run"
+    assert checkpoint.resolve(folder).name == "step_00000008"
+    assert not (folder / "summary.json").exists()
+    assert train.main(arguments()) == 0
+    out = capsys.readouterr().out
+    assert "validation loss" in out
+    assert "checkpoint   " + str(folder / "checkpoints" / "step_00000008") in out
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 8
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines if line["step"] == 8] == ["train", "checkpoint", "validation", "sample"]
+    assert train.main(arguments()) == 0
+    assert "is complete: 8 steps" in capsys.readouterr().out
+
+
 def test_bits_per_byte_is_the_whole_validation_text(arguments, tmp_path):
     train.main(arguments())
     folder = tmp_path / "run"
