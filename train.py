@@ -141,8 +141,9 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
 
     from megatron_lite import checkpoint, engine_checkpoint
     from megatron_lite.agreement import file_facts, require_agreement
+    from megatron_lite.checkpoint_folder import rewind
     from megatron_lite.flops import peak_flops, training_flops_per_token
-    from megatron_lite.metrics import MetricsLogger
+    from megatron_lite.metrics import PREVIOUS_FILE_NAME, MetricsLogger
     from megatron_lite.precision import faster_dtype
     from megatron_lite.trainer import Trainer, TrainState
     from models.lm import LanguageModel
@@ -157,7 +158,9 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     torch.set_float32_matmul_precision("highest")
     source = _resume_from(config, grid)
     stored = checkpoint.read_manifest(source) if source else None
-    own = source is not None and config.checkpoint.resume == "auto"
+    directory, own = Path(config.checkpoint.directory), config.checkpoint.resume == "auto"
+    if source is not None and not own and source.resolve().parent == directory.resolve():
+        source, own = directory / source.resolve().name, True
     if stored is not None and own and config.schedule.time_budget_minutes:
         steps = checkpoint.read_config_yaml(source)["schedule"]["train_steps"]
         config = reload(f"schedule.train_steps={steps}")
@@ -181,11 +184,13 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
         _on_main(grid, lambda: build() and None)  # one process writes the cache of the sample order
         return build()
 
-    state = TrainState()
+    state, aside = TrainState(), None
     if source is not None:
         state = TrainState.from_dict(engine_checkpoint.load(engine, source))
         if not own:  # weights and optimizer state of another run, from its first sample on
             state = TrainState()
+        elif config.checkpoint.resume != "auto":  # back to an earlier step of this run, which can be read
+            aside = _on_main(grid, lambda: rewind(source))
     elif config.schedule.time_budget_minutes:
         config = reload(
             f"schedule.train_steps={_steps_in_budget(config, engine, training_steps(config, dataset(1), grid)(0), grid)}"
@@ -202,10 +207,13 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     if grid.is_main:
         keep_tokenizer(tokenizer, config.run.path)
         print(start_message(config, engine, data, state, source))
+        if aside is not None:
+            print(f"what came after that step is kept: {aside}, {config.run.path / PREVIOUS_FILE_NAME}")
         metrics = MetricsLogger(
             config.run.path,
             total_steps=config.schedule.train_steps,
             initial_step=state.step,
+            keep_previous=aside is not None,
             progress_bar=config.logging.progress_bar,
             tensorboard=config.logging.tensorboard,
             wandb=config.logging.wandb.model_dump(),
@@ -248,7 +256,7 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
 
 def _resume_from(config: Config[Any], grid: Grid) -> Path | None:
     """The step folder to start from; None for a new run, for which resume=never moves old checkpoints aside."""
-    from megatron_lite import checkpoint
+    from megatron_lite import checkpoint, checkpoint_folder
 
     folder, resume = Path(config.checkpoint.directory), config.checkpoint.resume
     if resume == "auto":
@@ -257,11 +265,8 @@ def _resume_from(config: Config[Any], grid: Grid) -> Path | None:
         return checkpoint.resolve(resume)
 
     def move_aside() -> None:
-        number = 1
-        while folder.with_name(f"{folder.name}.{number}").exists():
-            number += 1
         if folder.exists():
-            folder.rename(folder.with_name(f"{folder.name}.{number}"))
+            folder.rename(checkpoint_folder.beside(folder))
 
     _on_main(grid, move_aside)
     return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import time
 import uuid
@@ -40,6 +41,7 @@ class MetricsLogger:
             after its last checkpoint, are removed; where it is the last step, what was measured at it too, which is done
             again. At 0 the run starts anew and the file of an earlier run in the
             same folder is kept as `metrics.previous.jsonl`.
+        keep_previous: keep the whole file of before as `metrics.previous.jsonl` also where the run goes on.
         progress_bar: a bar when stderr is a terminal, else one plain line every 4 % or 10 minutes; False for silence.
         tensorboard: also write event files to `directory/tensorboard`.
         wandb: also log to Weights & Biases when its key `enabled` is true; further keys are `project`, `entity` and
@@ -53,6 +55,7 @@ class MetricsLogger:
         *,
         total_steps: int,
         initial_step: int = 0,
+        keep_previous: bool = False,
         progress_bar: bool = True,
         tensorboard: bool = False,
         wandb: Mapping[str, Any] | None = None,
@@ -61,10 +64,13 @@ class MetricsLogger:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / FILE_NAME
+        previous = directory / PREVIOUS_FILE_NAME
         if initial_step > 0:
+            if keep_previous and self.path.exists():
+                shutil.copyfile(self.path, previous)
             remove_later_steps(self.path, initial_step, _OF_THE_END if initial_step >= total_steps else ())
         elif self.path.exists():
-            os.replace(self.path, directory / PREVIOUS_FILE_NAME)
+            os.replace(self.path, previous)
         self._file = self.path.open("a", encoding="utf-8")
         self._progress = _Progress(total_steps, initial_step) if progress_bar else None
         self._tensorboard = _open_tensorboard(directory, initial_step, config) if tensorboard else None

@@ -171,6 +171,6 @@ class SkipCounter:
             raise TooManySkippedSteps(
                 f"{self.in_a_row} steps in a row were skipped for a loss or gradient that is not finite (or a spike): "
                 f"steps {first['step']} to {step}, samples {first['first_sample']} to {samples[1] - 1}. The last "
-                f"{len(self._history)} steps are in {path}. Lower optimizer.lr, raise schedule.warmup_steps, or resume "
-                f"from an earlier checkpoint; run.max_skipped_steps sets the limit"
+                f"{len(self._history)} steps are in {path}. Lower optimizer.lr, raise schedule.warmup_steps, or go "
+                f"back to an earlier checkpoint (checkpoint.resume=FOLDER, of its step); run.max_skipped_steps sets the limit"
             )

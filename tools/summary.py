@@ -30,9 +30,10 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     folder = config.run.path
     state = result.state
     if not result.finished:
+        again = "the same command" + ("" if config.checkpoint.resume == "auto" else " without checkpoint.resume")
         return (
             f"\nstopped after step {state.step} of {config.schedule.train_steps}; saved to {result.checkpoint}\n"
-            f"the same command goes on from there"
+            f"{again} goes on from there"
         )
     rate = state.consumed_tokens / max(state.seconds, 1e-9)
     lines = [

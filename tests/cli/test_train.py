@@ -270,6 +270,35 @@ def test_a_run_from_another_one_resumed_equals_the_uninterrupted_one(arguments, 
     assert manifests[0]["files"] == manifests[1]["files"]
 
 
+def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path, capsys):
+    settings = {"schedule.train_steps": 7, "schedule.decay_steps": 7}
+    words = arguments(**settings, **{"checkpoint.interval": 2, "checkpoint.keep_last": 3})
+    assert train.main(words) == 0
+    folder = tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+    whole, weights = train_lines(folder), checkpoint.read_weights(folder)
+    file = checkpoints / "step_00000007" / "weights-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert train.main([*words, "schedule.train_steps=8"]) == 2
+    assert "resume from another step folder beside it (checkpoint.resume=FOLDER)" in capsys.readouterr().err
+    back = f"checkpoint.resume={checkpoints.relative_to(tmp_path) / 'step_00000004'}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)  # the path as it is given is not the run's own word for it
+        assert train.main([*words, back, "schedule.train_steps=5"]) == 0
+    out = capsys.readouterr().out
+    assert "step_00000004 at step 4\n" in out
+    assert f"what came after that step is kept: {folder / 'checkpoints.1'}, " in out
+    assert sorted(path.name for path in (folder / "checkpoints.1").iterdir()) == ["step_00000006", "step_00000007"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000004", "step_00000005"]
+    assert len((folder / "metrics.previous.jsonl").read_text().splitlines()) > 7
+    assert [line["step"] for line in train_lines(folder)] == [1, 2, 3, 4, 5]
+    assert train.main(words) == 0
+    assert train_lines(folder) == whole
+    again = checkpoint.read_weights(folder)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
 def cut_after(run: Path, step: int, copy: Path) -> None:
     """A copy of a finished run as a kill after the save of that step leaves it."""
     shutil.copytree(run, copy)

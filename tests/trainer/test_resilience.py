@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 
 from megatron_lite import checkpoint
-from megatron_lite.checkpoint_folder import prune, publish
+from megatron_lite.checkpoint_folder import prune, publish, rewind
 from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
 from megatron_lite.trainer import TrainState
 from tests.cli.conftest import ROOT
@@ -151,6 +151,18 @@ def test_pruning_spares_what_latest_names_and_removes_what_an_interrupted_one_le
     gone = prune(tmp_path, keep_last=1, keep=set())
     assert [folder.name for folder in gone] == ["step_00000001"]
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_00000002", "step_00000003"]
+
+
+def test_what_is_later_than_latest_neither_counts_as_newest_nor_goes(tmp_path):
+    for step in (10, 20, 30, 40):
+        (tmp_path / f"step_{step:08d}").mkdir()
+        (tmp_path / f"step_{step:08d}" / "manifest.json").write_text("{}")
+    (tmp_path / "latest").write_text("step_00000020\n")
+    assert prune(tmp_path, keep_last=2, keep=set()) == []
+    assert [folder.name for folder in prune(tmp_path, keep_last=1, keep=set())] == ["step_00000010"]
+    assert rewind(tmp_path / "step_00000020") == tmp_path.with_name(tmp_path.name + ".1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000020"]
+    assert rewind(tmp_path / "step_00000020") is None
 
 
 def test_a_step_saved_again_stays_until_the_new_one_has_its_place(tmp_path, monkeypatch):
