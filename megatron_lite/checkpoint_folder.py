@@ -182,7 +182,7 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     """Delete old checkpoints, never the one that `latest` names nor a later one. Call it on one process.
 
     Args:
-        keep_last: how many of the newest stay; 0 keeps all.
+        keep_last: how many of the newest stay, not counting `keep`; 0 keeps all.
         keep: steps that always stay (log-spaced and listed ones).
 
     Returns:
@@ -193,9 +193,8 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     # A run that was killed between a folder's name and `latest` goes on from the one before, and one that goes back from any:
     # what is later than `latest` is not the newest, and is replaced when the run comes to it.
     end = _step(latest.read_text().strip()) if latest.is_file() else max(steps, default=0)
-    known = [step for step in sorted(steps) if step <= end]
-    newest = known[-keep_last:] if keep_last else known
-    gone = [steps[step] for step in known if step not in newest and step not in keep and step != end]
+    counted = [step for step in sorted(steps) if step <= end and step not in keep]
+    gone = [steps[step] for step in counted[:-keep_last] if step != end]  # [:-0] is none
     for folder in gone:
         # Without it the rest is no checkpoint, should this be interrupted; the next call removes that rest.
         (folder / "manifest.json").unlink(missing_ok=True)

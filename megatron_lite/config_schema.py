@@ -365,7 +365,7 @@ class CheckpointConfig(Section):
     keep_last: int = Field(
         default=0,
         ge=0,
-        description="Keep this many of the saves of `interval`; 0: all. Extra and log-spaced saves stay.",
+        description="Keep this many of the saves of `interval`; 0: all. Extra and log-spaced saves stay and do not count.",
     )
     log_spaced: bool = Field(default=False, description="Save at steps 1, 2, 4, 8, ... too.")
     extra_steps: tuple[Steps, ...] = Field(default=(), description="Save at these steps too.")

@@ -140,6 +140,13 @@ def test_pruning_keeps_the_newest_and_what_is_kept_always(tmp_path):
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == ["step_00000001", "step_00000002", "step_00000200", "step_00000300", "step_notes"]
     assert prune(tmp_path, keep_last=0, keep=set()) == []
+    (tmp_path / "latest").write_text("step_00000300\n")
+    assert prune(tmp_path, keep_last=1, keep={1, 2, 300}) == []  # 200 is the newest of those that are counted
+    assert [folder.name for folder in prune(tmp_path, keep_last=1, keep=set())] == [
+        "step_00000001",
+        "step_00000002",
+        "step_00000200",
+    ]
 
 
 def test_pruning_spares_what_latest_names_and_removes_what_an_interrupted_one_left(tmp_path):
