@@ -179,12 +179,15 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
         dtype = stored["layout"]["dtype"] if trained else _on_main(grid, lambda: _dtype(config, grid, faster_dtype))
     engine = build_engine(config, grid, dtype)
 
+    state, aside = TrainState(), None
+
     def dataset(steps: int) -> Any:
-        build = lambda: training_samples(config, data, tokenizer, steps)  # noqa: E731
+        def build() -> Any:
+            return training_samples(config, data, tokenizer, steps, state.step, state.consumed_samples)
+
         _on_main(grid, lambda: build() and None)  # one process writes the cache of the sample order
         return build()
 
-    state, aside = TrainState(), None
     if source is not None:
         state = TrainState.from_dict(engine_checkpoint.load(engine, source))
         if not own:  # weights and optimizer state of another run, from its first sample on

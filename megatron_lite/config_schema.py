@@ -212,9 +212,9 @@ class BatchConfig(Section):
         stretches = (self.global_batch_size - ramp.start) // ramp.increment
         return ramp.start + ramp.increment * (consumed_samples * stretches // ramp.samples)
 
-    def samples_of(self, steps: int) -> int:
-        """Samples of the first so many steps."""
-        samples = 0
+    def samples_of(self, steps: int, consumed_samples: int = 0) -> int:
+        """Samples consumed after so many steps more."""
+        samples = consumed_samples
         while steps and self.ramp.start is not None and samples < self.ramp.samples:
             samples, steps = samples + self.size_at(samples), steps - 1
         return samples + steps * self.global_batch_size

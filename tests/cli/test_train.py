@@ -250,6 +250,15 @@ def test_a_checkpoint_of_another_architecture_is_refused(arguments, tmp_path, ca
     assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in error
 
 
+def test_a_run_goes_on_with_a_smaller_batch(arguments, tmp_path):
+    settings = {"batch.sequence_length": 512, "batch.micro_batch_size": 8}  # an epoch is less than 50 samples
+    large, small = ({**settings, "batch.global_batch_size": size} for size in (64, 8))
+    assert train.main(arguments(**large, **{"schedule.train_steps": 2})) == 0
+    assert train.main(arguments(**small, **{"schedule.train_steps": 4})) == 0
+    state = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["state"]
+    assert (state["step"], state["consumed_samples"]) == (4, 2 * 64 + 2 * 8)  # more than 4 * 8
+
+
 def test_resume_never_starts_over_and_keeps_the_old_checkpoints(arguments, tmp_path):
     train.main(arguments())
     assert train.main(arguments(**{"checkpoint.resume": "never", "run.seed": 2})) == 0
