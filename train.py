@@ -161,7 +161,8 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     directory, own = Path(config.checkpoint.directory), config.checkpoint.resume == "auto"
     if source is not None and not own and source.resolve().parent == directory.resolve():
         source, own = directory / source.resolve().name, True
-    if stored is not None and own and config.schedule.time_budget_minutes:
+    trained = stored is not None and own and stored["step"] > 0  # an import has no steps behind it
+    if trained and config.schedule.time_budget_minutes:
         steps = checkpoint.read_config_yaml(source)["schedule"]["train_steps"]
         config = reload(f"schedule.train_steps={steps}")
     # Where the steps are done and the end is not (the last validation, say), `fit` has it to do.
@@ -175,7 +176,6 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     tokenizer = data.load_tokenizer()
     dtype = config.precision.dtype
     if dtype == "auto":
-        trained = stored is not None and own and stored["step"] > 0  # an import has no steps behind it
         dtype = stored["layout"]["dtype"] if trained else _on_main(grid, lambda: _dtype(config, grid, faster_dtype))
     engine = build_engine(config, grid, dtype)
 
@@ -194,7 +194,7 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
             state = TrainState()
         elif config.checkpoint.resume != "auto":  # back to an earlier step of this run, which can be read
             aside = _on_main(grid, lambda: rewind(source))
-    elif config.schedule.time_budget_minutes:
+    if not trained and config.schedule.time_budget_minutes:
         config = reload(
             f"schedule.train_steps={_steps_in_budget(config, engine, training_steps(config, dataset(1), grid)(0), grid)}"
         )

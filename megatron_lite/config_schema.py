@@ -259,7 +259,7 @@ class ScheduleConfig(Section):
         None,
         gt=0,
         description="Lower `train_steps` to what this machine does in so many minutes, measured on the first batches "
-        "before a new run; the number is kept for resumes.",
+        "before a new run, also one from another's checkpoint; the number is kept for resumes.",
     )
     warmup_steps: Steps = Field(
         default=0, description="Steps of the linear warmup from 0; derived where `warmup_fraction` is given instead."

@@ -339,6 +339,11 @@ def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments,
     assert 1 <= steps < 10_000
     assert train.main(words) == 0  # complete: not measured again
     assert yaml_value(tmp_path / "run", "schedule", "train_steps") == steps
+    longer = [*words, f"run.directory={tmp_path / 'other'}", f"checkpoint.resume={tmp_path / 'run'}"]
+    with pytest.MonkeyPatch.context() as patch:  # a new run that starts from the weights of this one
+        patch.setattr(train, "_steps_in_budget", lambda config, engine, steps, grid: steps.close() or 3)
+        assert train.main(longer) == 0
+    assert yaml_value(tmp_path / "other", "schedule", "train_steps") == 3
 
 
 @pytest.mark.parametrize(
