@@ -167,6 +167,9 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
         config = reload(f"schedule.train_steps={steps}")
     # Where the steps are done and the end is not (the last validation, say), `fit` has it to do.
     if stored is not None and own and _on_main(grid, lambda: is_complete(config, stored)):
+        with torch.device("meta"):  # of another architecture it is refused as if there were steps to do
+            shapes = {name: tuple(weight.shape) for name, weight in LanguageModel(config.model).named_parameters()}
+        engine_checkpoint.check_shapes(shapes, stored, source)
         if grid.is_main:
             print(complete_message(config, source, stored["step"]))
         return lambda: 0

@@ -12,8 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from data.files import write_whole
-from megatron_lite.checkpoint import layout_words, read_manifest, resolve
+from megatron_lite.agreement import configuration_facts
+from megatron_lite.checkpoint import layout_words, read_config_yaml, read_manifest, resolve
+from megatron_lite.config import dump_config
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
 from megatron_lite.metrics import read_metrics
@@ -148,12 +152,26 @@ def complete_message(config: Config[Any], source: Path, step: int) -> str:
     """What a run that has nothing left to do says."""
     lines = [
         f"the run {config.run.name} is complete: {step} steps, {source}",
+        *_changed(config, source),
         f"  python train.py ... schedule.train_steps={2 * step}   # train longer",
         f"  python train.py ... run.name={config.run.name}-2   # another run",
         "  python train.py ... checkpoint.resume=never   # over again",
         *_uses(config),
     ]
     return "\n".join(lines)
+
+
+def _changed(config: Config[Any], source: Path, limit: int = 8) -> list[str]:
+    """Which values a complete run did not have that are asked for now, and that they change nothing."""
+    had, asked = (
+        configuration_facts(values) for values in (read_config_yaml(source), yaml.safe_load(dump_config(config)))
+    )
+    names = [name for name in asked if name in had and asked[name] != had[name] and name != "checkpoint.resume"]
+    if not names:
+        return []
+    more = f"; {len(names) - limit} more" if len(names) > limit else ""
+    pairs = "; ".join(f"{name} = {had[name]}, not {asked[name]}" for name in names[:limit])
+    return [f"  it was trained with {pairs}{more}"]
 
 
 def compressed_bits_per_byte(text: bytes) -> dict[str, float]:

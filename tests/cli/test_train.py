@@ -63,6 +63,9 @@ def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsy
     again = capsys.readouterr().out
     assert "is complete: 8 steps" in again
     assert "checkpoint.resume=never" in again
+    assert "  it was trained with evaluation.interval = 4, not 0; evaluation.batches = 2, not 8\n" in again
+    assert train.main(arguments(**{"model.hidden_size": 64})) == 2
+    assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in capsys.readouterr().err
 
 
 def test_a_run_that_died_after_its_last_step_comes_to_its_end(arguments, tmp_path, capsys):
@@ -84,7 +87,9 @@ def test_a_run_that_died_after_its_last_step_comes_to_its_end(arguments, tmp_pat
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines if line["step"] == 8] == ["train", "checkpoint", "validation", "sample"]
     assert train.main(arguments()) == 0
-    assert "is complete: 8 steps" in capsys.readouterr().out
+    again = capsys.readouterr().out
+    assert "is complete: 8 steps" in again
+    assert "it was trained with" not in again
 
 
 def test_bits_per_byte_is_the_whole_validation_text(arguments, tmp_path):
