@@ -16,6 +16,7 @@ from tools.arguments import FAILED, command_line, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
     from megatron_lite.grid import Grid
+    from megatron_lite.run_lock import RunLock
     from megatron_lite.trainer import Steps
     from models.config import ModelConfig
     from tools.load_model import PreparedData
@@ -76,11 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]]) -> int:
     """Train to the end, or to a signal. `reload` gives the configuration again with more overrides."""
+    from megatron_lite.run_lock import RunLock
+
+    with closing(RunLock(config.run.path)) as lock:
+        return _train(config, reload, lock)
+
+
+def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], lock: RunLock) -> int:
     from megatron_lite.agreement import code_facts, configuration_facts, require_agreement
     from megatron_lite.checkpoint import CheckpointError
     from megatron_lite.checkpoint_folder import versions
     from megatron_lite.grid import init_grid
     from megatron_lite.resilience import TooManySkippedSteps
+    from megatron_lite.run_lock import RunInUse
 
     try:
         grid = init_grid(config.run.device)
@@ -96,8 +105,13 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
         grid = init_grid(config.run.device, **sizes)
         # Before hours of tokenising.
         _on_main(grid, lambda: config.run.path.mkdir(parents=True, exist_ok=True))
+        _on_main(grid, lock.acquire)
         fit = _prepare(config, reload, grid)
+    except RunInUse as error:  # no mistake of the configuration: SLURM may try again
+        print(f"\nerror: {error}", file=sys.stderr)
+        return FAILED
     except (ValueError, OSError) as error:
+        lock.close()
         with suppress(OSError):  # one that holds something stays
             config.run.path.rmdir()
         print(file=sys.stderr)
@@ -127,8 +141,9 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
 
     from megatron_lite import checkpoint, engine_checkpoint
     from megatron_lite.agreement import file_facts, require_agreement
+    from megatron_lite.checkpoint_folder import rewind
     from megatron_lite.flops import peak_flops, training_flops_per_token
-    from megatron_lite.metrics import MetricsLogger
+    from megatron_lite.metrics import PREVIOUS_FILE_NAME, MetricsLogger
     from megatron_lite.precision import faster_dtype
     from megatron_lite.trainer import Trainer, TrainState
     from models.lm import LanguageModel
@@ -137,17 +152,24 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     from tools.evaluation.training import suite_evaluation
     from tools.load_model import keep_tokenizer, prepared_data
     from tools.run_data import training_samples, training_steps, validation_set
-    from tools.summary import complete_message, start_message, summary
+    from tools.summary import complete_message, is_complete, start_message, summary
 
     torch.manual_seed(config.run.seed)
     torch.set_float32_matmul_precision("highest")
     source = _resume_from(config, grid)
     stored = checkpoint.read_manifest(source) if source else None
-    own = source is not None and config.checkpoint.resume == "auto"
-    if stored is not None and own and config.schedule.time_budget_minutes:
+    directory, own = Path(config.checkpoint.directory), config.checkpoint.resume == "auto"
+    if source is not None and not own and source.resolve().parent == directory.resolve():
+        source, own = directory / source.resolve().name, True
+    trained = stored is not None and own and stored["step"] > 0  # an import has no steps behind it
+    if trained and config.schedule.time_budget_minutes:
         steps = checkpoint.read_config_yaml(source)["schedule"]["train_steps"]
         config = reload(f"schedule.train_steps={steps}")
-    if stored is not None and own and stored["step"] >= config.schedule.train_steps:
+    # Where the steps are done and the end is not (the last validation, say), `fit` has it to do.
+    if stored is not None and own and _on_main(grid, lambda: is_complete(config, stored)):
+        with torch.device("meta"):  # of another architecture it is refused as if there were steps to do
+            shapes = {name: tuple(weight.shape) for name, weight in LanguageModel(config.model).named_parameters()}
+        engine_checkpoint.check_shapes(shapes, stored, source)
         if grid.is_main:
             print(complete_message(config, source, stored["step"]))
         return lambda: 0
@@ -157,21 +179,25 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     tokenizer = data.load_tokenizer()
     dtype = config.precision.dtype
     if dtype == "auto":
-        trained = stored is not None and own and stored["step"] > 0  # an import has no steps behind it
         dtype = stored["layout"]["dtype"] if trained else _on_main(grid, lambda: _dtype(config, grid, faster_dtype))
     engine = build_engine(config, grid, dtype)
 
+    state, aside = TrainState(), None
+
     def dataset(steps: int) -> Any:
-        build = lambda: training_samples(config, data, tokenizer, steps)  # noqa: E731
+        def build() -> Any:
+            return training_samples(config, data, tokenizer, steps, state.step, state.consumed_samples)
+
         _on_main(grid, lambda: build() and None)  # one process writes the cache of the sample order
         return build()
 
-    state = TrainState()
     if source is not None:
         state = TrainState.from_dict(engine_checkpoint.load(engine, source))
         if not own:  # weights and optimizer state of another run, from its first sample on
             state = TrainState()
-    elif config.schedule.time_budget_minutes:
+        elif config.checkpoint.resume != "auto":  # back to an earlier step of this run, which can be read
+            aside = _on_main(grid, lambda: rewind(source))
+    if not trained and config.schedule.time_budget_minutes:
         config = reload(
             f"schedule.train_steps={_steps_in_budget(config, engine, training_steps(config, dataset(1), grid)(0), grid)}"
         )
@@ -187,10 +213,13 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     if grid.is_main:
         keep_tokenizer(tokenizer, config.run.path)
         print(start_message(config, engine, data, state, source))
+        if aside is not None:
+            print(f"what came after that step is kept: {aside}, {config.run.path / PREVIOUS_FILE_NAME}")
         metrics = MetricsLogger(
             config.run.path,
             total_steps=config.schedule.train_steps,
             initial_step=state.step,
+            keep_previous=aside is not None,
             progress_bar=config.logging.progress_bar,
             tensorboard=config.logging.tensorboard,
             wandb=config.logging.wandb.model_dump(),
@@ -233,7 +262,7 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
 
 def _resume_from(config: Config[Any], grid: Grid) -> Path | None:
     """The step folder to start from; None for a new run, for which resume=never moves old checkpoints aside."""
-    from megatron_lite import checkpoint
+    from megatron_lite import checkpoint, checkpoint_folder
 
     folder, resume = Path(config.checkpoint.directory), config.checkpoint.resume
     if resume == "auto":
@@ -242,11 +271,8 @@ def _resume_from(config: Config[Any], grid: Grid) -> Path | None:
         return checkpoint.resolve(resume)
 
     def move_aside() -> None:
-        number = 1
-        while folder.with_name(f"{folder.name}.{number}").exists():
-            number += 1
         if folder.exists():
-            folder.rename(folder.with_name(f"{folder.name}.{number}"))
+            folder.rename(checkpoint_folder.beside(folder))
 
     _on_main(grid, move_aside)
     return None

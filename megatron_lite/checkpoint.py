@@ -56,7 +56,8 @@ def resolve(path: Path | str) -> Path:
             if (step / "manifest.json").is_file():
                 return step
             raise CheckpointError(
-                f"{latest} names {step.name}, which is no complete checkpoint; name another step folder"
+                f"{latest} names {step.name}, which is no complete checkpoint; name another step folder beside it "
+                f"(for a run: checkpoint.resume=FOLDER)"
             )
     if not path.exists():
         near = sorted(str(p) for p in path.parent.glob("*") if p.is_dir())[:5] if path.parent.is_dir() else []
@@ -101,7 +102,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-_OTHER = "resume from another step folder beside it"
+_OTHER = "resume from another step folder beside it (checkpoint.resume=FOLDER)"
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:

@@ -152,27 +152,63 @@ def publish(aside: Path, final: Path, manifest: Mapping[str, Any], config_yaml: 
     shutil.rmtree(former, ignore_errors=True)
 
 
+def beside(directory: Path) -> Path:
+    """The first of `directory.1`, `directory.2`, ... that is not there: for what a run leaves behind."""
+    number = 1
+    while directory.with_name(f"{directory.name}.{number}").exists():
+        number += 1
+    return directory.with_name(f"{directory.name}.{number}")
+
+
+def rewind(folder: Path) -> Path | None:
+    """Let `latest` name a step folder, and move later ones beside it out of the way. Call it on one process.
+
+    Returns:
+        where they are now; None where there was none. Killed in between, it leaves some of them, which count no more.
+    """
+    directory = folder.parent
+    later = [path for step, path in sorted(_steps(directory).items()) if step > _step(folder.name)]
+    write_text(directory / "latest", folder.name + "\n")
+    if not later:
+        return None
+    aside = beside(directory)
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    return aside
+
+
 def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
-    """Delete old checkpoints, never the newest nor the one that `latest` names. Call it on one process.
+    """Delete old checkpoints, never the one that `latest` names nor a later one. Call it on one process.
 
     Args:
-        keep_last: how many of the newest stay; 0 keeps all.
+        keep_last: how many of the newest stay, not counting `keep`; 0 keeps all.
         keep: steps that always stay (log-spaced and listed ones).
 
     Returns:
         the deleted folders.
     """
-    steps = {int(p.name.removeprefix("step_")): p for p in directory.glob("step_*") if p.name[5:].isdigit()}
-    newest = sorted(steps)[-keep_last:] if keep_last else list(steps)
-    # Not always the newest: a run that was killed between a folder's name and `latest` goes on from the one before.
+    steps = _steps(directory)
     latest = directory / "latest"
-    named = latest.read_text().strip() if latest.is_file() else ""
-    gone = [p for step, p in sorted(steps.items()) if step not in newest and step not in keep and p.name != named]
+    # A run that was killed between a folder's name and `latest` goes on from the one before, and one that goes back from any:
+    # what is later than `latest` is not the newest, and is replaced when the run comes to it.
+    end = _step(latest.read_text().strip()) if latest.is_file() else max(steps, default=0)
+    counted = [step for step in sorted(steps) if step <= end and step not in keep]
+    gone = [steps[step] for step in counted[:-keep_last] if step != end]  # [:-0] is none
     for folder in gone:
         # Without it the rest is no checkpoint, should this be interrupted; the next call removes that rest.
         (folder / "manifest.json").unlink(missing_ok=True)
         shutil.rmtree(folder)
     return gone
+
+
+def _steps(directory: Path) -> dict[int, Path]:
+    """The step folders by their steps."""
+    return {_step(p.name): p for p in directory.glob("step_*") if p.name[5:].isdigit()}
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step_"))
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:

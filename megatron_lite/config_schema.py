@@ -212,9 +212,9 @@ class BatchConfig(Section):
         stretches = (self.global_batch_size - ramp.start) // ramp.increment
         return ramp.start + ramp.increment * (consumed_samples * stretches // ramp.samples)
 
-    def samples_of(self, steps: int) -> int:
-        """Samples of the first so many steps."""
-        samples = 0
+    def samples_of(self, steps: int, consumed_samples: int = 0) -> int:
+        """Samples consumed after so many steps more."""
+        samples = consumed_samples
         while steps and self.ramp.start is not None and samples < self.ramp.samples:
             samples, steps = samples + self.size_at(samples), steps - 1
         return samples + steps * self.global_batch_size
@@ -259,7 +259,7 @@ class ScheduleConfig(Section):
         None,
         gt=0,
         description="Lower `train_steps` to what this machine does in so many minutes, measured on the first batches "
-        "before a new run; the number is kept for resumes.",
+        "before a new run, also one from another's checkpoint; the number is kept for resumes.",
     )
     warmup_steps: Steps = Field(
         default=0, description="Steps of the linear warmup from 0; derived where `warmup_fraction` is given instead."
@@ -365,13 +365,14 @@ class CheckpointConfig(Section):
     keep_last: int = Field(
         default=0,
         ge=0,
-        description="Keep this many of the saves of `interval`; 0: all. Extra and log-spaced saves stay.",
+        description="Keep this many of the saves of `interval`; 0: all. Extra and log-spaced saves stay and do not count.",
     )
     log_spaced: bool = Field(default=False, description="Save at steps 1, 2, 4, 8, ... too.")
     extra_steps: tuple[Steps, ...] = Field(default=(), description="Save at these steps too.")
     resume: Text = Field(
         default="auto",
-        description="auto: from the latest checkpoint of this run; never; or a run or checkpoint folder.",
+        description="auto: from the latest checkpoint of this run; never; or a run or checkpoint folder: a new run from its "
+        "weights and optimizer state, or, where it is one of this run, this run back at that step.",
     )
 
 

@@ -38,7 +38,7 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     """
     path = resolve(path)
     manifest = read_manifest(path)
-    _check_shapes(engine.parameter_shapes(), {name: tuple(t["shape"]) for name, t in manifest["tensors"].items()}, path)
+    check_shapes(engine.parameter_shapes(), manifest, path)
     reader = Reader(path, manifest)
     for kind in ("weight", *OPTIMIZER_KEYS):  # kind by kind, so that a tensor is assembled once where it has to be
         for fragment in engine.optimizer_state.fragments():
@@ -51,7 +51,9 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
     return manifest["state"]
 
 
-def _check_shapes(model: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]], path: Path) -> None:
+def check_shapes(model: Mapping[str, tuple[int, ...]], manifest: Mapping[str, Any], path: Path) -> None:
+    """Raises CheckpointError where the shapes of a model's parameters are not those of the checkpoint at `path`."""
+    stored = {name: tuple(tensor["shape"]) for name, tensor in manifest["tensors"].items()}
     differing = [
         f"{name}: {stored.get(name, 'absent')} in the checkpoint, {model.get(name, 'absent')} in the model"
         for name in [*model, *(name for name in stored if name not in model)]

@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +26,7 @@ from tqdm import tqdm
 
 FILE_NAME = "metrics.jsonl"
 PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
+_OF_THE_END = ("validation", "test", "sample", "evaluation", "evaluation_error")  # kinds, after the last step
 
 Value = float | int | str
 
@@ -36,8 +38,10 @@ class MetricsLogger:
         directory: the run's folder; made when missing.
         total_steps: the step at which the run ends.
         initial_step: the step that the run goes on from. Above 0, lines of later steps, left by a run that was cut
-            after its last checkpoint, are removed. At 0 the run starts anew and the file of an earlier run in the
+            after its last checkpoint, are removed; where it is the last step, what was measured at it too, which is done
+            again. At 0 the run starts anew and the file of an earlier run in the
             same folder is kept as `metrics.previous.jsonl`.
+        keep_previous: keep the whole file of before as `metrics.previous.jsonl` also where the run goes on.
         progress_bar: a bar when stderr is a terminal, else one plain line every 4 % or 10 minutes; False for silence.
         tensorboard: also write event files to `directory/tensorboard`.
         wandb: also log to Weights & Biases when its key `enabled` is true; further keys are `project`, `entity` and
@@ -51,6 +55,7 @@ class MetricsLogger:
         *,
         total_steps: int,
         initial_step: int = 0,
+        keep_previous: bool = False,
         progress_bar: bool = True,
         tensorboard: bool = False,
         wandb: Mapping[str, Any] | None = None,
@@ -59,10 +64,13 @@ class MetricsLogger:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / FILE_NAME
+        previous = directory / PREVIOUS_FILE_NAME
         if initial_step > 0:
-            remove_later_steps(self.path, initial_step)
+            if keep_previous and self.path.exists():
+                shutil.copyfile(self.path, previous)
+            remove_later_steps(self.path, initial_step, _OF_THE_END if initial_step >= total_steps else ())
         elif self.path.exists():
-            os.replace(self.path, directory / PREVIOUS_FILE_NAME)
+            os.replace(self.path, previous)
         self._file = self.path.open("a", encoding="utf-8")
         self._progress = _Progress(total_steps, initial_step) if progress_bar else None
         self._tensorboard = _open_tensorboard(directory, initial_step, config) if tensorboard else None
@@ -127,8 +135,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [_with_nan(line) for line in _parse(file)]
 
 
-def remove_later_steps(file: Path, step: int) -> None:
-    """Removes from a `metrics.jsonl` the lines of steps after `step` and a last line that was cut.
+def remove_later_steps(file: Path, step: int, kinds: Sequence[str] = ()) -> None:
+    """Removes from a `metrics.jsonl` the lines of steps after `step`, of these kinds at it, and a last line that was cut.
 
     The new content is written aside and renamed, so that a kill leaves either the old file or the new one.
     """
@@ -137,7 +145,7 @@ def remove_later_steps(file: Path, step: int) -> None:
     aside = file.with_name(file.name + ".tmp")
     with aside.open("w", encoding="utf-8") as out:
         for line in _parse(file):
-            if line["step"] <= step:
+            if line["step"] <= step - (line.get("kind") in kinds):
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
         out.flush()
         os.fsync(out.fileno())

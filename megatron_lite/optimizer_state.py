@@ -118,6 +118,12 @@ class OptimizerState:
                 own.data.copy_(flat.data)
                 torch.distributed.all_gather(list(partitions), own.clone(), group)
 
+    @property
+    def steps(self) -> int:
+        """Updates that the optimizer has applied, those of a run whose state it was given included."""
+        # The most of all: AdamW does not count for a tensor without gradients.
+        return max((int(state["step"].item()) for state in self._adamw.state.values()), default=0)
+
     def set_learning_rate(self, lr: float) -> None:
         """The learning rate of the next update, of all parameters."""
         for group in self._adamw.param_groups:

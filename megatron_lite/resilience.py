@@ -105,22 +105,23 @@ class SpikeGuard:
     Args:
         factor: veto a loss above factor * running mean; 0 never vetoes.
         mean: running mean to continue from, None at the start.
+        seen: losses that it is of.
         warmup: losses to see before the first veto.
     """
 
     DECAY = 0.98
 
-    def __init__(self, factor: float, mean: float | None = None, *, warmup: int = 50) -> None:
-        self._factor, self.mean, self._to_see = factor, mean, 0 if mean is not None else warmup
+    def __init__(self, factor: float, mean: float | None = None, seen: int = 0, *, warmup: int = 50) -> None:
+        self._factor, self.mean, self.seen, self._warmup = factor, mean, seen, warmup
 
     def veto(self, loss: float) -> bool:
         """Whether to skip this step; a loss that is let through moves the mean."""
         if not math.isfinite(loss):
             return True
-        if self._factor and self.mean is not None and self._to_see <= 0 and loss > self._factor * self.mean:
+        if self._factor and self.mean is not None and self.seen >= self._warmup and loss > self._factor * self.mean:
             return True
         self.mean = loss if self.mean is None else self.DECAY * self.mean + (1 - self.DECAY) * loss
-        self._to_see -= 1
+        self.seen += 1
         return False
 
 
@@ -170,6 +171,6 @@ class SkipCounter:
             raise TooManySkippedSteps(
                 f"{self.in_a_row} steps in a row were skipped for a loss or gradient that is not finite (or a spike): "
                 f"steps {first['step']} to {step}, samples {first['first_sample']} to {samples[1] - 1}. The last "
-                f"{len(self._history)} steps are in {path}. Lower optimizer.lr, raise schedule.warmup_steps, or resume "
-                f"from an earlier checkpoint; run.max_skipped_steps sets the limit"
+                f"{len(self._history)} steps are in {path}. Lower optimizer.lr, raise schedule.warmup_steps, or go "
+                f"back to an earlier checkpoint (checkpoint.resume=FOLDER, of its step); run.max_skipped_steps sets the limit"
             )

@@ -50,6 +50,7 @@ class TrainState:
         skipped_steps: steps without an update; the learning rate follows step - skipped_steps.
         seconds: training time so far, over all starts.
         loss_mean: running mean of the spike guard.
+        losses_seen: losses that it is of.
     """
 
     step: int = 0
@@ -58,10 +59,13 @@ class TrainState:
     skipped_steps: int = 0
     seconds: float = 0.0
     loss_mean: float | None = None
+    losses_seen: int = 0
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
         """From what a checkpoint stored."""
+        # Older ones have no `losses_seen`: every step that was not skipped showed the guard one.
+        values = {"losses_seen": values.get("step", 0) - values.get("skipped_steps", 0), **values}
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
 
@@ -72,7 +76,7 @@ class FitResult:
     Attributes:
         finished: all steps are done; otherwise a signal stopped the run after a save.
         validation: metrics of the whole validation set, empty where there is none.
-        checkpoint: the last one written.
+        checkpoint: the last one written, None where only the end of a run was left to do.
     """
 
     finished: bool
@@ -123,7 +127,7 @@ class Trainer(Generic[ModelT]):
             afterwards=self._prune,
         )
         self._skips = SkipCounter(config.run.max_skipped_steps, config.run.path, writes=engine.grid.is_main)
-        self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean)
+        self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean, state.losses_seen)
         self._spread = SpreadMeter(engine.layers, engine.grid, config.logging.spread_interval)
 
     def fit(self) -> FitResult:
@@ -202,7 +206,7 @@ class Trainer(Generic[ModelT]):
         state.consumed_tokens += tokens
         state.seconds += seconds
         state.skipped_steps += result.skipped
-        state.loss_mean = self._spikes.mean
+        state.loss_mean, state.losses_seen = self._spikes.mean, self._spikes.seen
         spread = self._spread.compare(data_seconds) if self._spread.due(state.step) else None
         if self.metrics is not None and (_due(state.step, config.logging.interval) or result.skipped):
             per_second = tokens / seconds

@@ -22,12 +22,16 @@ from megatron_lite.validation import ValidationSet
 from tools.load_model import PreparedData
 
 
-def training_samples(config: Config[Any], data: PreparedData, tokenizer: Tokenizer, steps: int) -> Any:
-    """The data set of the first so many steps. Raises as the data sets of `data.blend` and `data.masked`."""
-    settings = config.data
+def training_samples(
+    config: Config[Any], data: PreparedData, tokenizer: Tokenizer, steps: int, done: int = 0, consumed: int = 0
+) -> Any:
+    """The data set of the first so many steps, of which some are done, with so many samples. Raises as the data sets of
+    `data.blend` and `data.masked`."""
+    settings, batch = config.data, config.batch
     common: dict[str, Any] = {
         "sequence_length": config.batch.sequence_length,
-        "num_samples": config.batch.samples_of(steps),
+        # The batch may have been larger before.
+        "num_samples": max(batch.samples_of(steps), batch.samples_of(max(0, steps - done), consumed)),
         "seed": config.run.seed,
         "order": settings.order,
         "cache_directory": settings.cache_directory,

@@ -8,11 +8,16 @@ import lzma
 import math
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from data.files import write_whole
-from megatron_lite.checkpoint import layout_words, read_manifest
+from megatron_lite.agreement import configuration_facts
+from megatron_lite.checkpoint import layout_words, read_config_yaml, read_manifest, resolve
+from megatron_lite.config import dump_config
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
 from megatron_lite.metrics import read_metrics
@@ -22,15 +27,17 @@ from tools.unigram import unigram_baseline
 
 
 def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
-    """The closing text of a run; also draws `loss.png` and writes `summary.json` into the run's folder."""
+    """The closing text of a run; also draws `loss.png` and then writes `summary.json`, the mark of its end, into the run's
+    folder."""
     from tools.plot import plot_loss
 
     folder = config.run.path
     state = result.state
     if not result.finished:
+        again = "the same command" + ("" if config.checkpoint.resume == "auto" else " without checkpoint.resume")
         return (
             f"\nstopped after step {state.step} of {config.schedule.train_steps}; saved to {result.checkpoint}\n"
-            f"the same command goes on from there"
+            f"{again} goes on from there"
         )
     rate = state.consumed_tokens / max(state.seconds, 1e-9)
     lines = [
@@ -66,11 +73,11 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     if samples:
         report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
         lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]
-    write_whole(folder / "summary.json", json.dumps(report, indent=1) + "\n")
     plot = plot_loss(folder, baseline=report.get("unigram", {}).get("accuracy"))
+    write_whole(folder / "summary.json", json.dumps(report, indent=1) + "\n")
     lines += [
         "",
-        f"checkpoint   {result.checkpoint}",
+        f"checkpoint   {result.checkpoint or resolve(config.checkpoint.directory)}",
         f"loss plot    {plot}",
         f"metrics      {folder / 'metrics.jsonl'}",
         f"summary      {folder / 'summary.json'}",
@@ -130,16 +137,41 @@ def _resharded(engine: Engine, source: Path) -> str:
     return f", written by {layout_words(stored)} and read into this layout"
 
 
+def is_complete(config: Config[Any], manifest: Mapping[str, Any]) -> bool:
+    """Whether all steps are done with the checkpoint of this manifest, and so is what comes after them."""
+    try:
+        report = json.loads((config.run.path / "summary.json").read_text())
+        # The seconds tell the checkpoint from one of as many steps that an earlier run in this folder ended with.
+        stored = manifest["step"], manifest["state"]["seconds"]
+        return stored == (report["steps"], report["training_seconds"]) and stored[0] >= config.schedule.train_steps
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is no summary
+        return False
+
+
 def complete_message(config: Config[Any], source: Path, step: int) -> str:
     """What a run that has nothing left to do says."""
     lines = [
         f"the run {config.run.name} is complete: {step} steps, {source}",
+        *_changed(config, source),
         f"  python train.py ... schedule.train_steps={2 * step}   # train longer",
         f"  python train.py ... run.name={config.run.name}-2   # another run",
         "  python train.py ... checkpoint.resume=never   # over again",
         *_uses(config),
     ]
     return "\n".join(lines)
+
+
+def _changed(config: Config[Any], source: Path, limit: int = 8) -> list[str]:
+    """Which values a complete run did not have that are asked for now, and that they change nothing."""
+    had, asked = (
+        configuration_facts(values) for values in (read_config_yaml(source), yaml.safe_load(dump_config(config)))
+    )
+    names = [name for name in asked if name in had and asked[name] != had[name] and name != "checkpoint.resume"]
+    if not names:
+        return []
+    more = f"; {len(names) - limit} more" if len(names) > limit else ""
+    pairs = "; ".join(f"{name} = {had[name]}, not {asked[name]}" for name in names[:limit])
+    return [f"  it was trained with {pairs}{more}"]
 
 
 def compressed_bits_per_byte(text: bytes) -> dict[str, float]:

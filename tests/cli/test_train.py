@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +18,7 @@ import yaml
 
 import train
 from megatron_lite import checkpoint
+from megatron_lite.run_lock import RunLock
 from megatron_lite.trainer import Trainer
 from tests.cli.conftest import ROOT, start, train_lines, wait_for
 
@@ -59,6 +63,33 @@ def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsy
     again = capsys.readouterr().out
     assert "is complete: 8 steps" in again
     assert "checkpoint.resume=never" in again
+    assert "  it was trained with evaluation.interval = 4, not 0; evaluation.batches = 2, not 8\n" in again
+    assert train.main(arguments(**{"model.hidden_size": 64})) == 2
+    assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in capsys.readouterr().err
+
+
+def test_a_run_that_died_after_its_last_step_comes_to_its_end(arguments, tmp_path, capsys):
+    def killed(*_: object) -> None:
+        raise KeyError("killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_evaluate_suites", killed)  # after the validation
+        with pytest.raises(KeyError, match="killed"):
+            train.main(arguments())
+    folder = tmp_path / "run"
+    assert checkpoint.resolve(folder).name == "step_00000008"
+    assert not (folder / "summary.json").exists()
+    assert train.main(arguments()) == 0
+    out = capsys.readouterr().out
+    assert "validation loss" in out
+    assert "checkpoint   " + str(folder / "checkpoints" / "step_00000008") in out
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 8
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines if line["step"] == 8] == ["train", "checkpoint", "validation", "sample"]
+    assert train.main(arguments()) == 0
+    again = capsys.readouterr().out
+    assert "is complete: 8 steps" in again
+    assert "it was trained with" not in again
 
 
 def test_bits_per_byte_is_the_whole_validation_text(arguments, tmp_path):
@@ -97,7 +128,7 @@ def test_saves_follow_the_configuration(arguments, tmp_path):
     words = arguments(**{"checkpoint.interval": 2, "checkpoint.keep_last": 1, "checkpoint.log_spaced": "true"})
     assert train.main([*words, "checkpoint.extra_steps=[3]"]) == 0
     kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*"))
-    assert kept == [f"step_{step:08d}" for step in (1, 2, 3, 4, 8)]
+    assert kept == [f"step_{step:08d}" for step in (1, 2, 3, 4, 6, 8)]  # 6: the last one of the interval alone
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000008"
 
 
@@ -143,6 +174,21 @@ def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(argumen
     whole, cut = (checkpoint.read_weights(tmp_path / name) for name in ("whole", "cut"))
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_a_second_run_in_the_folder_of_a_live_one_is_refused_and_changes_nothing(arguments, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = RunLock(folder)
+    lock.acquire()
+    (folder / "metrics.jsonl").write_text("{}\n")
+    assert train.main(arguments(**{"checkpoint.resume": "never"})) == 1
+    error = capsys.readouterr().err
+    assert f"is in use by a run that is alive ({socket.gethostname()}, process {os.getpid()})" in error
+    assert sorted(path.name for path in folder.iterdir()) == [".running", "metrics.jsonl"]
+    lock.close()
+    assert train.main(arguments(**{"schedule.train_steps": 1})) == 0
+    assert not (folder / ".running").exists()
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
@@ -209,11 +255,72 @@ def test_a_checkpoint_of_another_architecture_is_refused(arguments, tmp_path, ca
     assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in error
 
 
+def test_a_run_goes_on_with_a_smaller_batch(arguments, tmp_path):
+    settings = {"batch.sequence_length": 512, "batch.micro_batch_size": 8}  # an epoch is less than 50 samples
+    large, small = ({**settings, "batch.global_batch_size": size} for size in (64, 8))
+    assert train.main(arguments(**large, **{"schedule.train_steps": 2})) == 0
+    assert train.main(arguments(**small, **{"schedule.train_steps": 4})) == 0
+    state = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["state"]
+    assert (state["step"], state["consumed_samples"]) == (4, 2 * 64 + 2 * 8)  # more than 4 * 8
+
+
 def test_resume_never_starts_over_and_keeps_the_old_checkpoints(arguments, tmp_path):
     train.main(arguments())
     assert train.main(arguments(**{"checkpoint.resume": "never", "run.seed": 2})) == 0
     assert checkpoint.resolve(tmp_path / "run" / "checkpoints.1").name == "step_00000008"
     assert (tmp_path / "run" / "metrics.previous.jsonl").is_file()
+
+
+def test_a_run_from_another_one_resumed_equals_the_uninterrupted_one(arguments, tmp_path):
+    assert train.main(arguments("source", **{"schedule.train_steps": 4})) == 0
+    settings = {"schedule.train_steps": 6, "optimizer.lr": 0.01}
+    assert train.main(arguments("whole", **settings, **{"checkpoint.resume": tmp_path / "source"})) == 0
+    cut_after(tmp_path / "whole", 3, tmp_path / "cut")
+    assert train.main(arguments("cut", **settings)) == 0
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+    manifests = [checkpoint.read_manifest(checkpoint.resolve(tmp_path / name)) for name in ("whole", "cut")]
+    assert [manifest["optimizer_steps"] for manifest in manifests] == [10, 10]
+    assert [manifest["state"]["losses_seen"] for manifest in manifests] == [6, 6]
+    assert manifests[0]["files"] == manifests[1]["files"]
+
+
+def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path, capsys):
+    settings = {"schedule.train_steps": 7, "schedule.decay_steps": 7}
+    words = arguments(**settings, **{"checkpoint.interval": 2, "checkpoint.keep_last": 3})
+    assert train.main(words) == 0
+    folder = tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+    whole, weights = train_lines(folder), checkpoint.read_weights(folder)
+    file = checkpoints / "step_00000007" / "weights-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert train.main([*words, "schedule.train_steps=8"]) == 2
+    assert "resume from another step folder beside it (checkpoint.resume=FOLDER)" in capsys.readouterr().err
+    back = f"checkpoint.resume={checkpoints.relative_to(tmp_path) / 'step_00000004'}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)  # the path as it is given is not the run's own word for it
+        assert train.main([*words, back, "schedule.train_steps=5"]) == 0
+    out = capsys.readouterr().out
+    assert "step_00000004 at step 4\n" in out
+    assert f"what came after that step is kept: {folder / 'checkpoints.1'}, " in out
+    assert sorted(path.name for path in (folder / "checkpoints.1").iterdir()) == ["step_00000006", "step_00000007"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000004", "step_00000005"]
+    assert len((folder / "metrics.previous.jsonl").read_text().splitlines()) > 7
+    assert [line["step"] for line in train_lines(folder)] == [1, 2, 3, 4, 5]
+    assert train.main(words) == 0
+    assert train_lines(folder) == whole
+    again = checkpoint.read_weights(folder)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def cut_after(run: Path, step: int, copy: Path) -> None:
+    """A copy of a finished run as a kill after the save of that step leaves it."""
+    shutil.copytree(run, copy)
+    (copy / "summary.json").unlink()
+    for folder in (copy / "checkpoints").glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+    (copy / "checkpoints" / "latest").write_text(f"step_{step:08d}\n")
 
 
 def test_non_finite_steps_stop_the_run_with_a_dump(arguments, tmp_path, capsys):
@@ -237,6 +344,11 @@ def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments,
     assert 1 <= steps < 10_000
     assert train.main(words) == 0  # complete: not measured again
     assert yaml_value(tmp_path / "run", "schedule", "train_steps") == steps
+    longer = [*words, f"run.directory={tmp_path / 'other'}", f"checkpoint.resume={tmp_path / 'run'}"]
+    with pytest.MonkeyPatch.context() as patch:  # a new run that starts from the weights of this one
+        patch.setattr(train, "_steps_in_budget", lambda config, engine, steps, grid: steps.close() or 3)
+        assert train.main(longer) == 0
+    assert yaml_value(tmp_path / "other", "schedule", "train_steps") == 3
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_kill_9_of_the_rank_that_writes_last_leaves_the_former_checkpoint(launch
     folder = tmp_path / "run" / "checkpoints"
     wait_for(lambda: len(list(folder.glob(".step_00000008.writing/weights-00000*"))) == 1, agent)
     reached(agent, tmp_path / "run", 11)  # training goes on meanwhile
+    assert train.main(words) == 1  # another run in that folder; after the kill below there is none
     assert checkpoint.resolve(folder).name == "step_00000004"
     os.kill(worker(agent, 1), signal.SIGKILL)
     output, _ = agent.communicate(timeout=60)

@@ -43,7 +43,7 @@ def run(trained_run: Path, tmp_path: Path) -> Path:
     """A copy of the trained run with validation, hostile samples and results."""
     copy = tmp_path / "my run"
     shutil.copytree(trained_run, copy)
-    metrics = MetricsLogger(copy, total_steps=30, initial_step=30, progress_bar=False)
+    metrics = MetricsLogger(copy, total_steps=60, initial_step=30, progress_bar=False)
     metrics.log(30, {"loss": 4.5, "bits_per_byte": 2.25, "tokens": 7680}, kind="validation")
     metrics.log(30, {"prompt": "def ", "text": HOSTILE}, kind="sample")
     metrics.close()

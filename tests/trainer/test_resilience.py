@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
 from megatron_lite import checkpoint
-from megatron_lite.checkpoint_folder import prune, publish
+from megatron_lite.checkpoint_folder import prune, publish, rewind
 from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
+from megatron_lite.trainer import TrainState
 from tests.cli.conftest import ROOT
 
 
@@ -32,7 +34,25 @@ def test_the_spike_guard_vetoes_far_above_the_running_mean_only():
 def test_the_spike_guard_is_off_at_zero_and_continues_from_a_stored_mean():
     off = SpikeGuard(0.0)
     assert not any(off.veto(loss) for loss in [1.0] * 60 + [1e6])
-    assert SpikeGuard(2.0, 3.0).veto(7.0)
+    assert SpikeGuard(2.0, 3.0, 50).veto(7.0)
+
+
+def test_a_spike_guard_that_goes_on_watches_as_many_losses_as_one_that_was_never_stopped():
+    losses = [8.0, 7.0, 30.0, 6.0, 30.0, 5.0]
+    whole, first = SpikeGuard(2.0, warmup=4), SpikeGuard(2.0, warmup=4)
+    expected = [whole.veto(loss) for loss in losses]
+    assert expected == [False] * 4 + [True, False]
+    vetoes = [first.veto(loss) for loss in losses[:2]]
+    rest = SpikeGuard(2.0, first.mean, first.seen, warmup=4)
+    assert vetoes + [rest.veto(loss) for loss in losses[2:]] == expected
+    assert (rest.mean, rest.seen) == (whole.mean, whole.seen)
+
+
+def test_a_state_stored_before_losses_were_counted_has_seen_those_of_its_updates():
+    state = TrainState.from_dict({"step": 60, "skipped_steps": 3, "loss_mean": 2.0})
+    assert state.losses_seen == 57
+    assert TrainState.from_dict({**asdict(state), "losses_seen": 9}).losses_seen == 9
+    assert TrainState.from_dict({}) == TrainState()  # of imported weights
 
 
 def test_the_skip_counter_counts_in_a_row_and_names_steps_and_samples(tmp_path):
@@ -120,6 +140,13 @@ def test_pruning_keeps_the_newest_and_what_is_kept_always(tmp_path):
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == ["step_00000001", "step_00000002", "step_00000200", "step_00000300", "step_notes"]
     assert prune(tmp_path, keep_last=0, keep=set()) == []
+    (tmp_path / "latest").write_text("step_00000300\n")
+    assert prune(tmp_path, keep_last=1, keep={1, 2, 300}) == []  # 200 is the newest of those that are counted
+    assert [folder.name for folder in prune(tmp_path, keep_last=1, keep=set())] == [
+        "step_00000001",
+        "step_00000002",
+        "step_00000200",
+    ]
 
 
 def test_pruning_spares_what_latest_names_and_removes_what_an_interrupted_one_left(tmp_path):
@@ -131,6 +158,18 @@ def test_pruning_spares_what_latest_names_and_removes_what_an_interrupted_one_le
     gone = prune(tmp_path, keep_last=1, keep=set())
     assert [folder.name for folder in gone] == ["step_00000001"]
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_00000002", "step_00000003"]
+
+
+def test_what_is_later_than_latest_neither_counts_as_newest_nor_goes(tmp_path):
+    for step in (10, 20, 30, 40):
+        (tmp_path / f"step_{step:08d}").mkdir()
+        (tmp_path / f"step_{step:08d}" / "manifest.json").write_text("{}")
+    (tmp_path / "latest").write_text("step_00000020\n")
+    assert prune(tmp_path, keep_last=2, keep=set()) == []
+    assert [folder.name for folder in prune(tmp_path, keep_last=1, keep=set())] == ["step_00000010"]
+    assert rewind(tmp_path / "step_00000020") == tmp_path.with_name(tmp_path.name + ".1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000020"]
+    assert rewind(tmp_path / "step_00000020") is None
 
 
 def test_a_step_saved_again_stays_until_the_new_one_has_its_place(tmp_path, monkeypatch):

@@ -1,0 +1,74 @@
+"""One run at a time in a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import warnings
+from pathlib import Path
+
+FILE_NAME = ".running"
+
+
+class RunInUse(RuntimeError):  # noqa: N818 - what is so, said as it is
+    """Another run is alive in the folder; the message names its machine and process."""
+
+
+class RunLock:
+    """Holds a run's folder from `acquire` to `close`, or to the end of the process: the system lets go of it then,
+    however the process ends, so that a run that was killed hinders no other one. The main process alone takes it.
+
+    Args:
+        folder: of the run; `.running` in it names the holder while there is one, or the last one that was killed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE_NAME
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the folder, without waiting. Where the file system has no locks there is a warning instead.
+
+        Raises:
+            RunInUse: another process has it.
+            OSError: the folder cannot be written.
+        """
+        while self._descriptor is None:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_at_its_place(descriptor):
+                    self._descriptor, descriptor = descriptor, -1
+            except BlockingIOError:
+                holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process that just began"
+                raise RunInUse(
+                    f"run.directory = {self._path.parent} is in use by a run that is alive ({holder}): wait for its end "
+                    f"or stop it, or give this one another run.name or run.directory"
+                ) from None
+            except OSError as error:
+                warnings.warn(
+                    f"run.directory = {self._path.parent} cannot be locked ({error.strerror}): see to it that no other run "
+                    f"is alive in it",
+                    stacklevel=2,
+                )
+                return
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+        os.truncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{socket.gethostname()}, process {os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Let go of the folder; nothing where it is not held."""
+        if self._descriptor is not None:
+            self._path.unlink(missing_ok=True)  # before others can have it
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _is_at_its_place(self, descriptor: int) -> bool:
+        """Whether the locked file is still the one of that name: a run that ended in between has removed it."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False

@@ -1,0 +1,76 @@
+"""One run at a time in a folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from megatron_lite.run_lock import FILE_NAME, RunInUse, RunLock
+from tests.cli.conftest import ROOT
+
+
+def test_a_second_holder_is_told_who_has_the_folder_and_a_later_one_is_not_hindered(tmp_path):
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first.acquire()
+    with pytest.raises(
+        RunInUse, match=rf"{tmp_path} is in use .*{socket.gethostname()}, process {os.getpid()}\).*run\.name"
+    ):
+        second.acquire()
+    second.close()  # which it does not hold
+    assert (tmp_path / FILE_NAME).exists()
+    first.close()
+    assert not list(tmp_path.iterdir())
+    second.acquire()
+    second.close()
+
+
+def test_a_killed_holder_hinders_nobody(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from megatron_lite.run_lock import RunLock\n"
+        "lock = RunLock(Path(sys.argv[1])); lock.acquire(); print('has it', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"has it\n"
+    lock = RunLock(tmp_path)
+    with pytest.raises(RunInUse, match=f"process {holder.pid}"):
+        lock.acquire()
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    lock.acquire()
+    assert (tmp_path / FILE_NAME).read_text().endswith(f"process {os.getpid()}\n")
+    lock.close()
+
+
+def test_a_file_that_its_holder_removed_in_between_is_not_taken_for_the_lock(tmp_path, monkeypatch):
+    first, second, third = (RunLock(tmp_path) for _ in range(3))
+    first.acquire()
+    flock = fcntl.flock
+
+    def late(descriptor, operation):
+        monkeypatch.undo()
+        first.close()  # between the second's open and its lock
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second.acquire()
+    with pytest.raises(RunInUse):
+        third.acquire()
+    second.close()
+
+
+def test_without_locks_there_is_a_warning(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    lock = RunLock(tmp_path)
+    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\)"):
+        lock.acquire()
+    lock.close()
