@@ -65,9 +65,8 @@ def finished(
     Raises ValueError for token files under these names that were made from something else, or nobody knows from what.
     """
     made_from = _made_from(files, recipe, load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path))
-    again = begun = Path(
-        f"{output_prefix}.parts-{made_from}"
-    ).exists()  # a job that was stopped, perhaps while it joined
+    # Of a job that was stopped, perhaps while it joined them.
+    again = begun = Path(f"{output_prefix}.parts-{made_from}").exists()
     manifests = {}
     for name in recipe.names():
         prefix = f"{output_prefix}_{name}_document"

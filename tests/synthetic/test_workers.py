@@ -109,7 +109,7 @@ def train(groups: list[Group], results: Results, devices: list[str]) -> tuple[li
 
 def test_finished_runs_are_skipped_and_progress_adds_up(runs: Runs, tmp_path: Path) -> None:
     """Also over the runs of a sweep that were not needed any more."""
-    grouped = sweeps(runs(*QUICK, "lrs=[1e-3,2e-3]", "target=0.01"))
+    grouped = sweeps(runs(*QUICK, "data.train_examples=640", "lrs=[5e-3,1e-2]", "target=0.01"))
     results = Results(tmp_path / "results.jsonl")
     groups = groups_of(grouped, results, 1)
     assert train(groups, results, ["cpu"]) == ([], sum(group.steps for group in groups))
