@@ -13,6 +13,7 @@ import errno
 import functools
 import math
 import os
+import select
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -37,9 +38,19 @@ def command(main: Main) -> Callable[..., int]:
         try:
             return main(arguments)
         except (OSError, ValueError) as error:
-            return refused(error)
+            return 0 if isinstance(error, BrokenPipeError) and _unread() else refused(error)
 
     return answered
+
+
+def _unread() -> bool:
+    """Whether nobody reads the output any more, as after `| head`; then the rest of it goes nowhere, and in silence."""
+    output = select.poll()
+    output.register(1, 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return True
 
 
 def refused(error: Exception) -> int:

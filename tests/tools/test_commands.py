@@ -81,3 +81,28 @@ def test_the_files_of_the_documentation_exist():
         named = [name for name in named if name not in ELSEWHERE and not any((root / name).exists() for root in known)]
         missing += [f"{page.name}: {name}" for name in named]
     assert not missing
+
+
+PIPED = """
+import sys
+from tools.arguments import command
+@command
+def main(arguments=None):
+    for number in range(100_000):
+        print(number, flush=number % 100 == 0)
+    return 1
+sys.exit(main())
+"""
+
+
+def test_output_that_nobody_reads_on_is_no_error() -> None:
+    words = [sys.executable, "-c", PIPED]
+    with subprocess.Popen(
+        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "0\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
