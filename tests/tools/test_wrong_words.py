@@ -27,7 +27,7 @@ CASES = {
         ("parallel.tensor=3", "parallel tensor 3 = 3 processes .* or take tensor 1"),
         ("batch.global_batch_size=7 batch.micro_batch_size=2", "nearest: batch.global_batch_size=6 or"),
         ("--dry-run run.device=cuda", "the device 'cuda' is not here: allowed are auto, cpu"),
-        ("data.corpus=NONE", "the data path .*nothing does not exist .* A corpus is"),
+        ("data.corpus=NONE run.directory=OUT", "the data path .*nothing does not exist .* A corpus is"),
         ("run.directory=FILE/run", "run.directory = .*name a folder that can be written"),
         ("run.directory=OUT checkpoint.resume=NONE", "nothing does not exist .*: a run folder, .* is needed"),
     ],
