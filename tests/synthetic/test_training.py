@@ -113,6 +113,12 @@ def test_every_epoch_sees_every_example_once_in_a_new_order(runs: Runs) -> None:
         orders.append(steps._order.flatten().tolist())
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(320))
     assert orders[0] != orders[1]
+    (run,) = runs("data.train_examples=350", "epochs=1")
+    steps = SideBySide([run], prepare(run, CPU), CPU)
+    steps.train_epoch(0)
+    taken = steps._order.flatten().tolist()
+    # What is left of the examples after whole batches waits for another epoch.
+    assert len(set(taken)) == len(taken) == 320 and set(taken) < set(range(350))
 
 
 def test_the_rate_is_a_cosine_over_epochs(runs: Runs) -> None:

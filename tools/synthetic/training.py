@@ -148,8 +148,9 @@ class SideBySide:
         """All batches in a new order, which depends on the seed and the epoch alone."""
         generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
         order = torch.randperm(self._examples, generator=generator)
+        taken = self._order.numel()
         # Rows without labels fill the last batch where none is dropped.
-        order = torch.cat([order, torch.arange(self._examples, self._order.numel())])[: self._order.numel()]
+        order = torch.cat([order, torch.arange(self._examples, max(self._examples, taken))])[:taken]
         self._order.copy_(order.view_as(self._order))
         self._place.zero_()
         for lane in self.lanes:
