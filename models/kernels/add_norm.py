@@ -87,7 +87,9 @@ def _forward_launch(
 ) -> Launch:  # fmt: skip
     tile, rows = _tile(size), numel // size
     flags = add, weight is not None, bias, centred
-    return Launch(_forward, (triton.cdiv(rows, tile[0]),), rows, size, eps, *tile, *flags, num_warps=_warps(tile))
+    return Launch(
+        _add_norm_forward, (triton.cdiv(rows, tile[0]),), rows, size, eps, *tile, *flags, num_warps=_warps(tile)
+    )
 
 
 @lru_cache(4096)
@@ -97,7 +99,7 @@ def _backward_launch(
 ) -> Launch:  # fmt: skip
     tile, rows = _tile(size), numel // size
     flags = weight is not None, bias, centred, through
-    return Launch(_backward, (_programs(rows, size),), rows, size, eps, *tile, *flags, num_warps=_warps(tile))
+    return Launch(_add_norm_backward, (_programs(rows, size),), rows, size, eps, *tile, *flags, num_warps=_warps(tile))
 
 
 def _tile(size: int) -> tuple[int, int]:
@@ -126,7 +128,7 @@ def _normalised(h, inside, size, eps, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _add_norm_forward(
     x, delta, weight, bias, h, y, rows, size, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     CENTRED: tl.constexpr,
@@ -151,7 +153,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _add_norm_backward(
     dy, dh, h, weight, dx, partial, rows, size, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
     THROUGH: tl.constexpr,

@@ -88,12 +88,12 @@ def _launches(
     values = length, channels, kernel, silu, history
     tokens, columns = _FORWARD
     grid = triton.cdiv(length, tokens), triton.cdiv(channels, columns), batch
-    forward = Launch(_forward, grid, *values, tokens, _TILE, columns, num_warps=4)
+    forward = Launch(_convolution_forward, grid, *values, tokens, _TILE, columns, num_warps=4)
     tokens, columns = _BACKWARD
     grid = _programs(shape, kernel, history), triton.cdiv(channels, columns), batch
     # With a few registers more, a multiprocessor would hold seven programs instead of eight.
     registers = None if history else 128
-    return forward, Launch(_backward, grid, *values, tokens, columns, num_warps=2, maxnreg=registers)
+    return forward, Launch(_convolution_backward, grid, *values, tokens, columns, num_warps=2, maxnreg=registers)
 
 
 def _programs(shape: torch.Size, kernel: int, history: bool) -> int:
@@ -130,7 +130,7 @@ def _tap(weight, column, channels, J: tl.constexpr, KERNEL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["length"])
-def _forward(
+def _convolution_forward(
     x, before, weight, y, length, channels,
     KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -161,7 +161,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _convolution_backward(
     dy, before, x, weight, d_before, dx, partial, length, channels,
     KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

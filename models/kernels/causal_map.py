@@ -126,8 +126,8 @@ def _launches(case: _Case) -> tuple[Launch, Launch]:
         case.decayed, case.taylor, case.scaled, "tf32x3" if case.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     large = max(block_k, block_v) > 64
-    forward = Launch(_forward, grid, *values, num_warps=4, num_stages=1 if large else 2)
-    return forward, Launch(_backward, grid, *values, num_warps=8 if large else 4, num_stages=1)
+    forward = Launch(_causal_map_forward, grid, *values, num_warps=4, num_stages=1 if large else 2)
+    return forward, Launch(_causal_map_backward, grid, *values, num_warps=8 if large else 4, num_stages=1)
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def _weight(s, TAYLOR: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _forward(
+def _causal_map_forward(
     q, k, v, c, y, den, T, H, stride, head_stride, scale, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, B: tl.constexpr,
     DECAYED: tl.constexpr, TAYLOR: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
@@ -207,7 +207,7 @@ def _forward(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _backward(
+def _causal_map_backward(
     dy, q, k, v, c, y, den, dq, dk, dv, dc, T, H, stride, head_stride, scale, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, B: tl.constexpr,
     DECAYED: tl.constexpr, TAYLOR: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,

@@ -23,6 +23,7 @@ try:
 except ImportError as error:
     raise ImportError("the kernels of the cross entropy need Triton: pip install triton") from error
 
+# Logits of a row that are read at once, at most: a vocabulary of a few ids, as of generated tasks, needs no more lanes than ids.
 _BLOCK = 4096
 
 
@@ -77,8 +78,11 @@ def _launches(
     device: torch.device, dtype: torch.dtype, bias: torch.dtype | None, rows: int, vocab: int, first: bool = False
 ) -> tuple[Launch, Launch]:
     """Statistics and gradient."""
-    statistics = Launch(_statistics, (rows,), vocab, bias is not None, first, _BLOCK // 2, num_warps=8)
-    return statistics, Launch(_gradient, (rows,), vocab, bias is not None, _BLOCK, num_warps=8)
+    # The statistics take four blocks in a turn.
+    part = min(_BLOCK // 2, max(32, triton.next_power_of_2(-(-vocab // 4))))
+    block = min(_BLOCK, max(32, triton.next_power_of_2(vocab)))
+    statistics = Launch(_logit_statistics, (rows,), vocab, bias is not None, first, part, num_warps=max(1, part // 256))
+    return statistics, Launch(_logit_gradient, (rows,), vocab, bias is not None, block, num_warps=max(1, block // 512))
 
 
 @lru_cache(4096)
@@ -96,7 +100,7 @@ def _row(logits, bias, start, vocab, BIAS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _statistics(
+def _logit_statistics(
     logits, bias, label, largest, best, mass, chosen, vocab,
     BIAS: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +141,7 @@ def _statistics(
 
 
 @triton.jit
-def _gradient(logits, bias, label, log_sum, weight, vocab, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _logit_gradient(logits, bias, label, log_sum, weight, vocab, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * vocab
     at, total, scale = tl.load(label + row), tl.load(log_sum + row), tl.load(weight + row)

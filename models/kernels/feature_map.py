@@ -82,7 +82,8 @@ def _launches(
     tile = max(1, _BLOCK // block)
     values = rows, dim, block, tile, phi
     forward, backward = (
-        Launch(kernel, (triton.cdiv(rows, tile), tensors), *values, num_warps=4) for kernel in (_forward, _backward)
+        Launch(kernel, (triton.cdiv(rows, tile), tensors), *values, num_warps=4)
+        for kernel in (_normalised_silu_forward, _normalised_silu_backward)
     )
     return forward, backward
 
@@ -115,7 +116,9 @@ def _silu(x, mask, PHI: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward(x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr):
+def _normalised_silu_forward(
+    x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr
+):
     """Of x, and of x_2 by the programs of a second row."""
     if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if tl.program_id(1) == 1:
@@ -126,7 +129,7 @@ def _forward(x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE:
 
 
 @triton.jit
-def _backward(
+def _normalised_silu_backward(
     dy, x, dx, dy_2, x_2, dx_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr
 ):  # fmt: skip
     if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)

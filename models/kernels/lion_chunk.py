@@ -112,7 +112,7 @@ def _forward_launches(case: Case) -> tuple[Launch, Launch]:
     size, largest, warps, registers = _config(case.dim_k, case.dim_v, case.dtype)
     block_k, block_v = block(case.dim_k, largest), block(case.dim_v, largest)
     outputs = Launch(
-        _forward, (-(-case.length // size), -(-case.dim_v // block_v), case.batch * case.heads),
+        _lion_chunk_forward, (-(-case.length // size), -(-case.dim_v // block_v), case.batch * case.heads),
         *case.sizes(), case.dim_k, case.dim_v, block_k, block_v, size, *case.flags(),
         num_warps=warps, num_stages=1, maxnreg=registers,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def _forward_launches(case: Case) -> tuple[Launch, Launch]:
 def _backward_launch(case: Case) -> Launch:
     size, largest, warps, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
     return Launch(
-        _backward, (-(-case.length // size), case.batch * case.heads),
+        _lion_chunk_backward, (-(-case.length // size), case.batch * case.heads),
         *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k, largest), block(case.dim_v, largest), size,
         *case.flags(), num_warps=warps, num_stages=1, maxnreg=registers,
     )  # fmt: skip
@@ -210,7 +210,7 @@ def _edges(b, segments, n, t, T, C: tl.constexpr, GATE: tl.constexpr, SEGMENTS: 
 
 
 @triton.jit(do_not_specialize=["T"])
-def _forward(
+def _lion_chunk_forward(
     q, k, v, b, segments, states, sums, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -263,7 +263,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _lion_chunk_backward(
     dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,

@@ -201,7 +201,7 @@ def signed(w, a, b):
 
 
 @triton.jit
-def _row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr):
+def _lion_row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(1)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     d = tl.arange(0, BV)
@@ -211,7 +211,7 @@ def _row_inner(dy, y, delta, T, H, V: tl.constexpr, BV: tl.constexpr, BT: tl.con
 
 
 @triton.jit(do_not_specialize=["T"])
-def _running_sum(c, gate, bias, T, H, GATE: tl.constexpr, RESTART: tl.constexpr, BT: tl.constexpr):
+def _lion_running_sum(c, gate, bias, T, H, GATE: tl.constexpr, RESTART: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(1)
     total = 0.0
     first = tl.program_id(0) * BT
@@ -226,7 +226,7 @@ def _running_sum(c, gate, bias, T, H, GATE: tl.constexpr, RESTART: tl.constexpr,
 def row_inner(case: Case) -> Launch:
     """(dy, y, delta): dy . y a row; two [batch, length, heads, dim_v] -> float32 [batch, heads, length]."""
     grid = -(-case.length // 64), case.batch * case.heads
-    return Launch(_row_inner, grid, case.length, case.heads, case.dim_v, block(case.dim_v), 64, num_warps=4)
+    return Launch(_lion_row_inner, grid, case.length, case.heads, case.dim_v, block(case.dim_v), 64, num_warps=4)
 
 
 @lru_cache(4096)
@@ -237,7 +237,7 @@ def running_sum(case: Case, chunk: int | None = None) -> Launch:
     """
     size = chunk or 256
     grid = -(-case.length // size) if chunk else 1, case.batch * case.heads
-    return Launch(_running_sum, grid, case.length, case.heads, case.mode, chunk is not None, size, num_warps=1)
+    return Launch(_lion_running_sum, grid, case.length, case.heads, case.mode, chunk is not None, size, num_warps=1)
 
 
 def per_token(case: Case, like: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def project_backward(
 def _project_launch(case: Case, chunk: int | None, size: int) -> Launch:
     rows = chunk or 64
     return Launch(
-        _project, (-(-case.length // rows), case.batch), case.length, case.heads, size, block(case.heads),
+        _lion_gate_forward, (-(-case.length // rows), case.batch), case.length, case.heads, size, block(case.heads),
         min(_CHANNELS, block(size)), rows, case.mode, chunk is not None, case.flags()[-1],
         num_warps=4, num_stages=3 if _sixteen_bits(case) else 2,
     )  # fmt: skip
@@ -66,11 +66,11 @@ def _backward_launches(case: Case, size: int) -> tuple[Launch, Launch, int]:
     tokens, rows, channels = case.batch * case.length, 64, min(_CHANNELS, block(size))
     programs = min(-(-tokens // rows), _PROGRAMS)
     gradients = Launch(
-        _project_backward, (programs, -(-size // channels)), tokens, case.heads, size, block(case.heads), channels,
+        _lion_gate_backward, (programs, -(-size // channels)), tokens, case.heads, size, block(case.heads), channels,
         rows, case.flags()[-1], num_warps=4, num_stages=3 if _sixteen_bits(case) else 2,
     )  # fmt: skip
     numbers = case.heads * size
-    reduce = Launch(_reduce, (-(-(numbers + case.heads) // 64),), numbers, case.heads, programs, num_warps=4)
+    reduce = Launch(_lion_gate_reduce, (-(-(numbers + case.heads) // 64),), numbers, case.heads, programs, num_warps=4)
     return gradients, reduce, programs
 
 
@@ -79,7 +79,7 @@ def _sixteen_bits(case: Case) -> bool:
 
 
 @triton.jit(do_not_specialize=["T"])
-def _project(
+def _lion_gate_forward(
     x, weight, bias, gate, sums, T, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ def _project(
 
 
 @triton.jit
-def _project_backward(
+def _lion_gate_backward(
     dgate, x, weight, dx, partial, N, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +129,7 @@ def _project_backward(
 
 
 @triton.jit
-def _reduce(partial, dweight, dbias, N, H, P):
+def _lion_gate_reduce(partial, dweight, dbias, N, H, P):
     i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, 32)
     address = partial + rows[:, None] * (N + H) + i[None, :]
     total = tl.sum(tl.load(address, mask=(rows < P)[:, None] & (i < N + H)[None, :], other=0.0), 0)

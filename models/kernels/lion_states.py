@@ -115,7 +115,7 @@ def _scan(case: Case, backward: bool) -> _Scan:
 
     def scan(ends: bool, inner: bool) -> Launch:
         return Launch(
-            _state_kernel, (blocks, 2 * stretches, case.batch * case.heads),
+            _lion_states, (blocks, 2 * stretches, case.batch * case.heads),
             *case.sizes(), chunks, stretches, case.dim_k, case.dim_v, block_k, block_v, size, stretches > 1, ends,
             backward, inner, mode != NO_GATE, *flags, num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
@@ -123,7 +123,7 @@ def _scan(case: Case, backward: bool) -> _Scan:
     launches: tuple[Launch, ...] = (scan(False, inside),)
     if stretches > 1:
         words, heads = case.dim_k * (case.dim_v + 1), case.batch * case.heads
-        carry = Launch(_carry, (-(-words // 512), programs), stretches, words, heads, 512, num_warps=4)
+        carry = Launch(_lion_states_carry, (-(-words // 512), programs), stretches, words, heads, 512, num_warps=4)
         launches = scan(True, inside), carry, scan(False, False)
     dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
     inner = row_inner(case) if backward and case.scaled and not inside else None
@@ -142,7 +142,7 @@ def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int,
 
 
 @triton.jit(do_not_specialize=["T"])
-def _state_kernel(
+def _lion_states(
     x, y, b, segments, out, den, delta, ends, passing, states, sums, T, H, eps, N, S,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CUT: tl.constexpr,
     ENDS: tl.constexpr, BACKWARD: tl.constexpr, INNER: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr,
@@ -229,7 +229,7 @@ def _state_kernel(
 
 
 @triton.jit
-def _carry(ends, passing, S, N, BH, B: tl.constexpr):
+def _lion_states_carry(ends, passing, S, N, BH, B: tl.constexpr):
     """End states of N words, [directions * BH, S, N] -> what comes to each stretch, in place."""
     direction = tl.program_id(1)
     i = tl.program_id(0) * B + tl.arange(0, B)

@@ -127,7 +127,7 @@ def _forward_launches(case: Case) -> tuple[Launch | None, Launch]:
     whole = block(case.length) if case.length <= _WHOLE else 0
     running = None if whole or case.mode == NO_GATE else running_sum(case)
     outputs = Launch(
-        _forward, (-(-case.length // rows), case.batch * case.heads),
+        _lion_tile_forward, (-(-case.length // rows), case.batch * case.heads),
         *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns, whole,
         *case.flags(), num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -139,11 +139,13 @@ def _backward_launches(case: Case) -> tuple[Launch, Launch]:
     rows, columns, warps, stages, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
     programs = case.batch * case.heads
     gradients = Launch(
-        _backward, (-(-case.length // rows), programs),
+        _lion_tile_backward, (-(-case.length // rows), programs),
         *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows, columns,
         *case.flags(), num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
-    return gradients, Launch(_gate_gradient, (programs,), case.length, case.heads, case.mode, _GATE_BLOCK, num_warps=1)
+    return gradients, Launch(
+        _lion_gate_gradient, (programs,), case.length, case.heads, case.mode, _GATE_BLOCK, num_warps=1
+    )
 
 
 def _forward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
@@ -193,7 +195,7 @@ def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.c
 
 
 @triton.jit
-def _forward(
+def _lion_tile_forward(
     q, k, v, gate, bias, c, segments, y, den, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     WHOLE: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -238,7 +240,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _lion_tile_backward(
     dy, q, k, v, c, segments, den, delta, dq, dk, dv, dc, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -297,7 +299,7 @@ def _backward(
 
 
 @triton.jit
-def _gate_gradient(dc, gate, bias, dgate, T, H, GATE: tl.constexpr, BT: tl.constexpr):
+def _lion_gate_gradient(dc, gate, bias, dgate, T, H, GATE: tl.constexpr, BT: tl.constexpr):
     bh = tl.program_id(0)
     total = 0.0
     for step in range(0, tl.cdiv(T, BT)):

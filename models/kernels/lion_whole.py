@@ -53,7 +53,7 @@ def forward_whole(case: Case) -> Launch:
     sequences, rows = case.batch * case.heads, block(case.length)
     multiprocessors, memory = _device(case.device)
     return Launch(
-        _forward, (min(sequences, 2 * multiprocessors),),
+        _lion_whole_forward, (min(sequences, 2 * multiprocessors),),
         *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows,
         *case.flags(), _even(case, rows), 2 if memory >= _TWO_FORWARD else 1, num_warps=8, num_stages=1, maxnreg=128,
     )  # fmt: skip
@@ -94,11 +94,11 @@ def _backward_launch(case: Case) -> Launch:
     if all_pairs_at_once(case):
         multiprocessors, memory = _device(case.device)
         return Launch(
-            _backward_at_once, (min(sequences, 2 * multiprocessors),), *sizes, *case.flags(), _even(case, rows),
+            _lion_whole_backward, (min(sequences, 2 * multiprocessors),), *sizes, *case.flags(), _even(case, rows),
             2 if memory >= _TWO_BACKWARD else 1, num_warps=8, num_stages=1, maxnreg=128,
         )  # fmt: skip
     return Launch(
-        _backward_by_keys, (sequences,), *sizes, _KEYS, *case.flags(), _even(case, rows),
+        _lion_whole_backward_by_keys, (sequences,), *sizes, _KEYS, *case.flags(), _even(case, rows),
         num_warps=8, num_stages=1, maxnreg=128,
     )  # fmt: skip
 
@@ -131,7 +131,7 @@ def _factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.conste
 
 
 @triton.jit
-def _forward(
+def _lion_whole_forward(
     q, k, v, gate, bias, c, segments, y, den, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
@@ -159,13 +159,13 @@ def _forward(
 
 
 @triton.jit
-def _backward_at_once(
+def _lion_whole_backward(
     dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `_forward`; of_keys is not used."""
+    """As `_lion_whole_forward`; of_keys is not used."""
     t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     for step in tl.range(0, tl.cdiv(N - tl.program_id(0), tl.num_programs(0)), num_stages=STAGES):
         bh = tl.program_id(0) + step * tl.num_programs(0)
@@ -202,7 +202,7 @@ def _backward_at_once(
 
 
 @triton.jit
-def _backward_by_keys(
+def _lion_whole_backward_by_keys(
     dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,

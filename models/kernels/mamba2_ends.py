@@ -90,7 +90,9 @@ class _GatedNorm(torch.autograd.Function):
 def _stepped_launches(device: torch.device, dtype: torch.dtype, rows: int, dim: int) -> tuple[Launch, Launch]:
     tile = _tile(dim)
     grid = (triton.cdiv(rows, tile[0]),)
-    forward, backward = (Launch(kernel, grid, rows, dim, *tile, num_warps=4) for kernel in (_step, _step_backward))
+    forward, backward = (
+        Launch(kernel, grid, rows, dim, *tile, num_warps=4) for kernel in (_mamba2_step, _mamba2_step_backward)
+    )
     return forward, backward
 
 
@@ -101,8 +103,8 @@ def _norm_launches(
     batch, length, heads, dim = shape
     tile = _tile(dim)
     values = batch * length, heads, eps, dim, *tile
-    forward = Launch(_norm, (triton.cdiv(batch * length, tile[0]), heads), *values, num_warps=4)
-    return forward, Launch(_norm_backward, (_programs(shape), heads), *values, num_warps=4)
+    forward = Launch(_mamba2_norm, (triton.cdiv(batch * length, tile[0]), heads), *values, num_warps=4)
+    return forward, Launch(_mamba2_norm_backward, (_programs(shape), heads), *values, num_warps=4)
 
 
 def _tile(dim: int) -> tuple[int, int]:
@@ -118,7 +120,7 @@ def _programs(shape: torch.Size) -> int:
 
 
 @triton.jit
-def _step(dt, u, v, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _mamba2_step(dt, u, v, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     r, c = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, inside = r[:, None] * D + c[None, :], (r < N)[:, None] & (c < D)[None, :]
     x = tl.load(u + at, mask=inside, other=0.0).to(tl.float32) * tl.load(dt + r, mask=r < N, other=0.0)[:, None]
@@ -126,7 +128,7 @@ def _step(dt, u, v, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _step_backward(dv, dt, u, d_dt, du, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _mamba2_step_backward(dv, dt, u, d_dt, du, N, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     r, c = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     at, inside = r[:, None] * D + c[None, :], (r < N)[:, None] & (c < D)[None, :]
     grad = tl.load(dv + at, mask=inside, other=0.0).to(tl.float32)
@@ -137,7 +139,7 @@ def _step_backward(dv, dt, u, d_dt, du, N, D: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def _norm(
+def _mamba2_norm(
     o, u, skip, z, weight, y, N, H, eps, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     h, c = tl.program_id(1), tl.arange(0, BLOCK)
@@ -153,7 +155,7 @@ def _norm(
 
 
 @triton.jit
-def _norm_backward(
+def _mamba2_norm_backward(
     dy, o, u, skip, z, weight, do, du, dz, of_skip, of_weight, N, H, eps,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

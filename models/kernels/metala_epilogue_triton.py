@@ -110,7 +110,9 @@ def _launches(
         values = *sizes, rows, weight is not None, *constants
         return Launch(kernel, (grid, heads), *values, num_warps=warps, num_stages=1)
 
-    return launch(_forward, *_FORWARD), launch(_backward, *_BACKWARD, apart or heads * dim_v, apart > 0)
+    return launch(_epilogue_forward, *_FORWARD), launch(
+        _epilogue_backward, *_BACKWARD, apart or heads * dim_v, apart > 0
+    )
 
 
 # Elements of a tile, programs in all, warps: measured on an H200. The backward pass keeps so much of a token that one warp
@@ -165,7 +167,7 @@ def _normalise(x, d, eps, V: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _epilogue_forward(
     o, q, k, v, aug_weight, gate, y, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, AUGMENT: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +188,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _epilogue_backward(
     dy, o, q, k, v, aug_weight, gate, do, dq, dk, dv, d_strengths, partial, dgate, T, H, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr, AUGMENT: tl.constexpr,
     STRIDE: tl.constexpr, APART: tl.constexpr,

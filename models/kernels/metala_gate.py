@@ -63,7 +63,7 @@ def _log_decay(a):
 
 
 @triton.jit
-def _forward(a, log_decay, key, N, BLOCK: tl.constexpr):
+def _decay_and_key_forward(a, log_decay, key, N, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = _log_decay(tl.load(a + i, mask=i < N, other=0.0).to(tl.float32))
     tl.store(log_decay + i, g, mask=i < N)
@@ -74,7 +74,7 @@ def _forward(a, log_decay, key, N, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(d_log_decay, d_key, a, da, N, BLOCK: tl.constexpr):
+def _decay_and_key_backward(d_log_decay, d_key, a, da, N, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(a + i, mask=i < N, other=0.0).to(tl.float32)
     dg = tl.load(d_log_decay + i, mask=i < N, other=0.0)
@@ -83,4 +83,4 @@ def _backward(d_log_decay, d_key, a, da, N, BLOCK: tl.constexpr):
     tl.store(da + i, d.to(da.dtype.element_ty), mask=i < N)
 
 
-_launches = over_elements(_forward, _backward, block=1024)
+_launches = over_elements(_decay_and_key_forward, _decay_and_key_backward, block=1024)

@@ -59,11 +59,11 @@ class _LookUp(torch.autograd.Function):
 def _launch(device: torch.device, dtype: torch.dtype, ids: torch.dtype, number: int, size: int) -> Launch:
     grid = triton.cdiv(number, _TOKENS), triton.cdiv(size, _CHANNELS)
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    return Launch(_gradient, grid, number, size, _TOKENS, _CHANNELS, precision, num_warps=4)
+    return Launch(_look_up_gradient, grid, number, size, _TOKENS, _CHANNELS, precision, num_warps=4)
 
 
 @triton.jit
-def _gradient(tokens, grad, out, N, D, BT: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
+def _look_up_gradient(tokens, grad, out, N, D, BT: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
     i, c = tl.arange(0, BT), tl.program_id(1) * BD + tl.arange(0, BD)
     t = tl.program_id(0).to(tl.int64) * BT + i
     # Those beyond the last are like no other.

@@ -36,11 +36,11 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(4096)
 def _launch(device: torch.device, dtype: torch.dtype, count: int, parts: int, columns: int) -> Launch:
-    return Launch(_sum, (triton.cdiv(columns, _COLUMNS), count), parts, columns, _PARTS, _COLUMNS, num_warps=4)
+    return Launch(_sum_parts, (triton.cdiv(columns, _COLUMNS), count), parts, columns, _PARTS, _COLUMNS, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["number"])
-def _sum(parts, out, number, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_parts(parts, out, number, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     parts += tl.program_id(1).to(tl.int64) * number * columns
     total = tl.zeros([PARTS, COLUMNS], tl.float32)

@@ -55,14 +55,16 @@ class _SwiGLU(torch.autograd.Function):
 
 @lru_cache(4096)
 def _backward_launch(device: torch.device, dtype: torch.dtype, numel: int, width: int) -> Launch:
-    return Launch(_backward, (-(-numel // _BLOCK),), numel, width, 8 if width % 8 == 0 else 1, _BLOCK, num_warps=4)
+    return Launch(
+        _swiglu_backward, (-(-numel // _BLOCK),), numel, width, 8 if width % 8 == 0 else 1, _BLOCK, num_warps=4
+    )
 
 
 _BLOCK = 2048
 
 
 @triton.jit
-def _forward(gate, up, y, N, BLOCK: tl.constexpr):
+def _swiglu_forward(gate, up, y, N, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(gate + i, mask=i < N, other=0.0).to(tl.float32)
     b = tl.load(up + i, mask=i < N, other=0.0).to(tl.float32)
@@ -70,7 +72,7 @@ def _forward(gate, up, y, N, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(dy, gate, up, side_by_side, N, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(dy, gate, up, side_by_side, N, WIDTH: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     d = tl.load(dy + i, mask=i < N, other=0.0).to(tl.float32)
     a = tl.load(gate + i, mask=i < N, other=0.0).to(tl.float32)
@@ -83,4 +85,4 @@ def _backward(dy, gate, up, side_by_side, N, WIDTH: tl.constexpr, VECTOR: tl.con
     tl.store(side_by_side + (at + WIDTH), dup.to(side_by_side.dtype.element_ty), mask=i < N)
 
 
-_launches = over_elements(_forward, block=2048)
+_launches = over_elements(_swiglu_forward, block=2048)

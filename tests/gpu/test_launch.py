@@ -57,10 +57,10 @@ def test_hooks_hear_of_launches() -> None:
 
 def test_lengths_share_their_kernels() -> None:
     """A count of tokens is no reason to compile: evaluation meets a new one with every batch."""
-    from models.kernels.lion_chunk import _forward
+    from models.kernels.lion_chunk import _lion_chunk_forward
 
     def compiled() -> int:
-        return len(_forward.device_caches[torch.cuda.current_device()][0])
+        return len(_lion_chunk_forward.device_caches[torch.cuda.current_device()][0])
 
     bidirectional(*inputs(300))
     count = compiled()

@@ -9,7 +9,7 @@ from models import head
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("vocab", [7, 5000])
+@pytest.mark.parametrize("vocab", [7, 48, 129, 5000])
 def test_statistics_and_gradient(device: str, vocab: int, with_bias: bool) -> None:
     from models.kernels.cross_entropy import gradient_in_place, row_statistics
 

@@ -103,7 +103,7 @@ def test_all_pairs_at_once_where_it_was_the_faster(
     monkeypatch.setattr(lion_whole, "_device", lambda _: (132, 227 * 1024))
     case = Case(0, 2, length, 2, dim, dim, torch.bfloat16, torch.bfloat16, LOGITS, True, False)
     launch = lion_whole._backward_launch(case)
-    assert launch._kernel is (lion_whole._backward_at_once if at_once else lion_whole._backward_by_keys)
+    assert launch._kernel is (lion_whole._lion_whole_backward if at_once else lion_whole._lion_whole_backward_by_keys)
 
 
 @pytest.mark.parametrize("form", KERNELS)
