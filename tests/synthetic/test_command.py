@@ -166,7 +166,7 @@ def measured(small: Callable[..., Experiment], tmp_path: Path) -> Callable[..., 
         runs = plan(experiment, "fp32")
         for number, run in enumerate(runs[: len(runs) - without]):
             value = accuracy(number)
-            results.add(line_of(run, {"accuracy": value, "best_accuracy": value}, {}))
+            results.add(line_of(run, {"accuracy": value, "best_accuracy": value, "history": [value]}, {}))
         return experiment, results
 
     return fill

@@ -24,7 +24,7 @@ QUICK = ("data.train_examples=128", "data.test_examples=64", "epochs=1")
 
 
 def line(run: Run, accuracy: float = 0.5) -> Line:
-    return line_of(run, {"accuracy": accuracy, "best_accuracy": accuracy}, {})
+    return line_of(run, {"accuracy": accuracy, "best_accuracy": accuracy, "history": [accuracy]}, {})
 
 
 def test_a_torn_line_is_cut_off_by_the_next(runs: Runs, tmp_path: Path) -> None:

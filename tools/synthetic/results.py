@@ -98,4 +98,6 @@ def line_of(run: Run, found: Mapping[str, Any], about: Mapping[str, Any]) -> Lin
         "seed": run.seed,
     }
     rest = {"batch_size": run.batch_size, "precision": run.precision, "network": run.network, "data": run.data}
-    return {**settings, **found, **rest, **about}
+    # Half of a line would be digits of accuracies that no test set tells apart.
+    history = [round(accuracy, 5) for accuracy in found["history"]]
+    return {**settings, **found, "history": history, **rest, **about}
