@@ -156,11 +156,8 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
 
     torch.manual_seed(config.run.seed)
     torch.set_float32_matmul_precision("highest")
-    source = _resume_from(config, grid)
+    source, own = _resume_from(config, grid)
     stored = checkpoint.read_manifest(source) if source else None
-    directory, own = Path(config.checkpoint.directory), config.checkpoint.resume == "auto"
-    if source is not None and not own and source.resolve().parent == directory.resolve():
-        source, own = directory / source.resolve().name, True
     trained = stored is not None and own and stored["step"] > 0  # an import has no steps behind it
     if trained and config.schedule.time_budget_minutes:
         steps = checkpoint.read_config_yaml(source)["schedule"]["train_steps"]
@@ -195,7 +192,8 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
         state = TrainState.from_dict(engine_checkpoint.load(engine, source))
         if not own:  # weights and optimizer state of another run, from its first sample on
             state = TrainState()
-        elif config.checkpoint.resume != "auto":  # back to an earlier step of this run, which can be read
+        elif checkpoint.names_own(config.checkpoint.resume, Path(config.checkpoint.directory)):
+            # Back to an earlier step of this run, which can be read.
             aside = _on_main(grid, lambda: rewind(source))
     if not trained and config.schedule.time_budget_minutes:
         config = reload(
@@ -260,22 +258,31 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     return fit
 
 
-def _resume_from(config: Config[Any], grid: Grid) -> Path | None:
-    """The step folder to start from; None for a new run, for which resume=never moves old checkpoints aside."""
+def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool]:
+    """The step folder to start from, and whether it is one of this run. None for a new run, for which resume=never moves
+    old checkpoints aside. What a run starts from is for its first start: later ones find checkpoints of its own."""
     from megatron_lite import checkpoint, checkpoint_folder
 
     folder, resume = Path(config.checkpoint.directory), config.checkpoint.resume
-    if resume == "auto":
-        return _on_main(grid, lambda: checkpoint.resolve(folder) if checkpoint.exists(folder) else None)
-    if resume != "never":
-        return checkpoint.resolve(resume)
 
-    def move_aside() -> None:
-        if folder.exists():
-            folder.rename(checkpoint_folder.beside(folder))
+    def find() -> tuple[Path | None, bool]:
+        if resume == "never":
+            if folder.exists():
+                folder.rename(checkpoint_folder.beside(folder))
+            return None, False
+        begun = checkpoint.exists(folder)
+        if resume != "auto" and (not begun or checkpoint.names_own(resume, folder)):
+            source = checkpoint.resolve(resume)
+            own = source.resolve().parent == folder.resolve()
+            return (folder / source.resolve().name if own else source), own
+        if begun and resume != "auto":
+            print(
+                f"checkpoint.resume = {resume} was for the first start: this run goes on from its own checkpoints "
+                f"(to start from there again, give it another run.name or run.directory, or move {folder} away)"
+            )
+        return (checkpoint.resolve(folder), True) if begun else (None, False)
 
-    _on_main(grid, move_aside)
-    return None
+    return _on_main(grid, find)
 
 
 def _on_main(grid: Grid, function: Callable[[], Any]) -> Any:

@@ -16,7 +16,7 @@ import yaml
 
 from data.files import write_whole
 from megatron_lite.agreement import configuration_facts
-from megatron_lite.checkpoint import layout_words, read_config_yaml, read_manifest, resolve
+from megatron_lite.checkpoint import layout_words, names_own, read_config_yaml, read_manifest, resolve
 from megatron_lite.config import dump_config
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
@@ -34,7 +34,10 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     folder = config.run.path
     state = result.state
     if not result.finished:
-        again = "the same command" + ("" if config.checkpoint.resume == "auto" else " without checkpoint.resume")
+        back = config.checkpoint.resume == "never" or names_own(
+            config.checkpoint.resume, Path(config.checkpoint.directory)
+        )
+        again = "the same command" + (" without checkpoint.resume" if back else "")
         return (
             f"\nstopped after step {state.step} of {config.schedule.train_steps}; saved to {result.checkpoint}\n"
             f"{again} goes on from there"

@@ -284,6 +284,34 @@ def test_a_run_from_another_one_resumed_equals_the_uninterrupted_one(arguments, 
     assert manifests[0]["files"] == manifests[1]["files"]
 
 
+def test_a_run_from_another_one_that_is_queued_again_goes_on_from_its_own_checkpoint(arguments, tmp_path, capsys):
+    source = tmp_path / "source"
+    assert train.main(arguments("source", **{"schedule.train_steps": 4})) == 0
+    words = arguments("whole", **{"schedule.train_steps": 6, "checkpoint.resume": source})
+    assert train.main(words) == 0
+    cut_after(tmp_path / "whole", 3, tmp_path / "cut")
+    shutil.rmtree(source)  # is not read again
+    capsys.readouterr()
+    words = arguments("cut", **{"schedule.train_steps": 6, "checkpoint.resume": source})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_save_due", lambda trainer: signal.raise_signal(signal.SIGUSR1))
+        assert train.main(words) == 0
+    out = capsys.readouterr().out
+    assert f"checkpoint.resume = {source} was for the first start: this run goes on from its own checkpoints" in out
+    assert "step_00000003 at step 3\n" in out
+    assert "\nthe same command goes on from there" in out
+    assert train.main(words) == 0
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+    capsys.readouterr()
+    assert train.main(words) == 0
+    assert " is complete: 6 steps, " in capsys.readouterr().out
+    own = tmp_path / "cut" / "checkpoints"
+    assert (
+        train.main([*words, f"checkpoint.resume={own / 'step_00000002'}"]) == 2
+    )  # a step of its own is never passed over
+    assert f"{own / 'step_00000002'} does not exist" in capsys.readouterr().err
+
+
 def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path, capsys):
     settings = {"schedule.train_steps": 7, "schedule.decay_steps": 7}
     words = arguments(**settings, **{"checkpoint.interval": 2, "checkpoint.keep_last": 3})
