@@ -34,10 +34,7 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     folder = config.run.path
     state = result.state
     if not result.finished:
-        back = config.checkpoint.resume == "never" or names_own(
-            config.checkpoint.resume, Path(config.checkpoint.directory)
-        )
-        again = "the same command" + (" without checkpoint.resume" if back else "")
+        again = "the same command" + (" without checkpoint.resume" if _begins_again(config) else "")
         return (
             f"\nstopped after step {state.step} of {config.schedule.train_steps}; saved to {result.checkpoint}\n"
             f"{again} goes on from there"
@@ -108,6 +105,12 @@ def _uses(config: Config[Any]) -> list[str]:
     ]
 
 
+def _begins_again(config: Config[Any]) -> bool:
+    """Whether each start with this `checkpoint.resume` begins at the same step."""
+    resume = config.checkpoint.resume
+    return resume == "never" or names_own(resume, Path(config.checkpoint.directory))
+
+
 def command(config: Config[Any], steps: int) -> str:
     """How to train on to `steps`, with the words of the command that is running."""
     words = [word for word in sys.argv[1:] if not word.startswith("schedule.train_steps=")]
@@ -115,6 +118,8 @@ def command(config: Config[Any], steps: int) -> str:
         # A budget would take the number of steps from the checkpoint.
         words = [word for word in words if not word.startswith("schedule.time_budget")]
         words.append("schedule.time_budget_minutes=null")
+    if _begins_again(config):
+        words = [*(word for word in words if not word.startswith("checkpoint.resume=")), "checkpoint.resume=auto"]
     return shlex.join(["python", "train.py", *words, f"schedule.train_steps={steps}"])
 
 
