@@ -169,11 +169,20 @@ def rewind(folder: Path) -> Path | None:
     directory = folder.parent
     later = [path for step, path in sorted(_steps(directory).items()) if step > _step(folder.name)]
     write_text(directory / "latest", folder.name + "\n")
-    if not later:
+    return _move_beside(directory, later)
+
+
+def set_aside(directory: Path) -> Path | None:
+    """Move all checkpoints out of the way of a run that starts over; returns as `rewind`. The folder stays: a run holds it."""
+    return _move_beside(directory, [*directory.glob("latest"), *_steps(directory).values()])
+
+
+def _move_beside(directory: Path, paths: Sequence[Path]) -> Path | None:
+    if not paths:
         return None
-    aside = beside(directory)
+    aside = beside(directory.resolve())  # on the disk that a link leads to
     aside.mkdir()
-    for path in later:
+    for path in paths:
         path.rename(aside / path.name)
     return aside
 

@@ -191,6 +191,37 @@ def test_a_second_run_in_the_folder_of_a_live_one_is_refused_and_changes_nothing
     assert not (folder / ".running").exists()
 
 
+@pytest.mark.parametrize("given", ["elsewhere", "other/checkpoints"])
+def test_a_second_run_with_the_checkpoint_folder_of_a_live_one_is_refused(arguments, tmp_path, capsys, given):
+    """`other/checkpoints` is where a run in `other` keeps its own without being told to."""
+    folder, seen = tmp_path / given, []
+    of_first = {} if given.startswith("other") else {"checkpoint.directory": folder}
+    second = arguments("second", **{"checkpoint.directory": folder, "checkpoint.resume": "never"})
+
+    def save_due(trainer):
+        if not seen:
+            seen.append(train.main(second))
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_save_due", save_due)
+        assert train.main(arguments("other", **of_first, **{"schedule.train_steps": 2})) == 0
+    assert seen == [1]
+    words = f"checkpoint.directory = {folder} is in use by a run that is alive ({socket.gethostname()}, "
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000002"]
+    assert train.main(second) == 0
+    assert not (folder / ".running").exists()
+    assert checkpoint.resolve(folder.with_name(f"{folder.name}.1")).name == "step_00000002"
+
+
+def test_a_checkpoint_folder_that_cannot_be_made_is_refused_before_the_first_step(arguments, tmp_path, capsys):
+    assert train.main(arguments(**{"checkpoint.directory": "LICENSE/checkpoints"})) == 2
+    assert "checkpoint.directory = LICENSE/checkpoints: Not a directory" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_kill_9_during_a_save_leaves_the_previous_checkpoint(arguments, tmp_path, asynchronous):
     settings = {"schedule.train_steps": 1000, "checkpoint.interval": 1, "model.hidden_size": 256}
@@ -269,6 +300,17 @@ def test_resume_never_starts_over_and_keeps_the_old_checkpoints(arguments, tmp_p
     assert train.main(arguments(**{"checkpoint.resume": "never", "run.seed": 2})) == 0
     assert checkpoint.resolve(tmp_path / "run" / "checkpoints.1").name == "step_00000008"
     assert (tmp_path / "run" / "metrics.previous.jsonl").is_file()
+
+
+def test_checkpoints_behind_a_link_are_set_aside_on_their_own_disk(arguments, tmp_path):
+    (tmp_path / "disk" / "mine").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk" / "mine")
+    assert train.main(arguments()) == 0
+    assert train.main(arguments(**{"checkpoint.resume": tmp_path / "run" / "checkpoints" / "step_00000003"})) == 0
+    assert checkpoint.resolve(tmp_path / "disk" / "mine.1" / "step_00000006").is_dir()
+    assert train.main(arguments(**{"checkpoint.resume": "never"})) == 0
+    assert checkpoint.resolve(tmp_path / "disk" / "mine.2").name == "step_00000008"
 
 
 def test_a_run_from_another_one_resumed_equals_the_uninterrupted_one(arguments, tmp_path):
