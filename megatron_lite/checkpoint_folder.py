@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,8 @@ def _move_beside(directory: Path, paths: Sequence[Path]) -> Path | None:
 def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     """Delete old checkpoints, never the one that `latest` names nor a later one. Call it on one process.
 
+    There is a warning for one that cannot be deleted, which is tried again by the next call.
+
     Args:
         keep_last: how many of the newest stay, not counting `keep`; 0 keeps all.
         keep: steps that always stay (log-spaced and listed ones).
@@ -203,11 +206,15 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     # what is later than `latest` is not the newest, and is replaced when the run comes to it.
     end = _step(latest.read_text().strip()) if latest.is_file() else max(steps, default=0)
     counted = [step for step in sorted(steps) if step <= end and step not in keep]
-    gone = [steps[step] for step in counted[:-keep_last] if step != end]  # [:-0] is none
-    for folder in gone:
-        # Without it the rest is no checkpoint, should this be interrupted; the next call removes that rest.
-        (folder / "manifest.json").unlink(missing_ok=True)
-        shutil.rmtree(folder)
+    gone = []
+    for folder in [steps[step] for step in counted[:-keep_last] if step != end]:  # [:-0] is none
+        try:
+            # Without it the rest is no checkpoint, should this be interrupted; the next call removes that rest.
+            (folder / "manifest.json").unlink(missing_ok=True)
+            shutil.rmtree(folder)
+            gone.append(folder)
+        except OSError as error:  # protected, or on a network disk and being read
+            warnings.warn(f"the old checkpoint {folder} cannot be deleted, and stays: {error}", stacklevel=2)
     return gone
 
 
