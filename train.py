@@ -235,6 +235,7 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
             config.run.path,
             total_steps=config.schedule.train_steps,
             initial_step=state.step,
+            measures_again=state.evaluation_due,
             keep_previous=aside is not None,
             progress_bar=config.logging.progress_bar,
             tensorboard=config.logging.tensorboard,

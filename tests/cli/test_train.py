@@ -176,6 +176,42 @@ def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(argumen
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
+def test_a_signal_saves_before_what_is_measured_after_the_step(arguments, tmp_path):
+    """A validation or a suite may take longer than the time that a scheduler gives."""
+    settings = {"evaluation.interval": 2, "evaluation.batches": 1, "checkpoint.interval": 0}
+    assert train.main(arguments("whole", **settings)) == 0
+    step = Trainer._step
+
+    def signalled(trainer, steps):
+        step(trainer, steps)
+        if trainer.state.step == 4:
+            signal.raise_signal(signal.SIGUSR1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", signalled)
+        assert train.main(arguments("cut", **settings)) == 0
+
+    def lines(name):
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    def killed(trainer, steps):
+        step(trainer, steps)
+        raise RuntimeError
+
+    assert [line["kind"] for line in lines("cut") if line["step"] == 4] == ["train", "checkpoint", "stop"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", killed)
+        with pytest.raises(RuntimeError):
+            train.main(arguments("cut", **settings))
+    assert train.main(arguments("cut", **settings)) == 0
+    whole, cut = (
+        [(v["step"], v["loss"]) for v in lines(name) if v["kind"] == "validation"] for name in ("whole", "cut")
+    )
+    assert [step for step, _ in whole] == [2, 4, 6, 8]
+    assert cut == whole
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+
+
 def test_a_second_run_in_the_folder_of_a_live_one_is_refused_and_changes_nothing(arguments, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
