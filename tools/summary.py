@@ -91,7 +91,9 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
 
 def _uses(config: Config[Any]) -> list[str]:
     """What can be done with the model now."""
-    folder = config.run.path
+    run, folder = config.run.path, Path(config.checkpoint.directory)
+    if folder == run / "checkpoints":  # where a run's own folder says enough
+        folder = run
     if config.data.objective == "masked":
         return [
             f"  python -m tools.length {folder}   # accuracy on longer texts",

@@ -252,6 +252,13 @@ def test_a_second_run_with_the_checkpoint_folder_of_a_live_one_is_refused(argume
     assert checkpoint.resolve(folder.with_name(f"{folder.name}.1")).name == "step_00000002"
 
 
+def test_what_is_named_at_the_end_finds_checkpoints_that_lie_elsewhere(arguments, tmp_path, capsys):
+    for more, named in (({}, tmp_path / "run"), ({"checkpoint.directory": tmp_path / "disk"}, tmp_path / "disk")):
+        assert train.main(arguments(**more, **{"schedule.train_steps": 1})) == 0
+        assert f"python eval.py {named} " in capsys.readouterr().out
+        assert checkpoint.resolve(named).name == "step_00000001"
+
+
 def test_a_checkpoint_folder_that_cannot_be_made_is_refused_before_the_first_step(arguments, tmp_path, capsys):
     assert train.main(arguments(**{"checkpoint.directory": "LICENSE/checkpoints"})) == 2
     assert "checkpoint.directory = LICENSE/checkpoints: Not a directory" in capsys.readouterr().err
