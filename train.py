@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from tools.arguments import FAILED, command_line, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
     from megatron_lite.grid import Grid
-    from megatron_lite.run_lock import RunLock
     from megatron_lite.trainer import Steps
     from models.config import ModelConfig
     from tools.load_model import PreparedData
@@ -77,13 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]]) -> int:
     """Train to the end, or to a signal. `reload` gives the configuration again with more overrides."""
-    from megatron_lite.run_lock import RunLock
-
-    with closing(RunLock(config.run.path)) as lock:
-        return _train(config, reload, lock)
+    with ExitStack() as held:
+        return _train(config, reload, held)
 
 
-def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], lock: RunLock) -> int:
+def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], held: ExitStack) -> int:
     from megatron_lite.agreement import code_facts, configuration_facts, require_agreement
     from megatron_lite.checkpoint import CheckpointError
     from megatron_lite.checkpoint_folder import versions
@@ -104,16 +101,12 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
         grid = init_grid(config.run.device, **sizes)
         # Before hours of tokenising.
-        _on_main(grid, lambda: config.run.path.mkdir(parents=True, exist_ok=True))
-        _on_main(grid, lock.acquire)
+        _on_main(grid, lambda: _hold_folders(config, held))
         fit = _prepare(config, reload, grid)
     except RunInUse as error:  # no mistake of the configuration: SLURM may try again
         print(f"\nerror: {error}", file=sys.stderr)
         return FAILED
     except (ValueError, OSError) as error:
-        lock.close()
-        with suppress(OSError):  # one that holds something stays
-            config.run.path.rmdir()
         print(file=sys.stderr)
         return refused(_by_its_key(error, config))
     try:
@@ -124,9 +117,34 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         return FAILED
 
 
+def _hold_folders(config: Config[Any], held: ExitStack) -> None:
+    """Take the folders that the run writes to until `held` is closed; what is made here and stays empty is then removed.
+
+    Raises RunInUse and OSError.
+    """
+    from megatron_lite.run_lock import RunLock
+
+    run, checkpoints = config.run.path, Path(config.checkpoint.directory)
+    for key, folder in (("run.directory", run), ("checkpoint.directory", checkpoints)):
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            held.callback(_remove_empty, folder)
+        if folder is run or not folder.samefile(run):
+            held.enter_context(closing(RunLock(folder, key))).acquire()
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # one that holds something stays
+        folder.rmdir()
+
+
 def _by_its_key(error: Exception, config: Config[Any]) -> Exception:
     """The error; one of the system about a folder of the configuration names its key."""
-    folders = {"run.directory": config.run.path, "data.cache_directory": config.data.cache_directory}
+    folders = {
+        "run.directory": config.run.path,
+        "checkpoint.directory": config.checkpoint.directory,
+        "data.cache_directory": config.data.cache_directory,
+    }
     for key, folder in folders.items():
         if isinstance(error, OSError) and error.filename and Path(error.filename).is_relative_to(folder):
             words = f"{key} = {folder}: {error.strerror} ({error.filename}); name a folder that can be written"
@@ -156,11 +174,8 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
 
     torch.manual_seed(config.run.seed)
     torch.set_float32_matmul_precision("highest")
-    source = _resume_from(config, grid)
+    source, own = _resume_from(config, grid)
     stored = checkpoint.read_manifest(source) if source else None
-    directory, own = Path(config.checkpoint.directory), config.checkpoint.resume == "auto"
-    if source is not None and not own and source.resolve().parent == directory.resolve():
-        source, own = directory / source.resolve().name, True
     trained = stored is not None and own and stored["step"] > 0  # an import has no steps behind it
     if trained and config.schedule.time_budget_minutes:
         steps = checkpoint.read_config_yaml(source)["schedule"]["train_steps"]
@@ -195,7 +210,8 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
         state = TrainState.from_dict(engine_checkpoint.load(engine, source))
         if not own:  # weights and optimizer state of another run, from its first sample on
             state = TrainState()
-        elif config.checkpoint.resume != "auto":  # back to an earlier step of this run, which can be read
+        elif checkpoint.names_own(config.checkpoint.resume, Path(config.checkpoint.directory)):
+            # Back to an earlier step of this run, which can be read.
             aside = _on_main(grid, lambda: rewind(source))
     if not trained and config.schedule.time_budget_minutes:
         config = reload(
@@ -219,6 +235,7 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
             config.run.path,
             total_steps=config.schedule.train_steps,
             initial_step=state.step,
+            measures_again=state.evaluation_due,
             keep_previous=aside is not None,
             progress_bar=config.logging.progress_bar,
             tensorboard=config.logging.tensorboard,
@@ -260,22 +277,30 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     return fit
 
 
-def _resume_from(config: Config[Any], grid: Grid) -> Path | None:
-    """The step folder to start from; None for a new run, for which resume=never moves old checkpoints aside."""
+def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool]:
+    """The step folder to start from, and whether it is one of this run. None for a new run, for which resume=never moves
+    old checkpoints aside. What a run starts from is for its first start: later ones find checkpoints of its own."""
     from megatron_lite import checkpoint, checkpoint_folder
 
     folder, resume = Path(config.checkpoint.directory), config.checkpoint.resume
-    if resume == "auto":
-        return _on_main(grid, lambda: checkpoint.resolve(folder) if checkpoint.exists(folder) else None)
-    if resume != "never":
-        return checkpoint.resolve(resume)
 
-    def move_aside() -> None:
-        if folder.exists():
-            folder.rename(checkpoint_folder.beside(folder))
+    def find() -> tuple[Path | None, bool]:
+        if resume == "never":
+            checkpoint_folder.set_aside(folder)
+            return None, False
+        begun = checkpoint.exists(folder)
+        if resume != "auto" and (not begun or checkpoint.names_own(resume, folder)):
+            source = checkpoint.resolve(resume)
+            own = source.resolve().parent == folder.resolve()
+            return (folder / source.resolve().name if own else source), own
+        if begun and resume != "auto":
+            print(
+                f"checkpoint.resume = {resume} was for the first start: this run goes on from its own checkpoints "
+                f"(to start from there again, give it another run.name or run.directory, or move {folder} away)"
+            )
+        return (checkpoint.resolve(folder), True) if begun else (None, False)
 
-    _on_main(grid, move_aside)
-    return None
+    return _on_main(grid, find)
 
 
 def _on_main(grid: Grid, function: Callable[[], Any]) -> Any:

@@ -74,6 +74,15 @@ def exists(path: Path) -> bool:
     return any((folder / "latest").is_file() for folder in (path, path / "checkpoints"))
 
 
+def names_own(resume: str, directory: Path) -> bool:
+    """Whether `checkpoint.resume` names a run's own checkpoints folder, which is `directory`, or a step folder of it, also one
+    that is not there: each start takes the run back to it. Any other path is what a run without checkpoints starts from."""
+    if resume in ("auto", "never"):
+        return False
+    path = Path(resume).resolve()
+    return directory.resolve() in (path, path.parent, (path / "checkpoints").resolve())
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a step folder, with every file that it lists checked to be there in full.
 

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,17 +170,28 @@ def rewind(folder: Path) -> Path | None:
     directory = folder.parent
     later = [path for step, path in sorted(_steps(directory).items()) if step > _step(folder.name)]
     write_text(directory / "latest", folder.name + "\n")
-    if not later:
+    return _move_beside(directory, later)
+
+
+def set_aside(directory: Path) -> Path | None:
+    """Move all checkpoints out of the way of a run that starts over; returns as `rewind`. The folder stays: a run holds it."""
+    return _move_beside(directory, [*directory.glob("latest"), *_steps(directory).values()])
+
+
+def _move_beside(directory: Path, paths: Sequence[Path]) -> Path | None:
+    if not paths:
         return None
-    aside = beside(directory)
+    aside = beside(directory.resolve())  # on the disk that a link leads to
     aside.mkdir()
-    for path in later:
+    for path in paths:
         path.rename(aside / path.name)
     return aside
 
 
 def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     """Delete old checkpoints, never the one that `latest` names nor a later one. Call it on one process.
+
+    There is a warning for one that cannot be deleted, which is tried again by the next call.
 
     Args:
         keep_last: how many of the newest stay, not counting `keep`; 0 keeps all.
@@ -194,11 +206,15 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     # what is later than `latest` is not the newest, and is replaced when the run comes to it.
     end = _step(latest.read_text().strip()) if latest.is_file() else max(steps, default=0)
     counted = [step for step in sorted(steps) if step <= end and step not in keep]
-    gone = [steps[step] for step in counted[:-keep_last] if step != end]  # [:-0] is none
-    for folder in gone:
-        # Without it the rest is no checkpoint, should this be interrupted; the next call removes that rest.
-        (folder / "manifest.json").unlink(missing_ok=True)
-        shutil.rmtree(folder)
+    gone = []
+    for folder in [steps[step] for step in counted[:-keep_last] if step != end]:  # [:-0] is none
+        try:
+            # Without it the rest is no checkpoint, should this be interrupted; the next call removes that rest.
+            (folder / "manifest.json").unlink(missing_ok=True)
+            shutil.rmtree(folder)
+            gone.append(folder)
+        except OSError as error:  # protected, or on a network disk and being read
+            warnings.warn(f"the old checkpoint {folder} cannot be deleted, and stays: {error}", stacklevel=2)
     return gone
 
 

@@ -371,8 +371,8 @@ class CheckpointConfig(Section):
     extra_steps: tuple[Steps, ...] = Field(default=(), description="Save at these steps too.")
     resume: Text = Field(
         default="auto",
-        description="auto: from the latest checkpoint of this run; never; or a run or checkpoint folder: a new run from its "
-        "weights and optimizer state, or, where it is one of this run, this run back at that step.",
+        description="auto: from the latest checkpoint of this run; never; or a run or checkpoint folder: a run that has no "
+        "checkpoint yet from its weights and optimizer state, or, where it is one of this run, this run back at that step.",
     )
 
 

@@ -92,6 +92,7 @@ def import_deepspeed() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
+        import deepspeed.accelerator.cuda_accelerator
     # While it builds a bf16 optimizer it collects garbage several times, to print the memory in use. What was imported
     # lives as long as the process: without it a start is a second faster, and so are later collections.
     if not gc.get_freeze_count():
@@ -105,6 +106,8 @@ def import_deepspeed() -> Any:
     muon: Any = ModuleType("deepspeed.runtime.zero.muon.original_muon")
     muon.MuonWithAuxAdam, muon.muon_update, muon.adam_update = type("MuonWithAuxAdam", (), {}), None, None
     sys.modules.setdefault(muon.__name__, muon)
+    # It asks NVML about the device whose number is in CUDA_VISIBLE_DEVICES, where schedulers put UUIDs (GPU-..., MIG-...).
+    sys.modules["deepspeed.accelerator.cuda_accelerator"].CUDA_Accelerator.available_memory = _free_memory  # type: ignore[attr-defined]
     # ZeRO 3 replaces functional.linear by a function that adds the bias in place. Selective activation checkpointing
     # has kept that very tensor, so the recomputation would add the bias twice: wrong gradients as soon as biases move.
     sys.modules["deepspeed.runtime.zero.linear"].LinearFunctionForZeroStage3.forward = staticmethod(_linear)  # type: ignore[attr-defined]
@@ -131,6 +134,11 @@ def share_weights(zero: Any) -> None:
 def restore_linear() -> None:
     """Undo what ZeRO 3 leaves behind in the process, so that the next engine computes what it would compute alone."""
     torch.nn.functional.linear = _TORCH_LINEAR
+
+
+def _free_memory(_accelerator: Any, device_index: int | None = None) -> int:
+    """Bytes that CUDA has left on one of its devices, None for the current one."""
+    return torch.cuda.mem_get_info(device_index)[0]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -38,9 +38,10 @@ class MetricsLogger:
         directory: the run's folder; made when missing.
         total_steps: the step at which the run ends.
         initial_step: the step that the run goes on from. Above 0, lines of later steps, left by a run that was cut
-            after its last checkpoint, are removed; where it is the last step, what was measured at it too, which is done
-            again. At 0 the run starts anew and the file of an earlier run in the
-            same folder is kept as `metrics.previous.jsonl`.
+            after its last checkpoint, are removed; where it is the last step, or with `measures_again`, what was measured
+            at it too, which is done again. At 0 the run starts anew and the file of an earlier run in the same folder is
+            kept as `metrics.previous.jsonl`.
+        measures_again: the run begins with what is measured after `initial_step`.
         keep_previous: keep the whole file of before as `metrics.previous.jsonl` also where the run goes on.
         progress_bar: a bar when stderr is a terminal, else one plain line every 4 % or 10 minutes; False for silence.
         tensorboard: also write event files to `directory/tensorboard`.
@@ -55,6 +56,7 @@ class MetricsLogger:
         *,
         total_steps: int,
         initial_step: int = 0,
+        measures_again: bool = False,
         keep_previous: bool = False,
         progress_bar: bool = True,
         tensorboard: bool = False,
@@ -68,7 +70,8 @@ class MetricsLogger:
         if initial_step > 0:
             if keep_previous and self.path.exists():
                 shutil.copyfile(self.path, previous)
-            remove_later_steps(self.path, initial_step, _OF_THE_END if initial_step >= total_steps else ())
+            again = measures_again or initial_step >= total_steps
+            remove_later_steps(self.path, initial_step, _OF_THE_END if again else ())
         elif self.path.exists():
             os.replace(self.path, previous)
         self._file = self.path.open("a", encoding="utf-8")

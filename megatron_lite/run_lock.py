@@ -16,15 +16,16 @@ class RunInUse(RuntimeError):  # noqa: N818 - what is so, said as it is
 
 
 class RunLock:
-    """Holds a run's folder from `acquire` to `close`, or to the end of the process: the system lets go of it then,
+    """Holds a folder of a run from `acquire` to `close`, or to the end of the process: the system lets go of it then,
     however the process ends, so that a run that was killed hinders no other one. The main process alone takes it.
 
     Args:
-        folder: of the run; `.running` in it names the holder while there is one, or the last one that was killed.
+        folder: where the run writes; `.running` in it names the holder while there is one, or the last one that was killed.
+        key: of the configuration, that names the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE_NAME
+    def __init__(self, folder: Path, key: str = "run.directory") -> None:
+        self._path, self._key = folder / FILE_NAME, key
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
@@ -42,14 +43,15 @@ class RunLock:
                     self._descriptor, descriptor = descriptor, -1
             except BlockingIOError:
                 holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "a process that just began"
+                other = "run.name or run.directory" if self._key == "run.directory" else self._key
                 raise RunInUse(
-                    f"run.directory = {self._path.parent} is in use by a run that is alive ({holder}): wait for its end "
-                    f"or stop it, or give this one another run.name or run.directory"
+                    f"{self._key} = {self._path.parent} is in use by a run that is alive ({holder}): wait for its end or stop "
+                    f"it, or give this one another {other}"
                 ) from None
             except OSError as error:
                 warnings.warn(
-                    f"run.directory = {self._path.parent} cannot be locked ({error.strerror}): see to it that no other run "
-                    f"is alive in it",
+                    f"{self._key} = {self._path.parent} cannot be locked ({error.strerror}): see to it that no other run is "
+                    f"alive in it",
                     stacklevel=2,
                 )
                 return

@@ -51,6 +51,7 @@ class TrainState:
         seconds: training time so far, over all starts.
         loss_mean: running mean of the spike guard.
         losses_seen: losses that it is of.
+        evaluation_due: a signal came first to what is measured after this step; the next start begins with it.
     """
 
     step: int = 0
@@ -60,6 +61,7 @@ class TrainState:
     seconds: float = 0.0
     loss_mean: float | None = None
     losses_seen: int = 0
+    evaluation_due: bool = False
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
@@ -146,6 +148,8 @@ class Trainer(Generic[ModelT]):
             Heartbeat(grid, config.run.heartbeat_seconds, state.step) as heartbeat,
             closing(self._batches(state.consumed_samples)) as steps,
         ):
+            if state.evaluation_due and state.step < config.schedule.train_steps:
+                self._evaluate_due(watchdog)
             while state.step < config.schedule.train_steps and not stopped:
                 self._step(steps)
                 heartbeat.step = state.step
@@ -156,12 +160,9 @@ class Trainer(Generic[ModelT]):
                 stopped, busy = any_process([signal.received is not None, self._writer.is_busy], grid)
                 self._note_saved(self._writer.settle(busy))
                 last = state.step == config.schedule.train_steps
-                if not last and _due(state.step, config.evaluation.interval):
-                    self._validate(config.evaluation.batches)
-                    watchdog.kick()
-                if not last and _due(state.step, config.evaluation.suite_interval):
-                    self._evaluate_suites()
-                    watchdog.kick()
+                state.evaluation_due = not last
+                if not last and not stopped:  # for which the time before the end may be too short
+                    self._evaluate_due(watchdog)
                 if stopped or last or self._save_due():
                     self._save(wait=stopped or last)
                     watchdog.kick()
@@ -247,6 +248,16 @@ class Trainer(Generic[ModelT]):
         except TooManySkippedSteps:  # on every process
             self._note_saved(self._writer.finish())
             raise
+
+    def _evaluate_due(self, watchdog: Watchdog) -> None:
+        """What is measured after this step, which is not the last one."""
+        if _due(self.state.step, self.config.evaluation.interval):
+            self._validate(self.config.evaluation.batches)
+            watchdog.kick()
+        if _due(self.state.step, self.config.evaluation.suite_interval):
+            self._evaluate_suites()
+            watchdog.kick()
+        self.state.evaluation_due = False
 
     def _validate(self, limit: int | None) -> dict[str, float]:
         if self._validation is None:

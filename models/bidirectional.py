@@ -199,12 +199,14 @@ def _over_shards(
     gate = _of_every_token(gate, q)
     packed = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], shards)
     inside = None if packed is None else packed.cu_seqlens
+    # Sums over a long stretch, and their gradients, may not fit into float16.
+    dtype = torch.float32 if scaled and v.dtype == torch.float16 else v.dtype
 
     def stretch(values: Tensor) -> Tensor:
         o = local_bidirectional(
-            q,
-            k,
-            values,
+            q.to(dtype),
+            k.to(dtype),
+            values.to(dtype),
             log_decay,
             gate=gate,
             scaled=False,

@@ -40,10 +40,8 @@ def chunked(
     # One chunk where there is no token.
     padding = -length % size if length else size
     # Running sums of long stretches, or past gates that close, lose digits that the exponent of a small difference needs.
-    # Chunks on CUDA, where kernels are the usual form and float64 may be slow, are summed as they come.
-    sums = forward.dtype if q.is_cuda and size <= 128 else torch.float64
     q, k, v, forward, backward = (
-        F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (q, k, v, forward.to(sums), backward.to(sums))
+        F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (q, k, v, forward.double(), backward.double())
     )
     ids = F.pad(segments.ids, (0, padding), value=segments.last).unflatten(1, (-1, size))
     bf, bb = forward.cumsum(3), backward.cumsum(3)

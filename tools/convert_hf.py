@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     imported.add_argument("--text", type=Path, help="text to compare logits on (default: see docs/huggingface.md)")
     imported.add_argument(
         "--tolerance",
-        type=float,
+        type=above_zero,
         default=1e-4,
         help="largest difference, over the largest logit where that is over 1 (1e-4)",
     )

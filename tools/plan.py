@@ -136,13 +136,14 @@ def layouts(
     work = workload(config, flops_of, dtype)
     for layout in tqdm(found, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
         more = [f"parallel.{key}={getattr(layout, key)}" for key in ("tensor", "pipeline", "context")]
-        more += [f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}", "parallel.zero_stage=1"]
-        try:
-            here = read_config([*words, *more], gpus)
-        except ConfigError:  # the batch does not divide
-            continue
-        stages = (1,) if layout.pipeline > 1 else (1, 2) if here.parallel.cuda_graph else (1, 2, 3)
-        for stage in stages:
+        more += [f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}"]
+        for stage in (1, 2, 3):
+            try:
+                here = read_config([*words, *more, f"parallel.zero_stage={stage}"], gpus)
+            except (
+                ConfigError
+            ):  # the batch does not divide, or the stage, and those above it, do not go with another setting
+                break
             # The engine calls the layers in one way for ZeRO 1 and 2, in another for 3.
             called = (layout.tensor, layout.context, layout.sequence_parallel, stage == 3)
             if called not in known:

@@ -16,7 +16,7 @@ import yaml
 
 from data.files import write_whole
 from megatron_lite.agreement import configuration_facts
-from megatron_lite.checkpoint import layout_words, read_config_yaml, read_manifest, resolve
+from megatron_lite.checkpoint import layout_words, names_own, read_config_yaml, read_manifest, resolve
 from megatron_lite.config import dump_config
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
@@ -34,7 +34,7 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     folder = config.run.path
     state = result.state
     if not result.finished:
-        again = "the same command" + ("" if config.checkpoint.resume == "auto" else " without checkpoint.resume")
+        again = "the same command" + (" without checkpoint.resume" if _begins_again(config) else "")
         return (
             f"\nstopped after step {state.step} of {config.schedule.train_steps}; saved to {result.checkpoint}\n"
             f"{again} goes on from there"
@@ -91,7 +91,9 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
 
 def _uses(config: Config[Any]) -> list[str]:
     """What can be done with the model now."""
-    folder = config.run.path
+    run, folder = config.run.path, Path(config.checkpoint.directory)
+    if folder == run / "checkpoints":  # where a run's own folder says enough
+        folder = run
     if config.data.objective == "masked":
         return [
             f"  python -m tools.length {folder}   # accuracy on longer texts",
@@ -105,6 +107,12 @@ def _uses(config: Config[Any]) -> list[str]:
     ]
 
 
+def _begins_again(config: Config[Any]) -> bool:
+    """Whether each start with this `checkpoint.resume` begins at the same step."""
+    resume = config.checkpoint.resume
+    return resume == "never" or names_own(resume, Path(config.checkpoint.directory))
+
+
 def command(config: Config[Any], steps: int) -> str:
     """How to train on to `steps`, with the words of the command that is running."""
     words = [word for word in sys.argv[1:] if not word.startswith("schedule.train_steps=")]
@@ -112,6 +120,8 @@ def command(config: Config[Any], steps: int) -> str:
         # A budget would take the number of steps from the checkpoint.
         words = [word for word in words if not word.startswith("schedule.time_budget")]
         words.append("schedule.time_budget_minutes=null")
+    if _begins_again(config):
+        words = [*(word for word in words if not word.startswith("checkpoint.resume=")), "checkpoint.resume=auto"]
     return shlex.join(["python", "train.py", *words, f"schedule.train_steps={steps}"])
 
 

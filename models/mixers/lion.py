@@ -238,6 +238,8 @@ class Lion(nn.Module):
         cu_seqlens: Tensor | None,
     ) -> Tensor:
         lstm = self.input_gate is not None
+        if lstm and v.dtype == torch.float16:  # in which sums over a long sequence, and their gradients, may not fit
+            q, k, v = wide(q), wide(k), wide(v)
         o = bidirectional(
             q,
             k,

@@ -80,8 +80,12 @@ def test_float32_stays_exact_over_a_long_sequence() -> None:
 @pytest.mark.parametrize("form", PLAIN)
 @pytest.mark.parametrize("vector", [True, False])
 @pytest.mark.parametrize("length", [64, 200])
-def test_float32_stays_exact_past_gates_that_close(form: str, vector: bool, length: int) -> None:
-    """Sums over closed gates are thousands of times the differences behind them."""
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_float32_stays_exact_past_gates_that_close(
+    monkeypatch: pytest.MonkeyPatch, form: str, vector: bool, length: int, is_cuda: bool
+) -> None:
+    """Sums over closed gates are thousands of times the differences behind them, on any device."""
+    monkeypatch.setattr(Tensor, "is_cuda", is_cuda)
     q, k, v, decay = inputs(length=length, batch=1, vector=vector)
     decay = 0.1 * decay
     decay[:, :50], decay[:, 60::9] = -torch.inf, -torch.inf

@@ -176,6 +176,42 @@ def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(argumen
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
+def test_a_signal_saves_before_what_is_measured_after_the_step(arguments, tmp_path):
+    """A validation or a suite may take longer than the time that a scheduler gives."""
+    settings = {"evaluation.interval": 2, "evaluation.batches": 1, "checkpoint.interval": 0}
+    assert train.main(arguments("whole", **settings)) == 0
+    step = Trainer._step
+
+    def signalled(trainer, steps):
+        step(trainer, steps)
+        if trainer.state.step == 4:
+            signal.raise_signal(signal.SIGUSR1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", signalled)
+        assert train.main(arguments("cut", **settings)) == 0
+
+    def lines(name):
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    def killed(trainer, steps):
+        step(trainer, steps)
+        raise RuntimeError
+
+    assert [line["kind"] for line in lines("cut") if line["step"] == 4] == ["train", "checkpoint", "stop"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", killed)
+        with pytest.raises(RuntimeError):
+            train.main(arguments("cut", **settings))
+    assert train.main(arguments("cut", **settings)) == 0
+    whole, cut = (
+        [(v["step"], v["loss"]) for v in lines(name) if v["kind"] == "validation"] for name in ("whole", "cut")
+    )
+    assert [step for step, _ in whole] == [2, 4, 6, 8]
+    assert cut == whole
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+
+
 def test_a_second_run_in_the_folder_of_a_live_one_is_refused_and_changes_nothing(arguments, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -189,6 +225,44 @@ def test_a_second_run_in_the_folder_of_a_live_one_is_refused_and_changes_nothing
     lock.close()
     assert train.main(arguments(**{"schedule.train_steps": 1})) == 0
     assert not (folder / ".running").exists()
+
+
+@pytest.mark.parametrize("given", ["elsewhere", "other/checkpoints"])
+def test_a_second_run_with_the_checkpoint_folder_of_a_live_one_is_refused(arguments, tmp_path, capsys, given):
+    """`other/checkpoints` is where a run in `other` keeps its own without being told to."""
+    folder, seen = tmp_path / given, []
+    of_first = {} if given.startswith("other") else {"checkpoint.directory": folder}
+    second = arguments("second", **{"checkpoint.directory": folder, "checkpoint.resume": "never"})
+
+    def save_due(trainer):
+        if not seen:
+            seen.append(train.main(second))
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_save_due", save_due)
+        assert train.main(arguments("other", **of_first, **{"schedule.train_steps": 2})) == 0
+    assert seen == [1]
+    words = f"checkpoint.directory = {folder} is in use by a run that is alive ({socket.gethostname()}, "
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000002"]
+    assert train.main(second) == 0
+    assert not (folder / ".running").exists()
+    assert checkpoint.resolve(folder.with_name(f"{folder.name}.1")).name == "step_00000002"
+
+
+def test_what_is_named_at_the_end_finds_checkpoints_that_lie_elsewhere(arguments, tmp_path, capsys):
+    for more, named in (({}, tmp_path / "run"), ({"checkpoint.directory": tmp_path / "disk"}, tmp_path / "disk")):
+        assert train.main(arguments(**more, **{"schedule.train_steps": 1})) == 0
+        assert f"python eval.py {named} " in capsys.readouterr().out
+        assert checkpoint.resolve(named).name == "step_00000001"
+
+
+def test_a_checkpoint_folder_that_cannot_be_made_is_refused_before_the_first_step(arguments, tmp_path, capsys):
+    assert train.main(arguments(**{"checkpoint.directory": "LICENSE/checkpoints"})) == 2
+    assert "checkpoint.directory = LICENSE/checkpoints: Not a directory" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
@@ -271,6 +345,17 @@ def test_resume_never_starts_over_and_keeps_the_old_checkpoints(arguments, tmp_p
     assert (tmp_path / "run" / "metrics.previous.jsonl").is_file()
 
 
+def test_checkpoints_behind_a_link_are_set_aside_on_their_own_disk(arguments, tmp_path):
+    (tmp_path / "disk" / "mine").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk" / "mine")
+    assert train.main(arguments()) == 0
+    assert train.main(arguments(**{"checkpoint.resume": tmp_path / "run" / "checkpoints" / "step_00000003"})) == 0
+    assert checkpoint.resolve(tmp_path / "disk" / "mine.1" / "step_00000006").is_dir()
+    assert train.main(arguments(**{"checkpoint.resume": "never"})) == 0
+    assert checkpoint.resolve(tmp_path / "disk" / "mine.2").name == "step_00000008"
+
+
 def test_a_run_from_another_one_resumed_equals_the_uninterrupted_one(arguments, tmp_path):
     assert train.main(arguments("source", **{"schedule.train_steps": 4})) == 0
     settings = {"schedule.train_steps": 6, "optimizer.lr": 0.01}
@@ -282,6 +367,34 @@ def test_a_run_from_another_one_resumed_equals_the_uninterrupted_one(arguments, 
     assert [manifest["optimizer_steps"] for manifest in manifests] == [10, 10]
     assert [manifest["state"]["losses_seen"] for manifest in manifests] == [6, 6]
     assert manifests[0]["files"] == manifests[1]["files"]
+
+
+def test_a_run_from_another_one_that_is_queued_again_goes_on_from_its_own_checkpoint(arguments, tmp_path, capsys):
+    source = tmp_path / "source"
+    assert train.main(arguments("source", **{"schedule.train_steps": 4})) == 0
+    words = arguments("whole", **{"schedule.train_steps": 6, "checkpoint.resume": source})
+    assert train.main(words) == 0
+    cut_after(tmp_path / "whole", 3, tmp_path / "cut")
+    shutil.rmtree(source)  # is not read again
+    capsys.readouterr()
+    words = arguments("cut", **{"schedule.train_steps": 6, "checkpoint.resume": source})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_save_due", lambda trainer: signal.raise_signal(signal.SIGUSR1))
+        assert train.main(words) == 0
+    out = capsys.readouterr().out
+    assert f"checkpoint.resume = {source} was for the first start: this run goes on from its own checkpoints" in out
+    assert "step_00000003 at step 3\n" in out
+    assert "\nthe same command goes on from there" in out
+    assert train.main(words) == 0
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+    capsys.readouterr()
+    assert train.main(words) == 0
+    assert " is complete: 6 steps, " in capsys.readouterr().out
+    own = tmp_path / "cut" / "checkpoints"
+    assert (
+        train.main([*words, f"checkpoint.resume={own / 'step_00000002'}"]) == 2
+    )  # a step of its own is never passed over
+    assert f"{own / 'step_00000002'} does not exist" in capsys.readouterr().err
 
 
 def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path, capsys):

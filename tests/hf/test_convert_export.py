@@ -81,8 +81,11 @@ def test_a_target_that_exists(trained_run: Path, tmp_path: Path, capsys: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing is left aside"
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").touch()
-    assert main(["export", str(trained_run), str(tmp_path / "photos"), "--overwrite"]) == 2
-    assert "is not an export of this project" in capsys.readouterr().err
+    for content in (None, "", "[]", "{}"):  # nothing that says what the folder is
+        if content is not None:
+            (tmp_path / "photos" / "config.json").write_text(content)
+        assert main(["export", str(trained_run), str(tmp_path / "photos"), "--overwrite"]) == 2
+        assert "is not an export of this project" in capsys.readouterr().err
     assert (tmp_path / "photos" / "one.jpg").exists()
 
 

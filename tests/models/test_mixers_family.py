@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from functools import partial
 from itertools import pairwise
@@ -18,6 +19,7 @@ from models.lm import LanguageModel
 from models.mixers import MIXERS
 from tests.models import mixer_equations as equations
 from tests.models.mixer_cases import CASES, HEADS, LAYERS, SIZE, assert_close, both_ways, build, name_of, tokens
+from tests.models.shard_threads import over_shards
 
 ROOT = Path(__file__).parents[2]
 TINY = sorted((ROOT / "configs/model").glob("*_tiny.yml"))
@@ -235,6 +237,33 @@ def test_row_sums_above_the_largest_float16(case: tuple[str, dict[str, Any]]) ->
         gradients = [parameter.grad.float() for parameter in mixer.parameters()]
         results.append([y.float(), y[:, 2800:].float(), state["recurrent"], *gradients])
     for got, expected in zip(*results, strict=True):
+        assert ((got - expected).norm() / expected.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("variant", ["lit", "lstm"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_row_sums_of_both_directions_above_the_largest_float16(variant: str, count: int) -> None:
+    """Outputs and gradients, of the whole and over sequence shards; gates that hardly forget."""
+    case = ("lion", {"variant": variant, "causal": False, "phi": "elu", "output_norm": False})
+    mixer, x = build(case, torch.float16, size=64, heads=1), (tokens(3000, size=64) + 0.5).half()
+    if variant == "lstm":
+        nn.init.constant_(mixer.decay, 12.0)
+        mixer.decay_weight.data *= 0.01
+    weight = tokens(3001, size=64)[:, 1:]
+
+    def outputs_and_gradients(mixer: nn.Module, x: Tensor, weight: Tensor) -> list[Tensor]:
+        y = mixer(x)
+        gradients = torch.autograd.grad((y.double() * weight).sum(), list(mixer.parameters()))
+        return [y.detach().double(), *(gradient.double() for gradient in gradients)]
+
+    exact = outputs_and_gradients(copy.deepcopy(mixer).double(), x.double(), weight)
+    if count == 1:
+        parts = [outputs_and_gradients(mixer, x, weight)]
+    else:
+        stretches = list(zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True))
+        parts = over_shards(count, lambda index: outputs_and_gradients(copy.deepcopy(mixer), *stretches[index]))
+    y, *gradients = zip(*parts, strict=True)
+    for got, expected in zip([torch.cat(y, 1), *map(sum, gradients)], exact, strict=True):
         assert ((got - expected).norm() / expected.norm()).item() < 1e-2
 
 

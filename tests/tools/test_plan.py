@@ -401,3 +401,11 @@ def test_the_plan_counts_graphs_where_the_configuration_asks_for_them(capsys):
     plain, graphs = sums
     assert {stage for *_, stage in graphs} == {"1", "2"}  # ZeRO 3 moves the weights, and is refused with graphs
     assert all(graphs[row] > plain[row] for row in graphs)
+
+
+def test_the_plan_leaves_out_what_the_configuration_refuses(capsys):
+    """Rows that train.py would not start: two halves of a micro batch go with ZeRO 1 and 2 alone."""
+    words = [*SMALL, "batch.micro_batch_size=2", "parallel.tensor=2", "parallel.tensor_overlap=true", "--gpus", "2"]
+    assert plan.main(words) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit() and "|" in line]
+    assert sorted((row[0], row[4]) for row in rows) == [("2", "1"), ("2", "2")]

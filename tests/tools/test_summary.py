@@ -26,3 +26,18 @@ def test_the_command_that_goes_on_names_more_steps_and_no_budget(monkeypatch, gi
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
     config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=1)
     assert command(config, 16) == f"python train.py {said}"
+
+
+@pytest.mark.parametrize(
+    ("resume", "said"),
+    [
+        ("never", ["checkpoint.resume=auto"]),
+        ("runs/own/checkpoints/step_00000004", ["checkpoint.resume=auto"]),
+        ("runs/other", ["checkpoint.resume=runs/other"]),  # where a run without checkpoints starts from
+    ],
+)
+def test_the_command_that_goes_on_does_not_begin_again(monkeypatch, resume, said):
+    given = ["run.directory=runs/own", f"{BUDGET}=null", f"checkpoint.resume={resume}"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *given])
+    config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=1)
+    assert command(config, 16).split() == ["python", "train.py", *given[:2], *said, "schedule.train_steps=16"]

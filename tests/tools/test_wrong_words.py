@@ -76,6 +76,7 @@ CASES = {
         ("export BROKEN OUT", "corrupted"),
         ("export RUN OUT --max-shard-size abc", "--max-shard-size: 'abc': bytes, or 500MB"),
         ("import HUGGING OUT", r"config\.json has no key 'num_attention_heads', which a llama needs"),
+        ("import HUGGING OUT --tolerance nan", "--tolerance: nan: a number above 0"),
         ("import NONE OUT", r"nothing is no Hugging Face folder: config\.json is missing"),
     ],
     "tools.finetune_glue": [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import megatron_lite.engine
 from megatron_lite import checkpoint, engine_checkpoint
 from megatron_lite.checkpoint import CheckpointError
+from megatron_lite.deepspeed_setup import import_deepspeed
 from megatron_lite.engine import StepResult
 from megatron_lite.precision import faster_dtype
 from megatron_lite.schedule import learning_rate
@@ -283,3 +286,15 @@ def test_fp16_on_a_cpu_is_refused(build):
 
 def test_the_faster_dtype_is_one_of_two():
     assert faster_dtype(torch.device("cpu"), 64, 256) in ("bf16", "fp32")
+
+
+def test_free_memory_of_a_device_that_a_scheduler_names_by_uuid(grid, monkeypatch):
+    """As ZeRO 1 and 2 ask for it at the start."""
+    import_deepspeed()
+    cuda = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5f0d2a9e-6b1c-4d3e-8f7a-0123456789ab,MIG-1c2d3e4f")
+    monkeypatch.setattr(cuda, "pynvml", SimpleNamespace(nvmlDeviceGetHandleByIndex=None))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7, 9) if index in (None, 1) else (3, 9))
+    accelerator = cuda.CUDA_Accelerator()
+    assert [accelerator.available_memory(index) for index in (None, 1, 0)] == [7, 7, 3]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,3 +214,25 @@ def test_a_foreign_manifest_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": "other", "version": 1, "files": {}}')
     with pytest.raises(checkpoint.CheckpointError, match="format 'other' version 1; this program reads"):
         checkpoint.read_manifest(tmp_path)
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning_and_is_tried_again(tmp_path, monkeypatch):
+    """As on a network disk, where a file that another process reads keeps its folder from being removed."""
+    for step in (10, 20, 30, 40):
+        aside = tmp_path / "aside"
+        aside.mkdir()
+        publish(aside, tmp_path / f"step_{step:08d}", {}, "")
+
+    rmtree = shutil.rmtree
+
+    def busy(folder):
+        if folder.name == "step_00000010":
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        rmtree(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        with pytest.warns(UserWarning, match=r"step_00000010 cannot be deleted, and stays: .*Directory not empty"):
+            gone = prune(tmp_path, keep_last=2, keep=set())
+    assert [folder.name for folder in gone] == ["step_00000020"]
+    assert [folder.name for folder in prune(tmp_path, keep_last=2, keep=set())] == ["step_00000010"]

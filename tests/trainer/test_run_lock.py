@@ -31,6 +31,16 @@ def test_a_second_holder_is_told_who_has_the_folder_and_a_later_one_is_not_hinde
     second.close()
 
 
+def test_the_key_of_the_folder_is_named(tmp_path):
+    first, second = (RunLock(tmp_path, "checkpoint.directory") for _ in range(2))
+    first.acquire()
+    with pytest.raises(
+        RunInUse, match=rf"^checkpoint\.directory = {tmp_path} .* give this one another checkpoint\.directory$"
+    ):
+        second.acquire()
+    first.close()
+
+
 def test_a_killed_holder_hinders_nobody(tmp_path):
     code = (
         "import sys, time; from pathlib import Path; from megatron_lite.run_lock import RunLock\n"

@@ -22,6 +22,7 @@ from megatron_lite.checkpoint import Weights, read_config_yaml, resolve
 from megatron_lite.tensor_stream import write_tensors
 from models.config import ModelConfig
 from tools.conversion.card import model_card
+from tools.conversion.folder import read_config
 from tools.conversion.source import flat_source
 from tools.conversion.tokenizer import export_tokenizer
 from tools.load_model import DTYPES, keep_tokenizer, model_config, read_tokenizer, run_folder
@@ -107,8 +108,11 @@ def check_target(folder: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FileExistsError(f"{folder} exists: name another folder, or replace it with --overwrite")
-    config = folder / "config.json"
-    if not config.is_file() or json.loads(config.read_text()).get("model_type") != "metalion":
+    try:
+        is_export = read_config(folder)["model_type"] == "metalion"
+    except (OSError, ValueError):  # something else, or nothing, under that name
+        is_export = False
+    if not is_export:
         raise FileExistsError(
             f"{folder} is not an export of this project, so --overwrite leaves it alone: name another"
         )
