@@ -99,14 +99,15 @@ def _write_parts(
     from tqdm import tqdm
 
     reports = [finished_reports(parts, file) for file in range(len(files))]
-    if all(of_file and of_file[-1]["last"] for of_file in reports):
-        return
     counts = _Counts(recipe)
     seen: set[bytes] = set()
     for file, of_file in enumerate(reports):
         for number, report in enumerate(of_file):
             counts.add(Counter(report["skipped"]), report["broken"], sum(report["documents"]))
             seen.update(read_digests(parts, file, number))
+    if all(of_file and of_file[-1]["last"] for of_file in reports):
+        counts.check_at_end()
+        return
     done = [(sum(report["blocks"] for report in of_file), bool(of_file) and of_file[-1]["last"]) for of_file in reports]
     numbers = [len(of_file) for of_file in reports]
     part: Part | None = None

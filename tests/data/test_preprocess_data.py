@@ -15,7 +15,7 @@ from data.encode import Recipe
 from data.indexed import IndexedTokens
 from data.manifest import read_manifest
 from data.parts import finished_reports
-from data.preprocess import preprocess
+from data.preprocess import finished, preprocess
 from data.readers import read_blocks
 from data.sources import read_sources
 from data.tokenizer import load_tokenizer
@@ -211,10 +211,37 @@ def test_sources_and_files_of_the_documents(tmp_path, inline):
 
 def test_many_empty_documents_stop_the_job(tmp_path, inline):
     path = write(tmp_path / "x.jsonl", [{"text": "a" * (n % 4 == 0)} for n in range(20)])
-    with pytest.raises(ValueError, match=r"15 of 20 documents are empty, more than the share 0\.5 .*--max-empty"):
-        preprocess(source_files(path), tmp_path / "out", Recipe("bytes"), progress=False)
+    for _ in range(2):  # the parts of the first time are finished, and it is refused as before
+        with pytest.raises(ValueError, match=r"15 of 20 documents are empty, more than the share 0\.5 .*--max-empty"):
+            preprocess(source_files(path), tmp_path / "out", Recipe("bytes"), progress=False)
     manifest = preprocess(source_files(path), tmp_path / "out", Recipe("bytes", max_empty=0.8), progress=False)["text"]
     assert manifest["skipped"] == {"empty": 15}
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_a_document_without_tokens_is_an_empty_one(tmp_path, inline, append_eod):
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n")
+    for name, text in (("a.txt", "\x01\x02"), ("b.txt", "word"), ("c.txt", "\x03 \x04")):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text(text)
+    recipe = Recipe("wordpiece", str(vocabulary), append_eod=append_eod, max_empty=0.9)
+    manifest = preprocess(source_files(tmp_path / "in"), tmp_path / "out", recipe, progress=False)["text"]
+    assert (manifest["documents"], manifest["tokens"]) == (1, 1 + append_eod)
+    assert manifest["skipped"] == {"empty": 2}
+    (tmp_path / "in" / "b.txt").unlink()
+    with pytest.raises(ValueError, match=r"the input holds no text: .*\(2 empty\)"):
+        preprocess(source_files(tmp_path / "in"), tmp_path / "out", recipe, progress=False)
+
+
+def test_a_side_that_gets_no_document_leaves_no_earlier_one(tmp_path, inline):
+    recipe = Recipe("bytes", split=(50, 50))
+    path = write(tmp_path / "x.jsonl", [{"text": f"document {n}", "meta": {"pile_set_name": "a"}} for n in range(20)])
+    assert len(preprocess(source_files(path), tmp_path / "out", recipe, progress=False)) == 2
+    write(path, [{"text": "document 0"}])
+    (name,) = preprocess(source_files(path), tmp_path / "out", recipe, progress=False)
+    assert {file.split("_document")[0] for file in outputs(tmp_path / "out")} == {f"out_{name}"}
+    assert finished(source_files(path), tmp_path / "out", recipe)
 
 
 def test_files_in_another_encoding_are_counted(tmp_path, inline):
@@ -285,6 +312,12 @@ def test_broken_lines_stop_the_job_or_are_counted(tmp_path, inline):
         ({"--tokenizer-type": "hf"}, "a tokenizer of type 'hf' needs a path"),
         ({"--split": "a,b"}, "--split 'a,b' must be numbers"),
         ({"--split": "1,2,3,4"}, "must be up to three shares"),
+        ({"--split": "nan,1"}, "must be up to three shares"),
+        (
+            {"--output-prefix": "out/"},
+            "--output-prefix out/ names a folder: add how the names of the files in it begin",
+        ),
+        ({"--output-prefix": "."}, "--output-prefix . names a folder"),
     ],
 )
 def test_messages(tmp_path, capsys, inline, changes, message):
