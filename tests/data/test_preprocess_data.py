@@ -13,8 +13,9 @@ from data import readers
 from data.corpora import SourceFile, source_files
 from data.encode import Recipe
 from data.indexed import IndexedTokens
-from data.manifest import read_manifest
+from data.manifest import check_tokenizer, read_manifest
 from data.parts import finished_reports
+from data.prepare import prepare_corpus
 from data.preprocess import finished, preprocess
 from data.readers import read_blocks
 from data.sources import read_sources
@@ -121,6 +122,41 @@ def test_finished_outputs_are_not_replaced_unasked(corpus, tmp_path, inline, cap
     (tmp_path / "out_text_document.bin").unlink()
     assert run() == 0
     assert outputs(tmp_path / "out") == written
+
+
+def test_another_end_of_documents_is_another_tokenizer(tmp_path, inline, capsys):
+    """It is named in tokenizer_config.json, beside the file that the hash is of."""
+    import tokenizers
+
+    vocabulary = {"<unk>": 0, "</s>": 1, "<end>": 2, "word": 3}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.save(str(tmp_path / "tokenizer.json"))
+    text = tmp_path / "a.txt"
+    text.write_text("word")
+    words = ["--input", str(text), "--tokenizer-type", "hf", "--vocab-file", str(tmp_path), "--append-eod"]
+    words += ["--output-prefix", str(tmp_path / "out")]
+
+    def prepared() -> list[int]:
+        made = prepare_corpus(
+            text,
+            tokenizer_type="hf",
+            tokenizer_path=tmp_path,
+            validation_fraction=0,
+            cache_directory=tmp_path / "cache",
+            progress=False,
+        )
+        return IndexedTokens(made.train_prefix)[0].tolist()
+
+    assert main(words) == 0
+    assert prepared() == [3, 1]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    assert prepared() == [3, 2]
+    assert main(words) == 2
+    assert "out_text_document.bin exists, made from other input, with other settings" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"another tokenizer: hf .*end of a document 1,.*end of a document 2,"):
+        check_tokenizer(tmp_path / "out_text_document", load_tokenizer("hf", tmp_path))
+    assert main([*words, "--overwrite"]) == 0
+    assert IndexedTokens(tmp_path / "out_text_document")[0].tolist() == [3, 2]
 
 
 def test_a_job_that_was_stopped_while_it_joined_goes_on(corpus, tmp_path, inline, monkeypatch):
