@@ -79,9 +79,6 @@ def test_a_target_that_exists(trained_run: Path, tmp_path: Path, capsys: pytest.
     assert main([*arguments, "--overwrite"]) == 0
     assert not (folder / "stale.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing is left aside"
-    (folder / "config.json").write_text("{")
-    assert main([*arguments, "--overwrite"]) == 2
-    assert "config.json is no JSON" in capsys.readouterr().err
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").touch()
     assert main(["export", str(trained_run), str(tmp_path / "photos"), "--overwrite"]) == 2

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.files import folder_aside, read_json
+from data.files import folder_aside
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint import Weights, read_config_yaml, resolve
 from megatron_lite.tensor_stream import write_tensors
@@ -108,7 +108,7 @@ def check_target(folder: Path, overwrite: bool) -> None:
     if not overwrite:
         raise FileExistsError(f"{folder} exists: name another folder, or replace it with --overwrite")
     config = folder / "config.json"
-    if not config.is_file() or read_json(config, "remove the folder").get("model_type") != "metalion":
+    if not config.is_file() or json.loads(config.read_text()).get("model_type") != "metalion":
         raise FileExistsError(
             f"{folder} is not an export of this project, so --overwrite leaves it alone: name another"
         )
