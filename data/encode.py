@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -40,7 +41,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.keys:
             raise ValueError("no key to read the text from: give at least one")
-        if self.split and (len(self.split) > 3 or min(self.split) < 0 or sum(self.split) <= 0):
+        if self.split and (len(self.split) > 3 or not (min(self.split) >= 0 and 0 < sum(self.split) < math.inf)):
             raise ValueError(f"split {self.split} must be up to three shares, train,validation,test, such as 98,1,1")
         if self.ftfy:
             try:
@@ -102,6 +103,9 @@ def encode_block(block: Block, key: str, recipe: Recipe, tokenizer: Tokenizer) -
     end = [np.array([tokenizer.end_of_document_id])] if recipe.append_eod else []
     pieces: list[NDArray] = []
     for (document, text), tokens in zip(documents, encoded, strict=True):
+        if not len(tokens):  # control characters alone, which a tokenizer may leave out
+            outcome.skipped["empty"] += 1
+            continue
         length = len(tokens) + len(end)
         if length > LONGEST_SEQUENCE:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,16 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     if manifest is None:
         return
     entry = manifest["tokenizer"]
-    if entry["hash"] != tokenizer.hash:
+    if not same_tokenizer(entry, tokenizer):
         raise ValueError(
             f"{prefix} was written with another tokenizer: {entry['type']} {entry['path'] or ''} ({entry['vocab_size']}"
-            f" entries, hash {entry['hash']}); the one given is {tokenizer.type} {tokenizer.path or ''}"
-            f" ({tokenizer.vocab_size} entries, hash {tokenizer.hash}). Set data.tokenizer to the former, or write the"
+            f" entries, end of a document {entry['end_of_document_id']}, hash {entry['hash']}); the one given is"
+            f" {tokenizer.type} {tokenizer.path or ''} ({tokenizer.vocab_size} entries, end of a document"
+            f" {tokenizer.end_of_document_id}, hash {tokenizer.hash}). Set data.tokenizer to the former, or write the"
             " token files again."
         )
+
+
+def same_tokenizer(entry: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether a manifest's entry is of this tokenizer. The hash is of one file; what ends a document may stand beside it."""
+    return (entry["hash"], entry["end_of_document_id"]) == (tokenizer.hash, tokenizer.end_of_document_id)

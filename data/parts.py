@@ -14,8 +14,8 @@ import numpy as np
 from .corpora import SourceFile
 from .encode import Encoded, Recipe
 from .files import written_aside
-from .indexed import IndexedWriter, bin_path, token_dtype
-from .manifest import describe_tokenizer, write_manifest
+from .indexed import IndexedWriter, bin_path, idx_path, token_dtype
+from .manifest import describe_tokenizer, manifest_path, write_manifest
 from .sources import SourceTable, sources_path, write_sources
 from .tokenizer import Tokenizer, padded_vocab_size
 
@@ -127,9 +127,12 @@ def join_parts(
     manifests = {}
     for index, name in enumerate(recipe.names()):
         by_file = [sum(report["documents"][index] for report in of_file) for of_file in reports]
-        if sum(by_file) == 0:
-            continue
         prefix = output_prefix.with_name(f"{output_prefix.name}_{name}_document")
+        if sum(by_file) == 0:
+            # What an earlier input had here would be taken for this one's.
+            for path in (idx_path(prefix), bin_path(prefix), manifest_path(prefix), sources_path(prefix)):
+                path.unlink(missing_ok=True)
+            continue
         for left in prefix.parent.glob(f".{prefix.name}.*.aside"):
             left.unlink()  # of a job that was killed while it joined
         table = SourceTable()

@@ -120,13 +120,16 @@ class _Recipe:
 
     def description(self) -> dict[str, Any]:
         """Everything that the outcome depends on."""
+        tokenizer: Any = ["train", self.vocab_size]
+        if not self.trains_tokenizer:
+            given = load_tokenizer(self.tokenizer_type, self.tokenizer_path)
+            # What ends a document may be named in a file beside the one that the hash is of.
+            tokenizer = [given.hash, given.end_of_document_id] if given.type == "hf" else given.hash
         return {
             "version": PREPARE_VERSION,
             "interpreter": sys.version if any(file.format == "python" for file in self.files) else None,
             "files": [file.identity() for file in self.files],
-            "tokenizer": ["train", self.vocab_size]
-            if self.trains_tokenizer
-            else load_tokenizer(self.tokenizer_type, self.tokenizer_path).hash,
+            "tokenizer": tokenizer,
             "text_key": self.text_key,
             "source_key": self.source_key,
             "validation_fraction": self.validation_fraction,

@@ -25,7 +25,7 @@ from typing import Any
 from .corpora import SourceFile
 from .encode import Encoded, Recipe, encode_block
 from .indexed import bin_path, idx_path, token_dtype
-from .manifest import read_manifest
+from .manifest import read_manifest, same_tokenizer
 from .parts import Part, finished_reports, join_parts, read_digests
 from .readers import Block, read_blocks
 from .tokenizer import Tokenizer, load_tokenizer
@@ -64,7 +64,8 @@ def finished(
 
     Raises ValueError for token files under these names that were made from something else, or nobody knows from what.
     """
-    made_from = _made_from(files, recipe, load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path))
+    tokenizer = load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
+    made_from = _made_from(files, recipe, tokenizer)
     # Of a job that was stopped, perhaps while it joined them.
     again = begun = Path(f"{output_prefix}.parts-{made_from}").exists()
     manifests = {}
@@ -73,7 +74,11 @@ def finished(
         manifest = read_manifest(prefix)
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             again = again or manifest is not None
-        elif manifest is not None and manifest.get("made_from") == made_from:
+        elif (
+            manifest is not None
+            and manifest.get("made_from") == made_from
+            and same_tokenizer(manifest["tokenizer"], tokenizer)
+        ):
             manifests[name] = manifest
         elif manifest is not None or not begun:
             raise ValueError(
@@ -99,14 +104,15 @@ def _write_parts(
     from tqdm import tqdm
 
     reports = [finished_reports(parts, file) for file in range(len(files))]
-    if all(of_file and of_file[-1]["last"] for of_file in reports):
-        return
     counts = _Counts(recipe)
     seen: set[bytes] = set()
     for file, of_file in enumerate(reports):
         for number, report in enumerate(of_file):
             counts.add(Counter(report["skipped"]), report["broken"], sum(report["documents"]))
             seen.update(read_digests(parts, file, number))
+    if all(of_file and of_file[-1]["last"] for of_file in reports):
+        counts.check_at_end()
+        return
     done = [(sum(report["blocks"] for report in of_file), bool(of_file) and of_file[-1]["last"]) for of_file in reports]
     numbers = [len(of_file) for of_file in reports]
     part: Part | None = None

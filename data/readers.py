@@ -279,6 +279,9 @@ def _parse_lines(block: Block, text_key: str, source_key: str, parsed: Parsed) -
             hint = " (a file of JSON lines has one object a line)" if number == 1 else ""
             parsed.broken.append(f"{where}: not valid JSON at character {error.pos}: {error.msg}{hint}")
             continue
+        except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+            parsed.broken.append(f"{where}: JSON that Python does not read: {error}")
+            continue
         if not isinstance(record, dict):
             parsed.broken.append(f"{where}: holds {_json_name(record)}, not an object")
         elif text_key not in record:
@@ -355,5 +358,6 @@ def _json_name(value: Any) -> str:
         bool: "a truth value",
         int: "a number",
         float: "a number",
+        bytes: "bytes",
     }
-    return names[type(value)]
+    return names.get(type(value), f"a {type(value).__name__}")

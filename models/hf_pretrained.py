@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .embedding import Embedding
 from .hf_cache import RecurrentCache
 from .hf_config import MetalionConfig
+from .init import init_std
 from .lm import layer_specs
 from .recurrence import leave_out_of_graphs
 
@@ -66,6 +67,41 @@ class MetalionPreTrainedModel(PreTrainedModel):
         """Exchange the embedding for a module with a `weight` of [vocab_size, hidden_size]."""
         self.embedding.weight = value.weight
 
+    @torch.no_grad()
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Give the embedding, and the head where it has one, rows for `new_num_tokens` tokens (None: as many as there are),
+        rounded up to a multiple of `pad_to_multiple_of`. Returns the embedding.
+
+        Rows that were there stay. New ones are the mean of them, or with mean_resizing False drawn as at the start.
+        Generation draws every one of the tokens, and none of the rows that only round the number up.
+        """
+        before = self.config.vocab_size
+        tokens = before if new_num_tokens is None else new_num_tokens
+        multiple = pad_to_multiple_of or 1
+        rows = -(-tokens // multiple) * multiple
+        if rows < 1:
+            raise ValueError(f"new_num_tokens = {new_num_tokens}: must be at least 1")
+        std = None if mean_resizing else init_std(self.config.model_config())
+        tied = getattr(self.head, "weight", None) is self.embedding.weight
+        self.embedding.weight = _resized(self.embedding.weight, rows, std)
+        for name in ("weight", "bias"):
+            if getattr(self.head, name, None) is not None:
+                setattr(self.head, name, _resized(getattr(self.head, name), rows, std))
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.config.vocab_size = rows
+        settings = getattr(self, "generation_config", None)
+        if settings is not None:
+            suppressed = set(settings.suppress_tokens or ())
+            end = before
+            while end - 1 in suppressed:  # these padded the embedding
+                end -= 1
+                suppressed.discard(end)
+            settings.suppress_tokens = sorted({t for t in suppressed if t < tokens} | {*range(tokens, rows)}) or None
+        return self.embedding
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         # generate() would hand a cache of keys and values to forward, which makes its own instead.
@@ -87,6 +123,11 @@ class MetalionPreTrainedModel(PreTrainedModel):
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         mask = _mask_of(attention_mask, given.shape[1])
         cache = past_key_values
+        if cache is not None and not isinstance(cache, RecurrentCache):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}, which holds no recurrent states: leave it out, or give what an "
+                "earlier call of this model returned"
+            )
         if use_cache and cache is None:
             cache = RecurrentCache()
         before = cache.states if cache is not None and cache.states else [None] * (len(self.blocks) + 1)
@@ -131,6 +172,17 @@ class MetalionPreTrainedModel(PreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         return bool(use_cache) and not (self.gradient_checkpointing and self.training) and self._causal
+
+
+def _resized(old: Tensor, rows: int, std: float | None) -> nn.Parameter:
+    """A parameter [rows, ...] that begins as `old` does; further rows are its mean, or with `std` those of a matrix random."""
+    new = old.new_empty(rows, *old.shape[1:])
+    new[: len(old)] = old[:rows]
+    if old.dim() > 1 and std is not None:
+        nn.init.normal_(new[len(old) :], std=std)
+    else:
+        new[len(old) :] = old.mean(0)
+    return nn.Parameter(new, requires_grad=old.requires_grad)
 
 
 def _mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:

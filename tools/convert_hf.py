@@ -51,11 +51,11 @@ def _import(options: argparse.Namespace) -> int:
     print(f"{done.checkpoint}: {done.parameters:,} parameters of {options.folder} ({done.kind})")
     if done.tokenizer is not None:
         text, name = real_text(done.config, done.tokenizer, options.text)
-        tokens = rows_of(text, done.tokenizer)
+        tokens = rows_of(text, done.tokenizer, done.model)
     else:
         print("no tokenizer there: set data.tokenizer before training")
         name = "a count from 0 on"
-        tokens = (torch.arange(256) % done.model.vocab_size)[None]
+        tokens = (torch.arange(min(256, done.model.max_positions or 256)) % done.model.vocab_size)[None]
     theirs, why = original_logits(options.folder, done.kind, done.model, tokens)
     over = False
     if theirs is None:
@@ -81,10 +81,10 @@ def _check(done: Export, options: argparse.Namespace) -> int:
     from tools.load_model import DTYPES, model_config
 
     text, name = real_text(done.config, done.tokenizer, options.text)
-    tokens = rows_of(text, done.tokenizer)
+    config = model_config(done.config)
+    tokens = rows_of(text, done.tokenizer, config)
     compared = check_same_ids(done.tokenizer, done.folder, [text])
     print(f"tokenizer: AutoTokenizer gives the same ids on {compared:,} tokens")
-    config = model_config(done.config)
     kind, progress = DTYPES[options.dtype], sys.stderr.isatty()
     result = compare_logits(done.weights, config, done.folder, tokens, kind, progress=progress)
     print(

@@ -77,6 +77,18 @@ IGNORED = {
 }
 
 
+# What changes the model where it has another value than these: (values, what is here).
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "gpt_j_tied": ((None, False), "the two norms of a block have weights of their own"),
+    "moe_num_experts": ((None, 0, 1), "every block has one MLP"),
+    "use_mup": ((None, False), "there is no muP"),
+    "use_qk_layernorm": ((None, False), "queries and keys have no norm"),
+    "sliding_window_width": ((None,), "attention sees the whole sequence"),
+    "soft_prompt_tuning": ((None, {}), "there are no soft prompts"),
+    "expansion_factor": ((None,), "give intermediate-size, the width itself"),
+}
+
+
 @dataclass
 class Translation:
     """The configuration so far, what was left out and why, and what was assumed."""
@@ -103,6 +115,9 @@ def translate(neox: Mapping[str, Any], *, vocab_size: int) -> Translation:
     given = {**neox}
     for key, value in DEFAULTS.items():
         given.setdefault(key, value)
+    for key, (allowed, here) in REFUSED.items():
+        if given.pop(key, None) not in allowed:
+            raise ValueError(f"{key.replace('_', '-')} = {neox[key]!r}: no counterpart, {here}")
     out.set("model.vocab_size", vocab_size)
     out.assumed.append(f"model.vocab_size = {vocab_size}: GPT-NeoX takes it from the tokenizer (--vocab-size)")
     _mixers(given, out)
@@ -126,18 +141,35 @@ def translate(neox: Mapping[str, Any], *, vocab_size: int) -> Translation:
 
 def _mixers(given: dict[str, Any], out: Translation) -> None:
     kinds = {"global": "attention", "flash": "attention", "mamba": "mamba"}
-    pattern: list[str] = []
-    for names, count in given.pop("attention_config", None) or [[["global"], "all"]]:
-        for name in names:
-            if name not in kinds:
-                raise ValueError(f"attention-config names {name!r}: {', '.join(kinds)} have a counterpart here")
-        pattern += [kinds[name] for name in names] * (1 if count == "all" else int(count))
+    layers, config = given.get("num_layers"), given.pop("attention_config", None) or [[["global"], "all"]]
+    expanded = _layers_of(config, layers)
+    if isinstance(layers, int) and len(expanded) != layers:
+        raise ValueError(f"attention-config = {config!r} is of {len(expanded)} layers, and num-layers = {layers}")
+    for name in expanded:
+        if name not in kinds:
+            raise ValueError(f"attention-config names {name!r}: {', '.join(kinds)} have a counterpart here")
+    pattern = [kinds[name] for name in expanded]
     shortest = next(n for n in range(1, len(pattern) + 1) if pattern == (pattern[:n] * len(pattern))[: len(pattern)])
     out.set("model.mixers", pattern[:shortest])
     if "attention" in pattern:
         out.set("model.mixer_options.attention.bias", bool(given["use_bias_in_attn_linear"]))
-    if given.get("gpt_j_tied"):
-        raise ValueError("gpt-j-tied: here the two norms of a block have weights of their own")
+
+
+def _layers_of(config: Any, layers: Any) -> list[str]:
+    """The kind of every layer: of a list of kinds, or of pairs of some kinds and how often they are repeated, or "all"."""
+    if isinstance(config, list) and all(isinstance(name, str) for name in config):
+        return config
+    try:
+        kinds: list[str] = []
+        for names, count in config:
+            if count == "all":  # GPT-NeoX reads no further
+                return list(names) * (layers // len(names) if isinstance(layers, int) else 1)
+            kinds += list(names) * int(count)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f'attention-config = {config!r} is not of GPT-NeoX\'s form, such as [[["global"], 24]] or [[["flash"], "all"]]'
+        ) from error
+    return kinds
 
 
 def _positions(given: dict[str, Any], out: Translation) -> None:
@@ -327,7 +359,10 @@ def _data(neox: Mapping[str, Any], out: Translation) -> None:
         for theirs, ours in (("valid_data_paths", "validation"), ("test_data_paths", "test")):
             paths = neox.get(theirs)
             if paths:
-                data[ours] = paths[0]
+                first, *more = [paths] if isinstance(paths, str) else paths
+                data[ours] = first
+                if more:
+                    out.ignored[f"{theirs}: {', '.join(map(str, more))}"] = f"data.{ours} is one pair of token files"
                 if len(paths) > 1:
                     out.ignored[theirs] = f"one prefix is read: {paths[0]}"
         return

@@ -66,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_empty=options.max_empty,
         source_key=options.source_key,
     )
+    if os.path.basename(options.output_prefix) in ("", ".", ".."):
+        raise ValueError(
+            f"--output-prefix {options.output_prefix} names a folder: add how the names of the files in it begin, for example "
+            f"{os.path.join(options.output_prefix, 'train')}"
+        )
     files = source_files([part for entry in options.input for part in entry.split(",")])
     if not options.overwrite and (manifests := finished(files, options.output_prefix, recipe)):
         _say(options.output_prefix, manifests)

@@ -56,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             held_out.append(document.text)
         else:
             sample.add(position, document.text)
+    if not sample.characters:  # the hashes of a few documents may all be low
+        for text in held_out:
+            sample.add(0.0, text)
+        held_out = []
     texts = sample.texts()
     if not texts:
         raise ValueError(f"--input {' '.join(options.input)}: holds no text")

@@ -34,6 +34,12 @@ def run(path: Path, *more: str) -> int:
         ("a.jsonl.gz", gzip.compress(LINES)[:-700], "a.jsonl.gz is cut short: it ends at byte "),
         ("a.jsonl", LINES + b'{"text": "\xff"}\n', "a.jsonl line 501: not valid UTF-8 at byte 10 of the line"),
         ("a.jsonl", LINES + b'{"text": "a\n', "a.jsonl line 501: not valid JSON at character "),
+        (
+            "a.jsonl",
+            LINES + b'{"text": "a", "n": %s}\n' % (b"1" * 5000),
+            "a.jsonl line 501: JSON that Python does not read: ",
+        ),
+        ("a.jsonl", LINES + b'{"text": %s}\n' % (b"[" * 99999), "a.jsonl line 501: JSON that Python does not read: "),
         ("a.jsonl", LINES + b'{"url": "a"}\n', "a.jsonl line 501: no key 'text'; its keys are url"),
         ("a.jsonl", LINES.replace(b'"text"', b'"body"'), "a.jsonl line 1: no key 'text'; the keys there are body"),
     ],

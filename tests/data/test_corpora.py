@@ -1,5 +1,6 @@
 """Which files a corpus names, what is read from them, and what is said about broken ones (file and position)."""
 
+import datetime
 import gzip
 import json
 from pathlib import Path
@@ -50,6 +51,10 @@ def test_parquet(tmp_path):
     assert [(d.text, d.position) for d in read(path)] == [("a", 1), ("b", 2), ("c", 3), ("e", 5)]
     with pytest.raises(ValueError, match=r"x\.parquet: no key 'content'; the keys there are text, id"):
         read(path, "content")
+    for value, name in ((b"a", "bytes"), (datetime.date(2020, 1, 1), "a date")):
+        parquet.write_table(pyarrow.table({"text": [value]}), path)
+        with pytest.raises(ValueError, match=rf"x\.parquet row 1: 'text' holds {name}, not a text"):
+            read(path)
     parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
     with pytest.raises(ValueError, match="row 2: 'text' holds null"):
         read(path)

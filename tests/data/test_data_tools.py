@@ -86,6 +86,16 @@ def test_a_tokenizer_is_trained_and_measured(tmp_path, capsys):
     assert "does not exist" in capsys.readouterr().err
 
 
+def test_a_tokenizer_of_one_document(tmp_path, capsys, monkeypatch):
+    """Its hash may put it among the documents that are held out."""
+    monkeypatch.setattr(train_tokenizer, "split_position", lambda document: 0.005)
+    (tmp_path / "a.txt").write_text("some words of a text that go on\n" * 300)
+    words = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "t.model"), "--vocab-size", "280"]
+    assert train_tokenizer.main(words) == 0
+    assert "280 pieces" in (said := capsys.readouterr().out)
+    assert "on the training text" in said
+
+
 def test_a_trained_tokenizer_is_not_replaced_unasked(tmp_path, capsys, monkeypatch):
     output = tmp_path / "t.model"
 

@@ -13,9 +13,10 @@ from data import readers
 from data.corpora import SourceFile, source_files
 from data.encode import Recipe
 from data.indexed import IndexedTokens
-from data.manifest import read_manifest
+from data.manifest import check_tokenizer, read_manifest
 from data.parts import finished_reports
-from data.preprocess import preprocess
+from data.prepare import prepare_corpus
+from data.preprocess import finished, preprocess
 from data.readers import read_blocks
 from data.sources import read_sources
 from data.tokenizer import load_tokenizer
@@ -123,6 +124,41 @@ def test_finished_outputs_are_not_replaced_unasked(corpus, tmp_path, inline, cap
     assert outputs(tmp_path / "out") == written
 
 
+def test_another_end_of_documents_is_another_tokenizer(tmp_path, inline, capsys):
+    """It is named in tokenizer_config.json, beside the file that the hash is of."""
+    import tokenizers
+
+    vocabulary = {"<unk>": 0, "</s>": 1, "<end>": 2, "word": 3}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    model.save(str(tmp_path / "tokenizer.json"))
+    text = tmp_path / "a.txt"
+    text.write_text("word")
+    words = ["--input", str(text), "--tokenizer-type", "hf", "--vocab-file", str(tmp_path), "--append-eod"]
+    words += ["--output-prefix", str(tmp_path / "out")]
+
+    def prepared() -> list[int]:
+        made = prepare_corpus(
+            text,
+            tokenizer_type="hf",
+            tokenizer_path=tmp_path,
+            validation_fraction=0,
+            cache_directory=tmp_path / "cache",
+            progress=False,
+        )
+        return IndexedTokens(made.train_prefix)[0].tolist()
+
+    assert main(words) == 0
+    assert prepared() == [3, 1]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    assert prepared() == [3, 2]
+    assert main(words) == 2
+    assert "out_text_document.bin exists, made from other input, with other settings" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"another tokenizer: hf .*end of a document 1,.*end of a document 2,"):
+        check_tokenizer(tmp_path / "out_text_document", load_tokenizer("hf", tmp_path))
+    assert main([*words, "--overwrite"]) == 0
+    assert IndexedTokens(tmp_path / "out_text_document")[0].tolist() == [3, 2]
+
+
 def test_a_job_that_was_stopped_while_it_joined_goes_on(corpus, tmp_path, inline, monkeypatch):
     words = ["--input", str(corpus), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
     words += ["--workers", "1", "--no-progress", "--jsonl-keys", "text", "title"]
@@ -211,10 +247,37 @@ def test_sources_and_files_of_the_documents(tmp_path, inline):
 
 def test_many_empty_documents_stop_the_job(tmp_path, inline):
     path = write(tmp_path / "x.jsonl", [{"text": "a" * (n % 4 == 0)} for n in range(20)])
-    with pytest.raises(ValueError, match=r"15 of 20 documents are empty, more than the share 0\.5 .*--max-empty"):
-        preprocess(source_files(path), tmp_path / "out", Recipe("bytes"), progress=False)
+    for _ in range(2):  # the parts of the first time are finished, and it is refused as before
+        with pytest.raises(ValueError, match=r"15 of 20 documents are empty, more than the share 0\.5 .*--max-empty"):
+            preprocess(source_files(path), tmp_path / "out", Recipe("bytes"), progress=False)
     manifest = preprocess(source_files(path), tmp_path / "out", Recipe("bytes", max_empty=0.8), progress=False)["text"]
     assert manifest["skipped"] == {"empty": 15}
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_a_document_without_tokens_is_an_empty_one(tmp_path, inline, append_eod):
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n")
+    for name, text in (("a.txt", "\x01\x02"), ("b.txt", "word"), ("c.txt", "\x03 \x04")):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text(text)
+    recipe = Recipe("wordpiece", str(vocabulary), append_eod=append_eod, max_empty=0.9)
+    manifest = preprocess(source_files(tmp_path / "in"), tmp_path / "out", recipe, progress=False)["text"]
+    assert (manifest["documents"], manifest["tokens"]) == (1, 1 + append_eod)
+    assert manifest["skipped"] == {"empty": 2}
+    (tmp_path / "in" / "b.txt").unlink()
+    with pytest.raises(ValueError, match=r"the input holds no text: .*\(2 empty\)"):
+        preprocess(source_files(tmp_path / "in"), tmp_path / "out", recipe, progress=False)
+
+
+def test_a_side_that_gets_no_document_leaves_no_earlier_one(tmp_path, inline):
+    recipe = Recipe("bytes", split=(50, 50))
+    path = write(tmp_path / "x.jsonl", [{"text": f"document {n}", "meta": {"pile_set_name": "a"}} for n in range(20)])
+    assert len(preprocess(source_files(path), tmp_path / "out", recipe, progress=False)) == 2
+    write(path, [{"text": "document 0"}])
+    (name,) = preprocess(source_files(path), tmp_path / "out", recipe, progress=False)
+    assert {file.split("_document")[0] for file in outputs(tmp_path / "out")} == {f"out_{name}"}
+    assert finished(source_files(path), tmp_path / "out", recipe)
 
 
 def test_files_in_another_encoding_are_counted(tmp_path, inline):
@@ -285,6 +348,12 @@ def test_broken_lines_stop_the_job_or_are_counted(tmp_path, inline):
         ({"--tokenizer-type": "hf"}, "a tokenizer of type 'hf' needs a path"),
         ({"--split": "a,b"}, "--split 'a,b' must be numbers"),
         ({"--split": "1,2,3,4"}, "must be up to three shares"),
+        ({"--split": "nan,1"}, "must be up to three shares"),
+        (
+            {"--output-prefix": "out/"},
+            "--output-prefix out/ names a folder: add how the names of the files in it begin",
+        ),
+        ({"--output-prefix": "."}, "--output-prefix . names a folder"),
     ],
 )
 def test_messages(tmp_path, capsys, inline, changes, message):

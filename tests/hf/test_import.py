@@ -14,9 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import train
 from megatron_lite.checkpoint import read_config_yaml, read_weights
+from megatron_lite.config import load_config
 from models.config import ModelConfig
 from models.lm import LanguageModel
+from tests.hf.conftest import write_run
 from tests.parallel.launch import train_in_turn
+from tools.conversion.compare import load_export
 from tools.conversion.importing import import_folder
 from tools.convert_hf import main
 from tools.load_model import build_model, load_model, model_config
@@ -210,6 +213,28 @@ def test_shards_and_sixteen_bits_come_back(trained_run: Path, tmp_path: Path) ->
     assert all(torch.equal(before[name].bfloat16().float(), after[name]) for name in before)
     next((tmp_path / "out").glob("model-00002-*")).unlink()
     assert main(["import", folder, str(tmp_path / "run2")]) == 2
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+def test_few_positions_and_what_transformers_saved(objective: str, tmp_path: Path) -> None:
+    """Fewer positions than the comparison would read; and a folder without the run's configuration, from save_pretrained."""
+    shape = tmp_path / "model.yml"
+    mixers = "[metala]" if objective == "causal" else "[lion], mixer_options: {lion: {causal: false}}"
+    shape.write_text(
+        "model: {num_layers: 1, hidden_size: 32, num_heads: 2, positions: learned, max_positions: 48, "
+        f"vocab_size: 384, mixers: {mixers}}}\n"
+    )
+    words = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "batch.sequence_length=48"]
+    trained = write_run(tmp_path / "run", [*words, f"data.objective={objective}"], [str(shape)])
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert main(["import", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
+    load_export(tmp_path / "out", causal=objective == "causal").save_pretrained(tmp_path / "saved")
+    assert main(["import", str(tmp_path / "saved"), str(tmp_path / "other")]) == 0
+    for run in ("again", "other"):
+        config = load_config([tmp_path / run / "config.yml"], [], model_type=ModelConfig, world_size=1)
+        assert (config.data.objective, config.batch.sequence_length) == (objective, 48)
+        weights = read_weights(tmp_path / run)
+        assert all(torch.equal(weights[name], p) for name, p in trained.named_parameters())
 
 
 def broken(exported: Path, folder: Path, **config: Any) -> dict[str, torch.Tensor]:

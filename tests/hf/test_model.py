@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import DynamicCache
 
 from models.hf import (
     MetalionForCausalLM,
@@ -267,6 +268,48 @@ def test_assisted_generation_is_refused() -> None:
     model = causal_model()
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         model.generate(tokens(1, 4), assistant_model=causal_model(), max_new_tokens=3)
+
+
+def test_a_cache_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache, which holds no recurrent states"):
+        causal_model()(tokens(1, 4), past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize("rows", [40, 61, 70])
+@pytest.mark.parametrize("kind", ["tied", "untied", "masked"])
+def test_resized_embeddings(kind: str, rows: int, tmp_path: Path) -> None:
+    model = masked_model(head="mlm") if kind == "masked" else causal_model(tie_embeddings=kind == "tied")
+    ids, kept = tokens(2, 9).clamp_max(39), min(61, rows)
+    before = model(ids).logits
+    assert model.resize_token_embeddings(rows) is model.get_input_embeddings()
+    after = model(ids).logits
+    assert after.shape[-1] == model.config.vocab_size == rows
+    assert torch.equal(after[..., :kept], before[..., :kept])
+    if rows > 61:
+        for matrix in (model.embedding.weight, model.head.weight):
+            torch.testing.assert_close(matrix[61:], matrix[:61].mean(0).expand(rows - 61, -1))
+    assert (model.head.weight is model.embedding.weight) == (kind != "untied")
+    model(ids, labels=ids).loss.backward()
+    assert model.embedding.weight.grad is not None
+    model.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path).eval()(ids).logits, after)
+
+
+def test_resized_embeddings_and_generation() -> None:
+    """Rows that only round the number up are never drawn, and tokens that were added may be."""
+    model = causal_model()
+    model.generation_config.suppress_tokens = [3, *range(50, 61)]  # an export of a tokenizer of 50 entries
+    model.resize_token_embeddings(52, pad_to_multiple_of=64)
+    assert model.config.vocab_size == 64
+    assert model.generation_config.suppress_tokens == [3, *range(52, 64)]
+    model.resize_token_embeddings(52)
+    assert model.generation_config.suppress_tokens == [3]
+    assert model.generate(tokens(1, 4).clamp_max(51), max_new_tokens=3).max() < 52
+    other = MetalionForSequenceClassification(config(**BOTH_WAYS))
+    other.resize_token_embeddings(70, mean_resizing=False)
+    assert 0.05 < other.embedding.weight[61:].std() < 0.2  # small_init, sqrt(2 / (5 32)) = 0.11
+    with pytest.raises(ValueError, match="new_num_tokens = 0: must be at least 1"):
+        model.resize_token_embeddings(0)
 
 
 def test_compiled() -> None:

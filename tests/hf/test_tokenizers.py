@@ -122,6 +122,15 @@ def test_wordpiece_of_a_masked_model(tmp_path: Path) -> None:
     assert loaded.padding_side == "right"
 
 
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_the_mask_of_a_vocabulary_without_one(kind: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("bytes") if kind == "bytes" else sentencepiece(tmp_path, "bpe")
+    loaded = saved(tokenizer, tmp_path / "out", causal=False)
+    assert loaded.mask_token_id == tokenizer.mask_id
+    assert loaded.eos_token_id == tokenizer.end_of_document_id
+    check_same_ids(tokenizer, tmp_path / "out", [*TEXTS, *hard_texts(200), "a<mask>b<unk>"])
+
+
 def test_a_difference_is_shown(tmp_path: Path) -> None:
     tokenizer = sentencepiece(tmp_path, "bpe")
     saved(tokenizer, tmp_path / "out")

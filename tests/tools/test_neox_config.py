@@ -145,6 +145,30 @@ def test_warmup_is_a_share_of_the_decay_and_embeddings_decay(
 
 
 @pytest.mark.parametrize(
+    ("given", "mixers"),
+    [
+        ("[mamba, global]", ["mamba", "attention"]),
+        ("[[[mamba], 1], [[global], 1]]", ["mamba", "attention"]),
+        ("[[[flash], all]]", ["attention"]),
+    ],
+)
+def test_kinds_of_the_layers(given: str, mixers: list[str], tmp_path: Path) -> None:
+    (tmp_path / "neox.yml").write_text(f"{SMALL}attention_config: {given}\nmoe_num_experts: 1\n")
+    assert main([str(tmp_path / "neox.yml"), "-o", str(tmp_path / "run.yml")]) == 0
+    assert yaml.safe_load((tmp_path / "run.yml").read_text())["model"]["mixers"] == mixers
+
+
+def test_one_validation_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, said in (("[data/v, data/w]", "valid_data_paths: data/w"), ("data/v", "")):
+        (tmp_path / "neox.yml").write_text(
+            f"{SMALL}data_path: data/t\nvalid_data_paths: {given}\nvocab_file: t.json\ntokenizer_type: HFTokenizer\n"
+        )
+        assert main([str(tmp_path / "neox.yml"), "-o", str(tmp_path / "run.yml")]) == 0
+        assert yaml.safe_load((tmp_path / "run.yml").read_text())["data"]["validation"] == "data/v"
+        assert said in capsys.readouterr().err.split("ignored:")[1]
+
+
+@pytest.mark.parametrize(
     ("line", "said"),
     [
         ("pos_emb: alibi", "pos-emb = 'alibi'"),
@@ -152,7 +176,15 @@ def test_warmup_is_a_share_of_the_decay_and_embeddings_decay(
         ("activation: geglu", "activation = 'geglu'"),
         ("norm: scalenorm", "norm = 'scalenorm'"),
         ("attention_config: [[[local], 2]]", "attention-config names 'local'"),
+        ("attention_config: [[[flash], 5]]", "attention-config = [[['flash'], 5]] is of 5 layers, and num-layers = 2"),
+        ("attention_config: [[[flash], some]]", "is not of GPT-NeoX's form, such as"),
+        ("attention_config: flash", "attention-config = 'flash' is not of GPT-NeoX's form"),
         ("gpt_j_tied: true", "gpt-j-tied"),
+        ("moe_num_experts: 8", "moe-num-experts = 8: no counterpart, every block has one MLP"),
+        ("use-mup: true", "use-mup = True: no counterpart"),
+        ("use_qk_layernorm: true", "use-qk-layernorm = True: no counterpart"),
+        ("sliding_window_width: 64", "sliding-window-width = 64: no counterpart"),
+        ("expansion_factor: 3", "expansion-factor = 3: no counterpart, give intermediate-size"),
         ("optimizer: {type: OneBitAdam}", "optimizer.type = 'OneBitAdam'"),
         ("num_attention_heads: 5", "model.num_heads = 5 does not divide"),
     ],

@@ -141,9 +141,9 @@ def real_text(config: Mapping[str, Any], tokenizer: Tokenizer, given: Path | Non
     return own.read_text(encoding="utf-8"), str(own)
 
 
-def rows_of(text: str, tokenizer: Tokenizer) -> Tensor:
-    """The beginning of a text as tokens [2, up to LENGTH]."""
-    ids = [int(i) for i in tokenizer.encode(text[: 64 * LENGTH])][: 2 * LENGTH]
+def rows_of(text: str, tokenizer: Tokenizer, config: ModelConfig) -> Tensor:
+    """The beginning of a text as tokens [2, up to LENGTH, or as many as the model has positions]."""
+    ids = [int(i) for i in tokenizer.encode(text[: 64 * LENGTH])][: 2 * min(LENGTH, config.max_positions or LENGTH)]
     half = len(ids) // 2
     return torch.tensor([ids[:half], ids[half : 2 * half]])
 

@@ -33,6 +33,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool) -> dic
     Returns the ids of the special tokens by Transformers' names ("eos", "pad", "bos", "mask", ...).
     Raises ValueError for a tokenizer that cannot be written so.
     """
+    import tokenizers
+
     makers = {"bytes": _bytes, "sentencepiece": _sentencepiece, "hf": _json, "wordpiece": _json}
     model = makers[tokenizer.type](tokenizer)
     if causal:
@@ -48,6 +50,11 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool) -> dic
             if model.token_to_id(name) is not None:
                 special[role] = name
     special.setdefault("pad", end)
+    if not causal:
+        if model.get_vocab_size() == tokenizer.mask_id:  # the first row beyond the entries
+            model.add_special_tokens([tokenizers.AddedToken("<mask>", special=True, normalized=False)])
+        if (mask := model.id_to_token(tokenizer.mask_id)) is not None:  # ids may have holes, where none can be added
+            special["mask"] = mask
     model.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
