@@ -118,7 +118,8 @@ def test_every_epoch_sees_every_example_once_in_a_new_order(runs: Runs) -> None:
     steps.train_epoch(0)
     taken = steps._order.flatten().tolist()
     # What is left of the examples after whole batches waits for another epoch.
-    assert len(set(taken)) == len(taken) == 320 and set(taken) < set(range(350))
+    assert len(set(taken)) == len(taken) == 320
+    assert set(taken) < set(range(350))
 
 
 def test_the_rate_is_a_cosine_over_epochs(runs: Runs) -> None:
