@@ -20,12 +20,14 @@ def mqar(
     the keys, slot s drawn with a probability proportional to power (s + 1)^(power - 1). A query stands at its slot's
     first position, its label too; all other tokens are 0 and unlabelled.
 
-    Raises ValueError for an odd length, 4 pairs > length, and pairs that the vocabulary has no ids for.
+    Raises ValueError for an odd length, 4 pairs > length, pairs that the vocabulary has no ids for, and power <= 0.
     """
     if length % 2 or 4 * pairs > length:
         raise ValueError(f"length {length} with {pairs} pairs: an even length of at least 4 x pairs = {4 * pairs}")
     if pairs < 1 or pairs > vocabulary // 2 - 1:
         raise ValueError(f"{pairs} pairs: a vocabulary of {vocabulary} has keys for 1 to {vocabulary // 2 - 1}")
+    if power <= 0:
+        raise ValueError(f"power = {power}: a number above 0 is allowed")
     generator = np.random.default_rng(seed)
     slots = length // 2 - pairs
     weights = power * np.arange(1.0, slots + 1) ** (power - 1)

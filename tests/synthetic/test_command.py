@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import eval as evaluation
 from tools.synthetic.command import synthetic_suite
+from tools.synthetic.curves import _draw
 from tools.synthetic.experiment import Experiment, load_experiment, plan, sweeps
 from tools.synthetic.report import cells_of, figure, mad_scores, markdown
 from tools.synthetic.results import Results, line_of
@@ -124,10 +127,41 @@ def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixt
     assert "nothing of this grid is in" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_ends_with_1(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluation.main(["--suite", "mqar", *words, "tasks=[8x3]"]) == 1
+@pytest.mark.parametrize(
+    ("suite", "words", "message"),
+    [
+        ("mqar", "tasks=[8x3]", "tasks: 8x3: length 8 with 3 pairs: an even length"),
+        ("mqar", "data.fillers=1", "tasks: 8x2: mqar() got an unexpected keyword argument 'fillers'"),
+        ("mqar", "data.seed=1", "multiple values for keyword argument 'seed'"),
+        ("mqar", "data.test_examples=0", "data.test_examples = 0: whole number >= 1 is allowed"),
+        ("mqar", "data.train_examples=null", "data.train_examples = null: whole number >= 1 is allowed"),
+        ("mad", "mad.compression.baseline.copied=3", "tasks: compression: compression() got an unexpected"),
+        ("listops", "data.vocabulary=32", "tasks: listops: vocabulary = 32: this task has 16 ids"),
+        ("listops", "data.validation_examples=0.5", "data.validation_examples = 0.5: whole number >= 1"),
+    ],
+)
+def test_data_that_cannot_be_drawn_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suite: str, words: str, message: str
+) -> None:
+    small = "batch_size={8: 64}" if suite == "mqar" else "batch_size=64"
+    tasks = {"mqar": "tasks=[8x2]", "mad": "tasks=[compression]", "listops": "tasks=[listops]"}[suite]
+    command = ["--suite", suite, tasks, "models=[metala]", small, words, f"output={tmp_path / 'out'}"]
+    for flag in ([], ["--dry-run"]):
+        assert evaluation.main([*command, *flag]) == 2
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert printed.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_fails_ends_with_1(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run,) = plan(load_experiment("mqar", words), "fp32")
+    kept = tmp_path / "out" / "unfinished" / f"{run.id}.pt"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"torn")
+    assert evaluation.main(["--suite", "mqar", *words]) == 1
     errors = capsys.readouterr().err
-    assert "failed: 8x3 metala d=32 lr 0.005: ValueError: length 8 with 3 pairs" in errors
+    assert f"failed: 8x2 metala d=32 lr 0.005: ValueError: {kept} cannot be read" in errors
     assert "1 runs are left" in errors
 
 
@@ -159,6 +193,23 @@ def test_an_interrupted_experiment_goes_on(
     assert left.splitlines()[1].split()[3:6] == ["2", "1", "1"]
 
 
+def test_an_interrupt_while_processes_begin_is_one_sentence(words: list[str]) -> None:
+    """Of the keyboard: it comes to all of them, which are at their imports."""
+    command = [sys.executable, "-u", "eval.py", "--suite", "mqar", *words, "devices=[cpu,cpu]", "seeds=[0,1]"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stdout is not None
+    while "runs to do" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.split("\n") == ["", "interrupted: the same command goes on with the runs that are not finished", ""]
+
+
 @pytest.fixture
 def measured(small: Callable[..., Experiment], tmp_path: Path) -> Callable[..., tuple[Experiment, Results]]:
     def fill(experiment: Experiment, accuracy: Callable[[int], float], without: int = 0) -> tuple[Experiment, Results]:
@@ -186,6 +237,13 @@ def test_the_table_stands_beside_the_paper(small: Callable[..., Experiment], mea
     assert "runs of the sweep are missing" in text
     figure(experiment, cells, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_the_last_evaluation_stands_at_the_last_epoch(small: Callable[..., Experiment]) -> None:
+    axes = Figure().subplots()
+    _draw(axes, [[0.1, 0.2, 0.4], [0.3, 0.4, 0.8]], small("epochs=5", "evaluate_every=2"), 0, "metala")
+    assert axes.lines[0].get_xdata().tolist() == [2, 4, 5]
+    assert axes.lines[0].get_ydata().tolist() == pytest.approx([20, 30, 60])
 
 
 def test_a_mad_score_is_the_mean_over_settings(measured, tmp_path: Path) -> None:

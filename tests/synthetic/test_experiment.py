@@ -123,6 +123,13 @@ def test_a_sweep_is_its_rates_and_decays(runs: Callable[..., list[Run]]) -> None
     assert {(run.width, run.seed) for sweep in grouped for run in sweep[:1]} == {(16, 0), (16, 1), (32, 0), (32, 1)}
 
 
+def test_what_is_named_twice_is_one_run(runs: Callable[..., list[Run]]) -> None:
+    assert len(runs("models=[metala,metala]", "tasks=[8x2,8x2]", "seeds=[0,0]", "weight_decays=[0,0]")) == 1
+    tasks = "tasks=[compression/baseline,compression,compression/vocabulary=32]"
+    names = [sweep[0].task for sweep in sweeps(plan(load_experiment("mad", [tasks, "models=[gla]"]), "fp32"))]
+    assert (len(names), len(set(names))) == (11, 11)
+
+
 def test_steps_are_whole_batches(runs: Callable[..., list[Run]]) -> None:
     assert runs("data.train_examples=100", "batch_size=64", "epochs=3")[0].steps == 3
     assert runs("data.train_examples=10", "batch_size=64", "epochs=3")[0].steps == 3
@@ -136,6 +143,10 @@ def test_steps_are_whole_batches(runs: Callable[..., list[Run]]) -> None:
         (["tasks=[100x4]", "batch_size={64: 512}"], r"batch_size has none for length 100: add batch_size\.100=N"),
         (["tasks=[512x80]", "models=[gla]"], r"no run is left of .*'512x80': \{'models': \('metala',\)"),
         (["epoch=3"], r"epoch is an unknown key; nearest: epochs"),
+        (["batch_size=0"], r"batch_size = 0: whole number >= 1, or mapping to: whole number >= 1 is allowed"),
+        (["batch_size={64: 0}"], r"whole number >= 1 is allowed"),
+        (["seeds=[-1]"], r"seeds = \[-1\]: list of: whole number >= 0 is allowed"),
+        (["lrs=[-1]"], r"lrs = \[-1\]: list of: number >= 0 is allowed"),
         (["epochs=many"], r'epochs = "many": whole number >= 1 is allowed'),
     ],
 )

@@ -98,6 +98,7 @@ def test_looking_up_solves_it_and_guessing_does_not() -> None:
         ({"length": 64, "pairs": 17}, "at least 4 x pairs = 68"),
         ({"length": 64, "pairs": 8, "vocabulary": 16}, "keys for 1 to 7"),
         ({"length": 64, "pairs": 0}, "keys for 1 to 4095"),
+        ({"length": 64, "pairs": 4, "power": 0}, "power = 0: a number above 0"),
     ],
 )
 def test_settings_that_cannot_be(arguments: dict[str, int], message: str) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from tools.synthetic.batches import prepare
 from tools.synthetic.experiment import Run, sweeps
 from tools.synthetic.lane import Lane
 from tools.synthetic.results import Line, Results, line_of
+from tools.synthetic.training import train_together
 from tools.synthetic.unfinished import Evaluated, Keeper, Unfinished
 from tools.synthetic.workers import Group, groups_of, train_groups
 
@@ -171,16 +173,28 @@ def test_what_fails_is_told_and_the_rest_goes_on(runs: Runs, tmp_path: Path) -> 
 
 
 def test_time_is_up(runs: Runs, tmp_path: Path) -> None:
-    """Processes are ended in the middle; one process finishes what it has begun."""
+    """Processes are ended in the middle, one process at the end of an epoch, from where it goes on."""
     long = runs("epochs=100000", "target=null", "widths=[16,32]")
     results = Results(tmp_path / "results.jsonl")
     groups = [Group((run,), (run,)) for run in long]
     begin = time.monotonic()
     assert train_groups(groups, results, ["cpu", "cpu"], seconds=0.5) == []
     assert time.monotonic() - begin < 30
-    short = [Group((run,), (run,)) for run in runs(*QUICK, "widths=[16,32]")]
-    assert train_groups(short, results, ["cpu"], seconds=0) == []
+    assert train_groups(groups, results, ["cpu"], seconds=0) == []
+    assert not (tmp_path / "unfinished").exists()
+    told: list[str] = []
+    for _ in range(2):
+        begin = time.monotonic()
+        assert train_groups(groups, results, ["cpu"], seconds=0.5, progress=lambda steps, text: told.append(text)) == []
+        assert time.monotonic() - begin < 30
     assert not results.lines
+    assert [path.name for path in (tmp_path / "unfinished").iterdir()] == [f"{long[0].id}.pt"]
+    (goes_on,) = [text for text in told if "goes on" in text]
+    assert goes_on == f"8x2 metala d=16 goes on after epoch {told.index(goes_on)}"
+    # The last epoch is the end, whenever it is over.
+    (short,) = runs(*QUICK)
+    found = train_together([short], prepare(short, torch.device("cpu")), torch.device("cpu"), end=0.0)
+    assert found[0]["epochs"] == 1
 
 
 def test_no_device_no_result(runs: Runs, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from data.synthetic.examples import UNLABELLED, Examples
-from data.synthetic.listops import listops
+from data.synthetic.listops import TOKENS, listops
 from data.synthetic.mad import TASKS
 from data.synthetic.mqar import mqar
 
@@ -26,6 +28,19 @@ def prepare(run: Run, device: torch.device) -> tuple[Asked, ...]:
         on_device(train, device, multiple=1 if run.drop_last else size),
         *(on_device(part, device, multiple=size) for part in evaluated),
     )
+
+
+def check_data(run: Run) -> None:
+    """Draws one example of each kind. ValueError for numbers of examples that are none, and for what the generator refuses."""
+    counts = ["train_examples", "test_examples", *(["validation_examples"] if run.suite == "listops" else [])]
+    for key in [*counts, "vocabulary"]:
+        value = run.data.get(key)
+        if not isinstance(value, int | float) or value != int(value) or value < 1:
+            raise ValueError(f"data.{key} = {json.dumps(value)}: whole number >= 1 is allowed")
+    try:
+        generate(replace(run, data={**run.data, **dict.fromkeys(counts, 1)}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tasks: {run.task}: {error}; the keys of `data` are those of the task's generator") from None
 
 
 def batch_size(run: Run) -> int:
@@ -49,7 +64,8 @@ def generate(run: Run) -> tuple[Examples, ...]:
         train, test = (mqar(n, run.length, seed=[run.seed, i], **data) for i, n in enumerate(counts))
         return train, test
     if run.suite == "listops":
-        del data["vocabulary"]
+        if (vocabulary := data.pop("vocabulary")) != len(TOKENS):
+            raise ValueError(f"vocabulary = {vocabulary}: this task has {len(TOKENS)} ids")
         counts = (counts[0], int(run.data["validation_examples"]), counts[1])
         return tuple(listops(n, run.length, seed=[run.seed, i], **data) for i, n in enumerate(counts))
     task = run.task.partition("/")[0]

@@ -54,6 +54,7 @@ def synthetic_suite(words: Sequence[str]) -> str | None:
 def synthetic_command(words: Sequence[str]) -> int:
     """The command line after `python eval.py`. Returns 1 where runs are left or a check found a difference."""
     options = _parser(synthetic_suite(words) or "mqar").parse_intermixed_args(list(words))
+    from .batches import check_data, data_key
     from .experiment import load_experiment, plan, sweeps
     from .network import model_config
     from .results import Results
@@ -68,8 +69,11 @@ def synthetic_command(words: Sequence[str]) -> int:
     grouped = sweeps(runs)
     if options.check:
         return _check(experiment, runs, devices)
+    # What cannot be drawn or built is said before anything is trained.
+    for run in {repr(data_key(sweep[0])): sweep[0] for sweep in grouped}.values():
+        check_data(run)
     for sweep in grouped:
-        model_config(sweep[0])  # what cannot be built is said before anything is trained
+        model_config(sweep[0])
     if options.dry_run:
         print(_listing(runs, results))
         return 0

@@ -41,7 +41,7 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
         for row, width in zip(panels, widths, strict=True):
             for axes, task in zip(row, tasks, strict=True):
                 for model, runs in found.get((width, task), {}).items():
-                    _draw(axes, runs, experiment.evaluate_every, models.index(model), model.replace("_", " "))
+                    _draw(axes, runs, experiment, models.index(model), model.replace("_", " "))
                 length, _, pairs = task.partition("x")
                 title = f"length {length}, {pairs} pairs" if pairs else experiment.title
                 axes.set(title=title + (f", d = {width}" if len(widths) > 1 else ""))
@@ -60,12 +60,13 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
         plt.close(figure)
 
 
-def _draw(axes: Any, runs: list[list[float]], evaluate_every: int, number: int, label: str) -> None:
+def _draw(axes: Any, runs: list[list[float]], experiment: Experiment, number: int, label: str) -> None:
     from tools.plot import COLORS
 
     shortest = min(map(len, runs))
     values = 100 * np.array([run[:shortest] for run in runs])
-    epochs = evaluate_every * np.arange(1, shortest + 1)
+    # The last epoch is evaluated too where evaluate_every does not divide it.
+    epochs = np.minimum(experiment.evaluate_every * np.arange(1, shortest + 1), experiment.epochs)
     style = {"color": COLORS[number % len(COLORS)], "ls": "-" if number < len(COLORS) else "--"}
     # A run that reached its target ends there.
     axes.plot(

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,6 +18,10 @@ from tools.yaml_file import nearest, read_as
 
 SUITES = ("mqar", "mad", "listops")
 FOLDER = CONFIGS / "experiments"
+
+
+Positive = Annotated[int, Field(ge=1)]
+FromZero = Annotated[float, Field(ge=0)]
 
 
 class _Section(BaseModel):
@@ -29,7 +33,7 @@ class MoreRates(_Section):
 
     tasks: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
-    lrs: tuple[float, ...] = ()
+    lrs: tuple[FromZero, ...] = ()
 
 
 class Only(_Section):
@@ -71,19 +75,19 @@ class Experiment(_Section):
     tasks: tuple[str, ...]
     models: tuple[str, ...]
     widths: tuple[int, ...]
-    lrs: tuple[float, ...]
+    lrs: tuple[FromZero, ...]
     more_lrs: MoreRates = MoreRates()
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
-    weight_decays: tuple[float, ...]
+    weight_decays: tuple[FromZero, ...]
     decayed: Literal["all", "matrices"]
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     epochs: int = Field(ge=1)
     evaluate_every: int = Field(default=1, ge=1)
     target: float | None = Field(default=None, gt=0, le=1)
     scored: Literal["last", "least_perplexity"] = "last"
-    batch_size: int | dict[int, int]
+    batch_size: Positive | dict[int, Positive]
     drop_last: bool = True
     data: dict[str, Any] = Field(default_factory=dict)
     only: dict[str, Only] = Field(default_factory=dict)
@@ -166,7 +170,8 @@ def load_experiment(suite: str, overrides: Sequence[str] = (), path: Path | None
 
 
 def plan(experiment: Experiment, precision: str) -> list[Run]:
-    """The runs of an experiment, a sweep's runs next to one another. ValueError for what cannot be and for no run at all.
+    """The runs of an experiment, each once, a sweep's runs next to one another. ValueError for what cannot be and for no run
+    at all.
 
     precision: what the models compute in, "bf16" or "fp32".
     """
@@ -215,7 +220,7 @@ def plan(experiment: Experiment, precision: str) -> list[Run]:
             f"{list(experiment.widths)}; what tasks keep of models and widths stands in `only`: "
             f"{ {name: only.model_dump(exclude_none=True) for name, only in experiment.only.items()} }"
         )
-    return runs
+    return list({run.id: run for run in runs}.values())
 
 
 def sweeps(runs: Iterable[Run]) -> list[list[Run]]:

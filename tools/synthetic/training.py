@@ -20,7 +20,7 @@ from tools.devices import device_of
 from .batches import Asked, batch_size, joined
 from .experiment import Run
 from .lane import Lane
-from .unfinished import Evaluated, Keeper, Unfinished
+from .unfinished import Evaluated, Keeper, TimeUpError, Unfinished
 
 Progress = Callable[[int, str], None]
 
@@ -33,10 +33,12 @@ def train_together(
     graph: bool = True,
     progress: Progress = lambda steps, text: None,
     unfinished: Path | None = None,
+    end: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Trains the runs of one sweep, all on the same batches, until the last epoch or one of them reaches the target.
 
     unfinished: a folder where the state is kept about once a minute, and from where it goes on.
+    end: of time.monotonic; TimeUpError, where an epoch ends after it that is not the last.
     examples: of `tools.synthetic.batches.prepare`; where there are three, the target and the history are the second's, the
     accuracy the third's.
     progress is told the optimizer steps since its last call, of all runs, and how far they are. Returns for every run
@@ -72,11 +74,14 @@ def train_together(
             elif not any(math.isfinite(loss) for loss in losses):
                 stopped = "no loss was finite"
         progress(first.steps_per_epoch * len(runs), text)
-        if stopped:
+        if stopped or epoch == first.epochs:
             break
-        if keeper.due and epoch < first.epochs:
+        over = time.monotonic() >= end
+        if over or keeper.due:
             lanes = [lane.state() for lane in steps.lanes]
             keeper.keep(Unfinished(epoch, time.perf_counter() - prepared, history, lanes))
+        if over:
+            raise TimeUpError
     seconds = time.perf_counter() - prepared
     taken = epoch * first.steps_per_epoch
     scored = [_scored(own, first.scored) for own in history]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,6 +40,10 @@ class Unfinished(NamedTuple):
     lanes: list[dict[str, Any]]
 
 
+class TimeUpError(Exception):
+    """What was trained is kept and goes on another time."""
+
+
 class Keeper:
     """Writes a group's state now and then. folder None: never, and there is none."""
 
@@ -54,7 +57,8 @@ class Keeper:
 
     def keep(self, state: Unfinished) -> None:
         """A file a run, so that they may go on in other groups."""
-        assert self._folder is not None
+        if self._folder is None:
+            return
         begin = time.monotonic()
         self._folder.mkdir(parents=True, exist_ok=True)
         for run, history, lane in zip(self._runs, state.history, state.lanes, strict=True):
@@ -93,6 +97,6 @@ def _read(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         content["history"] = [Evaluated(*evaluated) for evaluated in content["history"]]
         return content
-    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
+    except Exception as error:  # what is damaged ends the unpickler in many ways
         reason = (str(error).strip() or "it ends early").splitlines()[0]
         raise ValueError(f"{path} cannot be read ({reason}): remove it, and the run starts anew") from None

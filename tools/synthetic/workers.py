@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import platform
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from .experiment import Run
 from .results import Line, Results, line_of
-from .unfinished import forget
+from .unfinished import TimeUpError, forget
 
 # A worker's message: what it is about, and what it says.
 Message = tuple[str, Any]
@@ -95,7 +96,7 @@ def train_groups(
     """Trains the groups on `devices`, one process a device named there (a device may be named twice), and adds results.
 
     One device alone is used by this process. When `seconds` have passed, what is not finished is given up (in one process:
-    the next group is not begun). progress is told steps done, or no longer needed, and how far they are.
+    at the end of an epoch). progress is told steps done, or no longer needed, and how far they are.
     Returns what failed, a line each with its reason; the other groups go on.
     """
     todo = list(groups)
@@ -118,19 +119,22 @@ def train_groups(
             told[0] += content[0]
             progress(*content)
             return False
-        progress(group.steps - told[0], "")
         if kind == "failed":
             failed.append(f"{group.name}: {content}")
         elif kind == "done":
             for line in content:
                 results.add(line)
             finished(group, content)
-        if kind != "failed":
-            forget(unfinished, group.sweep if results.reached(group.sweep) else group.runs)
+        if kind != "stopped" or results.reached(group.sweep):
+            progress(group.steps - told[0], "")
+        if results.reached(group.sweep):
+            forget(unfinished, group.sweep)
+        elif kind == "done":
+            forget(unfinished, group.runs)
         return True
 
     if len(devices) == 1:
-        trainer = Trainer(devices[0], graph, 1, unfinished)
+        trainer = Trainer(devices[0], graph, 1, unfinished, end)
         while (group := next_group()) is not None:
             trainer.train(group, partial(take, group, [0]))
         return failed
@@ -170,9 +174,9 @@ class NotNeededError(Exception):
 
 
 class Trainer:
-    """Trains groups on one device and keeps the examples of the last one."""
+    """Trains groups on one device and keeps the examples of the last one. end: of `train_together`."""
 
-    def __init__(self, device: str, graph: bool, processes: int, unfinished: Path) -> None:
+    def __init__(self, device: str, graph: bool, processes: int, unfinished: Path, end: float = math.inf) -> None:
         import torch
 
         from .training import training_device
@@ -180,6 +184,7 @@ class Trainer:
         self._device = training_device(device)
         self._graph = graph
         self._unfinished = unfinished
+        self._end = end
         self._examples: tuple[Any, Any] | None = None
         if processes > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
@@ -187,7 +192,7 @@ class Trainer:
 
     def train(self, group: Group, tell: Callable[[Message], object]) -> None:
         """Tells ("progress", (steps, text)) now and then, then ("done", lines), ("failed", reason) or, where telling has
-        raised NotNeededError, ("stopped", None)."""
+        raised NotNeededError or time is up, ("stopped", None)."""
         from .batches import data_key, prepare
 
         try:
@@ -196,7 +201,7 @@ class Trainer:
                 self._examples = None
                 self._examples = (key, prepare(group.runs[0], self._device))
             found = self._together(list(group.runs), self._examples[1], tell)
-        except NotNeededError:
+        except (NotNeededError, TimeUpError):
             tell(("stopped", None))
             return
         except Exception as error:
@@ -221,6 +226,7 @@ class Trainer:
                 graph=self._graph,
                 progress=partial(_tell_progress, tell),
                 unfinished=self._unfinished,
+                end=self._end,
             )
         except torch.OutOfMemoryError:
             if len(runs) == 1:
@@ -261,6 +267,17 @@ def prepare_kernels(device: Any) -> None:
 
 
 @contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that are started here ignore interrupts of the keyboard from their first import on: these are for the
+    parent, which ends its workers."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def _worker_processes(devices: Sequence[str], graph: bool, unfinished: Path) -> Iterator[dict[Any, Any]]:
     """A process a device, each by the connection to it; ended when left."""
     context = multiprocessing.get_context("spawn")
@@ -269,7 +286,8 @@ def _worker_processes(devices: Sequence[str], graph: bool, unfinished: Path) -> 
         for device in devices:
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, device, graph, len(devices), unfinished), daemon=True)
-            process.start()
+            with _without_interrupts():
+                process.start()
             theirs.close()
             workers[ours] = process
         yield workers
@@ -282,10 +300,6 @@ def _worker_processes(devices: Sequence[str], graph: bool, unfinished: Path) -> 
 
 
 def _work(connection: Connection, device: str, graph: bool, processes: int, unfinished: Path) -> None:
-    import signal
-
-    # An interrupt from the keyboard is for the parent, which ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     trainer: Trainer | None = None
 
     def tell(message: Message) -> None:
