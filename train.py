@@ -156,9 +156,10 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
 
     torch.manual_seed(config.run.seed)
     torch.set_float32_matmul_precision("highest")
-    source = _resume_from(config, grid)
+    resume = _on_main(grid, lambda: _asked_start(config))
+    source = _resume_from(config, resume, grid)
     stored = checkpoint.read_manifest(source) if source else None
-    directory, own = Path(config.checkpoint.directory), config.checkpoint.resume == "auto"
+    directory, own = Path(config.checkpoint.directory), resume == "auto"
     if source is not None and not own and source.resolve().parent == directory.resolve():
         source, own = directory / source.resolve().name, True
     trained = stored is not None and own and stored["step"] > 0  # an import has no steps behind it
@@ -195,7 +196,8 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
         state = TrainState.from_dict(engine_checkpoint.load(engine, source))
         if not own:  # weights and optimizer state of another run, from its first sample on
             state = TrainState()
-        elif config.checkpoint.resume != "auto":  # back to an earlier step of this run, which can be read
+            _on_main(grid, lambda: _move_aside(directory))
+        elif resume != "auto":  # back to an earlier step of this run, which can be read
             aside = _on_main(grid, lambda: rewind(source))
     if not trained and config.schedule.time_budget_minutes:
         config = reload(
@@ -260,22 +262,38 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     return fit
 
 
-def _resume_from(config: Config[Any], grid: Grid) -> Path | None:
-    """The step folder to start from; None for a new run, for which resume=never moves old checkpoints aside."""
-    from megatron_lite import checkpoint, checkpoint_folder
+def _asked_start(config: Config[Any]) -> str:
+    """`checkpoint.resume`; auto where a launcher starts the command again that has written a checkpoint since it was given."""
+    from megatron_lite import checkpoint
 
     folder, resume = Path(config.checkpoint.directory), config.checkpoint.resume
+    # torchrun --max-restarts; a job that SLURM queued again.
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    if any(count != "0" for count in counts) and checkpoint.exists(folder):
+        with suppress(checkpoint.CheckpointError, KeyError):
+            if checkpoint.read_config_yaml(folder)["checkpoint"]["resume"] == resume:
+                return "auto"
+    return resume
+
+
+def _resume_from(config: Config[Any], resume: str, grid: Grid) -> Path | None:
+    """The step folder to start from; None for a new run, for which resume=never moves old checkpoints aside."""
+    from megatron_lite import checkpoint
+
+    folder = Path(config.checkpoint.directory)
     if resume == "auto":
         return _on_main(grid, lambda: checkpoint.resolve(folder) if checkpoint.exists(folder) else None)
     if resume != "never":
         return checkpoint.resolve(resume)
-
-    def move_aside() -> None:
-        if folder.exists():
-            folder.rename(checkpoint_folder.beside(folder))
-
-    _on_main(grid, move_aside)
+    _on_main(grid, lambda: _move_aside(folder))
     return None
+
+
+def _move_aside(folder: Path) -> None:
+    from megatron_lite.checkpoint_folder import beside
+
+    if folder.exists():
+        folder.rename(beside(folder))
 
 
 def _on_main(grid: Grid, function: Callable[[], Any]) -> Any:

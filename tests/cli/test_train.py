@@ -313,6 +313,35 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+@pytest.mark.parametrize(
+    ("resume", "count"), [("never", "TORCHELASTIC_RESTART_COUNT"), ("source", "SLURM_RESTART_COUNT")]
+)
+def test_a_command_that_a_launcher_starts_again_goes_on(arguments, tmp_path, monkeypatch, capsys, resume, count):
+    """From where it is to start is for its first start; given again by hand, it starts from there again."""
+    for name, steps in (("source", 2), ("run", 4)):
+        assert train.main(arguments(name, **{"schedule.train_steps": steps})) == 0
+    start = resume if resume == "never" else tmp_path / resume
+    words = arguments(**{"schedule.train_steps": 6, "checkpoint.resume": start})
+    monkeypatch.setenv(count, "1")
+    assert train.main(words) == 0  # what lies there is not its own
+    whole = train_lines(tmp_path / "run")
+    assert [line["step"] for line in whole] == [1, 2, 3, 4, 5, 6]
+    assert checkpoint.resolve(tmp_path / "run" / "checkpoints.1").name == "step_00000004"
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 2
+
+    cut_after(tmp_path / "run", 3, tmp_path / "cut")
+    words.append(f"run.directory={tmp_path / 'cut'}")
+    capsys.readouterr()
+    assert train.main(words) == 0
+    assert "step_00000003 at step 3\n" in capsys.readouterr().out
+    assert train_lines(tmp_path / "cut") == whole
+
+    monkeypatch.setenv(count, "0")
+    assert train.main(words) == 0
+    assert "at step 3\n" not in capsys.readouterr().out
+    assert checkpoint.resolve(tmp_path / "cut" / "checkpoints.2").name == "step_00000006"
+
+
 def cut_after(run: Path, step: int, copy: Path) -> None:
     """A copy of a finished run as a kill after the save of that step leaves it."""
     shutil.copytree(run, copy)
