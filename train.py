@@ -174,7 +174,7 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
 
     torch.manual_seed(config.run.seed)
     torch.set_float32_matmul_precision("highest")
-    source, own = _resume_from(config, grid)
+    source, own, back = _resume_from(config, grid)
     stored = checkpoint.read_manifest(source) if source else None
     trained = stored is not None and own and stored["step"] > 0  # an import has no steps behind it
     if trained and config.schedule.time_budget_minutes:
@@ -210,8 +210,7 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
         state = TrainState.from_dict(engine_checkpoint.load(engine, source))
         if not own:  # weights and optimizer state of another run, from its first sample on
             state = TrainState()
-        elif checkpoint.names_own(config.checkpoint.resume, Path(config.checkpoint.directory)):
-            # Back to an earlier step of this run, which can be read.
+        elif back:  # to an earlier step of this run, which can be read
             aside = _on_main(grid, lambda: rewind(source))
     if not trained and config.schedule.time_budget_minutes:
         config = reload(
@@ -277,30 +276,48 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
     return fit
 
 
-def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool]:
-    """The step folder to start from, and whether it is one of this run. None for a new run, for which resume=never moves
-    old checkpoints aside. What a run starts from is for its first start: later ones find checkpoints of its own."""
+def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool, bool]:
+    """The step folder to start from, whether it is one of this run, and whether the run goes back to it.
+
+    None for a new run, for which resume=never moves old checkpoints aside. What a run starts from is for its first start:
+    later ones find checkpoints of its own.
+    """
     from megatron_lite import checkpoint, checkpoint_folder
 
-    folder, resume = Path(config.checkpoint.directory), config.checkpoint.resume
+    folder = Path(config.checkpoint.directory)
 
-    def find() -> tuple[Path | None, bool]:
+    def find() -> tuple[Path | None, bool, bool]:
+        resume = _asked_start(config)
         if resume == "never":
             checkpoint_folder.set_aside(folder)
-            return None, False
+            return None, False, False
         begun = checkpoint.exists(folder)
         if resume != "auto" and (not begun or checkpoint.names_own(resume, folder)):
             source = checkpoint.resolve(resume)
             own = source.resolve().parent == folder.resolve()
-            return (folder / source.resolve().name if own else source), own
+            return (folder / source.resolve().name if own else source), own, own
         if begun and resume != "auto":
             print(
                 f"checkpoint.resume = {resume} was for the first start: this run goes on from its own checkpoints "
                 f"(to start from there again, give it another run.name or run.directory, or move {folder} away)"
             )
-        return (checkpoint.resolve(folder), True) if begun else (None, False)
+        return (checkpoint.resolve(folder), True, False) if begun else (None, False, False)
 
     return _on_main(grid, find)
+
+
+def _asked_start(config: Config[Any]) -> str:
+    """`checkpoint.resume`; auto where a launcher starts the command again that has written a checkpoint since it was given."""
+    from megatron_lite import checkpoint
+
+    folder, resume = Path(config.checkpoint.directory), config.checkpoint.resume
+    # torchrun --max-restarts; a job that SLURM queued again.
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    if any(count != "0" for count in counts) and checkpoint.exists(folder):
+        with suppress(checkpoint.CheckpointError, KeyError):
+            if checkpoint.read_config_yaml(folder)["checkpoint"]["resume"] == resume:
+                return "auto"
+    return resume
 
 
 def _on_main(grid: Grid, function: Callable[[], Any]) -> Any:

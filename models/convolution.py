@@ -15,7 +15,7 @@ from .kernels import takes
 from .native.convolution import causal_convolution as native_convolution
 from .native.convolution import convolution_takes
 from .precision import wide
-from .segments import real_bounds
+from .segments import check_packed, real_bounds
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import left_neighbour, packing
 
@@ -54,13 +54,16 @@ class CausalConvolution(nn.Module):
         cu_seqlens: [segments + 1], batch 1, every segment starts anew. history: [batch or segments, kernel - 1,
         channels], what an earlier call returned. Inside `models.sequence_shards.sequence_shards` x is a stretch of the
         sequence, at least kernel - 1 tokens, but cu_seqlens that of the whole, and there is no history.
-        Raises ValueError for a history of another shape, one where there is none, and a stretch that is too short.
+        Raises ValueError for cu_seqlens that do not cover x, a history of another shape, one where there is none, and a
+        stretch that is too short.
         """
         shards = current_shards()
         if shards is not None:
             if history is not None or return_history:
                 refuse_state()
             return self._over_shards(shards, x, mask, cu_seqlens), None
+        if cu_seqlens is not None:
+            check_packed(x, cu_seqlens)
         past = self.weight.shape[1] - 1
         expected = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, past, x.shape[2]
         if history is not None and tuple(history.shape) != expected:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .init import init_std
+from .segments import check_packed
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import packing
 
@@ -72,6 +73,8 @@ def token_positions(
         if start is not None:
             refuse_state()
         start, cu_seqlens = _start_of_stretch(shards, x, mask, cu_seqlens)
+    if cu_seqlens is not None:
+        check_packed(x, cu_seqlens)
     batch, length = x.shape[:2]
     real = torch.ones(batch, length, dtype=torch.long, device=x.device) if mask is None else mask.long()
     seen = real.cumsum(1)

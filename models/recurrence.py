@@ -16,7 +16,7 @@ from .chunked import chunked_recurrence
 from .decay import decay_from_start, pairwise_decay, sum_after
 from .kernels import vector_decay_takes
 from .precision import wide as widened
-from .segments import check_covers
+from .segments import check_packed
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import carried, exchange, packing, recomputed
 
@@ -221,9 +221,7 @@ def check(
         raise ValueError(f"log_decay {_shape(log_decay)}: expected {_shape(q)} or a last axis of 1")
     sequences = q.shape[0]
     if cu_seqlens is not None:
-        if q.shape[0] != 1:
-            raise ValueError(f"cu_seqlens needs batch 1 with the segments packed along the length, got {_shape(q)}")
-        check_covers(cu_seqlens, q.shape[1])
+        check_packed(q, cu_seqlens)
         sequences = len(cu_seqlens) - 1
     expected = (sequences, q.shape[2], q.shape[3], v.shape[3])
     if initial_state is not None and tuple(initial_state.shape) != expected:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .decay import decay_from_start
-from .segments import check_covers, last, segment_starts
+from .segments import check_packed, last, segment_starts
 from .sequence_shards import SequenceShards, current_shards, refuse_state
 from .stretches import carried, exchange, packing
 
@@ -190,9 +190,7 @@ def _check(x: Tensor, log_decay: Tensor, initial_state: Tensor | None, cu_seqlen
         )
     sequences = x.shape[0]
     if cu_seqlens is not None:
-        if x.shape[0] != 1:
-            raise ValueError(f"cu_seqlens needs batch 1 with the segments packed along the length, got {list(x.shape)}")
-        check_covers(cu_seqlens, x.shape[1])
+        check_packed(x, cu_seqlens)
         sequences = len(cu_seqlens) - 1
     if initial_state is not None and tuple(initial_state.shape) != (sequences, x.shape[2]):
         raise ValueError(f"initial_state {list(initial_state.shape)}: expected {[sequences, x.shape[2]]}")

@@ -7,6 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def check_packed(x: Tensor, cu_seqlens: Tensor) -> None:
+    """ValueError where x [batch, length, ...] is not one row, or cu_seqlens does not cover it (`check_covers`)."""
+    if x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs batch 1 with the segments packed along the length, got {list(x.shape)}")
+    check_covers(cu_seqlens, x.shape[1])
+
+
 def check_covers(cu_seqlens: Tensor, length: int) -> None:
     """ValueError where cu_seqlens [segments + 1] does not rise from 0 to the length; on CUDA it is not looked at."""
     # Reading the values of a CUDA tensor would wait for the device.

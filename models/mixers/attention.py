@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig, require_at_least, require_divisor
 from ..fan_out import FanOut, apply_each
 from ..init import linear
+from ..segments import check_packed
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Attention(nn.Module):
         return_state: bool,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Segments become rows, padded on the right."""
+        check_packed(x, cu_seqlens)
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
         lengths = ends - starts
         if x.shape[1] and state is None and not return_state:

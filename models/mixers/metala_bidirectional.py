@@ -59,7 +59,8 @@ class MetaLABidirectional(nn.Module):
     state_size: ClassVar[str] = "none"
     splits_sequence: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
-        name: word for name, word in MetaLA.tensor_parallel_plan.items() if name not in ("k_proj", "decay")
+        **{name: word for name, word in MetaLA.tensor_parallel_plan.items() if name not in ("k_proj", "decay")},
+        "conv": "replicated, gradient summed",  # here the parallel region begins before it
     }
     parameter_kinds: ClassVar[dict[str, str]] = {}
 

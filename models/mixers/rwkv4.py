@@ -15,7 +15,7 @@ from ..decay import running_sum
 from ..init import linear
 from ..precision import wide
 from ..scan import local_scan
-from ..segments import last, previous, real_bounds, segment_starts
+from ..segments import check_packed, last, previous, real_bounds, segment_starts
 from ..sequence_shards import SequenceShards, current_shards, refuse_state
 from ..stretches import Packing, exchange, left_neighbour, nothing_of, packing
 
@@ -132,6 +132,8 @@ def _token_shift(
             packed = packing(cu_seqlens, x.shape[1], shards)
             none = before.new_zeros(len(cu_seqlens) - 1, x.shape[2])
             cu_seqlens, before = packed.cu_seqlens, none.index_copy(0, packed.first, before * packed.from_left[0])
+    if cu_seqlens is not None:
+        check_packed(x, cu_seqlens)
     if mask is None or x.shape[1] == 0:
         return previous(x, before, cu_seqlens), last(x, before, cu_seqlens)
     x = x.masked_fill(~mask.unsqueeze(-1), 0.0)

@@ -426,6 +426,43 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+@pytest.mark.parametrize("count", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_command_that_a_launcher_starts_again_goes_on(arguments, tmp_path, monkeypatch, capsys, count):
+    """From where it is to start is for its first start; given again by hand, it starts from there again."""
+    assert train.main(arguments(**{"schedule.train_steps": 4})) == 0
+    words = arguments(**{"schedule.train_steps": 6, "checkpoint.resume": "never"})
+    monkeypatch.setenv(count, "1")
+    assert train.main(words) == 0  # what lies there is not its own
+    whole = train_lines(tmp_path / "run")
+    assert [line["step"] for line in whole] == [1, 2, 3, 4, 5, 6]
+    assert checkpoint.resolve(tmp_path / "run" / "checkpoints.1").name == "step_00000004"
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 2
+
+    cut_after(tmp_path / "run", 3, tmp_path / "cut")
+    words.append(f"run.directory={tmp_path / 'cut'}")
+    capsys.readouterr()
+    assert train.main(words) == 0
+    assert "step_00000003 at step 3\n" in capsys.readouterr().out
+    assert train_lines(tmp_path / "cut") == whole
+
+    monkeypatch.setenv(count, "0")
+    assert train.main(words) == 0
+    assert "at step 3\n" not in capsys.readouterr().out
+    assert checkpoint.resolve(tmp_path / "cut" / "checkpoints.2").name == "step_00000006"
+
+
+def test_a_launcher_starts_a_run_again_that_went_back(arguments, tmp_path, monkeypatch, capsys):
+    assert train.main(arguments(**{"schedule.train_steps": 4})) == 0
+    earlier = tmp_path / "run" / "checkpoints" / "step_00000003"
+    assert train.main(arguments(**{"schedule.train_steps": 6, "checkpoint.resume": earlier})) == 0
+    words = arguments(**{"schedule.train_steps": 8, "checkpoint.resume": earlier})
+    for restarts, begins in (("1", "step_00000006 at step 6\n"), ("0", "step_00000003 at step 3\n")):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        capsys.readouterr()
+        assert train.main(words) == 0
+        assert begins in capsys.readouterr().out
+
+
 def cut_after(run: Path, step: int, copy: Path) -> None:
     """A copy of a finished run as a kill after the save of that step leaves it."""
     shutil.copytree(run, copy)

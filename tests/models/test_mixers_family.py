@@ -54,6 +54,21 @@ def test_equations_of_the_paper(case: tuple[str, dict[str, Any]], layer: int) ->
     assert_close(mixer.float()(x.float())[0], expected, 1e-5)
 
 
+@every_case
+@pytest.mark.parametrize(
+    ("batch", "bounds", "words"),
+    [
+        (2, [0, 8], "cu_seqlens.* batch"),
+        (1, [0, 5], "runs from 0 to 5: must run from 0 to the length 8"),
+        (1, [0, 9], "runs from 0 to 9: must run from 0 to the length 8"),
+        (1, [0, 5, 3, 8], "falls from 5 to 3"),
+    ],
+)
+def test_bounds_of_packed_segments_that_do_not_fit_are_an_error(case, batch, bounds, words):
+    with pytest.raises(ValueError, match=words):
+        build(case)(tokens(8, batch=batch), cu_seqlens=torch.tensor(bounds))
+
+
 @every_causal_case
 def test_decoding_equals_the_full_forward(case: tuple[str, dict[str, Any]]) -> None:
     mixer, x = build(case), tokens(21, batch=2)

@@ -171,7 +171,7 @@ MASKED = {
         "context2",
         "pipeline2_tensor2_sequence",
     ),
-    "metala_bidirectional": ("tensor2_sequence", "pipeline2", "context2"),
+    "metala_bidirectional": ("tensor2", "tensor2_sequence", "pipeline2", "context2"),
     "encoder": ("data2_zero3", "tensor2_sequence", "pipeline2", "data2_tensor2_zero3"),
 }
 MLM = {"head": "mlm"}
@@ -207,6 +207,9 @@ def cases(processes: int) -> list[Case]:
     if processes == 2:
         rest = [mixer for mixer in MIXERS if mixer not in MODELS and mixer != "lion"]
         found += [Case(mixer, "tensor2_sequence", EVERY[2]["tensor2_sequence"], SHORT) for mixer in rest]
+        # With the sequence cut, the gradient of all that is whole is summed; without, of what its word says.
+        whole = [m for m in rest if any("replicated" in word for word in MIXERS[m].tensor_parallel_plan.values())]
+        found += [Case(mixer, "tensor2", EVERY[2]["tensor2"], SHORT) for mixer in whole]
         split = [mixer for mixer in rest if getattr(MIXERS[mixer], "splits_sequence", False)]
         found += [Case(mixer, "context2", CONTEXT[2]["context2"], SHORT) for mixer in split]
         found += [Case("hybrid", name, EVERY[2][name], UNTIED) for name in ("tensor2_sequence", "pipeline2")]
