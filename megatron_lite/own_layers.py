@@ -66,8 +66,13 @@ class OwnLayers:
         self.bounds = stage_bounds(forward_flops(self.model, sequence_length, asked_share), grid.pipe_size)
         self.tensor: TensorGroup | None = None
         if grid.tensor_group is not None:
-            sequence = parallel.sequence_parallel
-            self.tensor = TensorGroup(grid.tensor_group, grid.tensor_rank, grid.tensor_size, sequence)
+            self.tensor = TensorGroup(
+                grid.tensor_group,
+                grid.tensor_rank,
+                grid.tensor_size,
+                sequence=parallel.sequence_parallel,
+                products_kept=parallel.activation_checkpointing.mode == "selective",
+            )
         self.layers: dict[int, Any] = {}
         for index in range(self.bounds[grid.pipe_rank], self.bounds[grid.pipe_rank + 1]):
             with grid.device:

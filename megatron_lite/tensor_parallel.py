@@ -36,12 +36,14 @@ class TensorGroup:
         group, index, count: the processes, and this one's place among them.
         sequence: activations between regions are cut along the sequence; switched off while text is generated, whose
             lengths do not divide.
+        products_kept: the products of the row linears are kept for a second forward pass, which sums them again.
     """
 
     group: dist.ProcessGroup
     index: int
     count: int
     sequence: bool = False
+    products_kept: bool = False
 
     def enter(self, x: Tensor) -> Tensor:
         """Into a parallel region. x: [batch, length, ...], with sequence parallelism this process's part of it."""
@@ -50,7 +52,7 @@ class TensorGroup:
     def leave(self, x: Tensor) -> Tensor:
         """Out of a parallel region: the sum of every process's x [batch, length, ...], or this process's part of it.
 
-        The sum is formed in the memory of x, which must be a result that nothing else reads.
+        The sum is formed in the memory of x, which must be a result that nothing else reads, unless products are kept.
         """
         return _ScatterSequence.apply(x, self) if self.sequence else _Sum.apply(x, self)
 
@@ -195,7 +197,7 @@ class _SumGradient(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorGroup) -> Tensor:
-        if not x.is_contiguous():
+        if tensor.products_kept or not x.is_contiguous():
             return _all_reduce(x, tensor)
         ctx.mark_dirty(x)
         _sum_in_place(x, tensor)

@@ -48,7 +48,8 @@ def layer_costs(
     group: Any = None
     tensor = None
     if layout.tensor > 1:
-        tensor = TensorGroup(group, 0, layout.tensor, layout.sequence_parallel)
+        kept = parallel.activation_checkpointing.mode == "selective"
+        tensor = TensorGroup(group, 0, layout.tensor, sequence=layout.sequence_parallel, products_kept=kept)
     # The last stretch carries the states of all before it.
     shards = ContextShards(group, layout.context - 1, layout.context) if layout.context > 1 else None
     tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64, device=device)

@@ -101,6 +101,7 @@ def in_pairs(step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 OVERLAP = {"tensor_overlap": True}
 SEQUENCE = {"sequence_parallel": True}
 CHECKPOINTED = {"activation_checkpointing": {"mode": "full"}}
+SELECTIVE = {"activation_checkpointing": {"mode": "selective"}}
 FORGETTING = {"activation_checkpointing": {"mode": "full", "every": 2, "others": "elementwise"}}
 # Layouts that every model runs in, and layouts that the hybrid runs in (attention too); by number of processes.
 EVERY: dict[int, dict[str, dict[str, Any]]] = {
@@ -124,6 +125,8 @@ HYBRID: dict[int, dict[str, dict[str, Any]]] = {
         "tensor2_checkpointed": {"tensor": 2, **SEQUENCE, **CHECKPOINTED},
         "pipeline2_zero0": {"pipeline": 2, "zero_stage": 0},
         "pipeline2_checkpointed": {"pipeline": 2, **CHECKPOINTED},
+        "tensor2_selective": {"tensor": 2, **SELECTIVE},
+        "tensor2_sequence_selective": {"tensor": 2, **SEQUENCE, **SELECTIVE},
         "tensor2_forgetting": {"tensor": 2, **FORGETTING},
         "tensor2_overlap_forgetting": {"tensor": 2, **OVERLAP, **FORGETTING},
         "tensor2_overlap_checkpointed": {"tensor": 2, **OVERLAP, **CHECKPOINTED},
