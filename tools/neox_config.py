@@ -363,8 +363,6 @@ def _data(neox: Mapping[str, Any], out: Translation) -> None:
                 data[ours] = first
                 if more:
                     out.ignored[f"{theirs}: {', '.join(map(str, more))}"] = f"data.{ours} is one pair of token files"
-                if len(paths) > 1:
-                    out.ignored[theirs] = f"one prefix is read: {paths[0]}"
         return
     kind = data.get("tokenizer", {}).get("type")
     if kind == "hf" and not data["tokenizer"].get("path"):
