@@ -61,9 +61,9 @@ def test_from_the_file_to_the_table_with_a_run_that_fails_on_the_way(place: Path
     monkeypatch.chdir(place)
     words = ["tiny.yml", "--devices", "cpu", "--workers", "2"]
     folder = Path("runs/tiny")
-    # A file where a folder should be: the save of this run cannot succeed. The others go on without it.
-    (folder / "metala-small-seed1").mkdir(parents=True)
-    (folder / "metala-small-seed1" / "checkpoints").write_text("in the way")
+    # A folder where a file should be: the save of this run cannot succeed. The others go on without it.
+    in_the_way = folder / "metala-small-seed1" / "checkpoints" / "latest"
+    in_the_way.mkdir(parents=True)
     assert main(words) == 1
     errors = capsys.readouterr().err
     assert "metala-small-seed1 failed:" in errors
@@ -71,7 +71,7 @@ def test_from_the_file_to_the_table_with_a_run_that_fails_on_the_way(place: Path
     results = json.loads((folder / "results.json").read_text())
     assert [run["run"] for run in results["runs"] if not run["final"]] == ["metala-small-seed1"]
     # The same command trains what failed, and nothing that is complete.
-    (folder / "metala-small-seed1" / "checkpoints").unlink()
+    in_the_way.rmdir()
     first = (folder / "softmax-small-seed2" / "metrics.jsonl").read_text()
     assert main(words) == 0
     assert (folder / "softmax-small-seed2" / "metrics.jsonl").read_text() == first
