@@ -1,0 +1,371 @@
+"""Checkpoints of `python train.py`: saves, interruptions, disks that fill up, and where a run begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from megatron_lite import checkpoint
+from megatron_lite.run_lock import RunLock
+from megatron_lite.trainer import Trainer
+from tests.cli.conftest import ROOT, start, train_lines, wait_for
+
+
+def test_saves_follow_the_configuration(arguments, tmp_path):
+    words = arguments(**{"checkpoint.interval": 2, "checkpoint.keep_last": 1, "checkpoint.log_spaced": "true"})
+    assert train.main([*words, "checkpoint.extra_steps=[3]"]) == 0
+    kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert kept == [f"step_{step:08d}" for step in (1, 2, 3, 4, 6, 8)]  # 6: the last one of the interval alone
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000008"
+
+
+def test_saves_beside_training_are_those_of_a_run_that_stands_still(arguments, tmp_path):
+    settings = {"checkpoint.interval": 2, "checkpoint.keep_last": 2, "schedule.train_steps": 9}
+    assert train.main(arguments("still", **settings)) == 0
+    assert train.main(arguments("beside", **settings, **{"checkpoint.asynchronous": "true"})) == 0
+    assert train_lines(tmp_path / "still") == train_lines(tmp_path / "beside")
+    still, beside = (
+        {
+            path.parent.name: {
+                name: entry["sha256"] for name, entry in checkpoint.read_manifest(path.parent)["files"].items()
+            }
+            for path in (tmp_path / name / "checkpoints").glob("step_*/manifest.json")
+        }
+        for name in ("still", "beside")
+    )
+    assert still == beside
+    assert set(still) == {"step_00000008", "step_00000009"}
+    saves = [json.loads(line) for line in (tmp_path / "beside" / "metrics.jsonl").read_text().splitlines()]
+    saves = [line for line in saves if line["kind"] == "checkpoint"]
+    assert [line["step"] for line in saves] == [2, 4, 6, 8, 9]
+    assert all(0 < line["stopped_seconds"] <= line["seconds"] for line in saves)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(arguments, tmp_path, number):
+    steps = {"schedule.train_steps": 60, "checkpoint.interval": 0, "precision.dtype": "bf16"}
+    assert train.main(arguments("whole", **steps)) == 0
+    if number == signal.SIGUSR1:  # with another save on its way
+        steps |= {"checkpoint.interval": 1, "checkpoint.asynchronous": "true"}
+    process = start(arguments("cut", **steps))
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and metrics.read_text().count('"kind": "train"') >= 5, process)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "stopped after step" in out
+    stopped = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "cut"))["step"]
+    assert 5 <= stopped < 60
+    assert train.main(arguments("cut", **steps)) == 0
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+    whole, cut = (checkpoint.read_weights(tmp_path / name) for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_a_signal_saves_before_what_is_measured_after_the_step(arguments, tmp_path):
+    """A validation or a suite may take longer than the time that a scheduler gives."""
+    settings = {"evaluation.interval": 2, "evaluation.batches": 1, "checkpoint.interval": 0}
+    assert train.main(arguments("whole", **settings)) == 0
+    step = Trainer._step
+
+    def signalled(trainer, steps):
+        step(trainer, steps)
+        if trainer.state.step == 4:
+            signal.raise_signal(signal.SIGUSR1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", signalled)
+        assert train.main(arguments("cut", **settings)) == 0
+
+    def lines(name):
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    def killed(trainer, steps):
+        step(trainer, steps)
+        raise RuntimeError
+
+    assert [line["kind"] for line in lines("cut") if line["step"] == 4] == ["train", "checkpoint", "stop"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", killed)
+        with pytest.raises(RuntimeError):
+            train.main(arguments("cut", **settings))
+    assert train.main(arguments("cut", **settings)) == 0
+    whole, cut = (
+        [(v["step"], v["loss"]) for v in lines(name) if v["kind"] == "validation"] for name in ("whole", "cut")
+    )
+    assert [step for step, _ in whole] == [2, 4, 6, 8]
+    assert cut == whole
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+
+
+def test_a_second_run_in_the_folder_of_a_live_one_is_refused_and_changes_nothing(arguments, tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = RunLock(folder)
+    lock.acquire()
+    (folder / "metrics.jsonl").write_text("{}\n")
+    assert train.main(arguments(**{"checkpoint.resume": "never"})) == 1
+    error = capsys.readouterr().err
+    assert f"is in use by a run that is alive ({socket.gethostname()}, process {os.getpid()})" in error
+    assert sorted(path.name for path in folder.iterdir()) == [".running", "metrics.jsonl"]
+    lock.close()
+    assert train.main(arguments(**{"schedule.train_steps": 1})) == 0
+    assert not (folder / ".running").exists()
+
+
+@pytest.mark.parametrize("given", ["elsewhere", "other/checkpoints"])
+def test_a_second_run_with_the_checkpoint_folder_of_a_live_one_is_refused(arguments, tmp_path, capsys, given):
+    """`other/checkpoints` is where a run in `other` keeps its own without being told to."""
+    folder, seen = tmp_path / given, []
+    of_first = {} if given.startswith("other") else {"checkpoint.directory": folder}
+    second = arguments("second", **{"checkpoint.directory": folder, "checkpoint.resume": "never"})
+
+    def save_due(trainer):
+        if not seen:
+            seen.append(train.main(second))
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_save_due", save_due)
+        assert train.main(arguments("other", **of_first, **{"schedule.train_steps": 2})) == 0
+    assert seen == [1]
+    words = f"checkpoint.directory = {folder} is in use by a run that is alive ({socket.gethostname()}, "
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "second").exists()
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000002"]
+    assert train.main(second) == 0
+    assert not (folder / ".running").exists()
+    assert checkpoint.resolve(folder.with_name(f"{folder.name}.1")).name == "step_00000002"
+
+
+def test_what_is_named_at_the_end_finds_checkpoints_that_lie_elsewhere(arguments, tmp_path, capsys):
+    for more, named in (({}, tmp_path / "run"), ({"checkpoint.directory": tmp_path / "disk"}, tmp_path / "disk")):
+        assert train.main(arguments(**more, **{"schedule.train_steps": 1})) == 0
+        assert f"python eval.py {named} " in capsys.readouterr().out
+        assert checkpoint.resolve(named).name == "step_00000001"
+
+
+def test_a_checkpoint_folder_that_cannot_be_made_is_refused_before_the_first_step(arguments, tmp_path, capsys):
+    assert train.main(arguments(**{"checkpoint.directory": "LICENSE/checkpoints"})) == 2
+    assert "checkpoint.directory = LICENSE/checkpoints: Not a directory" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_kill_9_during_a_save_leaves_the_previous_checkpoint(arguments, tmp_path, asynchronous):
+    settings = {"schedule.train_steps": 1000, "checkpoint.interval": 1, "model.hidden_size": 256}
+    words = arguments(**settings, **{"checkpoint.asynchronous": asynchronous})
+    process = start(words)
+    folder = tmp_path / "run" / "checkpoints"
+    wait_for(lambda: (folder / "latest").is_file(), process)
+    wait_for(lambda: list(folder.glob(".step_*.writing")), process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    survivor = checkpoint.resolve(tmp_path / "run")
+    step = checkpoint.read_manifest(survivor)["step"]
+    assert len(checkpoint.read_weights(survivor)) > 10
+    assert train.main([*words, f"schedule.train_steps={step + 2}", "evaluation.sample_tokens=0"]) == 0
+    assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] == step + 2
+    assert not list(folder.glob(".step_*.writing"))
+    assert [line["step"] for line in train_lines(tmp_path / "run")] == list(range(1, step + 3))
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_disk_that_fills_up_stops_the_run_and_spares_the_previous_checkpoint(arguments, tmp_path, asynchronous):
+    words = arguments(**{"checkpoint.interval": 5, "checkpoint.asynchronous": asynchronous})
+    assert train.main(arguments(**{"schedule.train_steps": 4})) == 0
+    before = checkpoint.read_weights(tmp_path / "run")
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY)); "  # writes fail past this size
+        "import train; sys.exit(train.main(sys.argv[1:]))"
+    )
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "could not write the checkpoint" in done.stderr
+    assert "GiB free" in done.stderr
+    assert "Earlier checkpoints are untouched" in done.stderr
+    folder = tmp_path / "run" / "checkpoints"
+    assert not list(folder.glob(".step_*.writing"))
+    assert checkpoint.resolve(tmp_path / "run").name == "step_00000004"
+    after = checkpoint.read_weights(tmp_path / "run")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_corrupted_or_short_file_of_a_checkpoint_is_named(arguments, tmp_path, capsys):
+    train.main(arguments())
+    step = checkpoint.resolve(tmp_path / "run")
+    file = step / "weights-00000.safetensors"
+    content = file.read_bytes()
+    longer = arguments(**{"schedule.train_steps": 9})
+    file.write_bytes(content[:-5])
+    assert train.main(longer) == 2
+    assert f"weights-00000.safetensors has {len(content) - 5} bytes of {len(content)}" in capsys.readouterr().err
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert train.main(longer) == 2
+    assert "weights-00000.safetensors is corrupted" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(arguments, tmp_path, capsys):
+    train.main(arguments())
+    assert train.main(arguments(**{"schedule.train_steps": 9, "model.hidden_size": 64})) == 2
+    error = capsys.readouterr().err
+    assert "another architecture" in error
+    assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in error
+
+
+def test_a_run_goes_on_with_a_smaller_batch(arguments, tmp_path):
+    settings = {"batch.sequence_length": 512, "batch.micro_batch_size": 8}  # an epoch is less than 50 samples
+    large, small = ({**settings, "batch.global_batch_size": size} for size in (64, 8))
+    assert train.main(arguments(**large, **{"schedule.train_steps": 2})) == 0
+    assert train.main(arguments(**small, **{"schedule.train_steps": 4})) == 0
+    state = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["state"]
+    assert (state["step"], state["consumed_samples"]) == (4, 2 * 64 + 2 * 8)  # more than 4 * 8
+
+
+def test_resume_never_starts_over_and_keeps_the_old_checkpoints(arguments, tmp_path):
+    train.main(arguments())
+    assert train.main(arguments(**{"checkpoint.resume": "never", "run.seed": 2})) == 0
+    assert checkpoint.resolve(tmp_path / "run" / "checkpoints.1").name == "step_00000008"
+    assert (tmp_path / "run" / "metrics.previous.jsonl").is_file()
+
+
+def test_checkpoints_behind_a_link_are_set_aside_on_their_own_disk(arguments, tmp_path):
+    (tmp_path / "disk" / "mine").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk" / "mine")
+    assert train.main(arguments()) == 0
+    assert train.main(arguments(**{"checkpoint.resume": tmp_path / "run" / "checkpoints" / "step_00000003"})) == 0
+    assert checkpoint.resolve(tmp_path / "disk" / "mine.1" / "step_00000006").is_dir()
+    assert train.main(arguments(**{"checkpoint.resume": "never"})) == 0
+    assert checkpoint.resolve(tmp_path / "disk" / "mine.2").name == "step_00000008"
+
+
+def test_a_run_from_another_one_resumed_equals_the_uninterrupted_one(arguments, tmp_path):
+    assert train.main(arguments("source", **{"schedule.train_steps": 4})) == 0
+    settings = {"schedule.train_steps": 6, "optimizer.lr": 0.01}
+    assert train.main(arguments("whole", **settings, **{"checkpoint.resume": tmp_path / "source"})) == 0
+    cut_after(tmp_path / "whole", 3, tmp_path / "cut")
+    assert train.main(arguments("cut", **settings)) == 0
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+    manifests = [checkpoint.read_manifest(checkpoint.resolve(tmp_path / name)) for name in ("whole", "cut")]
+    assert [manifest["optimizer_steps"] for manifest in manifests] == [10, 10]
+    assert [manifest["state"]["losses_seen"] for manifest in manifests] == [6, 6]
+    assert manifests[0]["files"] == manifests[1]["files"]
+
+
+def test_a_run_from_another_one_that_is_queued_again_goes_on_from_its_own_checkpoint(arguments, tmp_path, capsys):
+    source = tmp_path / "source"
+    assert train.main(arguments("source", **{"schedule.train_steps": 4})) == 0
+    words = arguments("whole", **{"schedule.train_steps": 6, "checkpoint.resume": source})
+    assert train.main(words) == 0
+    cut_after(tmp_path / "whole", 3, tmp_path / "cut")
+    shutil.rmtree(source)  # is not read again
+    capsys.readouterr()
+    words = arguments("cut", **{"schedule.train_steps": 6, "checkpoint.resume": source})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_save_due", lambda trainer: signal.raise_signal(signal.SIGUSR1))
+        assert train.main(words) == 0
+    out = capsys.readouterr().out
+    assert f"checkpoint.resume = {source} was for the first start: this run goes on from its own checkpoints" in out
+    assert "step_00000003 at step 3\n" in out
+    assert "\nthe same command goes on from there" in out
+    assert train.main(words) == 0
+    assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
+    capsys.readouterr()
+    assert train.main(words) == 0
+    assert " is complete: 6 steps, " in capsys.readouterr().out
+    own = tmp_path / "cut" / "checkpoints"
+    assert (
+        train.main([*words, f"checkpoint.resume={own / 'step_00000002'}"]) == 2
+    )  # a step of its own is never passed over
+    assert f"{own / 'step_00000002'} does not exist" in capsys.readouterr().err
+
+
+def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path, capsys):
+    settings = {"schedule.train_steps": 7, "schedule.decay_steps": 7}
+    words = arguments(**settings, **{"checkpoint.interval": 2, "checkpoint.keep_last": 3})
+    assert train.main(words) == 0
+    folder = tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+    whole, weights = train_lines(folder), checkpoint.read_weights(folder)
+    file = checkpoints / "step_00000007" / "weights-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert train.main([*words, "schedule.train_steps=8"]) == 2
+    assert "resume from another step folder beside it (checkpoint.resume=FOLDER)" in capsys.readouterr().err
+    back = f"checkpoint.resume={checkpoints.relative_to(tmp_path) / 'step_00000004'}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)  # the path as it is given is not the run's own word for it
+        assert train.main([*words, back, "schedule.train_steps=5"]) == 0
+    out = capsys.readouterr().out
+    assert "step_00000004 at step 4\n" in out
+    assert f"what came after that step is kept: {folder / 'checkpoints.1'}, " in out
+    assert sorted(path.name for path in (folder / "checkpoints.1").iterdir()) == ["step_00000006", "step_00000007"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000004", "step_00000005"]
+    assert len((folder / "metrics.previous.jsonl").read_text().splitlines()) > 7
+    assert [line["step"] for line in train_lines(folder)] == [1, 2, 3, 4, 5]
+    assert train.main(words) == 0
+    assert train_lines(folder) == whole
+    again = checkpoint.read_weights(folder)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+@pytest.mark.parametrize("count", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_command_that_a_launcher_starts_again_goes_on(arguments, tmp_path, monkeypatch, capsys, count):
+    """From where it is to start is for its first start; given again by hand, it starts from there again."""
+    assert train.main(arguments(**{"schedule.train_steps": 4})) == 0
+    words = arguments(**{"schedule.train_steps": 6, "checkpoint.resume": "never"})
+    monkeypatch.setenv(count, "1")
+    assert train.main(words) == 0  # what lies there is not its own
+    whole = train_lines(tmp_path / "run")
+    assert [line["step"] for line in whole] == [1, 2, 3, 4, 5, 6]
+    assert checkpoint.resolve(tmp_path / "run" / "checkpoints.1").name == "step_00000004"
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_*"))) == 2
+
+    cut_after(tmp_path / "run", 3, tmp_path / "cut")
+    words.append(f"run.directory={tmp_path / 'cut'}")
+    capsys.readouterr()
+    assert train.main(words) == 0
+    assert "step_00000003 at step 3\n" in capsys.readouterr().out
+    assert train_lines(tmp_path / "cut") == whole
+
+    monkeypatch.setenv(count, "0")
+    assert train.main(words) == 0
+    assert "at step 3\n" not in capsys.readouterr().out
+    assert checkpoint.resolve(tmp_path / "cut" / "checkpoints.2").name == "step_00000006"
+
+
+def test_a_launcher_starts_a_run_again_that_went_back(arguments, tmp_path, monkeypatch, capsys):
+    assert train.main(arguments(**{"schedule.train_steps": 4})) == 0
+    earlier = tmp_path / "run" / "checkpoints" / "step_00000003"
+    assert train.main(arguments(**{"schedule.train_steps": 6, "checkpoint.resume": earlier})) == 0
+    words = arguments(**{"schedule.train_steps": 8, "checkpoint.resume": earlier})
+    for restarts, begins in (("1", "step_00000006 at step 6\n"), ("0", "step_00000003 at step 3\n")):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        capsys.readouterr()
+        assert train.main(words) == 0
+        assert begins in capsys.readouterr().out
+
+
+def cut_after(run: Path, step: int, copy: Path) -> None:
+    """A copy of a finished run as a kill after the save of that step leaves it."""
+    shutil.copytree(run, copy)
+    (copy / "summary.json").unlink()
+    for folder in (copy / "checkpoints").glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+    (copy / "checkpoints" / "latest").write_text(f"step_{step:08d}\n")
