@@ -127,6 +127,7 @@ HYBRID: dict[int, dict[str, dict[str, Any]]] = {
         "pipeline2_checkpointed": {"pipeline": 2, **CHECKPOINTED},
         "tensor2_selective": {"tensor": 2, **SELECTIVE},
         "tensor2_sequence_selective": {"tensor": 2, **SEQUENCE, **SELECTIVE},
+        "tensor2_overlap_selective": {"tensor": 2, **OVERLAP, **SELECTIVE},
         "tensor2_forgetting": {"tensor": 2, **FORGETTING},
         "tensor2_overlap_forgetting": {"tensor": 2, **OVERLAP, **FORGETTING},
         "tensor2_overlap_checkpointed": {"tensor": 2, **OVERLAP, **CHECKPOINTED},
