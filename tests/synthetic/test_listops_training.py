@@ -56,6 +56,12 @@ def test_the_papers_configuration() -> None:
     assert network.output.weight.shape == (10, 32)
 
 
+@pytest.mark.parametrize("value", ["mlp=identity", "embedding_dropout=0.1", "head_bias=true"])
+def test_what_the_classifier_lacks_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match=rf"definitions.metala or network: {value.partition('=')[0]} = .*: allowed "):
+        Classifier(runs_of(f"network.{value}")[0], CLASSES)
+
+
 @pytest.mark.parametrize("model", list(load_experiment("listops").definitions))
 def test_a_class_is_read_from_the_mean_of_the_tokens(model: str) -> None:
     """Padding changes nothing; the gradient reaches every parameter."""

@@ -347,3 +347,14 @@ def test_the_compression_model_reads_the_last_position_alone() -> None:
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"the device .cuda:99. is not here: allowed are auto, cpu"):
         training_device("cuda:99")
+
+
+def test_blocks_without_an_mlp(runs: Runs) -> None:
+    """y = h + norm2(h) with h = x + mixer(norm1(x)), as Zoology's published models with the identity for a state mixer."""
+    (run,) = runs("network.mlp=identity")
+    network = Network(run)
+    x = torch.randn(2, 5, run.width, generator=torch.Generator().manual_seed(0))
+    block = network.model.blocks[0]
+    hidden = x + block.mixer(F.layer_norm(x, (run.width,)))
+    torch.testing.assert_close(block(x), hidden + F.layer_norm(hidden, (run.width,)))
+    assert not [name for name, _ in network.named_parameters() if ".mlp." in name]

@@ -42,6 +42,11 @@ def model_config(run: Run) -> ModelConfig:
         raise ValueError(
             f"definitions.{run.model} or network: head_bias = {bias!r}: allowed are true and false, in listops false alone"
         )
+    if without_mlp(run):
+        if run.suite == "listops":
+            raise ValueError(f"definitions.{run.model} or network: mlp = 'identity': allowed in mqar and mad alone")
+        # Built as small as can be, and taken out.
+        keys |= {"mlp": "gelu", "mlp_bias": False, "intermediate_size": 1}
     if "head_dim" in keys:
         keys["num_heads"] = max(1, run.width // keys.pop("head_dim"))
     if keys.get("positions") == "learned":
@@ -52,6 +57,11 @@ def model_config(run: Run) -> ModelConfig:
         raise ValueError(
             f"definitions.{run.model} or network, width {run.width}: {error}; the keys are those of `model`"
         ) from None
+
+
+def without_mlp(run: Run) -> bool:
+    """Whether every block adds what its second norm yields instead of an MLP's output, as Zoology's published models."""
+    return run.network.get("mlp") == "identity"
 
 
 class Network(nn.Module):
@@ -67,6 +77,9 @@ class Network(nn.Module):
         config = model_config(run)
         self.model = LanguageModel(config, seed=run.seed)
         self.model.embedding.lookup = _look_up
+        if without_mlp(run):
+            for block in self.model.blocks:
+                block.mlp = nn.Identity()
         if run.network.get("head_bias"):
             self.model.head.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.embedding_dropout = float(run.network.get("embedding_dropout", 0.0))
