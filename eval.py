@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import INTERRUPTED, command, command_line, from_zero, numbers, positive, words
+from tools.arguments import command, command_line, from_zero, interrupted, numbers, positive, words
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.load_model import LoadedModel
@@ -34,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _refuse_checkpoint(given, name)
                 return synthetic_command(given)
         except KeyboardInterrupt:
-            print("\ninterrupted: the same command goes on with the runs that are not finished", file=sys.stderr)
-            return INTERRUPTED
+            return interrupted("the same command goes on with the runs that are not finished")
     if given[:1] in (["compare"], ["table"]):
         from tools.evaluation.command import compare_command, table_command
 
@@ -57,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if texts:
             run_texts(options)
     except KeyboardInterrupt:
-        print("\ninterrupted: the same command goes on with what was answered", file=sys.stderr)
-        return INTERRUPTED
+        return interrupted("the same command goes on with what was answered")
     return 0
 
 

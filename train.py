@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lite.config import dump_config, explain_config, load_config
 from megatron_lite.config_schema import Config
-from tools.arguments import FAILED, command_line, refused
+from tools.arguments import FAILED, command_line, interrupted, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
     from megatron_lite.grid import Grid
@@ -36,7 +36,15 @@ exit 0. Every key, its default and its meaning: configs/README.md
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0 when the run is complete or was stopped by a signal, 1 or 2 after an error."""
+    """The command line. Returns 0 when the run is complete or was stopped by a signal, 1 or 2 after an error, 130 after a
+    Ctrl-C before the first step or a second one."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:
+        return interrupted("the same command goes on from the newest checkpoint, or begins where there is none")
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = command_line("python train.py", "Train a linear-attention language model.", EPILOG)
     parser.add_argument(
         "config", nargs="*", metavar="FILE.yml | key.sub=value", help="files, merged left to right, and single values"

@@ -297,6 +297,8 @@ def train_sentencepiece(
                 minloglevel=2,
             )
         except (RuntimeError, OSError) as error:
+            if "KeyboardInterrupt" in str(error):  # of `texts`: SentencePiece hands on the words of an exception alone
+                raise KeyboardInterrupt from error
             raise ValueError(
                 f"SentencePiece could not train a {model_type} vocabulary of {vocab_size} on this text: {error}. Less"
                 " text needs a smaller data.tokenizer.vocab_size."

@@ -2,8 +2,9 @@
 ends.
 
 Every program here ends with 0 when it did what was asked; with 1 when it did its work and the result is not what was
-asked (logits that differ, runs that are left), or could not be kept (a full disk); and with 2, as argparse does, when it
-refuses its input, after a sentence on stderr. Anything else is this program's own mistake and keeps its traceback.
+asked (logits that differ, runs that are left), or could not be kept (a full disk); with 2, as argparse does, when it
+refuses its input, after a sentence on stderr; and with 130 after Ctrl-C. Anything else is this program's own mistake and
+keeps its traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Main = Callable[[Sequence[str] | None], int]
 
 def command(main: Main) -> Callable[..., int]:
     """`main` of a program: an OSError or a ValueError of it (those of configurations and checkpoints are among them) is
-    its input's, and ends it as `refused` says."""
+    its input's, and ends it as `refused` says; Ctrl-C ends it as `interrupted` does."""
 
     @functools.wraps(main)
     def answered(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +40,8 @@ def command(main: Main) -> Callable[..., int]:
             return main(arguments)
         except (OSError, ValueError) as error:
             return 0 if isinstance(error, BrokenPipeError) and _unread() else refused(error)
+        except KeyboardInterrupt:
+            return interrupted()
 
     return answered
 
@@ -51,6 +54,12 @@ def _unread() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return True
+
+
+def interrupted(next_step: str = "") -> int:
+    """Says on stderr that Ctrl-C ended the command, and what is to do next; the exit status that goes with it."""
+    print("\ninterrupted" + (next_step and f": {next_step}"), file=sys.stderr)
+    return INTERRUPTED
 
 
 def refused(error: Exception) -> int:

@@ -230,3 +230,11 @@ def test_an_error_in_the_loop_keeps_its_traceback(arguments, monkeypatch):
     monkeypatch.setattr(Trainer, "_step", broken)
     with pytest.raises(ValueError, match="a shape that does not fit"):
         train.main(arguments())
+
+
+def test_an_interrupt_before_the_first_step_is_one_sentence(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Trainer, "fit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert train.main(arguments()) == 130
+    assert capsys.readouterr().err.endswith(
+        "\ninterrupted: the same command goes on from the newest checkpoint, or begins where there is none\n"
+    )

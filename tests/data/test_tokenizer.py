@@ -78,6 +78,16 @@ def test_a_vocabulary_that_the_text_cannot_fill(tmp_path):
         train_sentencepiece(["a"], tmp_path / "x.model", vocab_size=200)
 
 
+def test_an_interrupt_while_texts_are_read_is_one(tmp_path):
+    def texts():
+        yield "a few words of text\n"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_sentencepiece(texts(), tmp_path / "x.model", vocab_size=300)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_wrong_files(tmp_path):
     with pytest.raises(ValueError, match="type 'spm' is unknown; allowed: sentencepiece, hf, wordpiece, bytes"):
         load_tokenizer("spm")

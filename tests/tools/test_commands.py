@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from tests.cli.conftest import ROOT, environment
+from tools.arguments import command
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"(?:python|torchrun[^\n`]*?) (?:-m )?(tools\.[a-z_.]+[a-z]|train\.py|eval\.py)([^\n`#|]*)")
@@ -106,3 +107,12 @@ def test_output_that_nobody_reads_on_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+def test_an_interrupt_is_one_word_and_status_130(capsys) -> None:
+    @command
+    def main(arguments=None):
+        raise KeyboardInterrupt
+
+    assert main() == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
