@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import math
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -91,9 +92,9 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
 
 def _uses(config: Config[Any]) -> list[str]:
     """What can be done with the model now."""
-    run, folder = config.run.path, Path(config.checkpoint.directory)
-    if folder == run / "checkpoints":  # where a run's own folder says enough
-        folder = run
+    run, checkpoints = config.run.path, Path(config.checkpoint.directory)
+    # Where a run's own folder says enough.
+    folder = shlex.quote(str(run if checkpoints == run / "checkpoints" else checkpoints))
     if config.data.objective == "masked":
         return [
             f"  python -m tools.length {folder}   # accuracy on longer texts",
@@ -122,7 +123,11 @@ def command(config: Config[Any], steps: int) -> str:
         words.append("schedule.time_budget_minutes=null")
     if _begins_again(config):
         words = [*(word for word in words if not word.startswith("checkpoint.resume=")), "checkpoint.resume=auto"]
-    return shlex.join(["python", "train.py", *words, f"schedule.train_steps={steps}"])
+    processes = config.batch.data_ranks * config.parallel.model_ranks
+    here = os.environ.get("LOCAL_WORLD_SIZE") == str(processes)  # all of them on this machine, by torchrun
+    launcher = f"torchrun --nproc-per-node {processes}" if here else "..."
+    start = "python" if processes == 1 else launcher
+    return f"{start} train.py {shlex.join([*words, f'schedule.train_steps={steps}'])}"
 
 
 def start_message(

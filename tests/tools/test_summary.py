@@ -8,6 +8,7 @@ import pytest
 
 from megatron_lite.config import load_config
 from models.config import ModelConfig
+from tools import summary
 from tools.summary import command
 
 BUDGET = "schedule.time_budget_minutes"
@@ -26,6 +27,23 @@ def test_the_command_that_goes_on_names_more_steps_and_no_budget(monkeypatch, gi
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
     config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=1)
     assert command(config, 16) == f"python train.py {said}"
+
+
+def test_the_command_that_goes_on_starts_as_many_processes(monkeypatch):
+    given = ["parallel.tensor=2", "batch.global_batch_size=8", f"{BUDGET}=null"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *given])
+    config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=4)
+    rest = f"train.py {given[0]} {given[1]} {BUDGET}=null schedule.train_steps=16"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert command(config, 16) == f"torchrun --nproc-per-node 4 {rest}"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two machines: their launcher is not known here
+    assert command(config, 16) == f"... {rest}"
+
+
+def test_a_folder_with_a_space_is_one_word(monkeypatch):
+    given = ["run.directory=my runs/a", "model.vocab_size=4096"]
+    config = load_config(["default.yml"], given, model_type=ModelConfig, world_size=1)
+    assert all(" 'my runs/a' " in line for line in summary._uses(config))
 
 
 @pytest.mark.parametrize(
