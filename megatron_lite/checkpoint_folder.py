@@ -229,7 +229,10 @@ def _step(name: str) -> int:
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
     """The manifest's entry of the file."""
+    path.touch()  # for the rights that a new file has here: safetensors gives them to the owner alone
+    rights = path.stat().st_mode
     save_file(tensors, path)
+    path.chmod(rights)
     sync(path)
     return {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}}
 

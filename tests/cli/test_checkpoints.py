@@ -30,6 +30,17 @@ def test_saves_follow_the_configuration(arguments, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000008"
 
 
+def test_the_files_have_the_rights_of_new_files(arguments, tmp_path):
+    """A group that shares a disk reads one another's checkpoints."""
+    former = os.umask(0o027)
+    try:
+        assert train.main(arguments(**{"schedule.train_steps": 1})) == 0
+    finally:
+        os.umask(former)
+    files = list((tmp_path / "run" / "checkpoints" / "step_00000001").iterdir())
+    assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o640"}
+
+
 def test_saves_beside_training_are_those_of_a_run_that_stands_still(arguments, tmp_path):
     settings = {"checkpoint.interval": 2, "checkpoint.keep_last": 2, "schedule.train_steps": 9}
     assert train.main(arguments("still", **settings)) == 0
