@@ -20,10 +20,11 @@ def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
     """The configuration for so many processes. Accumulation follows from the layout."""
     from megatron_lite.config import load_config
     from models.config import ModelConfig
+    from tools.vocabulary import vocabulary_override
 
     files = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
-    overrides.append("batch.gradient_accumulation_steps=null")
+    overrides += [*vocabulary_override(files, overrides), "batch.gradient_accumulation_steps=null"]
     return load_config(files, overrides, model_type=ModelConfig, world_size=gpus)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from data.tokenizer import padded_vocab_size
 from megatron_lite.config_files import CONFIGS
+from tools.estimate import read_config
 from tools.vocabulary import vocabulary_override
 
 DEFAULT = [CONFIGS / "default.yml"]
@@ -28,6 +29,11 @@ def test_padding(entries, rows):
 )
 def test_a_size_that_is_left_out(overrides, expected):
     assert vocabulary_override(DEFAULT, overrides) == expected
+
+
+def test_a_plan_reads_such_a_configuration_too():
+    words = [str(DEFAULT[0]), "model.vocab_size=null", "data.tokenizer={type: bytes}"]
+    assert read_config(words, 1).model.vocab_size == 384
 
 
 def test_a_tokenizer_that_is_not_there(capsys):
