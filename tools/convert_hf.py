@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +72,10 @@ def _import(options: argparse.Namespace) -> int:
     if over:
         print(f"error: over the tolerance of {options.tolerance:g}; {done.run} was left as it is", file=sys.stderr)
         return 1
-    print(f"python train.py {done.run}/config.yml data.corpus=...   trains on from here; look through the file first")
+    # Of the two the configuration names one, and refuses the other beside it.
+    texts = "data.train=... data.validation=..." if done.config["data"].get("train") else "data.corpus=..."
+    file = shlex.quote(f"{done.run}/config.yml")
+    print(f"python train.py {file} {texts}   trains on from here; look through the file first")
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import train
@@ -188,6 +189,21 @@ def test_released_metala_names(norm_type: str, tmp_path: Path) -> None:
     assert main(["import", str(folder), str(tmp_path / "run")]) == 0
     ids = torch.arange(40)[None]
     assert torch.equal(load_language_model(tmp_path / "run")(ids), model(ids))
+
+
+def test_the_command_that_trains_on_names_the_kind_of_text_of_the_configuration(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", str(exported), str(tmp_path / "my runs" / "a")]) == 0
+    assert f"python train.py '{tmp_path}/my runs/a/config.yml' data.corpus=...   trains on" in capsys.readouterr().out
+    copy = shutil.copytree(exported, tmp_path / "of token files")
+    side = copy / "training" / "config.yml"
+    config = yaml.safe_load(side.read_text())
+    config["data"] |= {"corpus": None, "train": "corpora/a_text_document"}
+    side.write_text(yaml.safe_dump(config))
+    assert main(["import", str(copy), str(tmp_path / "again")]) == 0
+    said = capsys.readouterr().out
+    assert f"python train.py {tmp_path}/again/config.yml data.train=... data.validation=...   trains on" in said
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
