@@ -18,6 +18,7 @@ import pytest
 import eval as command
 from tests.cli.conftest import ROOT, environment
 from tests.parallel.launch import free_port
+from tools import convert_hf
 from tools.evaluation.harness import read_results
 from tools.evaluation.opening import checkpoint_hash
 from tools.evaluation.report import latex, plain, suite_table
@@ -178,6 +179,17 @@ def test_other_models_stand_in_the_same_table(kind, bpe, eval_data, evaluated, t
     assert len(read_results(out)["metalion"]["model"]["sha256"]) == 64
     assert command.main(["compare", str(evaluated[0]), str(out)]) == 0
     assert re.search(r"copa +acc +8 ", capsys.readouterr().out)
+
+
+def test_code_that_a_model_brings_is_run_where_the_flag_says_so(trained_run, eval_data, tmp_path, capsys):
+    folder = tmp_path / "exported"
+    assert convert_hf.main(["export", str(trained_run), str(folder)]) == 0
+    words = [str(folder), "--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data), "--no-progress"]
+    assert command.main(words) == 2
+    assert f"error: {folder}: it brings Python code of its own" in (said := capsys.readouterr().err)
+    assert "--trust-remote-code" in said
+    assert command.main([*words, "--trust-remote-code", "--out", str(tmp_path / "results.json")]) == 0
+    assert "Running loglikelihood" not in capsys.readouterr().err
 
 
 def test_an_interrupted_model_does_not_answer_for_another_of_its_name(bpe, eval_data, tmp_path, monkeypatch):

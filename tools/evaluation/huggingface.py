@@ -32,25 +32,32 @@ class HuggingFaceLM(HFLM):
         batch_size: int | str = "auto",
         max_length: int | None = None,
         trust_remote_code: bool = False,
+        progress: bool = True,
     ) -> None:
         _register_linear_attention(name)
         if device == "cpu" and batch_size == "auto":
             batch_size = 8  # measuring what fits takes longer than it saves
-        super().__init__(
-            pretrained=name,
-            device=device,
-            dtype=_DTYPES.get(dtype, dtype),
-            batch_size=batch_size,
-            max_length=max_length,
-            trust_remote_code=trust_remote_code,
-        )
+        try:
+            super().__init__(
+                pretrained=name,
+                device=device,
+                dtype=_DTYPES.get(dtype, dtype),
+                batch_size=batch_size,
+                max_length=max_length,
+                trust_remote_code=trust_remote_code,
+            )
+        except ValueError as error:
+            if trust_remote_code or "trust_remote_code" not in str(error):
+                raise
+            words = "it brings Python code of its own: look through it, and let it run with --trust-remote-code"
+            raise ValueError(f"{name}: {words}") from error
         rows, entries = self.model.get_input_embeddings().weight.shape[0], len(self.tokenizer)
         if entries > rows:
             raise ValueError(
                 f"{name}: its tokenizer has {entries:,} entries and the model {rows:,} rows: it is not the tokenizer that "
                 "the model was trained with"
             )
-        self.name = name
+        self.name, self.progress = name, progress
         self.truncated: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.asked_tokens = self.longest = 0
@@ -62,6 +69,7 @@ class HuggingFaceLM(HFLM):
             self.asked_tokens += length - 1
             self.requests[""] += 1
             self.truncated[""] += length > self.max_length + 1
+        kwargs["disable_tqdm"] = kwargs.get("disable_tqdm", False) or not self.progress
         return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
 

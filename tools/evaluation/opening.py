@@ -124,6 +124,7 @@ def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> 
         dtype=options.dtype,
         max_length=length,
         trust_remote_code=options.trust_remote_code,
+        progress=options.progress,
     )
     digest = folder_hash(options.checkpoint)
     # Folders of different models often have one name ("exported"), and so the same place for their results.
