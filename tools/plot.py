@@ -111,6 +111,8 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
             top = axes.secondary_xaxis("top", functions=(lambda x: x * a_step, lambda x: x / a_step))
             top.xaxis.set_major_formatter(_engineering)
             top.set_xlabel("tokens")
+        for panel in panels.flat:
+            panel.xaxis.set_major_locator(plt.MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
         _legend_of_styles(axes, bool(data.validation))
         _save(figure, out)
     return out
@@ -139,7 +141,7 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
         for axes in (by_step, by_tokens):
             _limit_loss(axes, data)
         for axes in (by_step, by_tokens, speed, rate, norm):
-            axes.xaxis.set_major_locator(plt.MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+            axes.xaxis.set_major_locator(plt.MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
             axes.xaxis.set_major_formatter(_engineering)
         speed.yaxis.set_major_formatter(_engineering)
         _limit_robust(speed, [column(run.train, "tokens_per_second") for run in data])

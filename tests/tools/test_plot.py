@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.metrics import MetricsLogger
+from tools import plot
 from tools.plot import COLORS, distinct_names, main, plot_loss, plot_runs, smooth
 
 
@@ -58,6 +59,17 @@ def test_one_run(tmp_path: Path) -> None:
     assert rgb(COLORS[0]) in colors_in(run / "plot.png")
     assert plot_loss(run) == run / "loss.png"
     assert rgb(COLORS[0]) in colors_in(run / "loss.png")
+
+
+@pytest.mark.parametrize("steps", [2, 20])
+def test_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    run, figures = write_run(tmp_path / "short", steps=steps), []
+    monkeypatch.setattr(plot, "_save", lambda figure, out: figures.append(figure))
+    plot_loss(run)
+    plot_runs([run], tmp_path / "plot.png")
+    ticks = [axes.get_xticks() for figure in figures for axes in figure.axes if axes.get_xlabel() == "step"]
+    assert len(ticks) == 5
+    assert all((of_one == of_one.round()).all() for of_one in ticks)
 
 
 def test_several_runs_have_a_color_each(tmp_path: Path) -> None:
