@@ -410,7 +410,10 @@ class EvaluationConfig(Section):
 
     interval: Steps = Field(default=0, description="Validate every this many steps; 0: only at the end.")
     batches: int = Field(
-        default=20, ge=1, description="Batches of a validation on the way; the final one reads the whole set."
+        default=20,
+        ge=1,
+        description="Batches of a validation on the way, each of `batch.micro_batch_size` samples a data rank: more processes "
+        "read more of the set. The final one reads the whole.",
     )
     suites: tuple[Text, ...] = Field(
         default=(),
