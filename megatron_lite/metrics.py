@@ -207,8 +207,8 @@ class _Progress:
         self.last_line = self.start
 
     def show(self, step: int, values: Mapping[str, Value], kind: str) -> None:
-        if kind == "validation":
-            self._print(f"{self._place(step)}  validation  {_pairs(values, _VALIDATION_FORMATS)}")
+        if kind in ("validation", "test"):
+            self._print(f"{self._place(step)}  {kind}  {_pairs(values, _VALIDATION_FORMATS)}")
         if kind == "evaluation":
             named = {key: value for key, value in values.items() if "/" in key and not isinstance(value, str)}
             averages = {key: value for key, value in named.items() if key.endswith("/average")} or named

@@ -70,7 +70,13 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
                 f"without reading, by the frequencies of the training text: {report['unigram']['accuracy']:.2%} "
                 f"(loss {report['unigram']['loss']:.4f})",
             ]
-    samples = [line for line in read_metrics(folder) if line["kind"] == "sample"]
+    measured = read_metrics(folder)
+    tests = [line for line in measured if line["kind"] == "test" and line["step"] == state.step]
+    if tests:
+        test = report["test"] = {key: value for key, value in tests[-1].items() if key not in ("kind", "step", "time")}
+        found = f", masked tokens found: {test['accuracy']:.2%}" if "accuracy" in test else ""
+        lines += ["", f"test loss {test['loss']:.4f} nats/token, perplexity {test['perplexity']:.2f}{found}"]
+    samples = [line for line in measured if line["kind"] == "sample"]
     if samples:
         report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
         lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]

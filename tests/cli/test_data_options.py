@@ -39,7 +39,7 @@ def lines(folder: Path, kind: str) -> list[dict[str, float]]:
     return [line for line in every if line["kind"] == kind]
 
 
-def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path):
+def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path, capsys):
     changes = {
         "data.corpus": "null",
         "data.train": f"[{files['pile']}, {files['web']}]",
@@ -74,6 +74,9 @@ def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path
     assert last["loss"] < first["loss"]
     (test,) = lines(tmp_path / "whole", "test")
     assert "loss/web" in test
+    report = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert report["test"]["loss"] == test["loss"]
+    assert f"test loss {test['loss']:.4f} nats/token" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
