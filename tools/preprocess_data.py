@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--output-prefix {options.output_prefix} names a folder: add how the names of the files in it begin, for example "
             f"{os.path.join(options.output_prefix, 'train')}"
         )
-    files = source_files([part for entry in options.input for part in entry.split(",")])
+    # A name that has a comma itself is one that is there.
+    files = source_files([p for word in options.input for p in ([word] if os.path.exists(word) else word.split(","))])
     if not options.overwrite and (manifests := finished(files, options.output_prefix, recipe)):
         _say(options.output_prefix, manifests)
         print("complete: written before from this input with these settings (--overwrite writes it again)")

@@ -300,6 +300,15 @@ def test_command_lines_of_gpt_neox_run(tmp_path, inline, sentencepiece):
     assert IndexedTokens(tmp_path / "out_text_document").num_documents == 1
 
 
+def test_a_comma_separates_inputs_or_is_part_of_a_name(tmp_path, inline):
+    names = ("one, more.jsonl", "two.jsonl", "three.jsonl")
+    one, two, three = (write(tmp_path / name, [{"text": name}]) for name in names)
+    words = ["--tokenizer-type", "bytes", "--output-prefix", f"{tmp_path}/out", "--overwrite", "--no-progress"]
+    for given, documents in (([str(one)], 1), ([f"{two},{three}"], 2), ([str(one), str(two)], 2)):
+        assert main(["--input", *given, *words]) == 0
+        assert IndexedTokens(tmp_path / "out_text_document").num_documents == documents
+
+
 def test_parts_of_another_recipe_are_not_used(corpus, tmp_path, inline):
     files = source_files(corpus)
     Inline.stop_at = "d.jsonl"
