@@ -152,7 +152,15 @@ class Session:
                 read.append(start)
             for task in read:
                 for split in _splits_read(task, self.hold_out):
-                    split_file(task, split, self.data)
+                    try:
+                        split_file(task, split, self.data)
+                    except FileNotFoundError as error:
+                        if task == name:
+                            raise
+                        words = (
+                            f"{error}. {name} starts from the weights that {task} left: --start pretrained does without"
+                        )
+                        raise FileNotFoundError(words) from error
 
     def _weights_of(self, name: str, model: Path) -> Path:
         folder = self.output / name
