@@ -106,6 +106,11 @@ class MetricsLogger:
         self.log(step, {"text": text}, kind=kind)
         tqdm.write(f"step {step}: {text}", file=sys.stderr)
 
+    def show_share(self, what: str, share: float) -> None:
+        """Shows on the bar, where there is one, how much of a piece of work is done that is no step."""
+        if self._progress is not None:
+            self._progress.show_share(what, share)
+
     def close(self) -> None:
         """Ends the display and closes every file; a second call does nothing."""
         if self._progress is not None:
@@ -205,9 +210,12 @@ class _Progress:
         self.seconds_between_lines = 600.0
         self.next_line_step = 0
         self.last_line = self.start
+        self.last_share, self.step_text = 0.0, ""
 
     def show(self, step: int, values: Mapping[str, Value], kind: str) -> None:
         if kind in ("validation", "test"):
+            if self.bar is not None:
+                self.bar.set_postfix_str(self.step_text, refresh=False)
             self._print(f"{self._place(step)}  {kind}  {_pairs(values, _VALIDATION_FORMATS)}")
         if kind == "evaluation":
             named = {key: value for key, value in values.items() if "/" in key and not isinstance(value, str)}
@@ -216,7 +224,8 @@ class _Progress:
         if kind != "train":
             return
         if self.bar is not None:
-            self.bar.set_postfix_str(_pairs(values, _TRAIN_FORMATS, separator=", "), refresh=False)
+            self.step_text = _pairs(values, _TRAIN_FORMATS, separator=", ")
+            self.bar.set_postfix_str(self.step_text, refresh=False)
             self.bar.update(step - self.bar.n)
             return
         now = time.monotonic()
@@ -227,6 +236,12 @@ class _Progress:
             left = (now - self.start) / max(1, step - self.initial) * (self.total - step)
             text = f"{self._place(step)}  {_pairs(values, _TRAIN_FORMATS)}"
             self._print(text + (f"  ETA {_duration(left)}" if step < self.total else ""))
+
+    def show_share(self, what: str, share: float) -> None:
+        now = time.monotonic()
+        if self.bar is not None and now - self.last_share >= 0.5:
+            self.last_share = now
+            self.bar.set_postfix_str(f"{what} {share:.0%}")
 
     def close(self) -> None:
         if self.bar is not None:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -171,7 +172,7 @@ class Trainer(Generic[ModelT]):
             finished = state.step >= config.schedule.train_steps
             final = self._validate(None) if finished else {}
             if finished and self._test is not None:
-                values = self._evaluate(self._test, None)
+                values = self._evaluate(self._test, None, "test")
                 if self.metrics is not None:
                     self.metrics.log(state.step, values, kind="test")
             if finished:
@@ -262,7 +263,7 @@ class Trainer(Generic[ModelT]):
     def _validate(self, limit: int | None) -> dict[str, float]:
         if self._validation is None:
             return {}
-        values = self._evaluate(self._validation, limit)
+        values = self._evaluate(self._validation, limit, "validation")
         if self.metrics is not None:
             self.metrics.log(self.state.step, values, kind="validation")
         if self._sample is not None:
@@ -273,8 +274,10 @@ class Trainer(Generic[ModelT]):
                 self.metrics.log(self.state.step, {"prompt": prompt, "text": text}, kind="sample")
         return values
 
-    def _evaluate(self, data: ValidationSet, limit: int | None) -> dict[str, float]:
-        return {**evaluate(self.engine, data, limit), "tokens": self.state.consumed_tokens}
+    def _evaluate(self, data: ValidationSet, limit: int | None, what: str) -> dict[str, float]:
+        # Of a whole set, which may take as long as many steps.
+        progress = partial(self.metrics.show_share, what) if limit is None and self.metrics is not None else None
+        return {**evaluate(self.engine, data, limit, progress), "tokens": self.state.consumed_tokens}
 
     def _evaluate_suites(self) -> None:
         """Logs the scores, or that and why there are none: what fails here never stops a run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_lite.engine import Batch, Engine
@@ -20,26 +20,41 @@ class ValidationSet:
         parts: name of each part (one source of the text; "" where they are not told apart) -> its share of the tokens.
         total_bytes: bytes of the text of the whole set; None when it is not known.
         total_tokens: tokens that carry a loss in the whole set.
+        micro_batches: of this data rank in the whole set.
     """
 
     batches: Callable[[str, int | None], Iterable[Batch]]
     parts: Mapping[str, float]
     total_bytes: int | None
     total_tokens: int
+    micro_batches: int
 
 
-def evaluate(engine: Engine, data: ValidationSet, limit: int | None) -> dict[str, float]:
+def evaluate(
+    engine: Engine, data: ValidationSet, limit: int | None, progress: Callable[[float], None] | None = None
+) -> dict[str, float]:
     """Loss, perplexity and what else the data allow: accuracy, bits per byte, the loss of every part. Every process calls it.
 
     Args:
         limit: at most about so many micro batches of each part; None: all.
+        progress: is told the share of the whole set that is done, after every micro batch.
     """
     begin = time.perf_counter()
+    done = 0
+
+    def watched(batches: Iterable[Batch]) -> Iterator[Batch]:
+        nonlocal done
+        for batch in batches:
+            yield batch
+            if progress is not None:
+                done += 1
+                progress(done / data.micro_batches)
+
     loss = evaluated = 0.0
     accuracy: dict[str, float] = {}
     by_part = {}
     for name, share in data.parts.items():
-        nll, weight, right = engine.evaluate(data.batches(name, limit))
+        nll, weight, right = engine.evaluate(watched(data.batches(name, limit)))
         by_part[f"loss/{name}"] = nll / max(weight, 1e-30)
         loss += share * by_part[f"loss/{name}"]
         if right is not None:

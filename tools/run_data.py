@@ -86,7 +86,13 @@ def validation_set(
         return parts[name].batches(None if limit is None else max(1, round(limit * shares[name])))
 
     known_bytes = total_bytes if config.data.objective == "causal" else None
-    return ValidationSet(part_batches, parts=shares, total_bytes=known_bytes, total_tokens=tokens)
+    return ValidationSet(
+        part_batches,
+        parts=shares,
+        total_bytes=known_bytes,
+        total_tokens=tokens,
+        micro_batches=sum(-(-len(part.dataset) // at_once) for part in parts.values()),
+    )
 
 
 @dataclass(frozen=True)

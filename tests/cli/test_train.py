@@ -13,6 +13,7 @@ import yaml
 
 import train
 from megatron_lite import checkpoint
+from megatron_lite.metrics import MetricsLogger
 from megatron_lite.trainer import Trainer
 from tests.cli.conftest import ROOT
 
@@ -238,3 +239,17 @@ def test_an_interrupt_before_the_first_step_is_one_sentence(arguments, tmp_path,
     assert capsys.readouterr().err.endswith(
         "\ninterrupted: the same command goes on from the newest checkpoint, or begins where there is none\n"
     )
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+def test_a_whole_validation_says_how_far_it_is(arguments, monkeypatch, objective):
+    shown = []
+    monkeypatch.setattr(MetricsLogger, "show_share", lambda _, what, share: shown.append((what, share)))
+    both_ways = {"data.objective": "masked", "model.mixers": "[metala_bidirectional]"}
+    # Of a part of the set, on the way, nothing is said.
+    words = {"schedule.train_steps": 2, "evaluation.interval": 1, "evaluation.batches": 1}
+    assert train.main(arguments(**words, **(both_ways if objective == "masked" else {}))) == 0
+    shares = [share for what, share in shown if what == "validation"]
+    assert len(shares) == len(shown) > 3
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1)

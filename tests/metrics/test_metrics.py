@@ -152,6 +152,7 @@ def test_on_a_terminal_there_is_one_bar(tmp_path: Path, size: tuple[int, int]) -
         "import sys; from pathlib import Path; from megatron_lite.metrics import MetricsLogger\n"
         "logger = MetricsLogger(Path(sys.argv[1]), total_steps=40, initial_step=10)\n"
         "for step in range(11, 41): logger.log(step, {'loss': 2.5, 'tokens_per_second': 5000.0})\n"
+        "for _ in range(9): logger.show_share('validation', 0.25)\n"
         "logger.log(40, {'loss': 2.25}, kind='validation')\n"
         "logger.close()\n"
     )
@@ -175,6 +176,7 @@ def test_on_a_terminal_there_is_one_bar(tmp_path: Path, size: tuple[int, int]) -
     assert bars[0].startswith("train  25%|")
     assert "40/40" in bars[-1]
     assert "loss 2.5000, tokens/s 5,000" in bars[-1]
+    assert sum("40/40" in line and "validation 25%" in line for line in bars) == 1, "not more often than can be read"
     assert sum("validation  loss 2.2500" in line for line in shown) == 1
 
 
