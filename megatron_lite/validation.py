@@ -50,22 +50,22 @@ def evaluate(
                 done += 1
                 progress(done / data.micro_batches)
 
-    loss = evaluated = 0.0
-    accuracy: dict[str, float] = {}
-    by_part = {}
-    for name, share in data.parts.items():
-        nll, weight, right = engine.evaluate(watched(data.batches(name, limit)))
-        by_part[f"loss/{name}"] = nll / max(weight, 1e-30)
-        loss += share * by_part[f"loss/{name}"]
-        if right is not None:
-            accuracy["accuracy"] = accuracy.get("accuracy", 0.0) + share * right / max(weight, 1e-30)
-        evaluated += weight
+    sums = {name: engine.evaluate(watched(data.batches(name, limit))) for name in data.parts}
+    # A small part of a masked set may have no masked token, and then says nothing.
+    shares = {name: share for name, share in data.parts.items() if sums[name].weight}
+    by_part = {f"loss/{name}": sums[name].nll / sums[name].weight for name in shares}
+    whole = sum(shares.values()) or math.nan
+    loss = sum(share * by_part[f"loss/{name}"] for name, share in shares.items()) / whole
+    rights = [
+        share * right / sums[name].weight for name, share in shares.items() if (right := sums[name].right) is not None
+    ]
+    accuracy = {"accuracy": sum(rights) / whole} if rights else {}
     values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **accuracy}
     if data.total_bytes:
         # Over the whole set this is total nll / ln 2 / bytes; over a part, the set's tokens per byte stand in.
         values["bits_per_byte"] = loss / math.log(2) * data.total_tokens / data.total_bytes
     if "" not in data.parts:
         values.update(by_part)
-    values["evaluated_tokens"] = evaluated
+    values["evaluated_tokens"] = sum(part.weight for part in sums.values())
     values["seconds"] = time.perf_counter() - begin
     return values
