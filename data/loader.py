@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
@@ -59,13 +58,11 @@ def batches(
 class ReadAhead(Generic[Item]):
     """An iterator that a thread of its own keeps ``depth`` items ahead.
 
-    ``wait_seconds`` is how long the last ``next`` waited, ``total_wait_seconds`` all of them. An error in the source is
-    raised by the ``next`` that would have given the item. ``close`` ends the thread; leaving a ``with`` block does it.
+    An error in the source is raised by the ``next`` that would have given the item. ``close`` ends the thread; leaving a
+    ``with`` block does it.
     """
 
     def __init__(self, source: Iterator[Item], depth: int = 2) -> None:
-        self.wait_seconds = 0.0
-        self.total_wait_seconds = 0.0
         self._ready: queue.Queue[tuple[str, object]] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._done = False
@@ -78,10 +75,7 @@ class ReadAhead(Generic[Item]):
     def __next__(self) -> Item:
         if self._done:
             raise StopIteration
-        start = time.perf_counter()
         kind, value = self._ready.get()
-        self.wait_seconds = time.perf_counter() - start
-        self.total_wait_seconds += self.wait_seconds
         if kind == "item":
             return value  # type: ignore[return-value]
         self._done = True
