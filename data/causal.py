@@ -40,9 +40,8 @@ class CausalDataset:
     """Packed training samples of one token file.
 
     prefix: the token file without extension. num_samples: how many samples the run will take, which fixes the number
-    of epochs. order: "neox" or "reshuffle" (see `data.sample_index`). sequences: [first, end) ids in use, for a split
-    within one file; all by default. cache_directory: where the index is kept, under the hash of everything that made
-    it; None keeps it in memory.
+    of epochs. order: "neox" or "reshuffle" (see `data.sample_index`). cache_directory: where the index is kept, under the
+    hash of everything that made it; None keeps it in memory.
 
     ``ds[i]`` -> {"tokens": int64 [T], "labels": int64 [T], "loss_weight": float32 [T]}; labels are the tokens one
     later. With ``reset_at_documents`` also "cu_seqlens" int32 [segments + 1]: 0, the starts of further documents, T, and T
@@ -59,7 +58,6 @@ class CausalDataset:
         seed: int,
         order: str = "neox",
         packing: Packing = Packing(),
-        sequences: tuple[int, int] | None = None,
         cache_directory: str | Path | None = None,
     ) -> None:
         if sequence_length < 1 or num_samples < 1:
@@ -69,7 +67,6 @@ class CausalDataset:
         self.packing = packing
         self.index, self.epochs = cached_sample_index(
             self.file,
-            sequences=_checked_range(self.file, sequences),
             sequence_length=sequence_length,
             num_samples=num_samples,
             seed=seed,
@@ -169,7 +166,7 @@ class SequentialDataset:
     def _most_segments(self) -> int:
         starts = np.maximum(np.arange(len(self) + 1) * self.sequence_length - 1, 0)
         entries = np.searchsorted(self._ends, starts, side="right")
-        return int(np.diff(entries).max()) + 3  # itself, and first_token before and after
+        return int(np.diff(entries).max()) + 2  # itself, or first_token after, and first_token before
 
 
 def cu_seqlens(parts: list[Part], length: int, segments: int) -> torch.Tensor:
@@ -215,10 +212,3 @@ def read_parts(file: IndexedTokens, parts: list[Part], count: int) -> NDArray[np
     for place, (sequence, first, taken) in zip(_places(parts), parts, strict=True):
         out[place : place + taken] = file.read(sequence, first, taken)
     return out
-
-
-def _checked_range(file: IndexedTokens, sequences: tuple[int, int] | None) -> tuple[int, int]:
-    first, end = sequences or (0, len(file))
-    if not 0 <= first < end <= len(file):
-        raise ValueError(f"{file.prefix}: sequences [{first}, {end}) are not a range within its {len(file)}")
-    return first, end

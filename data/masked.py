@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .cache import cached_arrays
 from .causal import Sample, cu_seqlens, parts_from, read_parts
-from .indexed import IndexedTokens, file_identity
+from .indexed import IndexedTokens
 from .masking import IGNORED_LABEL, Masking
 from .sample_index import cached_sample_index
 from .sources import read_sources
@@ -78,18 +78,17 @@ class MaskedDataset:
                 raise ValueError(f"{prefix}: its documents hold nothing but their end")
             if num_samples is not None:
                 epochs = -(-num_samples // self.per_epoch)
-                self._order = _shuffled_pieces(self.file, self._pieces, sequence_length, epochs, seed, cache_directory)
+                self._order = _shuffled_pieces(self.per_epoch, epochs, seed, cache_directory)
             self.length = self.per_epoch if self._order is None else len(self._order)
         elif num_samples is None:
             self._ends = np.cumsum(self.file.sizes[self._ids], dtype=np.int64)
             self.length = self.per_epoch = -(-int(self._ends[-1]) // sequence_length)
             starts = np.searchsorted(self._ends, np.arange(self.length + 1) * sequence_length, side="right")
-            self.segments = int(np.diff(starts).max(initial=0)) + 2
+            self.segments = int(np.diff(starts).max()) + 1  # itself, or the filling
             self._fill = tokenizer.end_of_document_id
         else:
             self._index, epochs = cached_sample_index(
                 self.file,
-                sequences=(0, len(self.file)),
                 sequence_length=sequence_length,
                 num_samples=num_samples,
                 seed=seed,
@@ -136,10 +135,9 @@ class MaskedDataset:
             entry, offset = (int(x) for x in self._index.sample_index[place])
             count = length
             parts = parts_from(self.file.sizes, self._index.document_index, entry, offset, count)
-        tokens = np.full(length, 0 if count == length else self._fill)
+        tokens = np.full(length, 0 if count == length else self._fill)  # a special token, of which none is a label
         tokens[:count] = read_parts(self.file, parts, count)
         inputs, labels = self.masking.apply(tokens, random)
-        labels[count:] = IGNORED_LABEL
         sample = _masked_sample(inputs, labels)
         if self.reset_at_documents:
             filling = [(-1, 0, length - count)] if count < length else []
@@ -178,25 +176,9 @@ class _Pieces:
         return sequence, np.concatenate([self.begin, file.read(sequence, first, count), self.end]).astype(np.int64)
 
 
-def _shuffled_pieces(
-    file: IndexedTokens,
-    pieces: _Pieces,
-    sequence_length: int,
-    epochs: int,
-    seed: int,
-    cache_directory: str | Path | None,
-) -> NDArray:
-    """Numbers of the pieces, shuffled epoch by epoch: [epochs * pieces]."""
-    count = len(pieces)
-    made_from = {
-        "pieces": PIECES_VERSION,
-        "files": file_identity(file.prefix),
-        "sequence_length": sequence_length,
-        "room": pieces.room,
-        "ended": pieces.ended,
-        "epochs": epochs,
-        "seed": seed,
-    }
+def _shuffled_pieces(count: int, epochs: int, seed: int, cache_directory: str | Path | None) -> NDArray:
+    """Numbers of so many pieces, shuffled epoch by epoch: [epochs * count]."""
+    made_from = {"pieces": PIECES_VERSION, "count": count, "epochs": epochs, "seed": seed}
 
     def build() -> dict[str, NDArray]:
         dtype = np.uint32 if count < 2**32 else np.int64

@@ -42,15 +42,10 @@ def epochs_needed(num_samples: int, tokens_per_epoch: int, sequence_length: int)
     return max(1, -(-(num_samples * sequence_length + 1) // tokens_per_epoch))
 
 
-def build_sample_index(
-    sizes: NDArray[np.int32], sequences: NDArray[np.int32], sequence_length: int, epochs: int, seed: int
-) -> SampleIndex:
-    """GPT-NeoX's three arrays for the given sequence ids, without a loop over sequences or samples.
-
-    ``sizes`` int32 [N] tokens of every sequence of the file; ``sequences`` the ids in use.
-    """
+def build_sample_index(sizes: NDArray[np.int32], sequence_length: int, epochs: int, seed: int) -> SampleIndex:
+    """GPT-NeoX's three arrays, without a loop over sequences or samples. ``sizes`` int32 [N]: tokens of every sequence."""
     random = np.random.RandomState(seed)
-    document_index = np.tile(np.asarray(sequences, np.int32), epochs)
+    document_index = np.tile(np.arange(len(sizes), dtype=np.int32), epochs)
     random.shuffle(document_index)
     starts, segments = _sample_starts(sizes[document_index], sequence_length)
     samples = len(starts) - 1
@@ -59,17 +54,15 @@ def build_sample_index(
     return SampleIndex(document_index, starts, shuffle_index, np.array([segments]))
 
 
-def build_reshuffled_index(
-    sizes: NDArray[np.int32], sequences: NDArray[np.int32], sequence_length: int, epochs: int, seed: int
-) -> SampleIndex:
+def build_reshuffled_index(sizes: NDArray[np.int32], sequence_length: int, epochs: int, seed: int) -> SampleIndex:
     """The same arrays for epochs that are shuffled one by one; epoch e depends on (seed, e) alone."""
     documents, starts, shuffled, segments = [], [], [], [0]
     rows = 0
     for epoch in range(epochs):
         random = np.random.Generator(np.random.PCG64([seed, epoch]))
-        documents.append(random.permutation(np.asarray(sequences, np.int32)))
+        documents.append(random.permutation(np.arange(len(sizes), dtype=np.int32)))
         epoch_starts, most = _sample_starts(sizes[documents[-1]], sequence_length)
-        epoch_starts[:, 0] += epoch * len(sequences)
+        epoch_starts[:, 0] += epoch * len(sizes)
         order = random.permutation(len(epoch_starts) - 1) + rows
         rows += len(epoch_starts)
         starts.append(epoch_starts)
@@ -86,24 +79,19 @@ def build_reshuffled_index(
 def cached_sample_index(
     file: IndexedTokens,
     *,
-    sequences: tuple[int, int],
     sequence_length: int,
     num_samples: int,
     seed: int,
     order: str,
     cache_directory: str | Path | None,
 ) -> tuple[SampleIndex, int]:
-    """The index of sequences [first, end) of a file, and its number of epochs, from the cache where it is.
+    """The index of a file and its number of epochs, from the cache where it is.
 
-    Raises ValueError for an unknown order, for sequences without tokens and, in the order ``reshuffle``, for fewer tokens
-    than a sample needs.
+    Raises ValueError for an unknown order and, in the order ``reshuffle``, for fewer tokens than a sample needs.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r} of the samples is unknown; allowed: {', '.join(ORDERS)}")
-    first, end = sequences
-    tokens = int(file.sizes[first:end].sum(dtype=np.int64))
-    if tokens == 0:
-        raise ValueError(f"{file.prefix}: sequences {first} to {end} hold no tokens")
+    tokens = file.num_tokens
     if order == "neox":
         epochs = epochs_needed(num_samples, tokens, sequence_length)
     elif tokens <= sequence_length:
@@ -117,16 +105,14 @@ def cached_sample_index(
         "samples": INDEX_VERSION,
         "order": order,
         "files": file_identity(file.prefix),
-        "sequences": [first, end],
         "sequence_length": sequence_length,
         "epochs": epochs,
         "seed": seed,
     }
 
     def build() -> dict[str, NDArray]:
-        ids = np.arange(first, end, dtype=np.int32)
         make = build_sample_index if order == "neox" else build_reshuffled_index
-        return vars(make(file.sizes, ids, sequence_length, epochs, seed))
+        return vars(make(file.sizes, sequence_length, epochs, seed))
 
     return SampleIndex(**cached_arrays(cache_directory, "samples", made_from, build)), epochs
 

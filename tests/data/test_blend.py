@@ -65,6 +65,13 @@ def test_samples_come_from_their_files(tmp_path):
     assert np.bincount(by_tokens.source).tolist() == [10, 30]
 
 
+def test_files_hold_half_a_percent_more_than_their_share(tmp_path):
+    """GPT-NeoX's margin, which decides how many epochs one stream is of: 19 samples are one, 19 x 1.005 begin another."""
+    prefixes = [write(tmp_path / name, 100, 1) for name in ("a", "b")]
+    dataset = training_dataset(prefixes, by_weights(1, 1), sequence_length=5, num_samples=38, seed=3)
+    assert [part.epochs for part in dataset.datasets] == [2, 2]
+
+
 def test_one_file_needs_no_blend(tmp_path):
     dataset = training_dataset(write(tmp_path / "a", 100, 1), sequence_length=5, num_samples=4, seed=3)
     assert isinstance(dataset, CausalDataset)
@@ -79,7 +86,9 @@ def test_the_blend_is_cached_and_the_same(tmp_path):
         assert cached.source.tolist() == direct.source.tolist()
         assert cached.number.tolist() == direct.number.tolist()
     training_dataset(prefixes, by_weights(2, 1), **settings, cache_directory=tmp_path / "cache")
-    assert len(list((tmp_path / "cache").glob("blend-*"))) == 2
+    longer = {**settings, "num_samples": 60}
+    assert len(training_dataset(prefixes, by_weights(3, 1), **longer, cache_directory=tmp_path / "cache")) == 60
+    assert len(list((tmp_path / "cache").glob("blend-*"))) == 3
 
 
 @pytest.mark.parametrize("weights", [[1, 0], [1, -2], [1, float("nan")], [1, float("inf")]])

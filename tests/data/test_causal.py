@@ -1,15 +1,21 @@
 """Packed samples: GPT-NeoX's order against a naive walk, and validation that covers every token once."""
 
+import itertools
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data.causal import CausalDataset, SequentialDataset
-from data.indexed import IndexedWriter
-from data.sample_index import build_sample_index, epochs_needed
+from data.indexed import IndexedTokens, IndexedWriter, bin_path
+from data.masked import MaskedDataset
+from data.masking import IGNORED_LABEL, masking_of
+from data.sample_index import build_reshuffled_index, build_sample_index, epochs_needed
+from data.tokenizer import load_tokenizer
 
 SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any)
 
@@ -37,7 +43,7 @@ def test_the_sample_index_equals_a_walk_along_the_documents(sizes, length, sampl
     assert (epochs * tokens - 1) // length >= samples
     assert epochs == 1 or ((epochs - 1) * tokens - 1) // length < samples
 
-    index = build_sample_index(np.array(sizes, np.int32), np.arange(len(sizes)), length, epochs, seed)
+    index = build_sample_index(np.array(sizes, np.int32), length, epochs, seed)
     order = index.document_index.tolist()
     assert sorted(order) == sorted(list(range(len(sizes))) * epochs)
     count = (epochs * tokens - 1) // length
@@ -65,7 +71,7 @@ def test_samples_are_windows_of_the_shuffled_stream(tmp_path_factory, sizes, len
 def test_the_order_is_the_one_of_numpy_random_state():
     """Document shuffle first, sample shuffle second, both from one RandomState: numbers kept from numpy's generator,
     whose stream is frozen."""
-    index = build_sample_index(np.array([4, 3, 5], np.int32), np.arange(3), 4, epochs=2, seed=1234)
+    index = build_sample_index(np.array([4, 3, 5], np.int32), 4, epochs=2, seed=1234)
     assert index.document_index.tolist() == DOCUMENTS
     assert index.sample_index.tolist() == STARTS
     assert index.shuffle_index.tolist() == SHUFFLED
@@ -80,6 +86,18 @@ def test_the_order_is_the_one_of_numpy_random_state():
 DOCUMENTS = [2, 1, 2, 0, 1, 0]
 STARTS = [[0, 0], [0, 4], [2, 0], [2, 4], [3, 3], [5, 0]]
 SHUFFLED = [2, 0, 4, 3, 1]
+
+
+def test_the_reshuffled_order_is_that_of_seed_and_epoch():
+    """Documents first, samples second, both from one generator an epoch; a run that goes on reads on in it."""
+    index = build_reshuffled_index(np.array([4, 3, 5], np.int32), 2, epochs=3, seed=7)
+    documents, rows = [], []
+    for epoch in range(3):
+        random = np.random.Generator(np.random.PCG64([7, epoch]))
+        documents += random.permutation(3).tolist()
+        rows += (random.permutation(5) + 6 * epoch).tolist()
+    assert index.document_index.tolist() == documents
+    assert index.shuffle_index.tolist() == rows
 
 
 @given(sizes=SIZES, length=st.integers(1, 15))
@@ -97,6 +115,19 @@ def test_validation_predicts_every_token_exactly_once(tmp_path_factory, sizes, l
     assert tokens[weight == 1].tolist() == [end, *range(total - 1)]
     assert set(labels[weight == 0]) <= {end}
     assert len(labels) - total < length
+
+
+def test_some_of_the_sequences_are_as_a_file_of_them_alone(tmp_path):
+    prefix = write(tmp_path / "x", [5, 3, 0, 9, 4])
+    with IndexedWriter(tmp_path / "y", np.dtype("<i4")) as writer:
+        for number in (1, 2, 4):
+            writer.add_document(IndexedTokens(prefix)[number])
+    settings = {"sequence_length": 4, "first_token": 99, "reset_at_documents": True}
+    some = SequentialDataset(prefix, sequences=np.array([1, 2, 4]), **settings)
+    alone = SequentialDataset(tmp_path / "y", **settings)
+    assert (some.num_tokens, len(some), some.segments) == (alone.num_tokens, len(alone), alone.segments)
+    for number in range(len(alone)):
+        assert all(value.equal(alone[number][key]) for key, value in some[number].items())
 
 
 def test_validation_is_the_same_every_time(tmp_path):
@@ -123,11 +154,11 @@ def test_the_index_is_cached_under_everything_that_made_it(tmp_path):
     assert folders() == first
     assert folders(num_samples=21) == first, "the same number of epochs is the same order"
     seen = first
-    for change in ({"seed": 2}, {"sequence_length": 8}, {"num_samples": 40}, {"sequences": (0, 2)}):
+    for change in ({"seed": 2}, {"sequence_length": 8}, {"num_samples": 40}, {"order": "reshuffle"}):
         now = folders(**change)
         assert len(now - seen) == 1, change
         seen = now
-    write(prefix, [50, 30, 20, 1])
+    write(prefix, [20, 30, 50])  # as many tokens and bytes
     assert len(folders() - seen) == 1
     assert not [name for name in seen if name.endswith("aside")]
 
@@ -146,13 +177,44 @@ def test_a_cache_that_another_process_wrote_meanwhile_is_taken(tmp_path, monkeyp
     assert [path.name for path in cache.iterdir()] == [folder.name]
 
 
-def test_a_range_of_sequences(tmp_path):
-    prefix = write(tmp_path / "x", [10, 10, 10])
-    dataset = CausalDataset(prefix, sequence_length=3, num_samples=3, seed=0, sequences=(1, 2))
-    seen = {int(t) for i in range(len(dataset)) for t in dataset[i]["tokens"]}
-    assert seen <= set(range(10, 20))
-    with pytest.raises(ValueError, match=r"sequences \[1, 4\) are not a range within its 3"):
-        CausalDataset(prefix, sequence_length=3, num_samples=3, seed=0, sequences=(1, 4))
+def test_more_than_two_to_the_31_tokens(tmp_path, monkeypatch):
+    """In a file with holes: three sequences of 2^30 zeros and a short one behind them."""
+
+    def skip(writer: IndexedWriter, tokens: np.ndarray) -> None:
+        writer._file.truncate(writer._file.seek(len(tokens), os.SEEK_CUR))
+
+    prefix, sizes, length = tmp_path / "x", [2**30] * 3 + [8], 2**20
+    monkeypatch.setattr(IndexedWriter, "_write", skip)
+    with IndexedWriter(prefix, np.dtype("u1")) as writer:
+        for size in sizes:
+            writer.add_document(np.broadcast_to(np.uint8(0), size))
+    with open(bin_path(prefix), "r+b") as file:
+        file.seek(3 * 2**30)
+        file.write(bytes(range(1, 9)))
+    tokens = IndexedTokens(prefix)
+    assert (tokens.num_tokens, tokens[3].tolist()) == (sum(sizes), list(range(1, 9)))
+    assert tokens.is_contiguous
+    training = CausalDataset(prefix, sequence_length=length, num_samples=4000, seed=0)
+    assert training.epochs == 2
+    ends = [0, *itertools.accumulate(sizes[document] for document in training.index.document_index.tolist())]
+    places = [ends[entry] + offset for entry, offset in training.index.sample_index.tolist()]
+    assert places == list(range(0, 2 * sum(sizes), length))
+    validation = SequentialDataset(prefix, sequence_length=length, first_token=0)
+    tokenizer = load_tokenizer("bytes")
+    masked = MaskedDataset(
+        prefix, masking_of(tokenizer, 0.3), tokenizer, sequence_length=length, num_samples=None, seed=0, layout="packed"
+    )
+    assert (len(validation), len(masked), masked.num_tokens) == (3073, 3073, sum(sizes))
+    assert validation[3072]["labels"][:8].tolist() == list(range(1, 9))
+    last = masked[3072]
+    found = torch.where(last["labels"] == IGNORED_LABEL, last["tokens"], last["labels"])
+    assert found[:9].tolist() == [*range(1, 9), tokenizer.end_of_document_id]
+
+
+@pytest.mark.parametrize("order", ["neox", "reshuffle"])
+def test_more_than_two_to_the_16_samples(tmp_path, order):
+    dataset = CausalDataset(write(tmp_path / "x", [70_001]), sequence_length=1, num_samples=70_000, seed=0, order=order)
+    assert sorted(dataset.index.shuffle_index.tolist()) == list(range(70_000))
 
 
 def test_a_file_shorter_than_a_sample_is_repeated(tmp_path):

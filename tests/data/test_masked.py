@@ -1,5 +1,6 @@
 """Masked samples: the shares of the masking, whole words, and the same masks for the same (seed, epoch, sample)."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.indexed import IndexedWriter
+from data.indexed import IndexedTokens, IndexedWriter
 from data.loader import batches
+from data.manifest import write_manifest
 from data.masked import MaskedDataset
 from data.masking import IGNORED_LABEL, Masking, joints, masking_of, word_numbers
+from data.sources import SourceTable, write_sources
 from data.tokenizer import load_tokenizer
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(30)), "##a", "##b", "."]
@@ -88,6 +91,7 @@ def test_words_of_sentencepiece_and_bytes(sentencepiece):
         assert "async" in words
         assert "return" in words
         assert not [word for word in words if " " in word]
+    assert "naïve" in words, "of bytes that are parts of one letter"
 
 
 def test_rates_that_cannot_be(tokenizer):
@@ -139,6 +143,72 @@ def test_packed_rows_hold_every_token_once(tmp_path_factory, tokenizer, sizes, l
     assert stream[: len(expected)] == expected
     assert set(stream[len(expected) :]) <= {SEP}
     assert len(stream) - len(expected) < length
+
+
+def test_what_ends_a_document_is_kept_where_not_all_have_it(tmp_path, tokenizer):
+    with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        for document in ([7, 7, SEP], [8, 8]):
+            writer.add_document(np.array(document))
+    data = dataset(tmp_path / "x", tokenizer)
+    assert [restored(data[n])[:5] for n in range(2)] == [[CLS, 7, 7, SEP, SEP], [CLS, 8, 8, SEP, PAD]]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_some_of_the_sequences_are_as_a_file_of_them_alone(tmp_path, tokenizer, layout):
+    prefix = write(tmp_path / "x", [5, 3, 0, 9, 14])
+    whole = IndexedTokens(prefix)
+    with IndexedWriter(tmp_path / "y", np.dtype("<u2")) as writer:
+        for number in (1, 2, 4):
+            writer.add_document(whole[number])
+    settings = {"layout": layout, "reset_at_documents": layout == "packed"}
+    some = dataset(prefix, tokenizer, sequences=np.array([1, 2, 4]), **settings)
+    alone = dataset(tmp_path / "y", tokenizer, **settings)
+    assert (some.num_tokens, len(some)) == (alone.num_tokens, len(alone))
+    for number in range(len(alone)):
+        assert all(value.equal(alone[number][key]) for key, value in some[number].items())
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("samples", [None, 12])
+def test_each_token_has_its_source(tmp_path, tokenizer, layout, samples):
+    sources = ["Github", "ArXiv", "Github", "Books"]
+    prefix = write(tmp_path / "x", [20, 3, 9, 4])  # document d holds d + 5
+    table = SourceTable()
+    for source in sources:
+        table.add(source)
+    write_sources(prefix, table.ids)
+    write_manifest(prefix, {"sources": table.names})
+    data = dataset(prefix, tokenizer, layout=layout, sources=True, num_samples=samples)
+    for number in range(len(data)):
+        sample = data[number]
+        shown = zip(restored(sample), sample["source"].tolist(), strict=True)
+        assert all(data.sources[source] == sources[token - 5] for token, source in shown if token >= 5)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_orders_and_masks_are_those_of_seed_and_epoch(tmp_path, tokenizer, layout):
+    data = dataset(write(tmp_path / "x", [6] * 12), tokenizer, layout=layout, num_samples=30, seed=6)
+    assert (data.per_epoch, len(data)) == ((12, 36) if layout == "padded" else (10, 30))
+    masking = masking_of(tokenizer, 0.3)
+    for number in range(len(data)):
+        epoch, at = divmod(number, data.per_epoch)
+        sample, place = data[number], int(data._order[number])
+        tokens = np.array(restored(sample))
+        if layout == "padded":
+            assert place == np.random.default_rng([6, epoch]).permutation(12)[at]
+            assert tokens[1] == place + 5
+        inputs, labels = masking.apply(tokens, np.random.default_rng([6, epoch, place]))
+        assert sample["tokens"].tolist() == inputs.tolist()
+        assert sample["labels"].tolist() == labels.tolist()
+
+
+def test_the_order_is_cached_under_everything_that_made_it(tmp_path, tokenizer):
+    prefixes = [write(tmp_path / name, [6] * count) for name, count in (("x", 12), ("y", 13))]
+    for prefix, settings in itertools.product(prefixes, ({}, {"seed": 2}, {"num_samples": 100})):
+        settings = {"num_samples": 30, **settings}
+        direct = dataset(prefix, tokenizer, **settings)
+        cached = dataset(prefix, tokenizer, **settings, cache_directory=tmp_path / "cache")
+        assert direct._order.tolist() == cached._order.tolist()
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

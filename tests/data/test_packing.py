@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.blend import Shares, training_dataset
-from data.causal import CausalDataset, Packing, SequentialDataset
+from data.causal import CausalDataset, Packing, Part, SequentialDataset
 from data.indexed import IndexedWriter
 from data.loader import batches
 from data.manifest import write_manifest
@@ -38,6 +38,11 @@ def bounds_of(stream: np.ndarray, document_ids: np.ndarray) -> list[int]:
     return [0, *(np.flatnonzero(np.diff(document_ids)) + 1).tolist(), len(stream)]
 
 
+def _inputs(parts: list[Part]) -> list[Part]:
+    """Without the last token of a sample, which is a label alone."""
+    return parts if parts[-1][2] > 1 else parts[:-1]
+
+
 @given(sizes=SIZES, length=st.integers(1, 15), samples=st.integers(1, 40), order=st.sampled_from(["neox", "reshuffle"]))
 def test_bounds_are_where_documents_begin(tmp_path_factory, sizes, length, samples, order):
     if order == "reshuffle" and sum(sizes) <= length:
@@ -46,6 +51,8 @@ def test_bounds_are_where_documents_begin(tmp_path_factory, sizes, length, sampl
     plain = CausalDataset(prefix, sequence_length=length, num_samples=samples, seed=3, order=order)
     packed = CausalDataset(prefix, sequence_length=length, num_samples=samples, seed=3, order=order, packing=EVERYTHING)
     assert len({len(packed[n]["cu_seqlens"]) for n in range(len(packed))}) == 1, "one shape"
+    held = max(len(_inputs(packed.documents_of(n))) for n in range(len(packed)))
+    assert held <= packed.segments <= held + sizes.count(0) * packed.epochs, "and no longer than needed"
     for number in range(len(packed)):
         sample = packed[number]
         assert sample["tokens"].equal(plain[number]["tokens"])
@@ -144,13 +151,13 @@ def test_each_label_has_its_source(tmp_path):
 
 def test_sources_of_a_blend_share_their_numbers(tmp_path):
     named = write(tmp_path / "a", [20, 20], ["ArXiv", "Github"])
-    other = write(tmp_path / "b", [20, 20], ["Github", "Books"])
+    other = write(tmp_path / "b", [20, 2, 20], ["Github", "Books", "Books"])
     plain = write(tmp_path / "web_text_document", [40])
     blend = training_dataset(
         [named, other, plain], Shares(), sequence_length=5, num_samples=30, seed=0, packing=Packing(True, False, True)
     )
     assert blend.sources == ["ArXiv", "Github", "Books", "web"]
-    owners = [["ArXiv", "Github"], ["Github", "Books"], ["web"]]
+    owners = [["ArXiv", "Github"], ["Github", "Books", "Books"], ["web"]]
     shapes = set()
     for number in range(30):
         sample = blend[number]
