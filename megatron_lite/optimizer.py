@@ -29,8 +29,7 @@ def build_optimizer(
     decay: list[nn.Parameter] = []
     exempt: list[nn.Parameter] = []
     for parameter, kind in parameters:
-        if parameter.requires_grad:
-            (exempt if kind in no_weight_decay else decay).append(parameter)
+        (exempt if kind in no_weight_decay else decay).append(parameter)
     for group in (decay, exempt):
         if filler is not None and not group:
             group.append(filler)

@@ -37,6 +37,7 @@ def test_the_spike_guard_is_off_at_zero_and_continues_from_a_stored_mean():
     off = SpikeGuard(0.0)
     assert not any(off.veto(loss) for loss in [1.0] * 60 + [1e6])
     assert SpikeGuard(2.0, 3.0, 50).veto(7.0)
+    assert not SpikeGuard(2.0, 3.0, 49).veto(7.0)
 
 
 def test_a_spike_guard_that_goes_on_watches_as_many_losses_as_one_that_was_never_stopped():
@@ -120,6 +121,7 @@ def test_signals_set_the_flag_and_handlers_come_back():
         assert stop.received is None
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.received == "SIGUSR1"
+        os.kill(os.getpid(), signal.SIGTERM)  # which a scheduler sends next: the save goes on
     assert signal.getsignal(signal.SIGUSR1) is former
 
 

@@ -43,6 +43,15 @@ def test_points(kind, step, rate):
     assert learning_rate(step, kind=kind, **COMMON) == pytest.approx(rate)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("linear", {"decay_steps": 10}), ("cosine", {"decay_steps": 5}), ("wsd", {"wsd_decay_fraction": 0.0})],
+)
+def test_a_decay_without_length_is_over_at_its_end(kind, changes):
+    rates = [learning_rate(step, kind=kind, **{**COMMON, **changes}) for step in (9, 110, 111)]
+    assert rates == pytest.approx([1.0, 0.1, 0.1])
+
+
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match=r"schedule\.kind: 'steps'"):
         learning_rate(20, kind="steps", **COMMON)  # type: ignore[arg-type]

@@ -1,0 +1,17 @@
+"""The loss of every source between two lines of the log."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_lite.source_losses import SourceLosses
+
+
+def test_steps_are_summed_until_they_are_taken():
+    losses = SourceLosses(["books", "web", "code"])
+    losses.add([(6.0, 2.0), (1.0, 1.0), (0.0, 0.0)])
+    losses.add([(2.0, 2.0), (math.nan, 5.0), (0.0, 0.0)])  # not finite: left out whole
+    losses.add([(4.0, 2.0), (2.0, 2.0), (0.0, 0.0)])
+    assert losses.take() == {"loss/books": 2.0, "loss/web": 1.0}  # code had no share
+    losses.add([(9.0, 3.0), (0.0, 0.0), (5.0, 1.0)])
+    assert losses.take() == {"loss/books": 3.0, "loss/code": 5.0}
