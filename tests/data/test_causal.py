@@ -1,5 +1,6 @@
 """Packed samples: GPT-NeoX's order against a naive walk, and validation that covers every token once."""
 
+import errno
 import itertools
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.cache import cached_arrays
 from data.causal import CausalDataset, SequentialDataset
 from data.indexed import IndexedTokens, IndexedWriter, bin_path
 from data.masked import MaskedDataset
@@ -175,6 +177,22 @@ def test_a_cache_that_another_process_wrote_meanwhile_is_taken(tmp_path, monkeyp
     dataset = CausalDataset(prefix, **settings)
     assert dataset[0]["tokens"].shape == (7,)
     assert [path.name for path in cache.iterdir()] == [folder.name]
+
+
+def test_a_cache_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path):
+    def full() -> dict[str, np.ndarray]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        cached_arrays(tmp_path, "x", {}, full)
+    assert list(tmp_path.iterdir()) == []
+    kept = cached_arrays(tmp_path, "x", {}, lambda: {"a": np.arange(3)})
+    (folder,) = tmp_path.iterdir()
+    left = folder.with_name(f".{folder.name}.{os.getpid()}.aside")  # by a process of that number that was killed
+    folder.rename(left)
+    again = cached_arrays(tmp_path, "x", {}, lambda: {"b": np.arange(4)})
+    assert (list(kept), {name: array.tolist() for name, array in again.items()}) == (["a"], {"b": [0, 1, 2, 3]})
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_more_than_two_to_the_31_tokens(tmp_path, monkeypatch):

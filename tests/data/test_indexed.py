@@ -87,10 +87,13 @@ def with_pointers(prefix: Path, *pointers: int) -> None:
     idx_path(prefix).write_bytes(index)
 
 
-def test_a_file_with_gaps_is_joined_by_sequence(tmp_path):
+@pytest.mark.parametrize(
+    ("stored", "pointers"), [([1, 2, 99, 99, 3], (0, 8)), ([99, 1, 2, 3], (2, 6))], ids=["inside", "in front"]
+)
+def test_a_file_with_gaps_is_joined_by_sequence(tmp_path, stored, pointers):
     prefix = write(tmp_path / "x", [[1, 2], [3]])
-    bin_path(prefix).write_bytes(np.array([1, 2, 99, 99, 3], "<u2").tobytes())
-    with_pointers(prefix, 0, 8)
+    bin_path(prefix).write_bytes(np.array(stored, "<u2").tobytes())
+    with_pointers(prefix, *pointers)
     assert not IndexedTokens(prefix).is_contiguous
     with IndexedWriter(tmp_path / "y", np.dtype("<u2")) as writer:
         writer.add_file(prefix)
@@ -136,6 +139,21 @@ def test_a_full_disk_keeps_the_files_that_were_there(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_the_index_of_before_is_never_beside_new_tokens(tmp_path, monkeypatch):
+    prefix = write(tmp_path / "x", [[1, 2]])
+    replace = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if target == idx_path(prefix):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(prefix, [[3, 4]])
+    assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
+
+
 @pytest.mark.parametrize("token", [-1, 65536])
 def test_a_token_that_does_not_fit_is_refused(tmp_path, token):
     with pytest.raises(ValueError, match=f"{token}, outside of uint16"), IndexedWriter(tmp_path / "x", "<u2") as writer:
@@ -149,6 +167,8 @@ def test_a_sequence_of_two_to_the_31_tokens_is_refused(tmp_path):
         IndexedWriter(tmp_path / "x", "<u2") as writer,
     ):
         writer.add_document(endless)
+    with pytest.raises(ValueError, match=r"2,147,483,648 tokens"), IndexedWriter(tmp_path / "x", "<u2") as writer:
+        writer.add_documents(endless, np.array([2**31]))
 
 
 def test_floats_cannot_be_written(tmp_path):

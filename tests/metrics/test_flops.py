@@ -1,5 +1,7 @@
 """Training FLOPs against 6 N, and which peak a device name gets."""
 
+import time
+
 import pytest
 import torch
 
@@ -77,6 +79,7 @@ def test_peak_of_a_known_device(name: str, dtype: str, teraflops: float) -> None
     [
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
         ("NVIDIA GeForce RTX 4090 D", "bf16"),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),
         ("NVIDIA GeForce GTX 1080", "bf16"),
         ("NVIDIA A1000", "bf16"),
@@ -101,6 +104,12 @@ def test_a_cpu_is_measured() -> None:
     assert 0.1 < peak_flops(torch.device("cpu"), "fp32") / measured < 10
 
 
+def test_a_product_is_two_flops_a_multiply_add_and_the_fastest_of_at_least_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.0, 4.0, 4.0, 6.0, 7.0])  # the start; two products, of 4 and of 2 seconds; the end
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    assert measure_peak_flops(torch.device("cpu"), "bf16", seconds=1.0) == 2 * 1024**3 / 2
+
+
 def test_cuda_reads_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     device = torch.device("cuda")
@@ -109,7 +118,9 @@ def test_cuda_reads_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         torch.set_float32_matmul_precision("highest")
         assert peak_flops(device, "fp32") == 67e12
-        torch.set_float32_matmul_precision("high")
-        assert peak_flops(device, "fp32") == 494.5e12
+        for precision in ("high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            assert peak_flops(device, "fp32") == 494.5e12
+        assert peak_flops(device, "fp16") == 989e12
     finally:
         torch.set_float32_matmul_precision(former)

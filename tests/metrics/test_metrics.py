@@ -1,5 +1,7 @@
 """The metrics file, what stays of it after a kill and a resume, and the progress display."""
 
+from __future__ import annotations
+
 import io
 import json
 import math
@@ -8,7 +10,10 @@ import pty
 import subprocess
 import sys
 import termios
+import time
 import warnings
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -74,6 +79,28 @@ def test_resume_removes_later_steps_and_a_cut_last_line(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"], "nothing is left aside"
 
 
+@pytest.mark.parametrize(
+    ("total", "again", "kept"), [(6, False, False), (10, True, False), (10, False, True)], ids=["end", "again", "on"]
+)
+def test_what_is_measured_after_a_step_is_kept_where_it_is_not_done_again(
+    tmp_path: Path, total: int, again: bool, kept: bool
+) -> None:
+    measured = ("validation", "test", "sample", "evaluation", "evaluation_error")
+    with closing(MetricsLogger(tmp_path, total_steps=6, progress_bar=False)) as logger:
+        for step in (5, 6):
+            for kind in ("train", "checkpoint", "stop", *measured):
+                logger.log(step, {}, kind=kind)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    MetricsLogger(
+        tmp_path, total_steps=total, initial_step=6, measures_again=again, keep_previous=again, progress_bar=False
+    ).close()
+    left = [line["kind"] for line in read_metrics(tmp_path) if line["step"] == 6]
+    assert left == ["train", "checkpoint", "stop", *(measured if kept else ())]
+    assert len([line for line in read_metrics(tmp_path) if line["step"] == 5]) == 8
+    previous = tmp_path / "metrics.previous.jsonl"
+    assert previous.read_text() == before if again else not previous.exists()
+
+
 def test_resume_keeps_the_file_when_the_rewrite_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log_steps(tmp_path, 1, 6)
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -98,9 +125,9 @@ def test_reading_what_is_not_there_or_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl: no metrics there"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(
-        '{"kind": "train", "step": 1}\n\x00\x00garbage\n{"kind": "train", "step": 2}\n'
+        '{"kind": "train", "step": 1}\n\x00\x00garbage\n{"kind": "train"}\n{"kind": "train", "step": 2}\n'
     )
-    with pytest.warns(UserWarning, match="1 unreadable lines left out, the first is line 2"):
+    with pytest.warns(UserWarning, match="2 unreadable lines left out, the first is line 2"):
         assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n[1, 2')
     with warnings.catch_warnings():
@@ -144,6 +171,30 @@ def test_a_slow_run_prints_by_time() -> None:
     progress.last_line -= 601
     progress.show(3, {"loss": 4.0, "skipped_steps": 2}, "train")
     assert "loss 4.0000  skipped 2  ETA" in stream.getvalue().splitlines()[1]
+
+
+def test_the_time_left_counts_from_where_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    progress = _Progress(1000, 500, stream)
+    now += 10
+    progress.show(510, {"loss": 4.0}, "train")
+    now += 4990
+    progress.show(550, {"loss": 4.0}, "train")
+    assert [line.split("ETA ")[1] for line in stream.getvalue().splitlines()] == ["08:10", "12:30:00"]
+
+
+def test_of_suites_the_averages_are_shown_where_there_are_some() -> None:
+    stream = io.StringIO()
+    progress = _Progress(10, 0, stream)
+    scores = {"zero_shot/piqa": 61.5, "zero_shot/boolq": 58.0, "tokens": 5, "seconds": 1.0}
+    progress.show(4, {**scores, "zero_shot/average": 59.75}, "evaluation")
+    progress.show(8, scores, "evaluation")
+    assert stream.getvalue().splitlines() == [
+        "step  4/10  zero_shot/average 59.75",
+        "step  8/10  zero_shot/piqa 61.50  zero_shot/boolq 58.00",
+    ]
 
 
 @pytest.mark.parametrize("size", [(24, 120), (0, 0)], ids=["120 columns", "size unknown"])
@@ -190,6 +241,10 @@ def test_tensorboard_holds_the_values(tmp_path: Path) -> None:
         (step, round(1.0 / step, 6)) for step in range(1, 5)
     ]
     assert "config/text_summary" in events.Tags()["tensors"]
+    log_steps(tmp_path, 3, 5, tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3, 4, 5], "each step once after a resume"
 
 
 def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +260,27 @@ def test_wandb_offline_needs_no_account(tmp_path: Path, monkeypatch: pytest.Monk
     folders = list((run / "wandb").glob("offline-run-*"))
     assert folders
     assert any(file.stat().st_size > 0 for folder in folders for file in folder.glob("*.wandb"))
+
+
+def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
+
+    class Run:
+        def __getattr__(self, name: str) -> Callable[..., Run]:
+            return lambda *words, **more: calls.append((name, words, more)) or self
+
+    monkeypatch.setitem(sys.modules, "wandb", Run())
+    settings = {"enabled": True, "project": "metalion", "entity": None}
+    for first, last in ((1, 2), (2, 2), (1, 1)):
+        log_steps(tmp_path / "name", first, last, wandb=settings)
+    inits = [more for name, _, more in calls if name == "init"]
+    assert {(i["project"], i["mode"], i["name"], i["resume"]) for i in inits} == {
+        ("metalion", "online", "name", "allow")
+    }
+    assert inits[0]["id"] == inits[1]["id"] != inits[2]["id"], "a run that starts anew is another one"
+    assert [name for name, *_ in calls[:6]] == ["init", "define_metric", "define_metric", "log", "log", "finish"]
+    assert calls[2][1:] == (("*",), {"step_metric": "step"})
+    assert calls[4][1] == ({"step": 2, "train/loss": 0.5, "train/tokens": 200},)
 
 
 def test_trackers_are_not_imported_when_off(tmp_path: Path) -> None:

@@ -86,6 +86,13 @@ def test_the_skip_counter_counts_in_a_row_and_names_steps_and_samples(tmp_path):
     }
 
 
+def test_without_a_limit_no_number_of_skipped_steps_stops_a_run(tmp_path):
+    counter = SkipCounter(0, tmp_path)
+    for step in range(200):
+        counter.record(step=step, skipped=True, samples=(step, step + 1), loss=1.0, gradient_norm=1.0)
+    assert counter.in_a_row == 200
+
+
 def test_the_watchdog_prints_the_stack_of_a_step_that_hangs():
     code = (
         "import time\n"
@@ -95,12 +102,30 @@ def test_the_watchdog_prints_the_stack_of_a_step_that_hangs():
         "with Watchdog(0.005) as dog:\n"
         "    dog.kick()\n"
         "    a_step_that_hangs()\n"
-        "time.sleep(0.6)\n"
+        "time.sleep(0.8)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
     assert "a_step_that_hangs" in done.stderr
-    assert "Timeout" in done.stderr
+    assert "Timeout: this process" in done.stderr
+    assert "Timeout (" not in done.stderr  # faulthandler's own
     assert done.stderr.count("a_step_that_hangs") >= 2  # again and again while it hangs, and not after
+
+
+def test_the_watchdog_prints_where_no_thread_of_python_runs_and_not_before_its_delay():
+    code = (
+        "import ctypes, time\n"
+        "from megatron_lite.resilience import Watchdog\n"
+        "def a_call_that_holds_the_interpreter():\n"
+        "    ctypes.PyDLL(None).usleep(900_000)\n"
+        "with Watchdog(0.002, delay=0.4) as dog:\n"
+        "    time.sleep(0.3)\n"
+        "    dog.kick()\n"
+        "    a_call_that_holds_the_interpreter()\n"
+        "    dog.kick()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
+    assert done.stderr.startswith("Timeout (0:00:00.6")  # 0.12 s, the delay, and 0.12 s more
+    assert "in a_call_that_holds_the_interpreter" in done.stderr
 
 
 def test_the_watchdog_stays_silent_while_steps_end():
@@ -212,10 +237,19 @@ def test_a_folder_without_a_checkpoint_says_what_it_looked_for(tmp_path, make, m
         checkpoint.resolve(tmp_path)
 
 
-def test_a_foreign_manifest_is_refused(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"format": "other", "version": 1, "files": {}}')
-    with pytest.raises(checkpoint.CheckpointError, match="format 'other' version 1; this program reads"):
+@pytest.mark.parametrize(("form", "version"), [("other", 1), (checkpoint.FORMAT, 3)])
+def test_a_foreign_manifest_is_refused(tmp_path, form, version):
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": form, "version": version, "files": {}}))
+    with pytest.raises(checkpoint.CheckpointError, match=f"format '{form}' version {version}; this program reads"):
         checkpoint.read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_versions_that_are_read(tmp_path, version):
+    manifest = {"step": 1, "state": {}, "layout": {}, "tensors": {}, "files": {}}
+    manifest |= {"format": checkpoint.FORMAT, "version": version}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.read_manifest(tmp_path) == manifest
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning_and_is_tried_again(tmp_path, monkeypatch):

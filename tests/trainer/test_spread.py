@@ -1,0 +1,66 @@
+"""Which rank is said to be slow, and which step of a layer is timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_lite.grid import Grid
+from megatron_lite.spread import Spread, SpreadMeter
+
+STAGES = (0, 0, 1, 1)
+
+
+def meter_of(ranks: int, interval: int = 2) -> SpreadMeter:
+    grid = Grid(0, ranks, 0, data_rank=0, data_size=ranks, device=torch.device("cpu"))
+    meter = SpreadMeter([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], grid, interval)
+    meter._hosts = [f"gpu{rank}" for rank in range(ranks)]
+    return meter
+
+
+def judged(meter: SpreadMeter, data: list[float], forward: list[float], probe: list[float]) -> Spread:
+    return meter._judge([list(map(float, row)) for row in zip(STAGES, data, forward, probe, strict=True)])
+
+
+def test_a_rank_is_compared_within_its_stage_and_named_when_it_is_slow_twice_running():
+    meter = meter_of(4)
+    usual = {"data": [0.01] * 4, "forward": [0.1, 0.1, 0.3, 0.3], "probe": [0.01] * 4}
+    assert judged(meter, **usual) == Spread(0, 1.0, 1.0, [])  # the second stage holds more
+    slow = {**usual, "forward": [0.1, 0.1, 0.3, 0.455], "probe": [0.02, 0.01, 0.01, 0.01]}
+    for said in (0, 2):
+        found = judged(meter, **slow)
+        assert (found.slowest, found.ratio, found.probe_ratio) == (3, pytest.approx(0.465 / 0.31), pytest.approx(2.0))
+        assert len(found.slow) == said
+    assert found.slow == [
+        "rank 0 (gpu0) takes for a fixed matrix product 20 ms, the others 10 ms: every process waits for it",
+        "rank 3 (gpu3) takes for the forward pass of its layers 455 ms, the others 300 ms: every process waits for it",
+    ]
+    assert judged(meter, **usual).slow == []
+    waiting = {**usual, "data": [0.01, 0.2, 0.01, 0.01]}
+    assert (judged(meter, **waiting).slow, judged(meter, **waiting).slowest) == ([], 1)
+    (sentence,) = judged(meter, **waiting).slow
+    assert sentence.startswith("rank 1 (gpu1) waits for its data 200 ms, the others 10 ms")
+
+
+def test_what_is_little_in_seconds_or_as_a_share_is_noise():
+    meter = meter_of(4)
+    for _ in range(2):
+        found = judged(meter, [0.0001, 0.0019, 0, 0], [0.1, 0.12, 0.1, 0.1], [0.001, 0.0029, 0.001, 0.001])
+    assert found.slow == []
+    assert found.probe_ratio == pytest.approx(2.9)
+
+
+def test_the_forward_passes_of_a_step_that_is_due_are_timed():
+    meter = meter_of(2, interval=3)
+    assert [step for step in range(1, 10) if meter.due(step)] == [3, 6, 9]
+    assert not any(meter_of(1, interval=1).due(step) for step in range(5))
+    for step, marks in ((3, 8), (4, 0), (6, 8)):
+        with meter.timing(step):
+            for layer in (*meter._layers, *meter._layers):
+                layer(torch.ones(2))
+        assert len(meter._marks) == marks  # begin and end of each
+        meter._layers[0](torch.ones(2))
+        assert len(meter._marks) == marks
+    assert meter._forward_seconds() > 0
+    meter._marks = [1.0, 1.5, 2.0, 2.25]
+    assert meter._forward_seconds() == 0.75
