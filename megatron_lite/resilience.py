@@ -133,7 +133,7 @@ class SkipCounter:
     """Counts skipped steps and stops the run after `limit` in a row, with a dump that names the steps and the samples.
 
     Args:
-        limit: skipped steps in a row that stop the run; 0 never stops.
+        limit: skipped steps in a row that stop the run, 1 or more.
         directory: where the dump is written.
         writes: whether this process writes it; all of them count the same.
     """
@@ -141,7 +141,7 @@ class SkipCounter:
     def __init__(self, limit: int, directory: Path, *, writes: bool = True) -> None:
         self.in_a_row = 0
         self._limit, self._directory, self._writes = limit, directory, writes
-        self._history: deque[dict[str, Any]] = deque(maxlen=100)
+        self._history: deque[dict[str, Any]] = deque(maxlen=max(100, limit))
 
     def record(self, *, step: int, skipped: bool, samples: tuple[int, int], loss: float, gradient_norm: float) -> None:
         """Take note of one step.
@@ -163,7 +163,7 @@ class SkipCounter:
             }
         )
         self.in_a_row = self.in_a_row + 1 if skipped else 0
-        if self._limit and self.in_a_row >= self._limit:
+        if self.in_a_row >= self._limit:
             path = self._directory / f"skipped_step_{step:08d}.json"
             if self._writes:
                 path.write_text(json.dumps(list(self._history), indent=1) + "\n")

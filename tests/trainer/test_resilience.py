@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -86,11 +87,18 @@ def test_the_skip_counter_counts_in_a_row_and_names_steps_and_samples(tmp_path):
     }
 
 
-def test_without_a_limit_no_number_of_skipped_steps_stops_a_run(tmp_path):
-    counter = SkipCounter(0, tmp_path)
-    for step in range(200):
-        counter.record(step=step, skipped=True, samples=(step, step + 1), loss=1.0, gradient_norm=1.0)
-    assert counter.in_a_row == 200
+@pytest.mark.parametrize(("limit", "kept"), [(7, 100), (150, 150)])
+def test_the_dump_holds_a_hundred_steps_and_all_that_were_skipped(tmp_path, limit, kept):
+    counter = SkipCounter(limit, tmp_path)
+
+    def skipped_from_200_on() -> None:
+        for step in range(400):
+            counter.record(step=step, skipped=step >= 200, samples=(step, step + 1), loss=math.nan, gradient_norm=1.0)
+
+    with pytest.raises(TooManySkippedSteps, match=f"steps 200 to {199 + limit}, samples 200 to {199 + limit}"):
+        skipped_from_200_on()
+    (dump,) = tmp_path.iterdir()
+    assert [entry["step"] for entry in json.loads(dump.read_text())] == list(range(200 + limit - kept, 200 + limit))
 
 
 def test_the_watchdog_prints_the_stack_of_a_step_that_hangs():
