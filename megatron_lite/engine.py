@@ -39,7 +39,8 @@ class StepResult:
     """What one training step did.
 
     Attributes:
-        loss: sum(weight * nll) / sum(weight) over all micro batches and data ranks, nats a token.
+        loss: sum(weight * nll) / sum(weight) over all micro batches and data ranks, nats a token; NaN where no token has a
+            weight.
         gradient_norm: global L2 norm before clipping; infinite when the step was skipped for a non-finite gradient.
         skipped: the parameters were left alone.
         loss_scale: 1 unless fp16.
@@ -230,7 +231,7 @@ class Engine:
 
         def decide(sums: Callable[[], list[float]]) -> None:
             nonlocal loss, right, vetoed
-            loss, right = (value / max(weight, 1e-30) for value in sums())
+            loss, right = (value / (weight or math.nan) for value in sums())  # no loss where no token is asked for
             vetoed = veto is not None and veto(loss)
             if vetoed:
                 self.optimizer_state.poison_gradients()

@@ -54,6 +54,7 @@ def build(grid: Grid) -> Iterator[Any]:
         config: ModelConfig, *, seed: int = 11, dtype: str = "fp32", accumulation: int = 2, **settings: Any
     ) -> Engine:
         precision = PrecisionConfig(**settings.pop("precision", {}))
+        count_right = settings.pop("count_right", False)
         engine = Engine(
             layer_specs(config),
             build_layer,
@@ -66,6 +67,7 @@ def build(grid: Grid) -> Iterator[Any]:
             parallel=ParallelConfig(**settings),
             precision=precision,
             forgetting=forgetting,
+            count_right=count_right,
         )
         engines.append(engine)
         return engine

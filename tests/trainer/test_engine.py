@@ -15,7 +15,9 @@ from megatron_lite import checkpoint, engine_checkpoint
 from megatron_lite.checkpoint import CheckpointError
 from megatron_lite.deepspeed_setup import import_deepspeed
 from megatron_lite.engine import StepResult
+from megatron_lite.optimizer_state import OptimizerState
 from megatron_lite.precision import faster_dtype
+from megatron_lite.resilience import SpikeGuard
 from megatron_lite.schedule import learning_rate
 from tests import oracle
 from tests.trainer.conftest import batches, model_config
@@ -168,6 +170,22 @@ def test_a_micro_batch_without_weight_adds_nothing(build):
     assert_equal(run(build(config), steps), expected, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_step_without_weight_has_no_loss_and_is_skipped(build, dtype):
+    steps = batches(2)
+    for batch in steps[1]:
+        batch["loss_weight"].zero_()
+    engine, guard = build(model_config(), dtype=dtype), SpikeGuard(0.0)
+    loss = engine.train_step(steps[0], lr=LR, veto=guard.veto).loss
+    before = [fragment.tensors["weight"].clone() for fragment in engine.optimizer_state.fragments()]
+    result = engine.train_step(steps[1], lr=LR, veto=guard.veto)
+    assert math.isnan(result.loss)
+    assert result.skipped
+    assert (guard.mean, guard.seen) == (loss, 1)
+    after = [fragment.tensors["weight"] for fragment in engine.optimizer_state.fragments()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
 def test_the_same_seed_is_the_same_model_and_another_is_not(build):
     step = batches(1)[0]
     losses = [build(model_config(), seed=seed).evaluate(step)[0] for seed in (3, 3, 4)]
@@ -185,6 +203,17 @@ def test_evaluation_between_steps_leaves_no_trace(build):
         assert weight == pytest.approx(sum(batch["loss_weight"].sum().item() for batch in steps[0]))
         assert math.isfinite(nll)
     assert results == plain
+
+
+def test_right_predictions_are_those_of_the_call(build):
+    config, steps = model_config(), batches(2)
+    accuracies: list[float] = []
+    oracle.train(config, steps, seed=11, lr=LR, warmup=0, total=10**9, accuracies=accuracies)
+    engine = build(config, count_right=True)
+    for step, accuracy in zip(steps, accuracies, strict=True):
+        before = engine.evaluate(step)
+        assert before.right / before.weight == pytest.approx(accuracy, abs=1e-9)
+        assert engine.train_step(step, lr=LR).accuracy == pytest.approx(accuracy, abs=1e-9)
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
@@ -277,6 +306,17 @@ def test_a_parameter_without_a_partition_word_is_refused(build):
 
     with pytest.raises(ValueError, match="Wordless parameter scale: no plan names it"):
         partition_words(Wordless())
+
+
+def test_the_updates_are_counted_by_a_group_that_has_gradients(grid):
+    """A stage of a pipeline may have a group of nothing but a filler, whose updates AdamW does not count."""
+    adamw = SimpleNamespace(state={})
+    zero = SimpleNamespace(fp32_groups_flat_partition=[torch.zeros(1), torch.zeros(4)], update_lp_params=lambda: None)
+    state = OptimizerState(zero, adamw, [], stage=1, dtype="bf16", grid=grid)
+    assert state.steps == 0
+    state.finish_load(3)
+    adamw.state[zero.fp32_groups_flat_partition[1]]["step"] += 1
+    assert state.steps == 4
 
 
 def test_fp16_on_a_cpu_is_refused(build):
