@@ -220,10 +220,9 @@ class CheckpointWriter:
         # A copy also on the CPU: safetensors refuses tensors that share memory, and fragments are views of one buffer.
         if not self._asynchronous:
             return torch.empty(view.shape, dtype=torch.float32).copy_(view.detach())
-        copy = self._copies.get(name)
-        if copy is None or copy.shape != view.shape:
-            copy = self._copies[name] = torch.empty(view.shape, dtype=torch.float32, pin_memory=view.is_cuda)
-        return copy.copy_(view.detach(), non_blocking=True)
+        if name not in self._copies:
+            self._copies[name] = torch.empty(view.shape, dtype=torch.float32, pin_memory=view.is_cuda)
+        return self._copies[name].copy_(view.detach(), non_blocking=True)
 
     def _write(
         self,

@@ -308,6 +308,30 @@ def test_a_parameter_without_a_partition_word_is_refused(build):
         partition_words(Wordless())
 
 
+def test_the_loss_scale_goes_on_where_it_was(grid):
+    """Of fp16, which does not train here: DeepSpeed's scaler by itself."""
+    import_deepspeed()
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def scaler() -> Any:
+        return DynamicLossScaler(2.0**8, 4, 1.0, delayed_shift=2, consecutive_hysteresis=False)
+
+    def state_of(scaler: Any) -> OptimizerState:
+        zero = SimpleNamespace(fp32_groups_flat_partition=[], loss_scaler=scaler, loss_scale=scaler.cur_scale)
+        return OptimizerState(zero, SimpleNamespace(state={}), [], stage=1, dtype="fp16", grid=grid)
+
+    whole, rest = scaler(), scaler()
+    overflows = [False, True, False, True, True, True, False, False, False, False, True, False]
+    for overflow in overflows[:5]:
+        whole.update_scale(overflow)
+    state_of(rest).loss_scaler = state_of(whole).loss_scaler
+    assert state_of(rest).loss_scale == whole.cur_scale == 2.0**6
+    for overflow in overflows[5:]:
+        for each in (whole, rest):
+            each.update_scale(overflow)
+        assert rest.cur_scale == whole.cur_scale
+
+
 def test_the_updates_are_counted_by_a_group_that_has_gradients(grid):
     """A stage of a pipeline may have a group of nothing but a filler, whose updates AdamW does not count."""
     adamw = SimpleNamespace(state={})
