@@ -308,7 +308,8 @@ def test_a_parameter_without_a_partition_word_is_refused(build):
         partition_words(Wordless())
 
 
-def test_the_loss_scale_goes_on_where_it_was(grid):
+@pytest.mark.parametrize("sixth", [False, True])
+def test_the_loss_scale_goes_on_where_it_was(grid, sixth):
     """Of fp16, which does not train here: DeepSpeed's scaler by itself."""
     import_deepspeed()
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -321,7 +322,7 @@ def test_the_loss_scale_goes_on_where_it_was(grid):
         return OptimizerState(zero, SimpleNamespace(state={}), [], stage=1, dtype="fp16", grid=grid)
 
     whole, rest = scaler(), scaler()
-    overflows = [False, True, False, True, True, True, False, False, False, False, True, False]
+    overflows = [False, True, False, True, True, sixth, False, False, False, False, True, False]
     for overflow in overflows[:5]:
         whole.update_scale(overflow)
     state_of(rest).loss_scaler = state_of(whole).loss_scaler
@@ -330,6 +331,16 @@ def test_the_loss_scale_goes_on_where_it_was(grid):
         for each in (whole, rest):
             each.update_scale(overflow)
         assert rest.cur_scale == whole.cur_scale
+
+
+def test_a_checkpoint_holds_the_loss_scale(build, monkeypatch, tmp_path):
+    engine, given = build(model_config()), []
+    monkeypatch.setattr(
+        OptimizerState, "loss_scaler", property(lambda _: {"cur_scale": 64.0}, lambda _, state: given.append(state))
+    )
+    engine_checkpoint.save(engine, tmp_path, step=1, state={}, config_yaml="")
+    engine_checkpoint.load(engine, tmp_path)
+    assert given == [{"cur_scale": 64.0}]
 
 
 def test_the_updates_are_counted_by_a_group_that_has_gradients(grid):

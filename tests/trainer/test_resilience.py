@@ -15,7 +15,7 @@ from dataclasses import asdict
 import pytest
 
 from megatron_lite import checkpoint
-from megatron_lite.checkpoint_folder import prune, publish, rewind
+from megatron_lite.checkpoint_folder import prune, publish, rewind, set_aside
 from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
 from megatron_lite.trainer import TrainState
 from tests.cli.conftest import ROOT
@@ -204,9 +204,17 @@ def test_what_is_later_than_latest_neither_counts_as_newest_nor_goes(tmp_path):
     (tmp_path / "latest").write_text("step_00000020\n")
     assert prune(tmp_path, keep_last=2, keep=set()) == []
     assert [folder.name for folder in prune(tmp_path, keep_last=1, keep=set())] == ["step_00000010"]
-    assert rewind(tmp_path / "step_00000020") == tmp_path.with_name(tmp_path.name + ".1")
+    (tmp_path / "latest").write_text("step_00000040\n")
+    first, second = (tmp_path.with_name(f"{tmp_path.name}.{number}") for number in (1, 2))
+    assert rewind(tmp_path / "step_00000020") == first
+    assert sorted(path.name for path in first.iterdir()) == ["step_00000030", "step_00000040"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000020"]
+    assert checkpoint.resolve(tmp_path).name == "step_00000020"
     assert rewind(tmp_path / "step_00000020") is None
+    assert set_aside(tmp_path) == second
+    assert checkpoint.resolve(second).name == "step_00000020"
+    assert list(tmp_path.iterdir()) == []
+    assert set_aside(tmp_path) is None
 
 
 def test_a_step_saved_again_stays_until_the_new_one_has_its_place(tmp_path, monkeypatch):
@@ -279,4 +287,5 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning_and_is_tried_agai
         with pytest.warns(UserWarning, match=r"step_00000010 cannot be deleted, and stays: .*Directory not empty"):
             gone = prune(tmp_path, keep_last=2, keep=set())
     assert [folder.name for folder in gone] == ["step_00000020"]
+    assert not (tmp_path / "step_00000010" / "manifest.json").exists()  # what is left of it is no checkpoint
     assert [folder.name for folder in prune(tmp_path, keep_last=2, keep=set())] == ["step_00000010"]

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_lite import tensor_parallel
 from megatron_lite.tensor_parallel import TensorGroup
 
 
@@ -25,3 +26,14 @@ def test_the_sum_is_formed_in_the_memory_of_the_product(grid) -> None:
     before = turned.clone()
     assert torch.equal(tensor.leave(turned), before)
     assert torch.equal(turned, before)
+
+
+def test_the_gradient_of_logits_is_that_of_the_own_part_of_the_vocabulary(monkeypatch) -> None:
+    """Process 1 of 2, of which the other has the negative logits."""
+    monkeypatch.setattr(tensor_parallel, "all_gather", lambda x, group, count: torch.stack([-x, x]))
+    x = torch.randn(2, 5, 3, requires_grad=True)
+    y = tensor_parallel._GatherLast.apply(x, TensorGroup(dist.group.WORLD, 1, 2))
+    assert torch.equal(y, torch.cat([-x, x], -1))
+    gradient = torch.randn(2, 5, 6)
+    y.backward(gradient)
+    assert torch.equal(x.grad, gradient[..., 3:])
