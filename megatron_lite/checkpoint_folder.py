@@ -207,7 +207,7 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     end = _step(latest.read_text().strip()) if latest.is_file() else max(steps, default=0)
     counted = [step for step in sorted(steps) if step <= end and step not in keep]
     gone = []
-    for folder in [steps[step] for step in counted[:-keep_last] if step != end]:  # [:-0] is none
+    for folder in [steps[step] for step in counted[:-keep_last]]:  # [:-0] is none
         try:
             # Without it the rest is no checkpoint, should this be interrupted; the next call removes that rest.
             (folder / "manifest.json").unlink(missing_ok=True)

@@ -1,0 +1,35 @@
+"""What the layers of a stage are told besides hidden states."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.pipeline import Stage
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_stage_gives_its_layers_what_belongs_to_each_micro_batch(last):
+    told: list[dict[str, Any]] = []
+
+    def layer(hidden: Tensor, **words: Any) -> Tensor:
+        told.append(words)
+        return hidden + 1
+
+    names = ("tokens", "labels", "loss_weight", "mask", "cu_seqlens", "right", "source")
+    batches = [{name: torch.tensor(10.0 * at + n) for n, name in enumerate(names)} for at in range(2)]
+    stage = Stage.__new__(Stage)  # without the processes that DeepSpeed's own part needs
+    stage._calls, stage._is_last, stage._scale = [layer] * 3, last, 0.5
+    stage._batches, stage._nll = deque(batches), torch.zeros((), dtype=torch.float64)
+    for at, batch in enumerate(batches):
+        result = stage.forward(torch.tensor(float(at)))
+        of_blocks = {key: batch[key] for key in ("mask", "cu_seqlens")}
+        of_head = {key: batch[key] for key in ("labels", "loss_weight", "right")}
+        assert told == [of_blocks, of_blocks, of_head if last else of_blocks]
+        assert result == ((at + 3) * 0.5 if last else at + 3)
+        told.clear()
+    assert stage._nll == (3 + 4 if last else 0)
