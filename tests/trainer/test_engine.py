@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -279,12 +280,31 @@ def test_weights_are_read_without_an_engine(build, tmp_path):
     weights = checkpoint.read_weights(tmp_path)
     model = oracle.LanguageModel(config)
     missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert checkpoint.exists(tmp_path)
     assert missing == ["head.weight"]  # tied
     assert not unexpected
     batch = step[0]
     nll = model(batch["tokens"], batch["labels"], batch["loss_weight"])
     assert nll.item() == pytest.approx(engine.evaluate([batch])[0], rel=1e-6)
     assert checkpoint.read_config_yaml(tmp_path) == {"model": {}}
+
+
+def test_a_checkpoint_that_lacks_a_piece_is_refused(build, tmp_path):
+    engine_checkpoint.save(build(model_config()), tmp_path, step=1, state={}, config_yaml="")
+    assert checkpoint.exists(tmp_path)
+    assert not checkpoint.exists(tmp_path.parent)
+    file = checkpoint.resolve(tmp_path) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    for change in ({"numel": 6000}, {"start": 144}):  # 96 x 64 in all
+        (piece,) = manifest["tensors"]["embedding.weight"]["pieces"]
+        whole, piece["numel"] = dict(piece), 6000
+        piece.update(change)
+        file.write_text(json.dumps(manifest))
+        with pytest.raises(
+            CheckpointError, match=r"weight of embedding\.weight has 6000 of the 6144 elements from 0 on"
+        ):
+            checkpoint.read_weights(tmp_path)
+        piece.update(whole)
 
 
 def test_another_architecture_is_refused_with_the_first_differing_shapes(build, tmp_path):

@@ -253,6 +253,15 @@ def test_a_folder_without_a_checkpoint_says_what_it_looked_for(tmp_path, make, m
         checkpoint.resolve(tmp_path)
 
 
+def test_which_paths_are_a_runs_own_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "run" / "checkpoints"
+    for resume in ("run", "run/checkpoints", "run/checkpoints/step_00000004", str(own), str(tmp_path / "run")):
+        assert checkpoint.names_own(resume, own), resume
+    for resume in ("auto", "never", "other", "run/checkpoints.1", "run/checkpoints.1/step_00000004", "."):
+        assert not checkpoint.names_own(resume, own), resume
+
+
 @pytest.mark.parametrize(("form", "version"), [("other", 1), (checkpoint.FORMAT, 3)])
 def test_a_foreign_manifest_is_refused(tmp_path, form, version):
     (tmp_path / "manifest.json").write_text(json.dumps({"format": form, "version": version, "files": {}}))
