@@ -10,6 +10,7 @@ from data.causal import SequentialDataset
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, manifest_tokenizer
 from data.prepare import Prepared, prepare_corpus
+from data.split import TextSample
 from data.tokenizer import load_tokenizer
 
 
@@ -69,6 +70,15 @@ def test_documents_are_whole_on_one_side_and_repeats_are_dropped(tmp_path):
     assert sorted(train + validation) == sorted(documents)
     assert 8 <= len(validation) <= 28
     assert prepared.manifest["skipped"] == {"repeat": 21, "empty": 1}
+
+
+def test_a_sample_is_of_the_texts_that_are_farthest_from_the_validation_side():
+    sample = TextSample(10)
+    for position, text in ((0.9, "aaaa"), (0.1, "bbbb"), (0.7, "cc"), (0.5, "dddd")):
+        sample.add(position, text)
+    assert (sample.texts(), sample.characters) == (["dddd", "cc", "aaaa"], 10)
+    sample.add(0.95, "longer than all that is asked for")
+    assert sample.texts() == ["longer than all that is asked for"]
 
 
 def test_the_split_is_stable_when_documents_are_added(tmp_path):
