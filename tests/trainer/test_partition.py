@@ -1,0 +1,56 @@
+"""Partition words and the parts that follow from them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_lite.partition import Shard, partition_words, shard_of
+
+
+class Inner(nn.Module):
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "column"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(4))
+
+
+class Outer(nn.Module):
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"inner": "replicated"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+
+def test_the_innermost_plan_decides():
+    assert partition_words(Outer()) == {"inner.weight": "column", "inner.scale": "replicated"}
+
+
+def test_what_does_not_divide_is_not_cut():
+    assert Shard(1, 1, 2).cut(torch.arange(6).view(1, 6)).tolist() == [[3, 4, 5]]
+    with pytest.raises(ValueError, match=r"dimension 0 of \(4, 2\) does not divide into 3 parts"):
+        Shard(0, 0, 3).cut(torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("word", "shape", "shard"),
+    [
+        ("column", (4, 2), Shard(0, 1, 2)),
+        ("column", (4,), Shard(0, 1, 2)),
+        ("vocab", (4, 2), Shard(0, 1, 2)),
+        ("shard", (4, 2, 2), Shard(0, 1, 2)),
+        ("row", (4, 2), Shard(1, 1, 2)),
+        ("row", (4,), Shard()),  # a bias, added once
+        ("replicated", (4, 2), Shard()),
+        ("replicated, gradient summed", (4, 2), Shard()),
+    ],
+)
+def test_the_part_of_a_process(word, shape, shard):
+    assert shard_of(word, shape, 1, 2) == shard
+    assert shard_of(word, shape, 0, 1) == Shard()
+    assert shard.cut(torch.zeros(shape)).shape == shard.shape(shape)
