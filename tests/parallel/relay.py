@@ -27,6 +27,7 @@ def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], firs
             grid = grid_of(parallel)
             engine = engine_of(config, parallel, grid, seed=11 if step == 0 else 99 + step)
             if step:
+                engine.train_step(own(layouts.steps()[0], grid), lr=rate(0))  # of which nothing is left
                 assert engine_checkpoint.load(engine, folder / name) == {"step": step}
             result = engine.train_step(own(layouts.steps()[step], grid), lr=rate(step))
             history.append((result.loss, result.gradient_norm))
