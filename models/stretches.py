@@ -62,7 +62,7 @@ def packing(cu_seqlens: Tensor, length: int, shards: SequenceShards) -> Packing:
         edges[segment + 1] > length,
         segment[:1],
         segment[-1:],
-        (-edges[segment[:1]]).clamp_min(0),
+        -edges[segment[:1]],
     )
 
 

@@ -124,6 +124,18 @@ def test_padding_changes_nothing(form: str, vector: bool) -> None:
 @pytest.mark.parametrize("form", PLAIN)
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("vector", [True, False])
+def test_padding_between_tokens_decays_nothing(form: str, convention: str, vector: bool) -> None:
+    q, k, v, decay = inputs(length=70, vector=vector)
+    mask = torch.arange(70).expand(2, 70) % 7 != torch.tensor([[0], [4]])
+    y = bidirectional(q, k, v, decay, mask=mask, mask_convention=convention, form=form)
+    alone = (x[mask].unflatten(0, (2, -1)) for x in (q, k, v, decay))
+    expected = bidirectional(*alone, mask_convention=convention, form=form)
+    torch.testing.assert_close(y[mask].unflatten(0, (2, -1)), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("vector", [True, False])
 def test_segments_are_separate_sequences(form: str, convention: str, vector: bool) -> None:
     q, k, v, decay = inputs(batch=1, vector=vector)
     bounds = [0, 0, 30, 31, 64, 64, 120, 150, 150]
@@ -156,6 +168,18 @@ def test_infinite_decay_cuts_both_directions(form: str) -> None:
     torch.testing.assert_close(y, cut, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("dtype", "decay"), [(torch.float32, -60.0), (torch.float64, -300.0)])
+@pytest.mark.parametrize("form", PLAIN)
+def test_strong_decays_keep_what_a_number_holds(form: str, dtype: torch.dtype, decay: float) -> None:
+    """Seen where a token's own key is zero, and all that it gets comes through the decay."""
+    one = torch.ones(1, 2, 1, 1, dtype=dtype)
+    for own in (0, 1):
+        k = one.clone()
+        k[:, own] = 0
+        y = bidirectional(one, k, one, decay * one, scaled=False, form=form)[0, own]
+        torch.testing.assert_close(y, (decay * one[0, own]).exp(), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("vector", [True, False])
 @pytest.mark.parametrize("form", PLAIN)
@@ -178,6 +202,13 @@ def test_stretches_of_a_sequence(
     parts = over_shards(3, lambda index: run([x.chunk(3, 1)[index] for x in whole]))
     for pieces, expected in zip(zip(*parts, strict=True), run(whole), strict=True):
         torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_sums_over_stretches_may_leave_float16() -> None:
+    """300 values of 300 sum to more than 65504; their mean is what is asked for."""
+    q, v = torch.ones(1, 900, 1, 1, dtype=torch.float16), torch.full((1, 900, 1, 2), 300.0, dtype=torch.float16)
+    parts = over_shards(3, lambda index: bidirectional(*(x.chunk(3, 1)[index] for x in (q, q, v))))
+    torch.testing.assert_close(torch.cat(parts, 1), v)
 
 
 @pytest.mark.parametrize("form", PLAIN)

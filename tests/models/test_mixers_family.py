@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +15,14 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+import models.bidirectional
+import models.recurrence
+import models.scan
 from models.config import ModelConfig
+from models.head_norm import gated_head_norm
 from models.lm import LanguageModel
 from models.mixers import MIXERS
+from models.row_sum import recurrence_with_row_sum
 from tests.models import mixer_equations as equations
 from tests.models.mixer_cases import CASES, HEADS, LAYERS, SIZE, assert_close, both_ways, build, name_of, tokens
 from tests.models.shard_threads import over_shards
@@ -31,6 +37,11 @@ EQUATIONS = {
     )
 }
 ETA = {"softplus": lambda a: torch.log1p(torch.exp(a)) + 1e-6, "sigmoid": lambda a: 1 / (1 + torch.exp(-a)) + 1e-6}
+
+
+def _never_forgets(case: tuple[str, dict[str, Any]]) -> bool:
+    return case[0] in ("attention", "linear_attention", "normalised_attention") or case[1].get("variant") == "lit"
+
 
 every_case = pytest.mark.parametrize("case", CASES, ids=name_of)
 every_causal_case = pytest.mark.parametrize("case", [case for case in CASES if not both_ways(case)], ids=name_of)
@@ -146,6 +157,41 @@ def test_packed_segments_are_separate_runs(case: tuple[str, dict[str, Any]]) -> 
         assert_close(y[:, a:b], mixer(torch.cat([piece, follow[:, a:b]], 1))[:, piece.shape[1] :], 1e-5)
 
 
+def _chunks(heads: int, dim_k: int, dim_v: int) -> int:
+    """The recurrence in chunks of 64 and its states."""
+    return heads * (64 * (dim_k + dim_v) + 4 * dim_k * dim_v)
+
+
+# What a token of a sequence of 100 costs beside its matrices, in d = 32 with 4 heads.
+OPERATORS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "attention": lambda o: (2 if o.get("causal", True) else 4) * 32 * 100,
+    "gla": lambda o: _chunks(4, int(8 * o.get("expand_k", 0.5)), 8),
+    "hgrn": lambda o: (16 if o.get("rotation") else 4) * 32,
+    "hgrn2": lambda o: _chunks(4, 8, 8),
+    "linear_attention": lambda o: _chunks(4, 32 if o.get("feature_map") == "taylor" else 8, 9),
+    "lion": lambda o: (1 if o.get("causal", True) else 2) * _chunks(4, 8, 9 if o.get("scaled", True) else 8),
+    # A, of which no product is formed, is none of the matrices.
+    "mamba": lambda o: 64 * (7 * 16 + 2) - 2 * 64 * 16,
+    "mamba2": lambda o: _chunks(4, 128, 16),
+    "metala": lambda o: _chunks(4, int(8 * o.get("expand_k", 0.5)), 8),
+    "metala_bidirectional": lambda o: 2 * _chunks(4, 4, 8),
+    "normalised_attention": lambda o: _chunks(4, 8, 8),
+    "qlstm": lambda o: 4 * 32,
+    "retnet": lambda o: _chunks(4, 8, 16),
+    "rg_lru": lambda o: 5 * 32,
+    "rwkv4": lambda o: 20 * 32,
+    "s5": lambda o: 8 * 32,
+    "transnormer": lambda o: _chunks(4, 8 if o.get("phase") == "first" else 16, 8),
+}
+
+
+@pytest.mark.parametrize("case", [*CASES, ("attention", {"causal": False})], ids=name_of)
+def test_flops_are_those_of_the_matrices_and_the_operator(case: tuple[str, dict[str, Any]]) -> None:
+    mixer = build(case)
+    matrices = sum(p.numel() for p in mixer.parameters() if p.dim() > 1)
+    assert mixer.flops_per_token(100) == 2 * matrices + OPERATORS[case[0]](case[1])
+
+
 @every_case
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
 def test_no_tokens(case: tuple[str, dict[str, Any]], shape: tuple[int, int]) -> None:
@@ -235,6 +281,41 @@ def test_sixteen_bits(case: tuple[str, dict[str, Any]]) -> None:
     assert ((got.float() - expected).norm() / expected.norm()).item() < 0.05
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if not _never_forgets(case)], ids=name_of)
+def test_log_decays_keep_their_digits_in_sixteen_bits(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[str, dict[str, Any]]
+) -> None:
+    """What the operators are given is float32, and was not rounded to the 16 bits of the activations on the way."""
+    seen: list[Tensor] = []
+
+    def watch(module: Any, name: str, place: int) -> None:
+        function = getattr(module, name)
+
+        def watched(*arguments: Any) -> Any:
+            found = function(*arguments)
+            seen.append(found[0] if name == "decays" else arguments[place])
+            return found
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(models.recurrence, "check", 3)
+    watch(models.scan, "_check", 1)
+    watch(models.bidirectional, "decays", 0)
+    build(case).bfloat16()(tokens(70).bfloat16())
+    assert seen
+    for log_decay in seen:
+        parts = torch.view_as_real(log_decay) if log_decay.is_complex() else log_decay
+        assert parts.dtype == torch.float32
+        assert (parts.bfloat16() != parts).any()
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_norm_and_gate_of_a_head_round_once(norm: str) -> None:
+    o, gate = tokens(70).bfloat16().unflatten(-1, (4, 8)), tokens(71)[:, 1:].bfloat16()
+    exact = gated_head_norm(o.double(), gate.double(), norm=norm)
+    assert (gated_head_norm(o, gate, norm=norm) - exact).norm() <= 2**-9 * exact.norm()
+
+
 @pytest.mark.parametrize(
     "case",
     [("linear_attention", {}), ("lion", {"variant": "lit", "phi": "elu", "output_norm": False})],
@@ -253,6 +334,17 @@ def test_row_sums_above_the_largest_float16(case: tuple[str, dict[str, Any]]) ->
         results.append([y.float(), y[:, 2800:].float(), state["recurrent"], *gradients])
     for got, expected in zip(*results, strict=True):
         assert ((got - expected).norm() / expected.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("weight", [1, 100])
+def test_row_sums_of_many_tokens_in_float16(weight: int) -> None:
+    """Room for a million tokens of this weight each; here 70,000, more than the largest number has of weight 1."""
+    q = torch.full((1, 70_000, 1, 1), weight**0.5, dtype=torch.float16)
+    v = torch.full_like(q, 3.0)
+    num, den, _ = recurrence_with_row_sum(q, q, v, torch.zeros_like(q), weight=weight)
+    expected = weight * torch.arange(1, 70_001).view_as(den)
+    torch.testing.assert_close(den, expected.float(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(num / den, v.float(), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("variant", ["lit", "lstm"])

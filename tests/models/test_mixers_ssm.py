@@ -5,6 +5,7 @@ What all mixers have in common is in test_mixers_family.py and test_mixers_cut.p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -313,6 +314,76 @@ def test_hgrn_layers_forget_less_and_less() -> None:
         candidate = F.silu(mixer.candidate_proj(x[:, 0]))
         bound = index / LAYERS
         torch.testing.assert_close(state["recurrent"], candidate * (1 - bound) * (1 + bound))
+
+
+def first(name: str, options: dict | None = None, **shape: int) -> torch.nn.Module:
+    """A mixer as it begins, with enough channels to see how its values are spread."""
+    shape = {"num_layers": 3, "hidden_size": 1024, "num_heads": 256, **shape}
+    given = {name: options} if options else {}
+    config = ModelConfig(
+        vocab_size=8, mixers=(name,), mixer_options=given, init_method="normal", init_std=0.03, **shape
+    )
+    torch.manual_seed(3)
+    return MIXERS[name](config, 1, config.options_of(name))
+
+
+def assert_uniform(x: Tensor, low: float, high: float) -> None:
+    """Within 5 standard errors of a uniform distribution's mean and near its ends."""
+    width = high - low
+    assert low - 1e-5 * width <= x.min() <= low + 10 * width / len(x)
+    assert high - 10 * width / len(x) <= x.max() <= high + 1e-5 * width
+    assert abs(x.mean() - (low + high) / 2) < 5 * width / math.sqrt(12 * len(x))
+
+
+def test_mamba_at_the_start() -> None:
+    """dt log-uniform in [0.001, 0.1], A = -1, ..., -N; the convolution as torch.nn.Conv1d's."""
+    mixer, heads = first("mamba"), first("mamba2")
+    for bias in (mixer.dt_bias, heads.dt_bias):
+        assert_uniform(F.softplus(bias.detach().double()).log10(), -3, -1)
+    torch.testing.assert_close(mixer.a_log.exp(), torch.arange(1.0, 17).expand(2048, 16))
+    assert_uniform(mixer.conv.weight.detach().flatten(), -0.5, 0.5)
+    assert mixer.select_weight.std().item() == pytest.approx(0.03, rel=0.02)
+    assert_uniform(heads.a_log.detach().exp(), 1, 16)
+
+
+@pytest.mark.parametrize("exponent", [8.0, 2.0])
+def test_rg_lru_at_the_start(exponent: float) -> None:
+    mixer = first("rg_lru", {"exponent": exponent})
+    assert_uniform((-exponent * F.softplus(mixer.decay.detach().double())).exp(), 0.9, 0.999)
+    for weight in (mixer.decay_gate_weight, mixer.input_gate_weight):
+        assert weight.std().item() == pytest.approx(4**-0.5, rel=0.05)
+
+
+def test_s5_at_the_start() -> None:
+    """Eigenvalues uniform in the area of the ring, every state of variance 1 under white noise."""
+    mixer = first("s5", {"min_radius": 0.3, "max_radius": 0.9})
+    squared = (-2 * mixer.nu.detach().double().exp()).exp()
+    assert_uniform(squared, 0.3**2, 0.9**2)
+    assert_uniform(mixer.theta.detach().exp(), 0, 2 * math.pi)
+    torch.testing.assert_close(mixer.log_gamma.double().exp() ** 2, 1 - squared, rtol=1e-5, atol=0)
+
+
+def test_rwkv4_at_the_start() -> None:
+    """Appendix E for the second of three layers, d = 16: its layer over the last one is 1/2."""
+    mixer = first("rwkv4", hidden_size=16, num_heads=2)
+    for c in (0, 1, 7, 15):
+        place = c / 16
+        expected = {
+            "mix_k": place ** (2 / 3),
+            "mix_v": place ** (2 / 3) + 0.15,
+            "mix_r": place ** (1 / 3),
+            "decay": -5 + 8 * (c / 15) ** 1.35,
+            "bonus": math.log(0.3) + {0: 0.0, 1: 0.5, 7: 0.5, 15: 0.0}[c],
+        }
+        assert {name: getattr(mixer, name)[c].item() for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_phases_at_the_start() -> None:
+    """Those of rotary positions, over the channels of a head (TransNormer) or of the layer (HGRN)."""
+    theta = first("transnormer", {"phase_base": 100.0}, hidden_size=32, num_heads=4).theta
+    torch.testing.assert_close(theta, 100.0 ** (-torch.arange(8) / 8).repeat(4))
+    theta = first("hgrn", {"rotation": True}, hidden_size=32, num_heads=4).theta
+    torch.testing.assert_close(theta, 10000.0 ** (-torch.arange(32) / 32))
 
 
 # Written out in d = 16: the sums of the shapes in the docstrings.

@@ -41,6 +41,7 @@ def ids(*shape: int) -> Tensor:
 
 def test_the_vector_of_a_position_is_added_to_the_token() -> None:
     embedding, tokens = model().embedding, ids(2, 9)
+    assert embedding.positions.weight.std().item() == pytest.approx(0.3, rel=0.1)
     expected = embedding.weight[tokens] + embedding.positions.weight[:9]
     torch.testing.assert_close(embedding(tokens), expected, rtol=0, atol=0)
     embedding(tokens).sum().backward()

@@ -54,6 +54,14 @@ def test_equals_the_loop(form: str, length: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_sixteen_bits_are_computed_in_float32(form: str) -> None:
+    x, log_decay = (t.bfloat16() for t in inputs(2, 40, 3, "real"))
+    got, expected = scan(x, log_decay, form=form), scan(x.float(), log_decay.float(), form=form)
+    assert [t.dtype for t in got] == [torch.float32, torch.float32]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_packed_segments_equal_separate_runs(form: str) -> None:
     x, log_decay = inputs(1, 40, 3, "real")
     bounds = [0, 0, 7, 8, 8, 40, 40]

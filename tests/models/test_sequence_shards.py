@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from models.mixers import MIXERS
 from models.positions import LearnedPositions
 from models.recurrence import recurrence
 from models.scan import scan
+from models.selective_scan import selective_scan
 from models.sequence_shards import current_shards, sequence_shards
 from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
 from tests.models.shard_threads import Meeting, Threads, over_shards
@@ -124,23 +126,31 @@ def test_what_is_exchanged_does_not_grow_with_the_sequence(case: tuple[str, dict
     assert sent[0]
 
 
+def _selective(x: Tensor, b: Tensor, dt: Tensor, decay: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    a = -torch.linspace(0.1, 2.0, 2 * 4 * 3, dtype=x.dtype).view(2, 4, 3)
+    return selective_scan(x, dt.abs(), a, b[..., :3], x[..., 1:], cu_seqlens=cu_seqlens)
+
+
+OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]] = {
+    "recurrence": lambda q, k, v, decay, cu_seqlens: recurrence(q, k, v, decay, cu_seqlens=cu_seqlens),
+    "scan": lambda q, k, v, decay, cu_seqlens: scan(q[:, :, 0], decay.expand_as(q)[:, :, 0], cu_seqlens=cu_seqlens),
+    "selective scan": _selective,
+}
+
+
 @pytest.mark.parametrize(
-    "bounds", [[0, 1, 3, 3, 14, 24, 32], [0, 8, 8, 9, 32], [0, 32], [0, 7, 26, 32, 32], [0, 0, 15, 17, 32]]
+    "bounds", [None, [0, 1, 3, 3, 14, 24, 32], [0, 8, 8, 9, 32], [0, 32], [0, 7, 26, 32, 32], [0, 0, 15, 17, 32]]
 )
 @pytest.mark.parametrize("scalar", [True, False])
-def test_final_states_of_packed_sequences(bounds: list[int], scalar: bool) -> None:
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_final_states(operator: str, bounds: list[int] | None, scalar: bool) -> None:
     """Where a sequence ends in a stretch, that stretch's final state of it is the sequence's."""
-    q, k, v, decay = operands(32, torch.float64, scalar)
-    cu_seqlens = torch.tensor(bounds)
-    o, final = recurrence(q, k, v, decay, cu_seqlens=cu_seqlens)
-
-    def work(index: int) -> tuple[Tensor, Tensor]:
-        parts = (x.chunk(4, 1)[index] for x in (q, k, v, decay))
-        return recurrence(*parts, cu_seqlens=cu_seqlens)
-
-    results = over_shards(4, work)
-    assert_close(torch.cat([o for o, _ in results], 1), o, 1e-12)
-    for segment, (start, end) in enumerate(pairwise(bounds)):
+    inputs = operands(32, torch.float64, scalar)
+    run, cu_seqlens = OPERATORS[operator], None if bounds is None else torch.tensor(bounds)
+    y, final = run(*inputs, cu_seqlens)
+    results = over_shards(4, lambda index: run(*(x.chunk(4, 1)[index] for x in inputs), cu_seqlens))
+    assert_close(torch.cat([y for y, _ in results], 1), y, 1e-12)
+    for segment, (start, end) in enumerate(pairwise(bounds or [0, 32])):
         if start < end:
             assert_close(results[(end - 1) // 8][1][segment], final[segment], 1e-12)
 
