@@ -176,9 +176,19 @@ class Merging:
         return [[99] if text == "ab" else [ord(c) for c in text] for text in texts]
 
 
+class Dropping:
+    """A tokenizer without an entry for "!"."""
+
+    def encode_batch(self, texts: list[str], threads: int = 1) -> list[list[int]]:
+        return [[ord(c) for c in text if c != "!"] for text in texts]
+
+
 def test_a_continuation_that_closes_a_token_is_still_scored():
     ((context, target),) = encode_pairs(Merging(), [("a", "b")], 0)  # type: ignore[arg-type]
     assert (context.tolist(), target.tolist()) == ([0], [99])
+    # The tokenizer drops what follows: the last token of the context stands for it.
+    ((context, target),) = encode_pairs(Dropping(), [("xy", "!")], 0)  # type: ignore[arg-type]
+    assert (context.tolist(), target.tolist()) == ([ord("x")], [ord("y")])
 
 
 def test_processes_share_the_requests_and_agree(loaded, prepared, ours, monkeypatch):

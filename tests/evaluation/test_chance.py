@@ -8,7 +8,14 @@ from data.tokenizer import load_tokenizer
 from models.config import ModelConfig
 from models.lm import LanguageModel
 from tools.evaluation.adapter import ProjectLM
-from tools.evaluation.harness import Request, evaluate, metric_value, prepare_tasks
+from tools.evaluation.harness import Request, _chance, evaluate, metric_value, prepare_tasks
+
+
+def test_documents_may_have_different_numbers_of_choices():
+    samples = [{"metrics": ["acc"], "filtered_resps": [()] * n} for n in (2, 4, 4)]
+    assert _chance(samples) == pytest.approx((1 / 2 + 1 / 4 + 1 / 4) / 3)
+    assert _chance([{"metrics": ["acc"], "filtered_resps": [()]}]) is None
+    assert _chance([{"metrics": ["f1"], "filtered_resps": [()] * 2}]) is None
 
 
 def test_a_random_model_guesses(shared):

@@ -102,6 +102,20 @@ def test_holm_corrects_for_the_number_of_comparisons():
     assert [row[-1] for row in rows] == ["significant", "", "", ""]
 
 
+def test_holm_goes_from_the_smallest_p_and_never_down():
+    """All of k documents differ: p = 2^(1 - k). Times three, then two, then one, where the one before was more."""
+    tasks = {"a": 6, "b": 8, "c": 6}
+    none, all_of_them = ({t: {"acc": entry([x] * k)} for t, k in tasks.items()} for x in (0.0, 1.0))
+    found = {d.task: d.adjusted for d in compare(results(none), results(all_of_them))}
+    assert found == pytest.approx({"a": 2 / 2**5, "b": 3 / 2**7, "c": 2 / 2**5})
+
+
+def test_no_p_is_zero():
+    """The swaps that were not drawn could have reached the difference too."""
+    values = np.linspace(1.0, 2.0, 50)
+    assert difference("t", "acc", values, values + 1).p == 1 / (SWAPS + 1)
+
+
 def test_nothing_in_common_is_said():
     with pytest.raises(ValueError, match="share no task and document"):
         compare(results({"piqa": {"acc": entry([1.0])}}), results({"copa": {"acc": entry([1.0])}}))

@@ -54,8 +54,10 @@ def test_one_token_at_a_time(shape):
         expected.append((total, right))
     for batch_tokens in (40, 10_000):
         scorer = PseudoScorer(model, 257, (300,), (301,), batch_tokens)
-        found: dict = {}
-        scorer.score_units(scorer.units(contexts, targets), 4, done=found.update)
+        answers: list = []
+        scorer.score_units(scorer.units(contexts, targets), 4, done=answers.extend)
+        found = dict(answers)
+        assert len(answers) == 4, "an answer is handed on once, when all its tokens are scored"
         assert [found[i][0] for i in range(4)] == pytest.approx([value for value, _ in expected], abs=1e-9)
         assert [found[i][1] for i in range(4)] == [right for _, right in expected]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,7 @@ def test_exact_match_is_a_question():
     assert found["exact_match"] == 2 / 3
     assert found["answer_acc"] == 4 / 5
     assert found["f1a"] == pytest.approx(2 * 2 / (3 + 2))
+    # Of the mean of n right or wrong answers, the standard deviation with n - 1.
+    assert found["exact_match_stderr"] == pytest.approx(statistics.stdev([0, 1, 1]) / 3**0.5)
+    assert found["answer_acc_stderr"] == pytest.approx(statistics.stdev([1, 0, 1, 1, 1]) / 5**0.5)
+    assert multirc_metrics([sample(0, 0, -1.0)])["answer_acc"] == 1.0, "as likely as no is no yes"

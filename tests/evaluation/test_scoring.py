@@ -133,6 +133,32 @@ def test_tree_holds_every_token_of_every_request_once():
     assert sum(root.size for root in build_forest(inputs, targets, shortest=1)) == len(words)
 
 
+def test_ids_beyond_sixteen_bits_are_told_apart():
+    inputs = [np.array([1, 2, 3 + (n << 16)]) for n in range(3)]
+    roots = build_forest(inputs, [np.array([7])] * 3, shortest=1)
+    assert [root.tokens.tolist() for root in roots] == [[1, 2]]
+    assert sorted(child.tokens.tolist() for child in roots[0].children) == [[3], [3 + (1 << 16)], [3 + (2 << 16)]]
+
+
+@pytest.mark.parametrize("name", ["metala_tiny", "transformer_tiny"])
+def test_batches_stay_within_their_memory(name):
+    """Tokens of a batch, and the bytes of its states, which an attention layer has a token."""
+    scorer = Scorer(model_of(name), batch_tokens=200)
+    for length in (1, 9):
+        _, state = scorer._forward(torch.zeros(1, length, dtype=torch.long), None, None, True)
+        held = sum(value.nbytes for layer in state for value in layer.values())
+        assert scorer._bytes_a_row + length * scorer._bytes_a_token == held + (name == "transformer_tiny")
+    scorer.state_bytes = 5 * (scorer._bytes_a_row + 60 * scorer._bytes_a_token)
+    inputs, targets = requests_with_shared_parts()
+    scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=list)
+    assert all(rows == 1 or rows * length <= 200 for rows, length in scorer.shapes)
+    scorer = Scorer(scorer.model, batch_tokens=1 << 20, state_bytes=scorer.state_bytes)
+    inputs = [np.array([n // 40 % 2, *range(20), n % 40, 9]) for n in range(80)]
+    scorer.score_units(scorer.units(*contexts_of(inputs, [ids[-2:] for ids in inputs])), 80, done=list)
+    size = {length: scorer._bytes_a_row + length * scorer._bytes_a_token for _, length in scorer.shapes}
+    assert all(rows * size[length] <= scorer.state_bytes for rows, length in scorer.shapes)
+
+
 def test_memory_that_runs_out_halves_the_batch_and_counts_nothing_twice(monkeypatch):
     model = model_of("metala_tiny").double()
     inputs, targets = requests_with_shared_parts()
