@@ -21,6 +21,7 @@ from models.lm import LanguageModel
 from tests.hf.conftest import write_run
 from tests.parallel.launch import train_in_turn
 from tools.conversion.compare import load_export
+from tools.conversion.formats import translate
 from tools.conversion.importing import import_folder
 from tools.convert_hf import main
 from tools.load_model import build_model, load_model, model_config
@@ -204,6 +205,60 @@ def test_the_command_that_trains_on_names_the_kind_of_text_of_the_configuration(
     assert main(["import", str(copy), str(tmp_path / "again")]) == 0
     said = capsys.readouterr().out
     assert f"python train.py {tmp_path}/again/config.yml data.train=... data.validation=...   trains on" in said
+
+
+def translated(kind: str, **settings: Any) -> ModelConfig:
+    return translate({"model_type": kind, **settings}).model
+
+
+def test_settings_that_are_not_named_are_the_other_codebase_s_own() -> None:
+    from transformers import GPTNeoXConfig, LlamaConfig
+
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    ours, theirs = translated("gpt_neox", **shape), GPTNeoXConfig(**shape)
+    assert ours.parallel_residual == theirs.use_parallel_residual
+    assert (ours.norm_eps, ours.tie_embeddings) == (theirs.layer_norm_eps, theirs.tie_word_embeddings)
+    options = ours.options_of("attention")
+    assert options.rotary_pct == theirs.rope_parameters["partial_rotary_factor"]
+    assert options.rotary_base == theirs.rope_parameters["rope_theta"]
+    ours, theirs = translated("llama", **shape), LlamaConfig(**shape)
+    assert (ours.norm_eps, ours.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert ours.options_of("attention").rotary_base == theirs.rope_parameters["rope_theta"]
+    # flash-linear-attention 0.6: hidden_ratio 4, in RetNet 2, and norm_eps 1e-6; widths are multiples of 256.
+    shape = {"vocab_size": 97, "hidden_size": 512, "num_hidden_layers": 2, "num_heads": 4}
+    for kind, width in (("gla", 1536), ("retnet", 768), ("hgrn2", 1536)):
+        found = translated(kind, **shape)
+        assert (found.mlp_width, found.norm_eps, found.tie_embeddings) == (width, 1e-6, False)
+        assert translated(kind, **shape, hidden_ratio=8).mlp_width == 2816
+    shape = {
+        "vocab_size": 97,
+        "decoder_embed_dim": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 2,
+        "glu_dim": 96,
+    }
+    assert translated("metala", **shape).tie_embeddings
+    assert not translated("metala", **shape, no_tie_embed=True).tie_embeddings
+
+
+def test_rotary_settings_of_earlier_transformers() -> None:
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    options = translated("gpt_neox", **shape, rotary_pct=0.5, rotary_emb_base=5000).options_of("attention")
+    assert (options.rotary_pct, options.rotary_base) == (0.5, 5000.0)
+    options = translated("llama", **shape, rope_theta=500000.0, rope_scaling=None).options_of("attention")
+    assert (options.num_kv_heads, options.rotary_base) == (4, 500000.0)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
