@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,6 +38,15 @@ SHORT = (
 
 def runs_of(*more: str) -> list[Run]:
     return plan(load_experiment("listops", [*SHORT, *more]), "fp32")
+
+
+def test_training_validation_and_test_are_drawn_apart() -> None:
+    (run, *_) = runs_of()
+    assert [len(part.tokens) for part in generate(run)] == [256, 64, 96]
+    sizes = dict.fromkeys(("train_examples", "validation_examples", "test_examples"), 64)
+    sets = generate(replace(run, data={**run.data, **sizes}))
+    for one, other in itertools.combinations(sets, 2):
+        assert (one.tokens != other.tokens).any(1).mean() > 0.5
 
 
 def test_the_papers_configuration() -> None:

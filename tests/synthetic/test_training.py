@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,12 +55,14 @@ class _StopError(Exception):
     pass
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     for name in ("SECONDS_BETWEEN", "_SHARE"):  # at every epoch, however long writing takes
         monkeypatch.setattr(f"tools.synthetic.unfinished.{name}", 0.0)
     both = runs("lrs=[1e-3,5e-3]", "epochs=4", "data.train_examples=640", "target=null")
+    both = [replace(run, precision=precision) for run in both]
     examples = prepare(both[0], CPU)
     expected = train_together(both, examples, CPU)
     told: list[int] = []
@@ -80,8 +84,13 @@ def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
     for one, other in zip(found, expected, strict=True):
         for key in ("history", "loss", "accuracy", "perplexity", "epochs", "steps"):
             assert one[key] == other[key]
-    # One of them alone, too; and where it cannot be read, that is said.
-    assert train_together(both[1:], examples, CPU, unfinished=tmp_path)[0]["history"] == expected[1]["history"]
+    # One of them alone, too, its seconds those before and after; and where it cannot be read, that is said.
+    file = tmp_path / f"{both[1].id}.pt"
+    torch.save({**torch.load(file), "seconds": 1000.0}, file)
+    (alone,) = train_together(both[1:], examples, CPU, unfinished=tmp_path)
+    assert alone["history"] == expected[1]["history"]
+    assert 1000 < alone["seconds"] < 1100
+    assert alone["steps_per_second"] <= 0.1
     (tmp_path / f"{both[0].id}.pt").write_bytes(b"PK")
     with pytest.raises(ValueError, match=rf"{both[0].id}\.pt cannot be read .*: remove it, and the run starts anew"):
         train_together(both, examples, CPU, unfinished=tmp_path)
@@ -102,6 +111,35 @@ def test_it_is_the_plain_loop(runs: Runs) -> None:
         expected.backward()
         optimizer.step()
         assert loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_bias_of_the_head_is_trained_and_scored(runs: Runs) -> None:
+    (run,) = runs("network.head_bias=true")
+    network, tokens = Network(run), torch.arange(run.length)[None] % 16
+    torch.nn.init.normal_(network.model.head.bias)
+    torch.testing.assert_close(network.logits(tokens, None), network.model(tokens))
+    labels = tokens.roll(-1, 1)
+    expected = F.cross_entropy(network.model(tokens)[0], labels[0])
+    torch.testing.assert_close(network.loss(tokens, None, labels), expected)
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_its_steps(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = runs("data.train_examples=320", "epochs=2")
+    losses: list[float] = []
+    loss = Network.loss
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        found = loss(*arguments)
+        losses.append(found.item())
+        return found
+
+    monkeypatch.setattr(Network, "loss", watched)
+    steps = SideBySide([run], prepare(run, CPU), CPU)
+    for epoch in range(2):
+        losses.clear()
+        steps.train_epoch(epoch)
+        assert len(losses) == 5
+        assert steps.evaluate()[1] == pytest.approx([sum(losses) / 5], rel=1e-6)
 
 
 def test_every_epoch_sees_every_example_once_in_a_new_order(runs: Runs) -> None:
@@ -196,10 +234,25 @@ def test_bf16_keeps_float32_weights(runs: Runs) -> None:
 
 
 def test_examples_of_the_test_are_not_those_of_training(runs: Runs) -> None:
-    for run in (runs()[0], plan(load_experiment("mad", ["models=[metala]", "tasks=[fuzzy_recall]"]), "fp32")[0]):
+    words = ["models=[metala]", "tasks=[fuzzy_recall/baseline,selective_copying/baseline,compression/baseline]"]
+    for run in (runs()[0], *plan(load_experiment("mad", words), "fp32")):
         train, test = generate(run)
         assert [len(train.tokens), len(test.tokens)] == [run.data["train_examples"], run.data["test_examples"]]
-        assert (train.tokens[: len(test.tokens)] != test.tokens).any(1).mean() > 0.5
+        # Sets of one size would be drawn alike from one seed.
+        train, test = generate(replace(run, data={**run.data, "train_examples": 200, "test_examples": 200}))
+        assert (train.tokens != test.tokens).any(1).mean() > 0.5
+
+
+def test_what_is_memorized_is_of_the_seed_and_not_of_the_set() -> None:
+    words = ["models=[metala]", "tasks=[memorization/baseline]", "seeds=[0,1]"]
+    sets = {run.seed: generate(run) for run in plan(load_experiment("mad", words), "fp32")}
+    values = {}
+    for seed, number in itertools.product((0, 1), repeat=2):
+        tokens, labels = sets[seed][number]
+        # A key, then the place where its value is asked for.
+        values[seed, number] = dict(zip(tokens[:, ::2].flatten(), labels[:, 1::2].flatten(), strict=True))
+    assert len(values[0, 0]) == 127
+    assert values[0, 0] == values[0, 1] != values[1, 0] == values[1, 1]
 
 
 def test_asked_positions_are_the_labelled_ones(runs: Runs) -> None:
@@ -315,18 +368,19 @@ def test_a_dropout_that_cannot_be_is_refused(runs: Runs, value: str) -> None:
         Network(runs(f"network.embedding_dropout={value}")[0])
 
 
-@pytest.mark.parametrize(("scored", "epoch", "accuracy"), [("last", 6, 0.7), ("least_perplexity", 4, 0.6)])
+@pytest.mark.parametrize(("scored", "epoch", "accuracy"), [("last", 8, 0.7), ("least_perplexity", 6, 0.6)])
 def test_which_weights_are_scored(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, scored: str, epoch: int, accuracy: float
 ) -> None:
     """The first evaluation of least perplexity on the first set, by the accuracy on the last one."""
-    found = iter([Evaluated(0.9, 3.0, 0.5), Evaluated(0.1, 2.0, 0.6), Evaluated(0.2, math.nan, 0.7)])
+    of_epochs = [(0.8, math.nan, 0.4), (0.9, 3.0, 0.5), (0.1, 2.0, 0.6), (0.2, math.nan, 0.7)]
+    found = iter([Evaluated(*one) for one in of_epochs])
     monkeypatch.setattr(SideBySide, "evaluate", lambda steps: ([next(found)], [1.0]))
-    words = ["epochs=6", "evaluate_every=2", "data.train_examples=64", "target=null", f"scored={scored}"]
+    words = ["epochs=8", "evaluate_every=2", "data.train_examples=64", "target=null", f"scored={scored}"]
     (run,) = runs(*words)
     (line,) = train_together([run], prepare(run, CPU), CPU)
     assert (line["scored_epoch"], line["accuracy"], line["best_accuracy"]) == (epoch, accuracy, 0.9)
-    assert line["perplexity"] == (2.0 if epoch == 4 else None)
+    assert line["perplexity"] == (2.0 if epoch == 6 else None)
     assert (run.id == runs(*words[:-1])[0].id) is (scored == "last"), "results of the last weights stay what they are"
 
 
