@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import yaml
 
 from megatron_lite.metrics import read_metrics
 from tools.compare.__main__ import main
+from tools.compare.results import Row
 
 WORDS = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
 
@@ -137,3 +139,17 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     assert main([*words, f"schedule.train_steps={steps}"]) == 0
     lines = [line["step"] for line in read_metrics(run) if line["kind"] == "train"]
     assert lines == list(range(1, steps + 1))
+
+
+def test_differences_are_paired_by_seed() -> None:
+    """Over the seeds that both have; one alone has no error."""
+    one, other, third = (
+        Row(name, name, "", 1, 1, {"loss": values})
+        for name, values in (("a", {1: 2.0, 2: 3.0, 3: 5.0}), ("b", {1: 1.0, 4: 0.0, 2: 1.0}), ("c", {3: 4.0}))
+    )
+    assert one.less(other, "loss") == pytest.approx((1.5, statistics.stdev([1, 2]) / math.sqrt(2)))
+    assert other.less(one, "loss")[0] == -1.5
+    change, error = one.less(third, "loss")
+    assert change == 1.0
+    assert math.isnan(error)
+    assert all(map(math.isnan, other.less(third, "loss")))

@@ -123,6 +123,22 @@ def test_streamed_pieces_join_to_the_text(text: str, prompt: str) -> None:
     assert "".join(pieces) == text
 
 
+def test_the_first_piece_is_decoded_as_one_that_follows_the_prompt(tmp_path: Path) -> None:
+    """A WordPiece tokenizer puts a space between words, and so none before the first of what it is given."""
+    (tmp_path / "vocab.txt").write_text("\n".join(["[UNK]", "[SEP]", "[CLS]", "return", "value", "##s"]))
+    tokenizer = load_tokenizer("wordpiece", tmp_path / "vocab.txt")
+    assert streamed(tokenizer, [3], [4, 5, 3]) == [" value", "s", " return", ""]
+
+
+def test_what_is_decoded_at_a_time_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, sizes = load_tokenizer("bytes"), []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: sizes.append(len(ids)) or decode(ids))
+    text = "größe 🙂 " * 50
+    assert "".join(streamed(tokenizer, tokenizer.encode("a long prompt"), tokenizer.encode(text))) == text
+    assert max(sizes) <= 12
+
+
 def test_an_unfinished_character_shows_at_the_end() -> None:
     tokenizer = load_tokenizer("bytes")
     assert streamed(tokenizer, [], list("a🙂".encode())[:-1]) == ["a", "", "", "", "\ufffd"]
@@ -134,6 +150,7 @@ def test_complete(trained_run: Path) -> None:
     assert text == complete(loaded.model, loaded.tokenizer, "def ", max_tokens=24, seed=2)
     assert text != complete(loaded.model, loaded.tokenizer, "def ", max_tokens=24, seed=3)
     assert prompt_ids(loaded.tokenizer, "") == [loaded.tokenizer.end_of_document_id]
+    assert prompt_ids(load_tokenizer("bytes"), "") == [256]
 
 
 def test_command(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
