@@ -30,6 +30,9 @@ def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsy
     report = json.loads((folder / "summary.json").read_text())
     assert report["validation"]["bits_per_byte"] < 8
     assert report["steps"] == 8
+    assert report["tokens"] == 8 * 4 * 32
+    assert report["tokens_per_second"] == pytest.approx(report["tokens"] / report["training_seconds"])
+    assert f"({report['tokens_per_second']:,.0f} tokens/s)" in out
     assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 9))

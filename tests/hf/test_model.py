@@ -393,6 +393,8 @@ def test_regression_and_several_labels() -> None:
     wanted = torch.tensor([[1.0, 0, 1], [0, 1, 0]])
     expected = F.binary_cross_entropy_with_logits(several(ids).logits, wanted)
     torch.testing.assert_close(several(ids, labels=wanted).loss, expected)
+    many = MetalionForSequenceClassification(config(["metala"], num_labels=200))
+    assert many.score.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
 def test_configuration_errors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from megatron_lite.config import load_config
 from models.config import ModelConfig
 from tools import summary
-from tools.summary import command
+from tools.summary import _duration, command, compressed_bits_per_byte
 
 BUDGET = "schedule.time_budget_minutes"
 
@@ -59,3 +60,15 @@ def test_the_command_that_goes_on_does_not_begin_again(monkeypatch, resume, said
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
     config = load_config(["default.yml"], [*given, "model.vocab_size=4096"], model_type=ModelConfig, world_size=1)
     assert command(config, 16).split() == ["python", "train.py", *given[:2], *said, "schedule.train_steps=16"]
+
+
+def test_bits_of_the_compressors_are_bits() -> None:
+    """What cannot be compressed takes eight of them a byte, and a little for the format."""
+    for bits in compressed_bits_per_byte(random.Random(0).randbytes(50_000)).values():
+        assert 8 < bits < 8.05
+    assert all(bits < 0.1 for bits in compressed_bits_per_byte(bytes(50_000)).values())
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(7.6, "0:08"), (59.6, "1:00"), (61, "1:01"), (3661, "1:01:01")])
+def test_a_duration_is_said_in_hours_minutes_and_seconds(seconds: float, said: str) -> None:
+    assert _duration(seconds) == said

@@ -20,7 +20,7 @@ def measured(sums: dict[str, Evaluated], shares: dict[str, float], total_bytes: 
         assert limit == 3
         return sums[name]
 
-    data = ValidationSet(lambda *batches: batches, parts=shares, total_bytes=total_bytes, total_tokens=100)  # type: ignore[arg-type, return-value]
+    data = ValidationSet(lambda *batches: batches, shares, total_bytes, total_tokens=100, micro_batches=1)  # type: ignore[arg-type, return-value]
     return evaluate(SimpleNamespace(evaluate=part_sums), data, 3)  # type: ignore[arg-type]
 
 
