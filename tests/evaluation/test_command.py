@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import eval as command
+from data.causal import SequentialDataset
 from tests.cli.conftest import ROOT, environment
 from tests.parallel.launch import free_port
 from tools import convert_hf
@@ -91,6 +93,10 @@ def test_averages_are_the_papers_means(evaluated):
     assert table.average_of(table.rows[0]) == pytest.approx(mean)
     commonsense = suite_table(read_suite("commonsense"), [("m", content)])
     assert "LAMBADA" not in commonsense.average
+    cells = commonsense.rows[0].cells
+    assert cells.keys() > set(commonsense.average)
+    mean = np.mean([cells[label][0] for label in commonsense.average])
+    assert commonsense.average_of(commonsense.rows[0]) == pytest.approx(mean)
     assert commonsense.rows[0].cells["LAMBADA ppl"][0] == content["results"]["lambada_openai"]["perplexity,none"]
     assert commonsense.rows[0].cells["ARC-c"][0] == 100 * content["results"]["arc_challenge"]["acc_norm,none"]
     latex([table, commonsense])
@@ -310,6 +316,44 @@ def test_loss_by_position_sums_to_the_perplexity(trained_run):
     total = float(np.nansum(found.nll * found.tokens))
     assert total / found.tokens.sum() == pytest.approx(whole["loss"], rel=1e-6)
     assert found.mean(1, 48) == pytest.approx(whole["bits_per_byte"], rel=1e-6)
+
+
+def test_changes_of_pieces_are_formed_from_their_tokens(trained_run):
+    """Whole pieces, one that ends a little beyond the trained length, and one that does not reach it."""
+    from tools.evaluation.positions import loss_by_position, token_nll
+    from tools.perplexity import validation_text
+
+    loaded = load_model(trained_run, device="cpu")
+    text = validation_text(loaded)
+    tokens = SequentialDataset(text.prefix, sequence_length=1 << 20, first_token=0).num_tokens
+    length = next(n for n in range(40, 200) if 32 < tokens % n < n - 3)
+    pieces = SequentialDataset(text.prefix, sequence_length=length, first_token=loaded.tokenizer.end_of_document_id)
+    expected = []
+    for piece in (pieces[i] for i in range(len(pieces))):
+        real = int((piece["loss_weight"] > 0).sum())
+        with torch.no_grad():
+            nll = token_nll(loaded.model, piece["tokens"][None], piece["labels"][None])[0, :real]
+        expected.append((nll[32:].mean() - nll[16:32].mean()).item())
+    assert loaded.config["batch"]["sequence_length"] == 32
+    assert real == tokens % length
+    found = loss_by_position(loaded, text, length=length, progress=False)
+    assert found.changes == pytest.approx(expected, abs=1e-6)
+    length = next(n for n in range(40, 400) if 0 < tokens % n < 32)
+    assert len(loss_by_position(loaded, text, length=length, progress=False).changes) == tokens // length
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"), [((-1.0, -0.9), "falls on"), ((-1.0, 0.9), "stays level"), ((1.0, 0.9), "rises")]
+)
+def test_what_the_text_does_is_said_beyond_two_errors_alone(tmp_path, monkeypatch, capsys, changes, verdict):
+    from tools.evaluation import positions
+
+    found = positions.LossByPosition("t", np.ones(8), np.full(8, 2), 1.0, 4, np.array(changes))
+    monkeypatch.setattr(positions, "loss_by_position", lambda *_, **__: found)
+    loaded = Namespace(config={"batch": {"sequence_length": 4}}, run=tmp_path)
+    options = Namespace(sequence_length=8, batch_size=1, out=None)
+    positions.positions_command(loaded, [None], options)
+    assert f": it {verdict} (" in capsys.readouterr().out
 
 
 def test_what_the_text_does_beyond_the_trained_length_is_said_with_its_error():

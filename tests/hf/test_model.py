@@ -260,6 +260,9 @@ def test_cache_rows() -> None:
     torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5)
     cache.batch_repeat_interleave(2)
     assert cache.batch_size == 6
+    again = tokens(1, 1).expand(6, 1)
+    expected = model(torch.cat([ids[[2, 2, 0, 0, 0, 0]], again, again], 1)).logits[:, -1:]
+    torch.testing.assert_close(model(again, past_key_values=cache).logits, expected, rtol=1e-5, atol=1e-5)
     cache.reset()
     assert cache.get_seq_length() == 0
 

@@ -137,6 +137,18 @@ def test_a_part_of_a_larger_memory_is_kept():
     total.backward()
 
 
+def test_a_result_that_is_read_as_another_type_is_kept():
+    """The same memory as pairs of real numbers: its steps are not those of the complex ones."""
+    turn = Counted(lambda x: x * 1j)
+    x = torch.view_as_complex(leaf(4, 3, 2).detach()).requires_grad_()
+    gradients = []
+    for active in (True, False):
+        with forgetting(active):
+            total = torch.view_as_real(turn(x)).square().sum()
+        gradients += torch.autograd.grad(total, x)
+    assert torch.equal(*gradients)
+
+
 def test_a_result_that_was_changed_is_kept_as_it_is_now():
     sine = Counted(torch.sin)
     x = leaf(5)

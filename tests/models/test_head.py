@@ -122,6 +122,33 @@ def test_right_predictions_of_a_vocabulary_in_parts():
         assert right.item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float64, 18), (torch.float32, 16)])
+def test_gradients_of_a_vocabulary_in_parts(dtype, rows):
+    """By PyTorch's operators, and with parts that the C++ kernels take; logits of one part far above the other's."""
+    from tests.models.shard_threads import Meeting, Threads, over_shards
+
+    hidden, weight, labels, loss_weight = example(dtype)
+    bias = torch.randn(2 * rows, dtype=dtype) + 3 * (torch.arange(2 * rows) < rows)
+    inputs = [hidden, weight[: 2 * rows].detach().requires_grad_(), bias.requires_grad_()]
+    labels = labels.clamp_max(2 * rows - 1)
+    whole = cross_entropy_sum(*inputs[:2], labels, loss_weight, bias=inputs[2])
+    of_hidden, *of_parts = torch.autograd.grad(whole, inputs)
+    meeting = Meeting(2)
+
+    def work(index):
+        part = slice(rows * index, rows * index + rows)
+        own = [hidden.detach().clone().requires_grad_(), *(x.detach()[part].requires_grad_() for x in inputs[1:])]
+        vocabulary = Threads(index, 2, meeting)
+        loss = cross_entropy_sum(*own[:2], labels, loss_weight, bias=own[2], chunk=7, vocabulary=vocabulary)
+        return torch.autograd.grad(loss, own)
+
+    (first, *one), (second, *other) = over_shards(2, work)
+    tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 1e-5}
+    torch.testing.assert_close(first + second, of_hidden, **tolerance)
+    for parts, expected in zip(zip(one, other, strict=True), of_parts, strict=True):
+        torch.testing.assert_close(torch.cat(parts), expected, **tolerance)
+
+
 def test_without_weights_every_label_counts_once():
     hidden, weight, labels, _ = example()
     expected = reference(hidden, weight, labels, torch.ones(5, 10))
@@ -216,10 +243,14 @@ def test_sixteen_bits_are_summed_in_float32(dtype):
     hidden, weight, labels, loss_weight = example(torch.float32)
     scale = 65536.0
     loss_weight = loss_weight / 2e6
-    expected = reference(hidden, weight, labels, loss_weight)
-    wanted = torch.autograd.grad(scale * expected, [hidden, weight])
-    narrow = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
-    actual = cross_entropy_sum(*narrow, labels, loss_weight)
+    bias = torch.zeros(VOCAB, requires_grad=True)
+    nll = F.cross_entropy(
+        (hidden @ weight.t() + bias).flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100
+    )
+    expected = (nll * loss_weight.flatten()).sum()
+    wanted = torch.autograd.grad(scale * expected, [hidden, weight, bias])
+    narrow = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias)]
+    actual = cross_entropy_sum(*narrow[:2], labels, loss_weight, bias=narrow[2])
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, rtol=5e-3, atol=0)
     for a, e in zip(torch.autograd.grad(scale * actual, narrow), wanted, strict=True):

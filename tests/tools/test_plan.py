@@ -16,10 +16,12 @@ import torch
 from megatron_lite import own_layers
 from megatron_lite.communication import Links, Workload, scaling, step_seconds, volumes
 from megatron_lite.config_schema import ParallelConfig
+from megatron_lite.flops import listed_peak_flops
 from megatron_lite.grid import init_grid
 from megatron_lite.layout import Layout
 from megatron_lite.memory import GIB, Allocations, LayerCost, Setting, step_bytes
 from models.config import ModelConfig
+from models.lm import LanguageModel
 from models.mixers import MIXERS
 from tests.cli.conftest import ROOT, environment
 from tools import measure_memory, plan, simulate_scaling
@@ -238,6 +240,44 @@ def test_the_table(capsys):
     assert "0 fit into 0.001 GB" in out
     assert plan.main([*words, "--gpu", "Voodoo2"]) == 2
     assert plan.main(["configs/default.yml", "model.zzz=1"]) == 2
+
+
+def test_what_a_row_says():
+    config = read_config([*SMALL, "batch.global_batch_size=8", "schedule.train_steps=86400"], 1)
+    memory = {"weights": GIB, "gradients": 2 * GIB, "optimizer": 3 * GIB, "activations": 4 * GIB, "at work": 0.5 * GIB}
+    row = plan.Row(Layout(), 1, 2, 8, memory, {"compute": 1.5, "data": 0.5})
+    cells = plan.table([row], config, 10 * GIB).splitlines()[2].replace("|", " ").split()
+    # Eight samples of 256 tokens in two seconds; 86,400 such steps are two days.
+    assert cells[6:] == ["1.00", "2.00", "3.00", "4.50", "10.5", "1,024", "2.00", "75%", "does", "not", "fit"]
+
+
+def test_the_fastest_that_fits_comes_first(capsys):
+    """Alone, a GPU computes as fast as --mfu says; memory is in units of 10^9 bytes."""
+    words = [*SMALL, "model.hidden_size=2048", "batch.global_batch_size=8", "--mfu", "0.1", "--rows", "0"]
+
+    def rows(*more: str) -> list[tuple[float, float, bool]]:
+        """(GiB, tokens a second, whether it fits) of every row."""
+        assert plan.main([*words, *more]) == 0
+        lines = (line.split("|") for line in capsys.readouterr().out.splitlines() if line[:1].isdigit() and "|" in line)
+        cells = ((memory.split()[-1], speed.split()[0].replace(",", ""), speed) for _, memory, speed in lines)
+        return [(float(gib), float(tokens), "not" not in text) for gib, tokens, text in cells]
+
+    with torch.device("meta"):
+        lm = LanguageModel(read_config(words[: words.index("--mfu")], 1).model)
+    (_, speed, _), *_ = rows()
+    assert speed == pytest.approx(0.1 * listed_peak_flops("H200", "bf16") / (3 * lm.flops_per_token(256)), rel=1e-3)
+    sums = sorted(gib for gib, *_ in rows("--gpus", "2"))
+    limit = 0.97 * sums[len(sums) // 2]
+    found = rows("--gpus", "2", "--gpu-memory", str(limit * GIB / 1e9))
+    for gib, _, fits in found:
+        assert fits == (gib < limit) or abs(gib - limit) <= 0.05, "sums are printed to a tenth"
+    assert found == sorted(found, key=lambda row: (not row[2], -row[1]))
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
+def test_what_is_sent_is_as_wide_as_what_is_computed(dtype: str, width: int) -> None:
+    config = read_config(SMALL, 1)
+    assert workload(config, layer_flops(config), dtype).width == width
 
 
 def work(**changes: object) -> Workload:
