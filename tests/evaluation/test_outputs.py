@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import eval as command
-from tools.evaluation.outputs import check_output, difference, suite_settings
+from tools.evaluation.outputs import check_output, difference, suite_settings, with_tasks
 
 MODEL = "tools.load_model.read_weights"
 
@@ -130,6 +130,21 @@ def test_a_later_evaluation_adds_its_tasks(trained_run: Path, eval_data: Path, t
     assert command.main([str(earlier), "--tasks", "copa", "--data-dir", str(eval_data), "--out", str(out)]) == 2
     assert f"{out} holds results of weights" in capsys.readouterr().err
     assert out.read_text() == text
+
+
+def test_of_a_task_that_is_evaluated_again_the_new_numbers_count() -> None:
+    def of(longest: int, other: list[str], **chance: float) -> dict:
+        keys = ("split", "data", "chance", "requests", "truncated", "documents")
+        tables = {key: dict(chance) if key == "chance" else dict.fromkeys(chance, longest) for key in keys}
+        counts = {"tokens_asked": 10, "tokens_read": 5, "seconds": 1.0, "longest_request": longest}
+        return {"results": dict(chance), "metalion": {**tables, **counts, "suites": ["s"], "other_split": other}}
+
+    first, second = of(7, ["a", "b"], a=0.1, b=0.2), of(4, [], b=0.5, c=0.3)
+    found = with_tasks(first, second)
+    assert found["results"] == found["metalion"]["chance"] == {"a": 0.1, "b": 0.5, "c": 0.3}
+    assert found["metalion"]["other_split"] == ["a"], "b is on its own split now"
+    assert (found["metalion"]["longest_request"], found["metalion"]["tokens_asked"]) == (7, 20)
+    assert with_tasks(of(7, [], b=0.2), second) == second, "nothing of it is left"
 
 
 def test_settings_of_a_task_are_compared_where_both_have_it() -> None:

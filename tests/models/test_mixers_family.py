@@ -236,13 +236,16 @@ def test_padding_in_packed_segments_changes_nothing(case: tuple[str, dict[str, A
         return
     follow, ends = tokens(16, dtype=torch.float64), [0, 2, 4, 7, 9, 13, 16]
     mask = torch.ones(1, 16, dtype=torch.bool)
-    mask[:, [0, 6, 7, 12]] = False
-    y = mixer(follow, mask=mask, cu_seqlens=torch.tensor(ends), state=state)
-    for (a, b), start, end in zip(kept, ends[:-1], ends[1:], strict=True):
+    # Nothing but padding comes after the third, which keeps its state.
+    mask[:, [0, 4, 5, 6, 7, 12]] = False
+    y, state = mixer(follow, mask=mask, cu_seqlens=torch.tensor(ends), state=state, return_state=True)
+    last = tokens(6, dtype=torch.float64)
+    end_of = mixer(last, cu_seqlens=torch.arange(7), state=state)
+    for i, ((a, b), (start, end)) in enumerate(zip(kept, pairwise(ends), strict=True)):
         real = mask[:, start:end]
         more = follow[:, start:end][real][None]
-        expected = mixer(torch.cat([x[:, a:b], more], 1))[:, b - a :]
-        assert_close(y[:, start:end][real][None], expected, tolerance)
+        expected = mixer(torch.cat([x[:, a:b], more, last[:, i : i + 1]], 1))[:, b - a :]
+        assert_close(torch.cat([y[:, start:end][real][None], end_of[:, i : i + 1]], 1), expected, tolerance)
 
 
 @every_case

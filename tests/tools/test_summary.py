@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_lite.config import load_config
 from models.config import ModelConfig
 from tools import summary
-from tools.summary import _duration, command, compressed_bits_per_byte
+from tools.summary import _duration, command, compressed_bits_per_byte, is_complete
 
 BUDGET = "schedule.time_budget_minutes"
 
@@ -72,3 +74,23 @@ def test_bits_of_the_compressors_are_bits() -> None:
 @pytest.mark.parametrize(("seconds", "said"), [(7.6, "0:08"), (59.6, "1:00"), (61, "1:01"), (3661, "1:01:01")])
 def test_a_duration_is_said_in_hours_minutes_and_seconds(seconds: float, said: str) -> None:
     assert _duration(seconds) == said
+
+
+def test_a_run_is_complete_where_the_summary_is_of_the_checkpoint_and_no_more_steps_are_asked(tmp_path: Path) -> None:
+    def complete(steps: int, seconds: float, asked: int = 8) -> bool:
+        words = [
+            f"run.directory={tmp_path}",
+            f"{BUDGET}=null",
+            f"schedule.train_steps={asked}",
+            "model.vocab_size=4096",
+        ]
+        config = load_config(["default.yml"], words, model_type=ModelConfig, world_size=1)
+        return is_complete(config, {"step": steps, "state": {"seconds": seconds}})
+
+    assert not complete(8, 1.5), "there is no summary"
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 8, "training_seconds": 1.5}))
+    assert complete(8, 1.5)
+    assert complete(8, 1.5, asked=6)
+    assert not complete(8, 1.5, asked=16)
+    assert not complete(8, 2.5), "an earlier run of as many steps"
+    assert not complete(6, 1.5, asked=6)
