@@ -48,6 +48,14 @@ def formula(layer: Attention, x: Tensor) -> Tensor:
     return layer.out_proj(out.flatten(-2))
 
 
+def test_an_odd_channel_is_not_rotated() -> None:
+    """Pairs turn: 0.4 of 8 channels are 3, of which 2 do."""
+    layer, other = mixer(rotary_pct=0.4), mixer(rotary_pct=0.25)
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 9, SIZE, dtype=torch.float64)
+    assert torch.equal(layer(x), other(x))
+
+
 OPTIONS = [
     {},
     {"rotary_pct": 0.25, "bias": True},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -316,7 +317,7 @@ def test_hgrn_layers_forget_less_and_less() -> None:
         torch.testing.assert_close(state["recurrent"], candidate * (1 - bound) * (1 + bound))
 
 
-def first(name: str, options: dict | None = None, **shape: int) -> torch.nn.Module:
+def first(name: str, options: dict | None = None, **shape: Any) -> torch.nn.Module:
     """A mixer as it begins, with enough channels to see how its values are spread."""
     shape = {"num_layers": 3, "hidden_size": 1024, "num_heads": 256, **shape}
     given = {name: options} if options else {}
@@ -376,6 +377,21 @@ def test_rwkv4_at_the_start() -> None:
             "bonus": math.log(0.3) + {0: 0.0, 1: 0.5, 7: 0.5, 15: 0.0}[c],
         }
         assert {name: getattr(mixer, name)[c].item() for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_hgrn2_bounds_at_the_start() -> None:
+    """The second of three layers: a third, in both parametrisations."""
+    for where in ("free", "layer"):
+        mixer = first("hgrn2", {"lower_bound_range": where})
+        _, one_minus_f = mixer._gates(torch.full((1, 1, 1024), -1e3))
+        torch.testing.assert_close(one_minus_f, torch.full_like(one_minus_f, 2 / 3))
+
+
+def test_the_norm_of_mamba2_has_the_epsilon_of_the_model() -> None:
+    x = torch.randn(1, 5, 64)
+    # Beside so large a number the mean square is nothing, and the norm a division by 100 or 200.
+    one, other = (first("mamba2", hidden_size=64, num_heads=2, norm_eps=eps)(x) for eps in (1e4, 4e4))
+    torch.testing.assert_close(one, 2 * other, rtol=1e-3, atol=1e-6)
 
 
 def test_phases_at_the_start() -> None:
