@@ -1,7 +1,8 @@
 """An export behind Transformers' own OpenAI-compatible server: `python -m tools.serve exported/ --port 8000`.
 
 `transformers serve` looks a model's class up in the transformers module alone, also with --trust-remote-code; this command
-puts the export's class there and hands over.
+puts the export's class there and hands over. That server passes a request's temperature and top_p on and leaves it to the
+model's settings whether they are used; here they are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from data.files import read_json
 from tools.arguments import command, command_line
@@ -28,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "  curl localhost:8000/v1/completions -H 'content-type: application/json' \\\n"
             '       -d \'{"model": "exported", "prompt": "def ", "max_tokens": 64}\'\n'
             "\n"
-            "/v1/completions continues a text. /v1/chat/completions needs a chat template, which a pretrained model has not.\n"
+            "/v1/completions continues a text, drawn with the request's temperature (default 1; 0 is greedy) and top_p.\n"
+            "/v1/chat/completions needs a chat template, which a pretrained model has not.\n"
             "Needs transformers' extra: pip install 'transformers[serving]'. docs/huggingface.md"
         ),
     )
@@ -44,13 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError("the server is an extra of transformers: pip install 'transformers[serving]'")
     import transformers
     from transformers.cli.transformers import main as transformers_command
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     folder = str(options.folder)
-    setattr(transformers, name, get_class_from_dynamic_module(f"hf.{name}", folder))
+    setattr(transformers, name, served_class(folder, name))
     sys.argv = ["transformers", "serve", folder, "--trust-remote-code", *rest]
     transformers_command()
     return 0
+
+
+def served_class(folder: str, name: str) -> type:
+    """The export's class; what it loads draws from the model's own distribution where a request says nothing else."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    class Served(get_class_from_dynamic_module(f"hf.{name}", folder)):
+        @classmethod
+        def from_pretrained(cls, *arguments: Any, **settings: Any) -> Any:
+            model = super().from_pretrained(*arguments, **settings)
+            model.generation_config.update(do_sample=True, top_k=0)  # top_k: transformers' own default is 50
+            return model
+
+    return Served
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -11,12 +12,13 @@ from pathlib import Path
 from urllib.error import URLError
 
 import pytest
+import torch
 
 from tests.hf.environments import SERVING, environment, python_of
 from tests.parallel.launch import free_port
 from tools.decoding import complete
 from tools.load_model import load_model
-from tools.serve import main
+from tools.serve import main, served_class
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +57,20 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
     expected = complete(loaded.model, loaded.tokenizer, "def ", max_tokens=12, temperature=0.0)
     assert answer["choices"][0]["text"] == expected
     assert answer["usage"]["prompt_tokens"] == len(loaded.tokenizer.encode("def "))
+
+
+def test_a_request_for_sampling_is_sampled(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server hands a request's temperature to `generate`, which leaves it aside where the model's settings say greedy."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    model = served_class(str(exported), "MetalionForCausalLM").from_pretrained(str(exported))
+    settings = copy.deepcopy(model.generation_config)
+    settings.temperature = 5.0  # what the server does with a request's
+    ids = torch.ones(8, 2, dtype=torch.long)
+    drawn = model.generate(ids, generation_config=settings, max_new_tokens=8)
+    assert len({tuple(row) for row in drawn.tolist()}) > 1
+    settings.temperature, settings.do_sample = 0.0, False
+    greedy = model.generate(ids, generation_config=settings, max_new_tokens=8)
+    assert len({tuple(row) for row in greedy.tolist()}) == 1
 
 
 def test_what_cannot_be_served(
