@@ -37,6 +37,14 @@ def test_equal_models_are_equal():
     assert difference("t", "perplexity", -values, -values).p == 1.0
 
 
+def test_the_same_documents_in_another_order_are_paired_by_what_they_hold():
+    first = results({"t": {"acc": entry([1, 0, 1, 0], ["0:aa", "1:bb", "2:cc", "3:aa"])}})
+    second = results({"t": {"acc": entry([1, 1, 0, 0], ["0:cc", "1:aa", "2:aa", "3:bb"])}})
+    (found,) = compare(first, second)
+    assert found.documents == 4
+    assert (found.first, found.second, found.stderr) == (0.5, 0.5, 0.0)
+
+
 def all_swaps(statistic, first, second) -> float:
     """p by trying every way to swap the documents."""
     observed = abs(statistic(second) - statistic(first))

@@ -9,6 +9,7 @@ metrics that are no mean (F1, perplexity) too. Two-sided.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +74,8 @@ def _shared(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tup
     for task, metrics in ours.items():
         for metric, entry in metrics.items():
             other = theirs.get(task, {}).get(metric, {"ids": []})
-            places = {identity: i for i, identity in enumerate(other["ids"])}
-            pairs = [(i, places[identity]) for i, identity in enumerate(entry["ids"]) if identity in places]
+            places = {document: i for i, document in enumerate(_contents(other["ids"]))}
+            pairs = [(i, places[document]) for i, document in enumerate(_contents(entry["ids"])) if document in places]
             if pairs:
                 a, b = (np.array([e["values"][p[k]] for p in pairs], np.float64) for k, e in enumerate((entry, other)))
                 why = ""
@@ -85,6 +86,16 @@ def _shared(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tup
                 elif _statistic(task, metric, a) is None:
                     why = _NOT_KNOWN
                 yield task, metric, a, b, why
+
+
+def _contents(ids: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """What a document holds ("PLACE:HASH" without its place) and the how manieth of its like it is: the same data in another
+    order are the same documents."""
+    seen: Counter[str] = Counter()
+    for identity in ids:
+        content = identity.rpartition(":")[2]
+        yield content, seen[content]
+        seen[content] += 1
 
 
 def difference(task: str, metric: str, first: Values, second: Values) -> Difference:
