@@ -109,7 +109,7 @@ def _line_blocks(file: SourceFile) -> Iterator[Block]:
     lines: list[bytes] = []
     open_line: list[bytes] = []
     size = before = position = 0
-    for chunk, position in _decompressed(file.path):
+    for chunk, position in decompressed(file.path):
         pieces = chunk.split(b"\n")
         if len(pieces) > 1:
             lines.append(b"".join([*open_line, pieces[0]]))
@@ -128,9 +128,9 @@ def _line_blocks(file: SourceFile) -> Iterator[Block]:
         yield Block(file, first, tuple(lines), position - before)
 
 
-def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
+def decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
     """Pieces of a file, decompressed by its suffix, each with the position in the file after it. Several gzip members
-    or zstd frames in a row are one stream."""
+    or zstd frames in a row are one stream. Raises ValueError naming file and position where it is damaged."""
     suffix = path.suffix.lower()
     with open(path, "rb") as file:
         if suffix not in (".gz", ".zst"):
@@ -315,7 +315,7 @@ def _parse_python(file: SourceFile, parsed: Parsed) -> None:
 
 
 def _parse_text(file: SourceFile, parsed: Parsed) -> None:
-    raw = b"".join(piece for piece, _ in _decompressed(file.path))
+    raw = b"".join(piece for piece, _ in decompressed(file.path))
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

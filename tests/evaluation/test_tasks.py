@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import shutil
 from pathlib import Path
 
@@ -150,6 +152,64 @@ def test_a_row_that_is_no_json_is_named(tmp_path):
     with (tmp_path / "piqa/validation.jsonl").open("a") as file:
         file.write('{"goal": \n')
     with pytest.raises(ValueError, match=r"piqa: .*row 9 is no JSON"):
+        load(["piqa"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"copa: .*validation\.jsonl\.gz holds no row"),
+        (gzip.compress(b""), r"copa: .*validation\.jsonl\.gz holds no row"),
+        (gzip.compress(json.dumps({"premise": "a"}).encode())[:-9], r"validation\.jsonl\.gz is cut short"),
+        (b"{}", r"validation\.jsonl\.gz is damaged: no gzip data from byte 0"),
+    ],
+)
+def test_a_file_that_is_empty_or_damaged_is_named(content, message, tmp_path):
+    path = tmp_path / "super_glue/copa/validation.jsonl.gz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(["copa"], tmp_path)
+
+
+def test_a_list_of_something_else_is_named(tmp_path):
+    (tmp_path / "piqa").mkdir()
+    (tmp_path / "piqa/validation.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"piqa: .*row 1 is int, not a JSON object"):
+        load(["piqa"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "change", "message"),
+    [
+        ("piqa", "piqa/validation.jsonl", {"label": -1}, r"document 3 has the label -1: a number from 0 to 1"),
+        ("piqa", "piqa/validation.jsonl", {"label": 2}, r"document 3 has the label 2"),
+        ("copa", "super_glue/copa/validation.jsonl", {"label": -1}, r"document 3 has the label -1"),
+        ("wsc273", "wsc273/test.jsonl", {"label": 5}, r"document 3 has the label 5"),
+        (
+            "winogrande",
+            "winogrande/validation.jsonl",
+            {"answer": "3"},
+            r"document 3 has no label .*KeyError: '3'",
+        ),
+        ("hellaswag", "hellaswag/validation.jsonl", {"label": ""}, r"as this task's data: ValueError"),
+    ],
+)
+def test_a_label_that_would_be_counted_as_wrong_is_refused(name, path, change, message, tmp_path):
+    """The harness takes what it does not know for a wrong answer, COPA's functions for the second choice."""
+    rows = made_up_rows()[path]
+    rows[2].update(change)
+    write_rows(tmp_path / path, rows)
+    with pytest.raises(ValueError, match=rf"^{name}: .*{Path(path).name}.*{message}"):
+        load([name], tmp_path)
+
+
+def test_labels_in_other_words_are_refused(tmp_path):
+    rows = made_up_rows()["piqa/validation.jsonl"]
+    for row in rows:
+        row["label"] = str(row["label"])
+    write_rows(tmp_path / "piqa/validation.jsonl", rows)
+    with pytest.raises(ValueError, match=r"^piqa: .*document 1 has the label '\d': a number from 0 to 1"):
         load(["piqa"], tmp_path)
 
 

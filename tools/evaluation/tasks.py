@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.readers import decompressed
 from tools.evaluation.suites import UnknownNameError, nearest
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 SPLITS = ("training_split", "validation_split", "test_split")
+LABELS = {"copa": (0, 1)}  # of tasks whose functions take any other label for one of these
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
 
 
@@ -62,7 +62,8 @@ def load_tasks(
     Raises:
         UnknownNameError: a task that the harness does not have, or one to leave out that is none of these.
         FileNotFoundError: the folder lacks a file, or a task needs one: which.
-        ValueError: a row lacks a field: task, row and field.
+        ValueError: a row lacks a field, a document has no right choice, or a file is damaged or empty:
+            the task, the file, and which row or document.
         ConnectionError: the hub is out of reach.
     """
     manager = task_manager(names, folders)
@@ -87,14 +88,11 @@ def load_tasks(
             check_rows(name, path, (fields or {}).get(name) or template_fields(config))
         files[name] = {str(path): _sha256(path) for path in found.values()}
         specs.append(spec)
-    try:
-        built = manager.load([{"group": "metalion", "task": specs}])["tasks"]
-    except ConnectionError as error:
-        raise ConnectionError(f"{error}. Without the hub the data come from a folder: --data-dir") from error
     loaded: dict[str, LoadedTask] = {}
-    for name, task in built.items():
+    for name, task in _build(manager, specs, files).items():
         stock = stock_config(manager, name)
         used = task.config.test_split if task.has_test_docs() else task.config.validation_split
+        check_documents(name, task, f"{', '.join(files[name]) or 'the hub'}, split {used!r}")
         loaded[name] = LoadedTask(
             task, used, used != (stock.get("test_split") or stock.get("validation_split")), files[name]
         )
@@ -170,10 +168,13 @@ def moved_task(
 
 
 def check_rows(name: str, path: Path, fields: Sequence[str]) -> None:
-    """Raises ValueError naming the task, the row and the field for the first row that lacks one or is no JSON object."""
+    """Raises ValueError naming task, row and field for the first row that lacks one or is no JSON object; for no row at all."""
     if path.suffix == ".parquet":
         return
+    number = 0
     for number, row in _rows(name, path):
+        if not isinstance(row, dict):
+            raise ValueError(f"{name}: {path}, row {number} is {type(row).__name__}, not a JSON object")
         for field in fields:
             value: Any = row
             for part in field.split("."):
@@ -181,6 +182,35 @@ def check_rows(name: str, path: Path, fields: Sequence[str]) -> None:
             if value is None:
                 held = ", ".join(row) or "nothing"
                 raise ValueError(f"{name}: {path}, row {number} lacks the field {field!r}; it holds {held}")
+    if not number:
+        raise ValueError(f"{name}: {path} holds no row: get it again, or leave the task out (--without {name})")
+
+
+def check_documents(name: str, task: Task, source: str) -> None:
+    """Raises ValueError for the first document of a choice whose label is none of its choices.
+
+    The harness counts such a document as answered wrongly: a set without labels (-1), or with labels in other words, would
+    score 0.
+    """
+    if getattr(task, "OUTPUT_TYPE", None) != "multiple_choice" or callable(task.config.process_results):
+        return
+    for number, document in enumerate(task.eval_docs, start=1):
+        where = f"{name}: {source}: document {number}"
+        try:
+            label = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+            if name in LABELS and document["label"] not in LABELS[name]:
+                label = document["label"]
+            golds = label if isinstance(label, list) else [label]
+            # Templates take a millisecond, and the first two choices are there whatever the others are.
+            choices = [] if all(gold in (0, 1) for gold in golds) else task.doc_to_choice(document)
+        except Exception as error:  # whatever functions and templates of a task make of a value
+            raise ValueError(f"{where} has no label that can be read: {_words(error)}") from error
+        for gold in golds:
+            if gold not in (0, 1) and gold not in range(len(choices)) and gold not in choices:
+                raise ValueError(
+                    f"{where} has the label {gold!r}: a number from 0 to {len(choices) - 1}, or one of its choices, is "
+                    f"expected. What has no labels cannot be scored (--without {name})"
+                )
 
 
 def template_fields(config: Mapping[str, Any]) -> list[str]:
@@ -198,6 +228,32 @@ def template_fields(config: Mapping[str, Any]) -> list[str]:
         elif isinstance(template, str) and template.isidentifier():
             found.add(template)
     return sorted(found)
+
+
+def _build(
+    manager: TaskManager, specs: Sequence[dict[str, Any]], files: Mapping[str, Mapping[str, str]]
+) -> dict[str, Task]:
+    """The harness's tasks, one by one, so that the one that cannot be built is known."""
+    built: dict[str, Task] = {}
+    for spec in specs:
+        name = spec["task"]
+        try:
+            built |= manager.load([{"group": "metalion", "task": [spec]}])["tasks"]
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}. Without the hub the data come from a folder: --data-dir") from error
+        except Exception as error:  # whatever functions and templates of a task make of a value
+            if not files[name]:
+                raise
+            raise ValueError(
+                f"{name}: the harness cannot read {', '.join(files[name])} as this task's data: {_words(error)}. Compare the "
+                "fields and values of its rows with those of the data set, or get it again"
+            ) from error
+    return built
+
+
+def _words(error: Exception) -> str:
+    """The error's first line after its kind, without which "'E'" says nothing."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _leaves(manager: TaskManager, names: Sequence[str]) -> list[str]:
@@ -238,32 +294,18 @@ def _lacking(name: str, config: Mapping[str, Any], data_dir: Path) -> str:
 
 
 def _rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with _open(path) as lines:
-        if path.suffix == ".json":
-            text = lines.read()
-            content = json.loads(text) if text.lstrip().startswith("[") else [json.loads(s) for s in text.splitlines()]
-            yield from enumerate(content, start=1)
-            return
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{name}: {path}, row {number} is no JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{name}: {path}, row {number} is {type(row).__name__}, not a JSON object")
-            yield number, row
-
-
-def _open(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    if path.suffix == ".zst":
-        import zstandard
-
-        return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open("rb")), encoding="utf-8")
-    return path.open(encoding="utf-8")
+    """Rows with their line, or their place in a JSON list. Raises ValueError as `check_rows`."""
+    text = b"".join(piece for piece, _ in decompressed(path)).decode()
+    whole = path.suffix == ".json" and text.lstrip().startswith("[")
+    lines = [text] if whole else text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{name}: {path}, row {number} is no JSON ({error})") from error
+        yield from enumerate(content, start=1) if whole else [(number, content)]
 
 
 def _sha256(path: Path) -> str:
