@@ -42,7 +42,7 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 SCONTROL = """#!/usr/bin/env bash
 case "$1 $2" in
     "show hostnames") echo 127.0.0.1; echo other-machine ;;
-    requeue*) echo "$2" >>"$REQUEUED" ;;
+    requeue*) [[ -z ${NO_REQUEUE:-} ]] || exit 1; echo "$2" >>"$REQUEUED" ;;
     *) exit 64 ;;
 esac
 """
@@ -139,6 +139,39 @@ def test_a_crash_is_tried_again_so_many_times_and_a_wrong_configuration_is_not(j
     assert status == 1
     assert "after 2 crashes" in output
     assert requeued(tmp_path) == ["4711", "4711"]
+
+
+def test_a_crash_while_the_run_stops_for_the_limit_is_a_crash(job, tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text('#!/usr/bin/env bash\ntrap "exit 7" USR1\ntouch ready-$RANK\nwhile :; do sleep 0.05; done\n')
+    fake.chmod(0o755)
+    process = job(PYTHON=str(fake))
+    wait_for(lambda: len(list((tmp_path / "project").glob("ready-*"))) == 2, process)
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0, output
+    assert "status 7, crash 1 of at most 3" in output
+    assert requeued(tmp_path) == ["4711"]
+
+
+def test_a_job_that_slurm_does_not_queue_again_has_failed(job, tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text("#!/usr/bin/env bash\nexit 7\n")
+    fake.chmod(0o755)
+    process = job(PYTHON=str(fake), NO_REQUEUE="1")
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 1, output
+    assert "scontrol requeue failed: give the same sbatch command again" in output
+
+
+def test_the_processes_get_the_cores_of_the_job(job, tmp_path):
+    """srun 22.05 and later reads them from SRUN_CPUS_PER_TASK alone."""
+    fake = tmp_path / "python"
+    fake.write_text('#!/usr/bin/env bash\necho "cores ${SRUN_CPUS_PER_TASK:-}, threads $OMP_NUM_THREADS"\n')
+    fake.chmod(0o755)
+    process = job(PYTHON=str(fake), SLURM_CPUS_PER_TASK="6", OMP_NUM_THREADS="")
+    output, _ = process.communicate(timeout=20)
+    assert output.count("cores 6, threads 6") == 2
 
 
 def test_a_refusal_is_no_crash_where_a_slower_process_is_killed(job, tmp_path):
