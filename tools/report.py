@@ -116,4 +116,10 @@ def _checkpoint(folder: Path) -> tuple[str | None, dict[str, Any] | None]:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    """None where there is no file. NaN and Infinity, which no browser reads, are None too. Raises ValueError naming the file."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): remove it, or have it written again") from error

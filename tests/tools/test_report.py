@@ -98,6 +98,19 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     assert write_report(tmp_path / "metrics.jsonl", tmp_path / "out" / "a.html").is_file()
 
 
+def test_numbers_without_json_are_left_out_and_a_damaged_file_is_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "results.json"
+    whole = path.read_text()
+    path.write_text(whole.replace("4.5", "Infinity"))
+    write_report(run)
+    assert collect(run)["evaluation"]["results"] == {"perplexity": {"validation": {"loss": None}}}
+    path.write_text(whole[:20])
+    assert main([str(run), "--html"]) == 2
+    assert f"{path} is no JSON" in capsys.readouterr().err
+
+
 def test_long_runs_are_thinned_to_means() -> None:
     lines = [{"step": i, "loss": float(i), "mfu": None if i % 2 else 0.5} for i in range(1, 11)]
     found = columns(lines, most=4)
