@@ -68,7 +68,7 @@ NEOX_KEYS: dict[str, Answer] = {
     "zero_optimization.stage": _to("parallel.zero_stage"),
     "zero_optimization": _to("parallel.zero_stage", note="only the stage is a setting"),
     "checkpoint_activations": _to("parallel.activation_checkpointing.mode", note="true becomes full"),
-    "checkpoint_num_layers": _to("parallel.activation_checkpointing.every"),
+    "checkpoint_num_layers": _none("blocks are recomputed one by one: leave it out"),
     # optimizer and schedule
     "optimizer.type": _to("optimizer.name", note="Adam becomes adamw"),
     "optimizer.params.lr": _to("optimizer.lr"),

@@ -55,6 +55,8 @@ def test_every_known_key_is_answered(key: str) -> None:
          "fp16.loss_scale_window is a GPT-NeoX key; here it is precision.fp16.scale_window"),
         ("no_weight_tying=true",
          "no_weight_tying is a GPT-NeoX key; here it is model.tie_embeddings (the opposite: true becomes false)"),
+        ("checkpoint_num_layers=2",
+         "checkpoint_num_layers is a GPT-NeoX key without a counterpart: blocks are recomputed one by one: leave it out"),
         ("hidden-dropout=0",
          "hidden-dropout is a GPT-NeoX key without a counterpart: there is no dropout here: leave it out"),
     ],
