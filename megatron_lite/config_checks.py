@@ -146,6 +146,10 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
 
 def _layout_problems(config: Config[Any]) -> Iterator[Problem]:
     parallel, length = config.parallel, config.batch.sequence_length
+    recomputed = parallel.activation_checkpointing
+    if recomputed.others != "none" and recomputed.every == 1:
+        text = f"= {recomputed.others} with every = 1, which leaves no others: set every, or mode={recomputed.others} for all"
+        yield Problem(("parallel", "activation_checkpointing", "others"), text)
     if parallel.pipeline > 1 and parallel.zero_stage > 1:
         yield Problem(
             ("parallel", "zero_stage"),

@@ -320,6 +320,11 @@ def test_nearest_batch_sizes_are_legal() -> None:
             "precision.dtype = fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed",
         ),
         (
+            ("parallel.activation_checkpointing={mode: full, others: elementwise}",),
+            "parallel.activation_checkpointing.others = elementwise with every = 1, which leaves no others: set every, or "
+            "mode=elementwise for all",
+        ),
+        (
             ("model.max_positions=128", "batch.sequence_length=129"),
             "batch.sequence_length = 129: at most model.max_positions = 128 is allowed",
         ),
