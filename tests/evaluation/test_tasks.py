@@ -187,11 +187,12 @@ def test_a_list_of_something_else_is_named(tmp_path):
         ("copa", "super_glue/copa/validation.jsonl", {"label": -1}, r"document 3 has the label -1"),
         ("wsc273", "wsc273/test.jsonl", {"label": 5}, r"document 3 has the label 5"),
         (
-            "winogrande",
-            "winogrande/validation.jsonl",
-            {"answer": "3"},
-            r"document 3 has no label .*KeyError: '3'",
+            "copa",
+            "super_glue/copa/validation.jsonl",
+            {"question": "why"},
+            r"document 3 cannot be asked: KeyError: 'why'",
         ),
+        ("winogrande", "winogrande/validation.jsonl", {"answer": "3"}, r"document 3 cannot be asked: KeyError: '3'"),
         ("hellaswag", "hellaswag/validation.jsonl", {"label": ""}, r"as this task's data: ValueError"),
     ],
 )

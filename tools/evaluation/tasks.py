@@ -187,9 +187,9 @@ def check_rows(name: str, path: Path, fields: Sequence[str]) -> None:
 
 
 def check_documents(name: str, task: Task, source: str) -> None:
-    """Raises ValueError for the first document of a choice whose label is none of its choices.
+    """Raises ValueError for the first document of a choice that cannot be asked, or whose label is none of its choices.
 
-    The harness counts such a document as answered wrongly: a set without labels (-1), or with labels in other words, would
+    The harness counts the second kind as answered wrongly: a set without labels (-1), or with labels in other words, would
     score 0.
     """
     if getattr(task, "OUTPUT_TYPE", None) != "multiple_choice" or callable(task.config.process_results):
@@ -197,14 +197,16 @@ def check_documents(name: str, task: Task, source: str) -> None:
     for number, document in enumerate(task.eval_docs, start=1):
         where = f"{name}: {source}: document {number}"
         try:
-            label = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
+            # Templates of a text are left to the harness: they take a millisecond, and the fields that they name are there.
+            text = task.doc_to_text(document) if task.multiple_input or callable(task.config.doc_to_text) else None
+            label = text if task.multiple_input else task.doc_to_target(document)
             if name in LABELS and document["label"] not in LABELS[name]:
                 label = document["label"]
             golds = label if isinstance(label, list) else [label]
-            # Templates take a millisecond, and the first two choices are there whatever the others are.
+            # The first two choices are there whatever the others are.
             choices = [] if all(gold in (0, 1) for gold in golds) else task.doc_to_choice(document)
         except Exception as error:  # whatever functions and templates of a task make of a value
-            raise ValueError(f"{where} has no label that can be read: {_words(error)}") from error
+            raise ValueError(f"{where} cannot be asked: {_words(error)}") from error
         for gold in golds:
             if gold not in (0, 1) and gold not in range(len(choices)) and gold not in choices:
                 raise ValueError(
