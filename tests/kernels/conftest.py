@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if not torch.cuda.is_available():
     # Read when Triton is imported, which no other test does.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# (module, its cached functions that make launches, constants of it by name)
+Replace = Callable[..., None]
+
+
+@pytest.fixture
+def replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replace]:
+    """Have a test's launches made with other constants: with few programs one takes several tiles, as in a whole batch."""
+    cleared: list[Any] = []
+
+    def replaced(module: Any, launches: list[Any], **constants: Any) -> None:
+        cleared.extend(launches)
+        for cached in launches:
+            cached.cache_clear()
+        for name, value in constants.items():
+            monkeypatch.setattr(module, name, value)
+
+    yield replaced
+    for cached in cleared:
+        cached.cache_clear()
+
+
+def apart(x: Tensor) -> Tensor:
+    """x with NaN between its numbers in memory, and its gradient with zeros between: as a split leaves what the kernels read,
+    and the backward pass of one its gradients, neither is contiguous."""
+    return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
 
 
 @pytest.fixture(scope="session")

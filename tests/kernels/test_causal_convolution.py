@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.kernels.conftest import apart
+
 
 def reference(before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     padded = torch.cat([before, x], 1).transpose(1, 2)
@@ -26,7 +28,7 @@ def test_values_and_gradients(device: str, batch: int, length: int, channels: in
     results = []
     for function, dtype in ((reference, torch.float64), (causal_convolution, torch.float32)):
         leaves = [tensor.detach().clone().to(dtype).requires_grad_() for tensor in exact]
-        y = function(*leaves, silu)
+        y = apart(function(*(apart(leaf) for leaf in leaves), silu))
         y.backward(torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=device).view_as(y).to(dtype))
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     for wanted, found in zip(*results, strict=True):
@@ -34,7 +36,7 @@ def test_values_and_gradients(device: str, batch: int, length: int, channels: in
             assert ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-9)).item() < 1e-5
 
 
-@pytest.mark.parametrize("length", [5, 129])
+@pytest.mark.parametrize("length", [5, 122])
 def test_nothing_before_is_zeros_before(device: str, length: int) -> None:
     from models.kernels.causal_convolution import causal_convolution
 

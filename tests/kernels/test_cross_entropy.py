@@ -37,6 +37,23 @@ def test_statistics_and_gradient(device: str, vocab: int, with_bias: bool) -> No
     torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # -inf less itself, in the interpreter
+@pytest.mark.parametrize("vocab", [200, 9000])
+def test_equal_logits_and_none(device: str, vocab: int) -> None:
+    """The first of equals is the best wherever they lie; a row of -inf alone, as of padding, has a mass of 0."""
+    from models.kernels.cross_entropy import row_statistics
+
+    logits = torch.zeros(4, vocab, device=device)
+    logits[1, :128] = -1.0
+    logits[2, : vocab - 5] = -1.0
+    logits[3] = -torch.inf
+    largest, best, mass, _ = row_statistics(logits, None, torch.zeros(4, dtype=torch.int64, device=device))
+    assert largest.tolist() == [0.0, 0.0, 0.0, -torch.inf]
+    assert best is not None
+    assert best.tolist() == [0, 128, vocab - 5, 0]
+    torch.testing.assert_close(mass, logits.exp().sum(1))
+
+
 def test_nan_is_not_hidden(device: str) -> None:
     from models.kernels.cross_entropy import row_statistics
 

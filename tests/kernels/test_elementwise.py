@@ -15,6 +15,7 @@ from models.mixers import mamba2
 from models.mixers.metala import decay_and_key
 from models.mlp import swiglu
 from models.norm import Norm
+from tests.kernels.conftest import Replace, apart
 
 Function = Callable[..., tuple[Tensor | None, ...]]
 
@@ -24,7 +25,8 @@ def compare(exact: Function, kernels: Function, inputs: list[Tensor | None], bou
     results = []
     for function, dtype in ((exact, torch.float64), (kernels, torch.float32)):
         leaves = [None if x is None else x.to(dtype).clone().requires_grad_() for x in inputs]
-        outputs = [y for y in function(*leaves) if y is not None]
+        given = [x if x is None or x.ndim == 1 else apart(x) for x in leaves]
+        outputs = [apart(y) for y in function(*given) if y is not None]
         # Each output has a gradient of its own direction.
         total = sum(
             (y * torch.linspace(-1, 2 + i, y.numel(), device=y.device, dtype=y.dtype).view_as(y)).sum()
@@ -60,6 +62,14 @@ def test_feature_map(device: str, name: str, shape: tuple[int, ...]) -> None:
     compare(lambda x: (feature_map(x, name),), kernel, [2 * random(*shape, seed=8, device=device)], 2e-6)
 
 
+def test_a_feature_map_of_nothing(device: str) -> None:
+    """SiLU(x + 1/2) is 0 in all channels."""
+    from models.kernels.feature_map import normalised_silu
+
+    x = torch.full((3, 24), -0.5, device=device)
+    assert torch.equal(normalised_silu(x, "silu_paper", torch.float32), torch.zeros_like(x))
+
+
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_decay_and_key(device: str, scale: float) -> None:
     from models.kernels.metala_gate import decay_and_key as kernel
@@ -81,9 +91,11 @@ def test_decay_and_key_keep_their_digits(device: str) -> None:
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("size", [48, 1100])
-def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool) -> None:
+def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool, replace: Replace) -> None:
     """Rows of which a program takes many at a time, the last tile not full; and such of which it takes one."""
-    from models.kernels.add_norm import add_norm
+    from models.kernels import add_norm as kernel
+
+    replace(kernel, [kernel._backward_launch], _PROGRAMS=5, _PROGRAMS_LONG=5)
 
     config = ModelConfig(
         vocab_size=8, num_layers=1, hidden_size=size, num_heads=2, norm=kind, norm_affine=affine, norm_eps=1e-5
@@ -101,7 +113,7 @@ def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool) ->
         return h * 1.0, y if bias is None else y + bias
 
     def kernels(x: Tensor, delta: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
-        return add_norm(x, delta, weight, bias, 1e-5, centred)
+        return kernel.add_norm(x, delta, weight, bias, 1e-5, centred)
 
     inputs = [
         2 * random(*shape, seed=4, device=device) + 1,
@@ -128,9 +140,11 @@ def test_sums_over_programs(device: str, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 50, 3, 16), (1, 1100, 2, 64), (1, 9, 1, 5)])
-def test_around_mamba2(device: str, shape: tuple[int, int, int, int]) -> None:
+def test_around_mamba2(device: str, shape: tuple[int, int, int, int], replace: Replace) -> None:
+    from models.kernels import mamba2_ends
     from models.kernels.mamba2_ends import gated_norm, stepped
 
+    replace(mamba2_ends, [mamba2_ends._norm_launches], _PROGRAMS=8)
     heads, dim = shape[2:]
     o, u, z = (random(*shape, seed=seed, device=device) for seed in range(3))
     skip, weight = random(heads, seed=3, device=device), random(heads * dim, seed=4, device=device)

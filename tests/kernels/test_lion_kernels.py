@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.bidirectional import ProjectedGate, bidirectional
+from tests.kernels.conftest import Replace, apart
 
 KERNELS = ("triton_tile", "triton_chunk")
 
@@ -15,12 +16,12 @@ KERNELS = ("triton_tile", "triton_chunk")
 def outputs(tensors: list[Tensor], dy: Tensor, dtype: torch.dtype, **arguments) -> list[Tensor]:
     """y and the gradients of q, k, v and the decay."""
     q, k, v, gate = (x.detach().clone().to(dtype).requires_grad_() for x in tensors)
-    decays = {"gate": {"gate": gate}, "log_decay": {"log_decay": F.logsigmoid(gate)}, None: {}}
+    decays = {"gate": {"gate": apart(gate)}, "log_decay": {"log_decay": F.logsigmoid(gate)}, None: {}}
     # One of every token.
     decays["head"] = {"gate": gate[0, 0]}
     decay = decays[arguments.pop("decay")]
-    y = bidirectional(q, k, v, **decay, **arguments)
-    y.backward(dy.to(dtype))
+    y = bidirectional(*(apart(x) for x in (q, k, v)), **decay, **arguments)
+    apart(y).backward(dy.to(dtype))
     return [y.detach().double(), *(x.grad.double() for x in (q, k, v, gate) if x.grad is not None)]
 
 
@@ -162,15 +163,20 @@ def test_gates_in_low_precision_get_gradients_of_their_dtype(device: str, form: 
 @pytest.mark.parametrize("form", KERNELS)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_projected_gate_and_its_gradients(device: str, form: str, biased: bool, masked: bool) -> None:
+def test_a_projected_gate_and_its_gradients(
+    device: str, form: str, biased: bool, masked: bool, replace: Replace
+) -> None:
+    from models.kernels import lion_gate
+
+    replace(lion_gate, [lion_gate._project_launch, lion_gate._backward_launches], _CHANNELS=16, _PROGRAMS=2)
     generator = torch.Generator().manual_seed(3)
-    q, k, v, x = (torch.rand(2, 40, *size, generator=generator) + 0.1 for size in [(3, 16)] * 3 + [(24,)])
+    q, k, v, x = (torch.rand(2, 70, *size, generator=generator) + 0.1 for size in [(3, 16)] * 3 + [(24,)])
     weight, bias = 0.3 * torch.randn(3, 24, generator=generator), torch.randn(3, generator=generator)
-    mask = (torch.rand(2, 40, generator=generator) > 0.3).to(device) if masked else None
+    mask = (torch.rand(2, 70, generator=generator) > 0.3).to(device) if masked else None
     results = []
     for kind, dtype in ((form, torch.float32), ("parallel", torch.float64)):
         leaves = [t.detach().clone().to(device, dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
-        gate = ProjectedGate(*leaves[3:5], leaves[5] if biased else None)
+        gate = ProjectedGate(*(apart(t) for t in leaves[3:5]), leaves[5] if biased else None)
         y = bidirectional(*leaves[:3], gate=gate, mask=mask, form=kind)
         (y * torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()
         results.append([y.detach(), *(t.grad for t in leaves[: 6 if biased else 5])])
@@ -188,6 +194,24 @@ def test_far_tiles_are_skipped_without_a_trace(device: str) -> None:
     y = bidirectional(q, k, v, log_decay, form="triton_tile")
     expected = bidirectional(q.double(), k.double(), v.double(), log_decay.double(), form="parallel")
     torch.testing.assert_close(y.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", KERNELS)
+def test_tokens_that_forget_all(device: str, form: str) -> None:
+    """A log decay of -inf counts as -100, which lets nothing through."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, dy = (torch.rand(1, 70, 1, 16, generator=generator).to(device) + 0.1 for _ in range(4))
+    log_decay = -torch.rand(1, 70, 1, generator=generator).to(device)
+    log_decay[:, 10:60:20] = -torch.inf
+    results = []
+    for kind, dtype in ((form, torch.float32), ("parallel", torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        y = bidirectional(
+            *leaves, log_decay.to(dtype).clamp_min(-100.0 if dtype == torch.float64 else -torch.inf), form=kind
+        )
+        results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
+    for found, expected in zip(*results, strict=True):
+        assert ((found.double() - expected).norm() / expected.norm()).item() < 2e-5
 
 
 def test_sizes_that_the_kernels_do_not_take(device: str) -> None:
