@@ -198,20 +198,41 @@ def test_far_tiles_are_skipped_without_a_trace(device: str) -> None:
 
 @pytest.mark.parametrize("form", KERNELS)
 def test_tokens_that_forget_all(device: str, form: str) -> None:
-    """A log decay of -inf counts as -100, which lets nothing through."""
+    """A log decay of -inf counts as -100, which lets nothing through. It may have a last dimension of 1."""
     generator = torch.Generator().manual_seed(2)
     q, k, v, dy = (torch.rand(1, 70, 1, 16, generator=generator).to(device) + 0.1 for _ in range(4))
     log_decay = -torch.rand(1, 70, 1, generator=generator).to(device)
     log_decay[:, 10:60:20] = -torch.inf
     results = []
-    for kind, dtype in ((form, torch.float32), ("parallel", torch.float64)):
+    cases = (form, torch.float32, log_decay[..., None]), ("parallel", torch.float64, log_decay.double().clamp_min(-100))
+    for kind, dtype, decay in cases:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        y = bidirectional(
-            *leaves, log_decay.to(dtype).clamp_min(-100.0 if dtype == torch.float64 else -torch.inf), form=kind
-        )
+        y = bidirectional(*leaves, decay, form=kind)
         results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
     for found, expected in zip(*results, strict=True):
         assert ((found.double() - expected).norm() / expected.norm()).item() < 2e-5
+
+
+def test_the_choice_of_a_kernel(device: str) -> None:
+    """As docs/results.md has it; and what none of them takes."""
+    from models.kernels.lion import _case
+    from models.kernels.lion_chunk import CHUNK
+    from models.kernels.lion_tile import TILE
+
+    def chosen(length: int, dim: int, dtype: torch.dtype, kernel: str = "auto", heads: int = 2) -> object:
+        shape = torch.Size((1, length, heads, dim))
+        return _case(kernel, -1, shape, dim, dtype, None, False, False, False, True, False)[0]
+
+    bf16 = torch.bfloat16
+    for dim, longest in ((64, 192), (65, 256), (128, 256)):
+        assert [chosen(length, dim, bf16) for length in (longest, longest + 1)] == [TILE, CHUNK]
+    assert chosen(20, 129, bf16) is chosen(20, 64, torch.float32) is CHUNK
+    with pytest.raises(ValueError, match=r"dtype torch\.float64: allowed are"):
+        chosen(4, 16, torch.float64)
+    with pytest.raises(ValueError, match="overflow 32-bit addresses"):
+        chosen(2**21, 64, bf16, heads=16)
+    with pytest.raises(ValueError, match="kernel 'fast': allowed are auto, tile, chunk"):
+        chosen(4, 16, bf16, "fast")
 
 
 def test_sizes_that_the_kernels_do_not_take(device: str) -> None:

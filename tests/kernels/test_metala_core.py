@@ -82,6 +82,25 @@ def test_one_step_is_the_three(
         assert error.item() < 5e-5, (name, error.item())
 
 
+def test_a_loss_on_the_final_states_alone(device: str) -> None:
+    from models.kernels.metala_core import metala_core
+
+    inputs = [torch.randn(1, 70, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    weight, gate = torch.ones(32, device=device), torch.ones(1, 70, 32, device=device)
+    results = []
+    for wide in (True, False):
+        leaves = [x.to(device, torch.float64 if wide else torch.float32).requires_grad_() for x in inputs]
+        q, a, v = leaves
+        if wide:
+            g, k = _decay_and_key(a)
+            final = local_recurrence(q, k, v, g, scale=0.3, form="recurrent")[1] + 0 * q.sum()
+        else:
+            final = metala_core(q, a, v, weight, gate, 0.3, None, None)[1]
+        results.append(torch.autograd.grad(final.square().sum(), leaves))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_the_gradients_lie_side_by_side(device: str) -> None:
     """Those of q, a, v and gate, in this order: one matrix for the products with the weights behind them."""
     from models.kernels.metala_core import metala_core

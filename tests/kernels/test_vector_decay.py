@@ -109,6 +109,10 @@ def test_packed_sequences(device: str, kind: str, states: bool) -> None:
     check(device, (1, 320, 2, 16, 16), kind, [0, 0, 1, 60, 188, 188, 252, 320, 320, 320], states, tolerance=5e-5)
 
 
+def test_as_many_chunks_as_packed_sequences_can_have(device: str) -> None:
+    check(device, (1, 67, 1, 16, 16), cu_seqlens=[0, 1, 2, 67])
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_sequences_cut_into_stretches(
     device: str, packed: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -120,6 +124,23 @@ def test_sequences_cut_into_stretches(
     kernels._launches.cache_clear()
     monkeypatch.setattr(kernels, "stretches_of", lambda _: 4)
     check(device, (1, 400, 1, 16, 16), "later", [0, 90, 90, 230, 400] if packed else None, tolerance=5e-5)
+
+
+def test_a_loss_on_the_final_states_alone(device: str) -> None:
+    from models.kernels.vector_decay import vector_decay
+
+    inputs = [torch.randn(1, 70, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    results = []
+    for wide in (True, False):
+        leaves = [x.to(device, torch.float64 if wide else torch.float32).requires_grad_() for x in inputs]
+        q, k, v, g = leaves
+        if wide:
+            final = local_recurrence(q, k, v, -g.abs(), scale=0.3, form="recurrent")[1] + 0 * q.sum()
+        else:
+            final = vector_decay(q, k, v, -g.abs(), 0.3, None, None)[1]
+        results.append(torch.autograd.grad(final.square().sum(), leaves))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_nan_is_not_hidden(device: str) -> None:

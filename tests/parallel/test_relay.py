@@ -73,7 +73,7 @@ def test_a_run_goes_on_in_other_layouts(folder, name):
     assert manifest["layout"]["pipeline"] == first.get("pipeline", 1)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (3, 4, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (3, 4, 2), (1, 2, 2)], ids=str)
 def test_a_checkpoint_is_rewritten_for_another_layout_bit_for_bit(folder, tmp_path, capsys, sizes):
     source = folder / "tensor-pipeline-data" / "step_00000001"
     data, tensor, pipeline = sizes
@@ -83,7 +83,17 @@ def test_a_checkpoint_is_rewritten_for_another_layout_bit_for_bit(folder, tmp_pa
     target = checkpoint.resolve(tmp_path)
     assert len(list(target.glob("weights-*"))) == data * tensor * pipeline
     before, after = checkpoint.read_manifest(source), checkpoint.read_manifest(target)
-    assert after["layout"]["tensor"] == tensor
+    assert after["layout"] == before["layout"] | {
+        "world_size": data * tensor * pipeline, "data": data, "tensor": tensor, "pipeline": pipeline
+    }  # fmt: skip
+    for name, entry in after["tensors"].items():
+        # The file of a piece is that of the process of its layer's stage and its shard.
+        stages = {piece["rank"] // (data * tensor) for piece in entry["pieces"]}
+        assert len(stages) == 1, name
+        for piece in entry["pieces"]:
+            assert piece["rank"] % tensor == piece.get("shard", (0, 0, 1))[1], name
+        if sizes == (1, 2, 2):  # as the run that wrote the source
+            assert entry["pieces"] == before["tensors"][name]["pieces"], name
     same = ("step", "state", "optimizer_steps", "loss_scale")
     assert {key: after[key] for key in same} == {key: before[key] for key in same}
     readers = [checkpoint.Reader(path, read) for path, read in ((source, before), (target, after))]
@@ -97,7 +107,11 @@ def test_a_checkpoint_is_rewritten_for_another_layout_bit_for_bit(folder, tmp_pa
 
 def test_a_layout_that_does_not_divide_is_refused(folder, tmp_path, capsys):
     assert reshard.main([str(folder / "zero3-tensor"), str(tmp_path), "--tensor=3"]) == 2
-    assert "--tensor = 3 does not divide model.num_heads = 4" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--tensor = 3 does not divide model.num_heads = 4" in error
+    assert "; nearest that can be: --tensor " in error
+    assert reshard.main([str(folder / "zero3-tensor"), str(tmp_path), "--pipeline=9"]) == 2
+    assert "--pipeline = 9" in capsys.readouterr().err
 
 
 def test_a_missing_and_a_corrupted_shard_are_named(folder, tmp_path):
