@@ -36,7 +36,8 @@ def scattered(sizes: list[int], dtype: torch.dtype, device: str, seed: int = 0) 
 def test_ten_updates_are_those_of_torch(device: str, dtype: torch.dtype, sizes: list[int]) -> None:
     from megatron_lite.adamw import Pieces
 
-    values = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    # An epsilon that shows whether it is added before or after the moment's correction.
+    values = {"betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
     start = torch.cat(scattered(sizes, torch.float32, device, seed=9))
     # In float64 and, for what rounding does, in float32.
     expected, rounded = torch.nn.Parameter(start.double()), torch.nn.Parameter(start.clone())
@@ -88,6 +89,8 @@ def test_squares_of_what_is_there_and_counts(device: str, dtype: torch.dtype) ->
     pieces.squares(pieces.lying(gradients), out)
     some = [x.double() for x, counts in zip(gradients, counted, strict=True) if counts and x is not None]
     assert out.double().sum().item() == pytest.approx(torch.cat(some).square().sum().item(), rel=1e-6)
+    pieces.squares(pieces.lying([None] * len(gradients)), out)
+    assert not out.any()
 
 
 def test_sums_over_micro_batches(device: str) -> None:
