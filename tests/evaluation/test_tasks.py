@@ -163,6 +163,7 @@ def test_a_row_that_is_no_json_is_named(tmp_path):
         (gzip.compress(json.dumps({"premise": "a"}).encode())[:-9], r"validation\.jsonl\.gz is cut short"),
         (b"{}", r"validation\.jsonl\.gz is damaged: no gzip data from byte 0"),
     ],
+    ids=["empty", "nothing packed", "cut short", "not packed"],
 )
 def test_a_file_that_is_empty_or_damaged_is_named(content, message, tmp_path):
     path = tmp_path / "super_glue/copa/validation.jsonl.gz"
