@@ -164,9 +164,8 @@ def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments,
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_bad_input_is_answered_before_training(arguments, tmp_path, capsys, change, message):
-    if "run.device" in change and torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
+def test_bad_input_is_answered_before_training(arguments, tmp_path, capsys, monkeypatch, change, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert train.main(arguments(**change)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists()

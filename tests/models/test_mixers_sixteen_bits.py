@@ -1,0 +1,125 @@
+"""Mixers in 16 bits: what is rounded, what stays in float32, sums above the largest float16."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models.bidirectional
+import models.recurrence
+import models.scan
+from models.head_norm import gated_head_norm
+from models.row_sum import recurrence_with_row_sum
+from tests.models.mixer_cases import CASES, build, name_of, tokens
+from tests.models.shard_threads import over_shards
+
+
+def _never_forgets(case: tuple[str, dict[str, Any]]) -> bool:
+    return case[0] in ("attention", "linear_attention", "normalised_attention") or case[1].get("variant") == "lit"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_sixteen_bits(case: tuple[str, dict[str, Any]]) -> None:
+    """Against float32 with the same parameters: rounding those is another matter."""
+    mixer, x = build(case).bfloat16(), tokens(70).bfloat16()
+    got = mixer(x)
+    expected = mixer.float()(x.float())
+    assert got.dtype == torch.bfloat16
+    assert ((got.float() - expected).norm() / expected.norm()).item() < 0.05
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not _never_forgets(case)], ids=name_of)
+def test_log_decays_keep_their_digits_in_sixteen_bits(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[str, dict[str, Any]]
+) -> None:
+    """What the operators are given is float32, and was not rounded to the 16 bits of the activations on the way."""
+    seen: list[Tensor] = []
+
+    def watch(module: Any, name: str, place: int) -> None:
+        function = getattr(module, name)
+
+        def watched(*arguments: Any) -> Any:
+            found = function(*arguments)
+            seen.append(found[0] if name == "decays" else arguments[place])
+            return found
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(models.recurrence, "check", 3)
+    watch(models.scan, "_check", 1)
+    watch(models.bidirectional, "decays", 0)
+    build(case).bfloat16()(tokens(70).bfloat16())
+    assert seen
+    for log_decay in seen:
+        parts = torch.view_as_real(log_decay) if log_decay.is_complex() else log_decay
+        assert parts.dtype == torch.float32
+        assert (parts.bfloat16() != parts).any()
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_norm_and_gate_of_a_head_round_once(norm: str) -> None:
+    o, gate = tokens(70).bfloat16().unflatten(-1, (4, 8)), tokens(71)[:, 1:].bfloat16()
+    exact = gated_head_norm(o.double(), gate.double(), norm=norm)
+    assert (gated_head_norm(o, gate, norm=norm) - exact).norm() <= 2**-9 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("linear_attention", {}), ("lion", {"variant": "lit", "phi": "elu", "output_norm": False})],
+    ids=name_of,
+)
+def test_row_sums_above_the_largest_float16(case: tuple[str, dict[str, Any]]) -> None:
+    """Outputs, the state and gradients; the first half of the tokens makes a state that the others go on from."""
+    mixer, x = build(case, torch.float16, size=64, heads=1), (tokens(3000, size=64) + 0.5).half()
+    results = []
+    for dtype in (torch.float16, torch.float32):
+        mixer.to(dtype).zero_grad()
+        first, state = mixer(x[:, :1500].to(dtype), return_state=True)
+        y = torch.cat([first, mixer(x[:, 1500:].to(dtype), state=state)], 1)
+        (y.float() * tokens(3001, size=64)[:, 1:]).sum().backward()
+        gradients = [parameter.grad.float() for parameter in mixer.parameters()]
+        results.append([y.float(), y[:, 2800:].float(), state["recurrent"], *gradients])
+    for got, expected in zip(*results, strict=True):
+        assert ((got - expected).norm() / expected.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("weight", [1, 100])
+def test_row_sums_of_many_tokens_in_float16(weight: int) -> None:
+    """Room for a million tokens of this weight each; here 70,000, more than the largest number has of weight 1."""
+    q = torch.full((1, 70_000, 1, 1), weight**0.5, dtype=torch.float16)
+    v = torch.full_like(q, 3.0)
+    num, den, _ = recurrence_with_row_sum(q, q, v, torch.zeros_like(q), weight=weight)
+    expected = weight * torch.arange(1, 70_001).view_as(den)
+    torch.testing.assert_close(den, expected.float(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(num / den, v.float(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("variant", ["lit", "lstm"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_row_sums_of_both_directions_above_the_largest_float16(variant: str, count: int) -> None:
+    """Outputs and gradients, of the whole and over sequence shards; gates that hardly forget."""
+    case = ("lion", {"variant": variant, "causal": False, "phi": "elu", "output_norm": False})
+    mixer, x = build(case, torch.float16, size=64, heads=1), (tokens(3000, size=64) + 0.5).half()
+    if variant == "lstm":
+        nn.init.constant_(mixer.decay, 12.0)
+        mixer.decay_weight.data *= 0.01
+    weight = tokens(3001, size=64)[:, 1:]
+
+    def outputs_and_gradients(mixer: nn.Module, x: Tensor, weight: Tensor) -> list[Tensor]:
+        y = mixer(x)
+        gradients = torch.autograd.grad((y.double() * weight).sum(), list(mixer.parameters()))
+        return [y.detach().double(), *(gradient.double() for gradient in gradients)]
+
+    exact = outputs_and_gradients(copy.deepcopy(mixer).double(), x.double(), weight)
+    if count == 1:
+        parts = [outputs_and_gradients(mixer, x, weight)]
+    else:
+        stretches = list(zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True))
+        parts = over_shards(count, lambda index: outputs_and_gradients(copy.deepcopy(mixer), *stretches[index]))
+    y, *gradients = zip(*parts, strict=True)
+    for got, expected in zip([torch.cat(y, 1), *map(sum, gradients)], exact, strict=True):
+        assert ((got - expected).norm() / expected.norm()).item() < 1e-2
