@@ -31,7 +31,7 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
             best = max(lines, key=lambda line: line["accuracy"])
             of_panel = found.setdefault((sweep[0].width, sweep[0].task), {})
             of_panel.setdefault(sweep[0].model, []).append(best["history"])
-    models = list(dict.fromkeys(model for histories in found.values() for model in histories))
+    models = [model for model in experiment.models if any(model in histories for histories in found.values())]
     widths, tasks = sorted({width for width, _ in found}), list(dict.fromkeys(task for _, task in found))
     with plt.rc_context(STYLE):
         size = (4.2 * len(tasks) + 1.8, 3.0 * len(widths) + 0.6)
