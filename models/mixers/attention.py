@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -63,6 +64,8 @@ class Attention(nn.Module):
         self.v_proj = linear(config, size, kv_size, bias=options.bias)
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
         self.fan_out: FanOut = apply_each
+        # An attribute, so that a trainer can put its own in place.
+        self.dot_product: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor] = dot_product
         self._size, self._kv_size = size, kv_size
 
     @staticmethod
@@ -157,12 +160,12 @@ class Attention(nn.Module):
         allowed = None if plain else self._allowed(keys_real, length, past)
         grouped = q.shape[2] // k.shape[2]
         expand = [t.repeat_interleave(grouped, 2) if grouped > 1 else t for t in (k, v)]
-        o = F.scaled_dot_product_attention(
+        o = self.dot_product(
             q.transpose(1, 2),
             expand[0].transpose(1, 2),
             expand[1].transpose(1, 2),
-            attn_mask=allowed,
-            is_causal=plain and self.options.causal,
+            allowed,
+            plain and self.options.causal,
         ).transpose(1, 2)
         return o, {"key": k, "value": v, "mask": keys_real} if return_state else {}
 
@@ -180,6 +183,12 @@ class Attention(nn.Module):
         """Forward FLOPs a token, two a multiply-add; scores and values of the causal half (all when not causal)."""
         projections = 4 * self._size * self._size + 4 * self._size * self._kv_size
         return projections + (2 if self.options.causal else 4) * self._size * length
+
+
+def dot_product(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v. q, k, v: [batch, heads, length, head_dim]; allowed: bool, broadcast to
+    [batch, heads, queries, keys], or with is_causal None."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=is_causal)
 
 
 def _rotary(position: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:

@@ -22,11 +22,18 @@ def test_graphs_and_bf16_change_nothing_but_rounding(model: str) -> None:
     assert (row["graph"], row["problem"]) == (True, "")
 
 
-def test_a_graph_draws_what_steps_without_one_draw() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["models=[metala]", "network.embedding_dropout=0.5"],
+        ["models=[attention]", "network.embedding_dropout=0", "network.attention_dropout=0.5"],
+    ],
+)
+def test_a_graph_draws_what_steps_without_one_draw(words: list[str]) -> None:
     """Dropout's generators are a graph's too, and follow the epoch's seed."""
     device = torch.device("cuda", 0)
-    words = [*MQAR, "models=[metala]", "epochs=2", "data.train_examples=1280", "data.vocabulary=64", "target=null"]
-    runs = plan(load_experiment("mqar", [*words, "network.embedding_dropout=0.5"]), "bf16")
+    words = [*MQAR, *words, "epochs=2", "data.train_examples=1280", "data.vocabulary=64", "target=null"]
+    runs = plan(load_experiment("mqar", words), "bf16")
     row = check_sweep(runs, device)
     assert (row["graph"], row["problem"]) == (True, "")
     examples = prepare(runs[0], device)

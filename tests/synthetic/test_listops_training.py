@@ -66,7 +66,7 @@ def test_the_papers_configuration() -> None:
     assert network.output.weight.shape == (10, 32)
 
 
-@pytest.mark.parametrize("value", ["mlp=identity", "embedding_dropout=0.1", "head_bias=true"])
+@pytest.mark.parametrize("value", ["mlp=identity", "embedding_dropout=0.1", "attention_dropout=0.1", "head_bias=true"])
 def test_what_the_classifier_lacks_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=rf"definitions.metala or network: {value.partition('=')[0]} = .*: allowed "):
         Classifier(runs_of(f"network.{value}")[0], CLASSES)

@@ -362,10 +362,58 @@ def test_dropout_on_embeddings(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
     assert found["loss"] == expected["loss"]
 
 
+def test_dropout_of_attention(runs: Runs) -> None:
+    """Of weights after the softmax, in training alone, by numbers of the seed and the epoch."""
+    words = ["models=[attention]", "definitions.attention.attention_dropout=0.25"]
+    run, without = *runs(*words), *runs(*words, "definitions.attention.attention_dropout=0")
+    lane, lane_without = Lane(run, CPU), Lane(without, CPU)
+    assert isinstance(lane.network, Network)
+    tokens = torch.randint(16, (300, 8))
+    shown: list[Tensor] = []
+    # Values of one 1 each, of 8 channels: what comes out of the mixer's sum are the weights.
+    mixer = lane.network.model.blocks[0].mixer
+    attend = mixer.dot_product
+
+    def weights(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
+        shown.append(attend(q, k, torch.eye(8).expand(len(q), 1, 8, 8), allowed, is_causal))
+        return attend(q, k, v, allowed, is_causal)
+
+    mixer.dot_product = weights
+    for epoch in (0, 0, 1):
+        lane.begin_epoch(epoch)
+        lane.network.loss(tokens, None, tokens)
+    logits = lane.network.logits(tokens, None)
+    first, same, next_epoch, whole = shown
+    assert torch.equal(first, same)
+    assert not torch.equal(first, next_epoch)
+    # A token sees 1 to 8 tokens, itself among them.
+    assert torch.equal(whole > 0, torch.ones(8, 8, dtype=torch.bool).tril().expand_as(whole))
+    kept = first > 0
+    assert kept.sum() / (whole > 0).sum() == pytest.approx(0.75, abs=0.02)
+    torch.testing.assert_close(first[kept], whole[kept] / 0.75)
+    torch.testing.assert_close(logits, lane_without.network.logits(tokens, None))
+
+
+def test_attention_in_plain_steps() -> None:
+    """With a share of nearly nothing what is dropped are no weights: the library's attention, with masks of every kind."""
+    run = plan(load_experiment("mqar", ["models=[attention]", "definitions.attention.attention_dropout=1e-9"]), "fp32")[
+        0
+    ]
+    network = Network(run)
+    network._dropping = True
+    q, k, v = torch.randn(3, 2, 4, 6, 8)
+    for allowed, is_causal in [(None, True), (None, False), (torch.rand(2, 1, 6, 6) > 0.4, False)]:
+        if allowed is not None:
+            allowed |= torch.eye(6, dtype=torch.bool)
+        got = network._attend(q, k, v, allowed, is_causal)
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, allowed, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("key", ["embedding_dropout", "attention_dropout"])
 @pytest.mark.parametrize("value", ["1.0", "-0.1", "much"])
-def test_a_dropout_that_cannot_be_is_refused(runs: Runs, value: str) -> None:
-    with pytest.raises(ValueError, match=r"embedding_dropout = .*: allowed are numbers from 0 to below 1"):
-        Network(runs(f"network.embedding_dropout={value}")[0])
+def test_a_dropout_that_cannot_be_is_refused(runs: Runs, key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key} = .*: allowed are numbers from 0 to below 1"):
+        Network(runs(f"network.{key}={value}")[0])
 
 
 @pytest.mark.parametrize(("scored", "epoch", "accuracy"), [("last", 8, 0.7), ("least_perplexity", 6, 0.6)])

@@ -15,6 +15,7 @@ from models.head import IGNORED_LABEL
 from models.init import linear
 from models.kernels import takes
 from models.lm import LanguageModel, LayerSpec, build_layer, layer_specs
+from models.mixers.attention import Attention, dot_product
 from models.norm import Norm
 
 from .experiment import Run
@@ -22,6 +23,8 @@ from .experiment import Run
 # How matrices begin. model: by the keys `init_method` and `output_init_method`. mad_lab: as `_begin_as_mad_lab` says;
 # mad_lab_gla: with mixers as its gated linear attention.
 FIRST_WEIGHTS = ("model", "mad_lab", "mad_lab_gla")
+# Shares of what training sets to zero: elements of embeddings, weights of softmax attention.
+DROPOUTS = ("embedding_dropout", "attention_dropout")
 
 
 def model_config(run: Run) -> ModelConfig:
@@ -32,12 +35,11 @@ def model_config(run: Run) -> ModelConfig:
         raise ValueError(
             f"definitions.{run.model} or network: first_weights = {first!r}: allowed are {', '.join(allowed)}"
         )
-    dropout = keys.pop("embedding_dropout", 0.0)
-    if not (isinstance(dropout, int | float) and 0 <= dropout < 1) or (dropout and run.suite == "listops"):
-        allowed_here = "0 alone in this suite" if run.suite == "listops" else "numbers from 0 to below 1"
-        raise ValueError(
-            f"definitions.{run.model} or network: embedding_dropout = {dropout!r}: allowed are {allowed_here}"
-        )
+    for key in DROPOUTS:
+        dropout = keys.pop(key, 0.0)
+        if not (isinstance(dropout, int | float) and 0 <= dropout < 1) or (dropout and run.suite == "listops"):
+            allowed_here = "0 alone in this suite" if run.suite == "listops" else "numbers from 0 to below 1"
+            raise ValueError(f"definitions.{run.model} or network: {key} = {dropout!r}: allowed are {allowed_here}")
     if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and run.suite == "listops"):
         raise ValueError(
             f"definitions.{run.model} or network: head_bias = {bias!r}: allowed are true and false, in listops false alone"
@@ -68,8 +70,9 @@ class Network(nn.Module):
     """A language model that answers at some positions.
 
     Attributes:
-        embedding_dropout: share of the embeddings' elements that training sets to zero, the others growing by as much.
-        dropped: what it draws from, the default generator where it is None.
+        embedding_dropout, attention_dropout: share of the embeddings' elements, and of the weights of softmax attention, that
+            training sets to zero, the others growing by as much.
+        dropped: what they draw from, the default generator where it is None.
     """
 
     def __init__(self, run: Run) -> None:
@@ -82,8 +85,12 @@ class Network(nn.Module):
                 block.mlp = nn.Identity()
         if run.network.get("head_bias"):
             self.model.head.bias = nn.Parameter(torch.zeros(config.vocab_size))
-        self.embedding_dropout = float(run.network.get("embedding_dropout", 0.0))
+        self.embedding_dropout, self.attention_dropout = (float(run.network.get(key, 0.0)) for key in DROPOUTS)
         self.dropped: torch.Generator | None = None
+        self._dropping = False
+        for module in self.model.modules() if self.attention_dropout else ():
+            if isinstance(module, Attention):
+                module.dot_product = self._attend
         self.decoder: nn.Module | None = None
         if run.task.partition("/")[0] == "compression":
             spec = LayerSpec("decoder", partial(Decoder, config, run.length))
@@ -92,11 +99,10 @@ class Network(nn.Module):
         if first != "model":
             _begin_as_mad_lab(self, run.seed, small_mixers=first == "mad_lab_gla")
 
-    def rows(self, tokens: Tensor, positions: Tensor | None, dropout: float = 0.0) -> Tensor:
+    def rows(self, tokens: Tensor, positions: Tensor | None, *, dropping: bool = False) -> Tensor:
         """tokens: [batch, length] -> what the head reads at positions [batch, asked], or everywhere: [batch, asked, d]."""
-        x = self.model.embedding(tokens)
-        if dropout:
-            x = x * torch.empty_like(x).bernoulli_(1 - dropout, generator=self.dropped) / (1 - dropout)
+        self._dropping = dropping
+        x = self._drop(self.model.embedding(tokens), self.embedding_dropout)
         for block in self.model.blocks:
             x = block(x)
         if self.decoder is not None:
@@ -105,7 +111,7 @@ class Network(nn.Module):
 
     def loss(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> Tensor:
         """Mean cross entropy over the labels [batch, asked] that are not IGNORED_LABEL."""
-        total = self.model.head(self.rows(tokens, positions, self.embedding_dropout), labels=labels)
+        total = self.model.head(self.rows(tokens, positions, dropping=True), labels=labels)
         return total / (labels != IGNORED_LABEL).sum()
 
     def logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
@@ -113,6 +119,23 @@ class Network(nn.Module):
         head = self.model.head
         hidden = head.norm(self.rows(tokens, positions))
         return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
+
+    def _drop(self, x: Tensor, share: float) -> Tensor:
+        if not (self._dropping and share):
+            return x
+        return x * torch.empty_like(x).bernoulli_(1 - share, generator=self.dropped) / (1 - share)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
+        """As `models.mixers.attention.dot_product`. With dropout in plain steps: PyTorch's own draws from the default generator,
+        which runs side by side share."""
+        if not self._dropping:
+            return dot_product(q, k, v, allowed, is_causal)
+        scores = q.float() @ k.float().transpose(-1, -2) * q.shape[-1] ** -0.5
+        if is_causal:
+            allowed = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -math.inf)
+        return self._drop(scores.softmax(-1).to(v.dtype), self.attention_dropout) @ v
 
 
 class Classifier(nn.Module):
