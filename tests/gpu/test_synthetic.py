@@ -26,7 +26,7 @@ def test_graphs_and_bf16_change_nothing_but_rounding(model: str) -> None:
     "words",
     [
         ["models=[metala]", "network.embedding_dropout=0.5"],
-        ["models=[attention]", "network.embedding_dropout=0", "network.attention_dropout=0.5"],
+        ["models=[attention]", "network.embedding_dropout=0", "definitions.attention.attention_dropout=0.5"],
     ],
 )
 def test_a_graph_draws_what_steps_without_one_draw(words: list[str]) -> None:
