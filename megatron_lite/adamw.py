@@ -70,13 +70,9 @@ class Pieces:
         """Write sums of squares of stretches of the counted gradients, float32, to `out` [programs]."""
         self._run(_squares, gradients, out, BLOCK=512, warps=4)
 
-    def add(self, gradients: Lying, total: Tensor, fresh: Sequence[bool]) -> None:
-        """Add the gradients to `total`, float32 [elements], in which the pieces that are `fresh` hold nothing yet."""
-        host = torch.tensor(fresh, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        aligned = total.data_ptr() % 16 == 0
-        self._run(
-            _add, gradients, total, host.to(self._device, non_blocking=True), aligned=aligned, BLOCK=1024, warps=8
-        )
+    def add(self, gradients: Lying, total: Tensor, fresh: bool) -> None:
+        """Add the gradients to `total`, float32 [elements], which holds nothing yet if `fresh`."""
+        self._run(_add, gradients, total, fresh, aligned=total.data_ptr() % 16 == 0, BLOCK=1024, warps=8)
 
     def adamw(
         self,
@@ -144,8 +140,7 @@ class Pieces:
 
 @triton.jit
 def _own(owner, table, addresses, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
-    """This program's piece: its number, where the program begins in it, its size, its offset, its address, and how much of it
-    counts."""
+    """This program's piece: where the program begins in it, its size, its offset, its address, and how much of it counts."""
     program = tl.program_id(0)
     piece = tl.load(owner + program)
     row = table + piece * 4
@@ -155,7 +150,7 @@ def _own(owner, table, addresses, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
     if ALIGNED:
         size, offset, limit = tl.multiple_of(size, 8), tl.multiple_of(offset, 8), tl.multiple_of(limit, 8)
         address = tl.multiple_of(address, 16)
-    return piece, start, size, offset, address, limit
+    return start, size, offset, address, limit
 
 
 @triton.jit
@@ -182,7 +177,7 @@ def _squares(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    _, start, _, _, address, limit = _own(owner, table, addresses, ALIGNED, CHUNK)
+    start, _, _, address, limit = _own(owner, table, addresses, ALIGNED, CHUNK)
     total = tl.zeros([BLOCK], tl.float32)
     for block in range(CHUNK // BLOCK):
         index = start + block * BLOCK + tl.arange(0, BLOCK)
@@ -197,19 +192,20 @@ def _add(
     table,
     addresses,
     total,
-    fresh,
+    FRESH: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    piece, start, size, offset, address, _ = _own(owner, table, addresses, ALIGNED, CHUNK)
-    held = tl.load(fresh + piece) == 0
+    start, size, offset, address, _ = _own(owner, table, addresses, ALIGNED, CHUNK)
     for block in range(CHUNK // BLOCK):
         index = start + block * BLOCK + tl.arange(0, BLOCK)
         sums = total + (offset + index)
-        before = tl.load(sums, mask=(index < size) & held, other=0.0)
-        tl.store(sums, before + _gradient(address, index, size, WIDE, ALIGNED), mask=index < size)
+        value = _gradient(address, index, size, WIDE, ALIGNED)
+        if not FRESH:
+            value += tl.load(sums, mask=index < size, other=0.0)
+        tl.store(sums, value, mask=index < size)
 
 
 @triton.jit
@@ -233,7 +229,7 @@ def _adamw(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    _, start, size, offset, address, _ = _own(owner, table, addresses, ALIGNED, CHUNK)
+    start, size, offset, address, _ = _own(owner, table, addresses, ALIGNED, CHUNK)
     scale = tl.load(factor)
     if scale == scale:
         for block in range(CHUNK // BLOCK):

@@ -67,7 +67,6 @@ def _name_alike(zero: Any) -> None:
     none = [flat.new_empty(0) for flat in zero.bit16_groups_flat]  # float32 sums
     zero.fp32_groups_gradients_flat = none
     zero.fp32_groups_gradients = [[flat] * len(group) for flat, group in zip(none, zero.bit16_groups, strict=True)]
-    zero.fp32_groups_has_gradients = [[False] * len(group) for group in zero.bit16_groups]
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -78,8 +77,8 @@ class _Arithmetic(Protocol):
     """The passes over gradients, master weights and moments. Gradients: for every group those of its parameters, or None
     where they are in the group's float32 sums."""
 
-    def add(self, group: int, gradients: list[Tensor | None], fresh: list[bool]) -> None:
-        """Add to the float32 sums, of which the fresh ones hold nothing yet."""
+    def add(self, group: int, gradients: list[Tensor | None], fresh: bool) -> None:
+        """Add to the float32 sums, which hold nothing yet if fresh."""
 
     def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
         """Sum of squares over the gradients that this process is to count, of those whose optimizer state it has."""
@@ -96,7 +95,7 @@ class _Step:
 
     def __init__(self, zero: Any, single: Callable[[], bool], release: bool, arithmetic: _Arithmetic) -> None:
         self._zero, self._single, self._release, self._arithmetic = zero, single, release, arithmetic
-        self._skip = False
+        self._skip, self._fresh = False, True
         for parameters, totals in zip(zero.bf16_groups, zero.fp32_groups_gradients, strict=True):
             for parameter, total in zip(parameters, totals, strict=True):
                 parameter._hp_grad = total  # which DeepSpeed reduces over the stages that share a weight
@@ -113,12 +112,8 @@ class _Step:
             if not memory.size():
                 memory.resize_(flat.nbytes)
                 self._padding(group).zero_()
-            summed = zero.fp32_groups_has_gradients[group]
-            gradients = [parameter.grad for parameter in parameters]
-            self._arithmetic.add(group, gradients, [not some for some in summed])
-            zero.fp32_groups_has_gradients[group] = [
-                some or gradient is not None for some, gradient in zip(summed, gradients, strict=True)
-            ]
+            self._arithmetic.add(group, [parameter.grad for parameter in parameters], self._fresh)
+        self._fresh = False
         self._drop()
 
     @torch.no_grad()
@@ -158,9 +153,9 @@ class _Step:
 
     def _clear(self) -> None:
         """Forget the float32 sums."""
-        for group, flat in enumerate(self._zero.fp32_groups_gradients_flat):
-            self._zero.fp32_groups_has_gradients[group] = [False] * len(self._zero.bf16_groups[group])
-            if self._release:
+        self._fresh = True
+        if self._release:
+            for flat in self._zero.fp32_groups_gradients_flat:
                 flat.untyped_storage().resize_(0)  # which all views of it share
 
     def _padding(self, group: int) -> Tensor:
@@ -206,11 +201,11 @@ class _Torch:
         sums = [_own_sums(zero, group) for group in range(len(zero.bf16_groups))]
         self._counted = [part for group in sums for part, counted in group if counted and part.numel()]
 
-    def add(self, group: int, gradients: list[Tensor | None], fresh: list[bool]) -> None:
-        for total, gradient, first in zip(self._zero.fp32_groups_gradients[group], gradients, fresh, strict=True):
+    def add(self, group: int, gradients: list[Tensor | None], fresh: bool) -> None:
+        for total, gradient in zip(self._zero.fp32_groups_gradients[group], gradients, strict=True):
             if gradient is not None:
-                total.copy_(gradient.view(-1)) if first else total.add_(gradient.view(-1))
-            elif first:
+                total.copy_(gradient.view(-1)) if fresh else total.add_(gradient.view(-1))
+            elif fresh:
                 total.zero_()
 
     def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
@@ -257,7 +252,7 @@ class _Kernels:
         self._partitions = [Pieces([master.numel()], self._device) for master in zero.fp32_groups_flat_partition]
         self._lying: list[Lying] = []
 
-    def add(self, group: int, gradients: list[Tensor | None], fresh: list[bool]) -> None:
+    def add(self, group: int, gradients: list[Tensor | None], fresh: bool) -> None:
         pieces = self._pieces[group]
         pieces.add(pieces.lying(_contiguous(gradients)), self._zero.fp32_groups_gradients_flat[group], fresh)
 

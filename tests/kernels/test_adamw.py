@@ -12,6 +12,7 @@ import megatron_lite.engine
 from megatron_lite import bf16_step
 from megatron_lite.grid import init_grid
 from tests.trainer.conftest import batches, build, model_config
+from tests.trainer.test_bf16_step import check_parts, check_steps
 
 __all__ = ["build"]
 
@@ -99,10 +100,25 @@ def test_sums_over_micro_batches(device: str) -> None:
     pieces = Pieces(ODD, torch.device(device))
     total = torch.full((sum(ODD),), math.nan, device=device)
     a, b = (scattered(ODD, torch.bfloat16, device, seed=seed) for seed in (1, 2))
-    pieces.add(pieces.lying([a[0], None, a[2], None]), total, [True] * 4)
-    pieces.add(pieces.lying([b[0], b[1], None, None]), total, [False, True, False, True])
+    pieces.add(pieces.lying([a[0], None, a[2], None]), total, True)
+    pieces.add(pieces.lying([b[0], b[1], None, None]), total, False)
     exact = [a[0].float() + b[0].float(), b[1].float(), a[2].float(), torch.zeros(ODD[3], device=device)]
     assert torch.equal(total, torch.cat(exact))
+
+
+@pytest.mark.parametrize("tensor_rank", [0, 1])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_replica_counts_and_updates_its_part(
+    grid, monkeypatch: pytest.MonkeyPatch, device: str, replicas: int, tensor_rank: int
+) -> None:
+    check_parts(monkeypatch, bf16_step._Kernels, replicas, tensor_rank, device)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_steps_where_some_have_no_gradient(
+    grid, monkeypatch: pytest.MonkeyPatch, device: str, accumulation: int
+) -> None:
+    check_steps(monkeypatch, kernels=True, accumulation=accumulation, release=True, device=device)
 
 
 def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

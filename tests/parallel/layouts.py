@@ -246,3 +246,10 @@ def guarded(processes: int) -> list[tuple[str, dict[str, Any], str]]:
         ("guards-data2_zero3", {"zero_stage": 3}, "fp32"),
         ("guards-pipeline2-bf16", EVERY[2]["pipeline2"], "bf16"),
     ]
+
+
+def compared(processes: int) -> list[tuple[str, dict[str, Any]]]:
+    """(name, layout) of the runs in bf16 by this project's step and by DeepSpeed's own."""
+    every = EVERY[processes] | HYBRID[processes]
+    names = {2: ("data2", "tensor2_sequence", "pipeline2"), 4: ("data2_tensor2", "pipeline2_data2")}
+    return [(f"bf16_steps-{name}", every[name]) for name in names[processes]]

@@ -70,3 +70,12 @@ def test_a_vetoed_or_non_finite_step_is_skipped_on_all_processes(results, name):
         assert vetoed == [True, True, True]
         assert broken[:2] == [True, True]
         assert ordinary == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("processes", "name"), [(processes, name) for processes in (2, 4) for name, _ in layouts.compared(processes)]
+)
+def test_bf16_steps_are_those_of_deepspeed(results, processes, name):
+    """Losses, norms, master weights, moments and 16-bit weights on every process, but for the order of sums."""
+    for distances in results(processes)[name]:
+        assert max(distances) < 2e-5, distances

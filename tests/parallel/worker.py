@@ -11,7 +11,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine import Engine
@@ -24,6 +26,7 @@ from models.sequence_shards import sequence_shards
 from tests.parallel import layouts
 from tests.parallel.launch import leave
 from tests.parallel.layouts import LR, STEPS, WARMUP
+from tests.trainer.conftest import leave_bf16_steps, reduce_in_float32
 from tests.untuned import leave_untuned
 
 
@@ -141,6 +144,36 @@ def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
     return everyone
 
 
+def bf16_steps(parallel: dict[str, Any], *, replaced: bool) -> list[Tensor]:
+    """Four steps in bf16, the second vetoed, by `megatron_lite.bf16_step` or by DeepSpeed's own: their losses, their
+    gradient norms, and what this process has afterwards: master weights, moments, 16-bit weights."""
+    grid = grid_of(parallel)
+    with pytest.MonkeyPatch.context() as patch:
+        (reduce_in_float32 if replaced else leave_bf16_steps)(patch)
+        engine = engine_of(layouts.model_config("hybrid"), parallel, grid, dtype="bf16")
+    vetoes = [lambda _, index=index: index == 1 for index in range(STEPS)]
+    steps = [own(step, grid) for step in layouts.steps()]
+    results = [engine.train_step(step, lr=1e-3, veto=veto) for step, veto in zip(steps, vetoes, strict=True)]
+    state = [
+        torch.cat([fragment.tensors[key] for fragment in engine.optimizer_state.fragments()])
+        for key in ("weight", "exp_avg", "exp_avg_sq")
+    ]
+    state.append(torch.cat([p.detach().float().flatten() for layer in engine.layers for p in layer.parameters()]))
+    engine.close()
+    assert [result.skipped for result in results] == [False, True, False, False]
+    norms = [result.gradient_norm for result in results if not result.skipped]
+    return [torch.tensor([result.loss for result in results]), torch.tensor(norms), *state]
+
+
+def apart(parallel: dict[str, Any]) -> list[list[float]]:
+    """How far both kinds of `bf16_steps` are apart, relative to the latter, on every process."""
+    found, wanted = (bf16_steps(parallel, replaced=replaced) for replaced in (True, False))
+    distances = [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
+    everyone: list[Any] = [None] * grid_of(parallel).world_size
+    torch.distributed.all_gather_object(everyone, distances)
+    return everyone
+
+
 def main(processes: int, out: Path) -> None:
     results: dict[str, Any] = {}
     if os.environ.get("MATRIX_DEVICE") == "cuda":
@@ -151,6 +184,10 @@ def main(processes: int, out: Path) -> None:
         reached.write_text(name)
         groups.next_case()
         results[name] = guards(parallel, dtype)
+    for name, parallel in layouts.compared(processes) if os.environ.get("MATRIX_DEVICE") != "cuda" else ():
+        reached.write_text(name)
+        groups.next_case()
+        results[name] = apart(parallel)
     for case in layouts.cases(processes):
         reached.write_text(case.name)
         groups.next_case()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import megatron_lite.engine
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
@@ -43,6 +45,24 @@ def batches(steps: int, *, micro: int = 2, accumulation: int = 2, masked: bool =
             step.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:].contiguous(), "loss_weight": weight})
         out.append(step)
     return out
+
+
+def leave_bf16_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have DeepSpeed's bf16 optimizer as it comes, but for its rounding sums over micro batches to bf16."""
+
+    def as_it_comes(engine: Any, zero: Any, replicas: int, **_: Any) -> None:
+        zero.skip_next = lambda: zero.fp32_groups_gradient_flat_partition[0].fill_(math.nan)
+
+    monkeypatch.setattr(megatron_lite.engine, "spare_gradients", as_it_comes)
+    reduce_in_float32(monkeypatch)
+
+
+def reduce_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = megatron_lite.engine.deepspeed_config
+    exact = {"communication_data_type": "fp32"}
+    monkeypatch.setattr(
+        megatron_lite.engine, "deepspeed_config", lambda *args, **words: settings(*args, **words) | exact
+    )
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from megatron_lite.precision import faster_dtype
 from megatron_lite.resilience import SpikeGuard
 from megatron_lite.schedule import learning_rate
 from tests import oracle
-from tests.trainer.conftest import batches, model_config
+from tests.trainer.conftest import batches, leave_bf16_steps, model_config
 
 LR, WARMUP = 1e-4, 3  # a higher rate amplifies float32 rounding past the tolerances below
 
@@ -118,10 +118,6 @@ def test_bf16_stays_near_float32(build):
         assert result.loss == pytest.approx(loss, rel=2e-3)
 
 
-def as_it_comes(engine, zero, replicas, **_):
-    zero.skip_next = lambda: zero.fp32_groups_gradient_flat_partition[0].fill_(math.nan)
-
-
 @pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
 def test_gradients_in_bf16_are_summed_as_deepspeed_sums_them(build, monkeypatch, release):
     config = model_config()
@@ -136,12 +132,8 @@ def test_gradients_in_bf16_are_summed_as_deepspeed_sums_them(build, monkeypatch,
         engine.close()
         return results, weights
 
-    settings = megatron_lite.engine.deepspeed_config
     with monkeypatch.context() as patch:
-        patch.setattr(megatron_lite.engine, "spare_gradients", as_it_comes)
-        # Or it rounds sums over micro batches to bf16.
-        exact = {"communication_data_type": "fp32"}
-        patch.setattr(megatron_lite.engine, "deepspeed_config", lambda *args, **words: settings(*args, **words) | exact)
+        leave_bf16_steps(patch)
         expected, expected_weights = train()
     spare = megatron_lite.engine.spare_gradients
     monkeypatch.setattr(megatron_lite.engine, "spare_gradients", lambda *args, **_: spare(*args, release=release))
