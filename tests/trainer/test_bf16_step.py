@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -126,13 +127,17 @@ def check_steps(
         for micro in range(accumulation):
             given = [x * size for group in scattered(5 * step + micro + 1, device) for x in group]
             for index, (parameter, gradient) in enumerate(zip(parameters, given, strict=True)):
+                if kernels:  # as it need not be for torch, which says so
+                    gradient = gradient.T.contiguous().T
                 parameter.grad = None if index == micro else gradient
                 gradients[index] += 0.0 if index == micro else gradient
             zero.update_hp_grads()
         # Nothing is to be summed over one micro batch, which torch's functions take from the sums all the same.
         assert any(p.grad is not None for p in parameters) == (kernels and accumulation == 1)
+        held = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
+        del given, gradient
         zero.step()
-        assert all(p.grad is None for p in parameters)
+        assert not any(reference() is not None for reference in held)
         counted = torch.cat([g.flatten() for index, g in enumerate(gradients) if index != 3])
         norm = counted.double().square().sum().sqrt().item()
         assert zero.overflow == (size == 1e30)
