@@ -141,9 +141,9 @@ def test_sequences_cut_into_stretches(
 @pytest.mark.parametrize("form", KERNELS)
 @pytest.mark.parametrize("decay", [None, "gate"])
 def test_packed_segments(device: str, form: str, decay: str | None) -> None:
-    # One begins with the last token of a tile, and one ends with the first: of 32 tokens and of 64.
-    cu_seqlens = torch.tensor([0, 0, 30, 31, 65, 65, 96, 127, 150, 150], device=device)
-    check(device, form, (1, 150, 1, 16, 16), decay=decay, cu_seqlens=cu_seqlens)
+    # One begins with the last token of a tile, and one ends with the first: of 32 tokens and of 64. So does the last.
+    cu_seqlens = torch.tensor([0, 0, 30, 31, 65, 65, 96, 127, 161, 161], device=device)
+    check(device, form, (1, 161, 1, 16, 16), decay=decay, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("form", KERNELS)

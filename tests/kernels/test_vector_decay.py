@@ -115,17 +115,22 @@ def test_as_many_chunks_as_packed_sequences_can_have(device: str) -> None:
     check(device, (1, 67, 1, 16, 16), cu_seqlens=[0, 1, 2, 67])
 
 
+@pytest.mark.parametrize(("length", "group"), [(384, 1), (400, 8)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_sequences_cut_into_stretches(
-    device: str, packed: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    device: str, packed: bool, length: int, group: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """What few long sequences take, here with 7 chunks in stretches of two; packed, of up to 10 the last are empty."""
+    """What few long sequences take, here with 7 chunks in stretches of two, which one program joins or two; of 6 chunks the
+    last stretch is empty, and packed, of up to 10, the last are."""
     from models.kernels import vector_decay_states as kernels
 
     request.addfinalizer(kernels._launches.cache_clear)
     kernels._launches.cache_clear()
     monkeypatch.setattr(kernels, "stretches_of", lambda _: 4)
-    check(device, (1, 400, 1, 16, 16), "later", [0, 90, 90, 230, 400] if packed else None, tolerance=5e-5)
+    monkeypatch.setattr(kernels, "_GROUP", group)
+    bounds = [0, 90, 90, 230, length] if packed else None
+    # Packed, a final state is to hold what comes from another stretch.
+    check(device, (1, length, 2, 16, 16), "mild" if packed else "later", bounds, tolerance=5e-5)
 
 
 def test_a_loss_on_the_final_states_alone(device: str) -> None:
