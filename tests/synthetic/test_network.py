@@ -1,0 +1,155 @@
+"""The models of runs: where they answer, what training drops, and what stands in place of an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tools.synthetic.batches import generate, on_device, prepare
+from tools.synthetic.experiment import Run, load_experiment, plan
+from tools.synthetic.lane import Lane
+from tools.synthetic.network import Network
+from tools.synthetic.training import SideBySide, train_together
+
+CPU = torch.device("cpu")
+Runs = Callable[..., list[Run]]
+
+
+class _StopError(Exception):
+    pass
+
+
+def test_the_bias_of_the_head_is_trained_and_scored(runs: Runs) -> None:
+    (run,) = runs("network.head_bias=true")
+    network, tokens = Network(run), torch.arange(run.length)[None] % 16
+    torch.nn.init.normal_(network.model.head.bias)
+    torch.testing.assert_close(network.logits(tokens, None), network.model(tokens))
+    labels = tokens.roll(-1, 1)
+    expected = F.cross_entropy(network.model(tokens)[0], labels[0])
+    torch.testing.assert_close(network.loss(tokens, None, labels), expected)
+
+
+def test_dropout_on_embeddings(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training alone, by numbers of the seed and the epoch, so that a run that went on is the run."""
+    words = ["epochs=3", "data.train_examples=640", "target=null", "network.embedding_dropout=0.25", "seeds=[0,1]"]
+    run, other_seed = runs(*words)
+    examples = prepare(run, CPU)
+    (lane,) = SideBySide([run], examples, CPU).lanes
+    assert isinstance(lane.network, Network)
+    tokens = torch.arange(16).repeat(500, 1)
+    seen: list[Tensor] = []
+    lane.network.model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    for epoch in (0, 0, 1):
+        lane.begin_epoch(epoch)
+        lane.network.loss(tokens, None, tokens)
+    lane.network.logits(tokens, None)
+    first, same, next_epoch, whole = seen
+    assert torch.equal(first, same)
+    assert not torch.equal(first, next_epoch)
+    kept = first != 0
+    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.005)
+    torch.testing.assert_close(first[kept], whole[kept] / 0.75)
+    (expected,) = train_together([run], examples, CPU)
+    (without,) = train_together(runs(*words, "network.embedding_dropout=0")[:1], examples, CPU)
+    assert expected["loss"] != without["loss"]
+    lane_of_other = Lane(other_seed, CPU)
+    assert lane_of_other.dropped is not None
+    assert lane.dropped is not None
+    lane_of_other.begin_epoch(1)
+    assert lane_of_other.dropped.initial_seed() != lane.dropped.initial_seed()
+    for name in ("SECONDS_BETWEEN", "_SHARE"):
+        monkeypatch.setattr(f"tools.synthetic.unfinished.{name}", 0.0)
+
+    def stop(steps: int, text: str) -> None:
+        if "epoch 2 " in text:
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        train_together([run], examples, CPU, progress=stop, unfinished=tmp_path)
+    (found,) = train_together([run], examples, CPU, unfinished=tmp_path)
+    assert found["loss"] == expected["loss"]
+
+
+def test_dropout_of_attention(runs: Runs) -> None:
+    """Of weights after the softmax, in training alone, by numbers of the seed and the epoch."""
+    words = ["models=[attention]", "definitions.attention.attention_dropout=0.25"]
+    run, without = *runs(*words), *runs(*words, "definitions.attention.attention_dropout=0")
+    lane, lane_without = Lane(run, CPU), Lane(without, CPU)
+    assert isinstance(lane.network, Network)
+    tokens = torch.randint(16, (300, 8))
+    shown: list[Tensor] = []
+    # Values of one 1 each, of 8 channels: what comes out of the mixer's sum are the weights.
+    mixer = lane.network.model.blocks[0].mixer
+    attend = mixer.dot_product
+
+    def weights(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
+        shown.append(attend(q, k, torch.eye(8).expand(len(q), 1, 8, 8), allowed, is_causal))
+        return attend(q, k, v, allowed, is_causal)
+
+    mixer.dot_product = weights
+    for epoch in (0, 0, 1):
+        lane.begin_epoch(epoch)
+        lane.network.loss(tokens, None, tokens)
+    logits = lane.network.logits(tokens, None)
+    first, same, next_epoch, whole = shown
+    assert torch.equal(first, same)
+    assert not torch.equal(first, next_epoch)
+    # A token sees 1 to 8 tokens, itself among them.
+    assert torch.equal(whole > 0, torch.ones(8, 8, dtype=torch.bool).tril().expand_as(whole))
+    kept = first > 0
+    assert kept.sum() / (whole > 0).sum() == pytest.approx(0.75, abs=0.02)
+    torch.testing.assert_close(first[kept], whole[kept] / 0.75)
+    torch.testing.assert_close(logits, lane_without.network.logits(tokens, None))
+
+
+def test_attention_in_plain_steps() -> None:
+    """With a share of nearly nothing what is dropped are no weights: the library's attention, with masks of every kind."""
+    run = plan(load_experiment("mqar", ["models=[attention]", "definitions.attention.attention_dropout=1e-9"]), "fp32")[
+        0
+    ]
+    network = Network(run)
+    network._dropping = True
+    q, k, v = torch.randn(3, 2, 4, 6, 8)
+    for allowed, is_causal in [(None, True), (None, False), (torch.rand(2, 1, 6, 6) > 0.4, False)]:
+        if allowed is not None:
+            allowed |= torch.eye(6, dtype=torch.bool)
+        got = network._attend(q, k, v, allowed, is_causal)
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, v, allowed, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("key", ["embedding_dropout", "attention_dropout"])
+@pytest.mark.parametrize("value", ["1.0", "-0.1", "much"])
+def test_a_dropout_that_cannot_be_is_refused(runs: Runs, key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key} = .*: allowed are numbers from 0 to below 1"):
+        Network(runs(f"network.{key}={value}")[0])
+
+
+def test_the_compression_model_reads_the_last_position_alone() -> None:
+    words = ["models=[metala]", "widths=[32]", "lrs=[5e-3]", "weight_decays=[0]", "tasks=[compression/baseline]"]
+    (run,) = plan(load_experiment("mad", words), "fp32")
+    network = Network(run)
+    data = on_device(generate(replace(run, data={**run.data, "train_examples": 2}))[0], CPU)
+    seen: list[Tensor] = []
+    assert network.decoder is not None
+    network.decoder.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    rows = network.rows(data.tokens.long(), None)
+    assert seen[0].shape == (2, 32)
+    assert rows.shape == (2, 32, 32)
+    assert not torch.allclose(rows[:, 0], rows[:, 1]), "positions differ"
+
+
+def test_blocks_without_an_mlp(runs: Runs) -> None:
+    """y = h + norm2(h) with h = x + mixer(norm1(x)), as Zoology's published models with the identity for a state mixer."""
+    (run,) = runs("network.mlp=identity")
+    network = Network(run)
+    x = torch.randn(2, 5, run.width, generator=torch.Generator().manual_seed(0))
+    block = network.model.blocks[0]
+    hidden = x + block.mixer(F.layer_norm(x, (run.width,)))
+    torch.testing.assert_close(block(x), hidden + F.layer_norm(hidden, (run.width,)))
+    assert not [name for name, _ in network.named_parameters() if ".mlp." in name]
