@@ -83,6 +83,9 @@ def test_a_whole_sequence_in_one_program(
     for length in (2, 20, 50, 64):
         check(device, "triton_tile", (2, length, 2, 16, 24), decay=decay, scaled=scaled)
     check(device, "triton_tile", (3, 64, 1, 16, 32), decay=decay, scaled=scaled)
+    # Keys alone do not fill their tiles; the second sequence is all padding.
+    mask = torch.tensor([[True], [False]]).expand(2, 64)
+    check(device, "triton_tile", (2, 64, 1, 24, 32), decay=decay, scaled=scaled, mask=mask)
     check(device, "triton_tile", (1, 60, 2, 16, 16), decay=decay, cu_seqlens=torch.tensor([0, 7, 40, 40, 60]))
 
 
