@@ -114,6 +114,26 @@ def test_all_pairs_at_once_where_it_was_the_faster(
     assert launch._kernel is (lion_whole._lion_whole_backward if at_once else lion_whole._lion_whole_backward_by_keys)
 
 
+@pytest.mark.parametrize(
+    ("length", "dim", "dtype", "whole"),
+    [
+        (128, 64, torch.bfloat16, True),
+        (128, 64, torch.float16, True),
+        (129, 64, torch.bfloat16, False),
+        (128, 65, torch.bfloat16, False),
+        (128, 64, torch.float32, False),
+    ],
+)
+def test_a_sequence_is_taken_whole_where_that_was_measured_right(
+    length: int, dim: int, dtype: torch.dtype, whole: bool
+) -> None:
+    from models.kernels.lion_common import LOGITS, Case
+    from models.kernels.lion_whole import takes_whole
+
+    for dims in ((dim, 64), (64, dim)):
+        assert takes_whole(Case(0, 2, length, 2, *dims, dtype, dtype, LOGITS, True, False)) is whole
+
+
 @pytest.mark.parametrize("form", KERNELS)
 @pytest.mark.parametrize("phi", ["silu", "silu_paper", "elu"])
 @pytest.mark.parametrize("masked", [True, False])

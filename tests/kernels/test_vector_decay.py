@@ -43,6 +43,7 @@ def check(
     cu_seqlens: list[int] | None = None,
     states: bool = True,
     tolerance: float = 2e-5,
+    scale: float = 0.3,
 ) -> None:
     """Outputs, final states and all gradients; with `states` initial ones, and a loss on the final ones."""
     from models.kernels.vector_decay import vector_decay
@@ -65,10 +66,10 @@ def check(
             # Below -80 the kernels see -80, which has no gradient.
             clamped = given[3].clamp_min(-80.0)
             o, final = local_recurrence(
-                *given[:3], clamped, scale=0.3, initial_state=before, cu_seqlens=bounds, form="recurrent"
+                *given[:3], clamped, scale=scale, initial_state=before, cu_seqlens=bounds, form="recurrent"
             )
         else:
-            o, final = vector_decay(*given[:4], 0.3, before, bounds)
+            o, final = vector_decay(*given[:4], scale, before, bounds)
         loss = (apart(o) * d_o.to(o)).sum() + ((apart(final) * d_final.to(final)).sum() if states else 0.0)
         results.append([o, final, *torch.autograd.grad(loss, leaves)])
     for name, found, expected in zip(
@@ -102,6 +103,10 @@ def test_shapes(device: str, shape: tuple[int, int, int, int, int], states: bool
 def test_every_decay(device: str, kind: str) -> None:
     """Also over chunks that one exponential of a whole chunk's decay would take out of float32."""
     check(device, (1, 130, 1, 16, 16), kind, tolerance=5e-5)
+
+
+def test_a_scale_that_is_not_positive(device: str) -> None:
+    check(device, (1, 70, 2, 16, 16), scale=-0.3)
 
 
 @pytest.mark.parametrize("kind", ["mild", "single"])
