@@ -18,6 +18,7 @@ from .tokenizer import Tokenizer
 
 PIECES_VERSION = 1
 LAYOUTS = ("padded", "packed")
+_ENDS_LOOKED_AT = 10_000
 
 
 class MaskedDataset:
@@ -148,8 +149,15 @@ class MaskedDataset:
         return sample
 
 
+def _all_end_with(token: int, file: IndexedTokens, ids: NDArray[np.int64]) -> bool:
+    """Whether these documents do. Of many so many are looked at, from first to last: a merged file's parts may differ."""
+    looked_at = ids[np.linspace(0, len(ids) - 1, min(len(ids), _ENDS_LOOKED_AT), dtype=np.int64)]
+    return all(file[int(i)][-1] == token for i in looked_at if file.sizes[i])
+
+
 class _Pieces:
-    """Documents cut into what fits a row. A document's own end token is taken off and put behind every piece."""
+    """Documents cut into what fits a row. A document's own end token is taken off, where all have one, and put behind every
+    piece."""
 
     def __init__(self, file: IndexedTokens, ids: NDArray[np.int64], tokenizer: Tokenizer, sequence_length: int) -> None:
         self.ids = ids
@@ -159,9 +167,8 @@ class _Pieces:
         self.room = sequence_length - len(self.begin) - 1
         if self.room < 1:
             raise ValueError(f"samples of {sequence_length} tokens have no room for text between their special tokens")
-        looked_at = [int(i) for i in ids[:100] if file.sizes[i]]
-        self.ended = all(file[i][-1] == tokenizer.end_of_document_id for i in looked_at)
-        self.bodies = np.maximum(file.sizes[ids] - int(self.ended), 0).astype(np.int64)
+        ended = _all_end_with(tokenizer.end_of_document_id, file, ids)
+        self.bodies = np.maximum(file.sizes[ids] - int(ended), 0).astype(np.int64)
         self.ends = np.cumsum(-(-self.bodies // self.room))
 
     def __len__(self) -> int:

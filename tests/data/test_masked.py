@@ -125,6 +125,16 @@ def test_padded_rows_hold_every_token_of_every_document_once(tmp_path_factory, t
     assert documents == {d: size for d, size in enumerate(sizes) if size}
 
 
+def test_a_merged_file_whose_later_documents_lack_their_end(tmp_path, tokenizer):
+    with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        for number in range(1000):
+            writer.add_document(np.array([5, 6] + [SEP] * (number < 900)))
+    data = dataset(tmp_path / "x", tokenizer)
+    rows = [restored(data[number]) for number in range(len(data))]
+    assert rows[-1][:4] == [CLS, 5, 6, SEP]
+    assert all(row[1:3] == [5, 6] for row in rows)
+
+
 @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(any), length=st.integers(2, 12))
 def test_packed_rows_hold_every_token_once(tmp_path_factory, tokenizer, sizes, length):
     prefix = write(tmp_path_factory.mktemp("m") / "x", sizes)
