@@ -22,6 +22,12 @@ def test_graphs_and_bf16_change_nothing_but_rounding(model: str) -> None:
     assert (row["graph"], row["problem"]) == (True, "")
 
 
+def test_a_float32_residual_stream() -> None:
+    words = [*MQAR, "models=[metala]", "network.fp32_residual_connection=true"]
+    row = check_sweep(plan(load_experiment("mqar", words), "bf16"), torch.device("cuda", 0))
+    assert (row["graph"], row["problem"]) == (True, "")
+
+
 @pytest.mark.parametrize(
     "words",
     [

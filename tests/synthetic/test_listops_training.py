@@ -72,6 +72,16 @@ def test_what_the_classifier_lacks_is_refused(value: str) -> None:
         Classifier(runs_of(f"network.{value}")[0], CLASSES)
 
 
+def test_a_float32_residual_stream() -> None:
+    tokens = torch.from_numpy(generate(runs_of()[0])[0].tokens[:8]).long()
+    seen = [
+        Classifier(runs_of(f"network.fp32_residual_connection={value}")[0], CLASSES).to(dtype).logits(tokens, None)
+        for value, dtype in (("true", torch.float32), ("false", torch.float32), ("true", torch.bfloat16))
+    ]
+    torch.testing.assert_close(seen[0], seen[1])
+    torch.testing.assert_close(seen[2], seen[1], rtol=0.1, atol=0.05)
+
+
 @pytest.mark.parametrize("model", list(load_experiment("listops").definitions))
 def test_a_class_is_read_from_the_mean_of_the_tokens(model: str) -> None:
     """Padding changes nothing; the gradient reaches every parameter."""

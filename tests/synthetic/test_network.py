@@ -130,6 +130,31 @@ def test_a_dropout_that_cannot_be_is_refused(runs: Runs, key: str, value: str) -
         Network(runs(f"network.{key}={value}")[0])
 
 
+@pytest.mark.parametrize("changes", [[], ["network.mlp=identity"], ["network.parallel_residual=true"]])
+def test_a_float32_residual_stream(runs: Runs, changes: list[str]) -> None:
+    """Changes nothing in float32; in bf16 it takes away what rounding a sum of many blocks costs."""
+    words = ["models=[attention]", "network.num_layers=12", *changes]
+    tokens = torch.arange(64).view(8, 8) % 16
+    seen: dict[tuple[bool, torch.dtype], Tensor] = {}
+    for wide in (False, True):
+        (run,) = runs(*words, f"network.fp32_residual_connection={str(wide).lower()}")
+        for dtype in (torch.float32, torch.bfloat16):
+            network = Network(run).to(torch.bfloat16).to(dtype)  # of the same values
+            seen[wide, dtype] = network.rows(tokens, None)
+            assert seen[wide, dtype].dtype == dtype
+            network.loss(tokens, None, tokens).backward()
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    expected = seen[False, torch.float32]
+    torch.testing.assert_close(seen[True, torch.float32], expected)
+    plain, wide_error = ((seen[wide, torch.bfloat16].float() - expected).norm() for wide in (False, True))
+    assert wide_error < 0.7 * plain
+
+
+def test_a_residual_stream_that_cannot_be_is_refused(runs: Runs) -> None:
+    with pytest.raises(ValueError, match="fp32_residual_connection = 'much': allowed are true and false"):
+        Network(runs("network.fp32_residual_connection=much")[0])
+
+
 def test_the_compression_model_reads_the_last_position_alone() -> None:
     words = ["models=[metala]", "widths=[32]", "lrs=[5e-3]", "weight_decays=[0]", "tasks=[compression/baseline]"]
     (run,) = plan(load_experiment("mad", words), "fp32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -44,6 +45,10 @@ def model_config(run: Run) -> ModelConfig:
         raise ValueError(
             f"definitions.{run.model} or network: head_bias = {bias!r}: allowed are true and false, in listops false alone"
         )
+    if not isinstance(wide := keys.pop("fp32_residual_connection", False), bool):
+        raise ValueError(
+            f"definitions.{run.model} or network: fp32_residual_connection = {wide!r}: allowed are true and false"
+        )
     if without_mlp(run):
         if run.suite == "listops":
             raise ValueError(f"definitions.{run.model} or network: mlp = 'identity': allowed in mqar and mad alone")
@@ -73,6 +78,7 @@ class Network(nn.Module):
         embedding_dropout, attention_dropout: share of the embeddings' elements, and of the weights of softmax attention, that
             training sets to zero, the others growing by as much.
         dropped: what they draw from, the default generator where it is None.
+        fp32_residual_connection: whether the residual stream is float32 between the blocks, whatever their weights are.
     """
 
     def __init__(self, run: Run) -> None:
@@ -88,6 +94,7 @@ class Network(nn.Module):
         self.embedding_dropout, self.attention_dropout = (float(run.network.get(key, 0.0)) for key in DROPOUTS)
         self.dropped: torch.Generator | None = None
         self._dropping = False
+        self.fp32_residual_connection = bool(run.network.get("fp32_residual_connection"))
         for module in self.model.modules() if self.attention_dropout else ():
             if isinstance(module, Attention):
                 module.dot_product = self._attend
@@ -103,8 +110,7 @@ class Network(nn.Module):
         """tokens: [batch, length] -> what the head reads at positions [batch, asked], or everywhere: [batch, asked, d]."""
         self._dropping = dropping
         x = self._drop(self.model.embedding(tokens), self.embedding_dropout)
-        for block in self.model.blocks:
-            x = block(x)
+        x = _through(self.model.blocks, x, fp32_residual_connection=self.fp32_residual_connection)
         if self.decoder is not None:
             x = self.decoder(x[:, -1])
         return x if positions is None else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
@@ -152,6 +158,7 @@ class Classifier(nn.Module):
         self.embedding.lookup = _look_up
         self.blocks = nn.ModuleList(blocks)
         self.norm = Norm(config)
+        self.fp32_residual_connection = bool(run.network.get("fp32_residual_connection"))
         self.output = build_layer(
             LayerSpec("classifier", partial(linear, config, config.hidden_size, classes)), len(specs), run.seed
         )
@@ -164,13 +171,34 @@ class Classifier(nn.Module):
     def logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """tokens: [batch, length] -> [batch, 1, classes] in float32."""
         real = tokens != self.pad
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, mask=real)
+        x = _through(self.blocks, self.embedding(tokens), real, fp32_residual_connection=self.fp32_residual_connection)
         x = self.norm(x).float().masked_fill(~real.unsqueeze(-1), 0.0)
         # A row of padding alone fills a last batch; its label is ignored.
         mean = x.sum(1) / real.sum(1, keepdim=True).clamp_min(1)
         return F.linear(mean, self.output.weight.float()).unsqueeze(1)
+
+
+def _through(
+    blocks: Iterable[nn.Module], x: Tensor, mask: Tensor | None = None, *, fp32_residual_connection: bool
+) -> Tensor:
+    """x after the blocks. With fp32_residual_connection the sum of their parts, and the norms of it, are float32: what enters
+    a mixer or an MLP is rounded to x's dtype, and so is the end."""
+    if not fp32_residual_connection:
+        for block in blocks:
+            x = block(x, mask=mask)
+        return x
+    narrow, x = x.dtype, x.float()
+    for block in blocks:
+        normed, first = _wide_norm(block.norm1, x), x
+        x = x + block.mixer(normed.to(narrow), mask=mask)
+        read = _wide_norm(block.norm2, first if block.parallel_residual else x)
+        x = x + block.mlp(read.to(narrow))
+    return x.to(narrow)
+
+
+def _wide_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    weights = {name: weight.to(x.dtype) for name, weight in norm.named_parameters()}
+    return torch.func.functional_call(norm, weights, (x,))
 
 
 @torch.no_grad()
