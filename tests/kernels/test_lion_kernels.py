@@ -125,7 +125,7 @@ def test_all_pairs_at_once_where_it_was_the_faster(
     ],
 )
 def test_a_sequence_is_taken_whole_where_that_was_measured_right(
-    length: int, dim: int, dtype: torch.dtype, whole: bool
+    device: str, length: int, dim: int, dtype: torch.dtype, whole: bool
 ) -> None:
     from models.kernels.lion_common import LOGITS, Case
     from models.kernels.lion_whole import takes_whole
