@@ -18,7 +18,8 @@ from .tokenizer import Tokenizer
 
 PIECES_VERSION = 1
 LAYOUTS = ("padded", "packed")
-_ENDS_LOOKED_AT = 10_000
+# Documents read at the start, each a wait on a cold disk.
+_ENDS_LOOKED_AT = 1_000
 
 
 class MaskedDataset:

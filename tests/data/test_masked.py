@@ -127,8 +127,8 @@ def test_padded_rows_hold_every_token_of_every_document_once(tmp_path_factory, t
 
 def test_a_merged_file_whose_later_documents_lack_their_end(tmp_path, tokenizer):
     with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
-        for number in range(1000):
-            writer.add_document(np.array([5, 6] + [SEP] * (number < 900)))
+        for number in range(2100):
+            writer.add_document(np.array([5, 6] + [SEP] * (number < 2000)))
     data = dataset(tmp_path / "x", tokenizer)
     rows = [restored(data[number]) for number in range(len(data))]
     assert rows[-1][:4] == [CLS, 5, 6, SEP]

@@ -181,8 +181,8 @@ class Classifier(nn.Module):
 def _through(
     blocks: Iterable[nn.Module], x: Tensor, mask: Tensor | None = None, *, fp32_residual_connection: bool
 ) -> Tensor:
-    """x after the blocks. With fp32_residual_connection the sum of their parts, and the norms of it, are float32: what enters
-    a mixer or an MLP is rounded to x's dtype, and so is the end."""
+    """x after the blocks. With fp32_residual_connection (Megatron-LM's name) the sum of their parts, and the norms of it, are
+    float32: what enters a mixer or an MLP is rounded to x's dtype, and so is the end."""
     if not fp32_residual_connection:
         for block in blocks:
             x = block(x, mask=mask)
