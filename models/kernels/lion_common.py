@@ -47,7 +47,7 @@ class Case:
         return self.length, self.heads, ROW_SUM_EPS
 
     def flags(self) -> tuple[int, bool, bool, str]:
-        """mode, scaled, packed, and how products of float32 are formed: three TF32 ones, as exact and fast."""
+        """mode, scaled, packed, and how products of float32 are formed: three TF32 ones, fast and nearly as exact."""
         return self.mode, self.scaled, self.packed, "tf32x3" if self.dtype == torch.float32 else "tf32"
 
 
