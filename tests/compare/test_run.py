@@ -141,6 +141,32 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     assert lines == list(range(1, steps + 1))
 
 
+def test_a_run_that_diverged_stands_last_and_spoils_no_other(place: Path, monkeypatch, capsys) -> None:
+    """Its last steps give no finite loss, too few in a row to end it; the log has every third step."""
+    monkeypatch.chdir(place)
+    content = yaml.safe_load((place / "tiny.yml").read_text())
+    content["models"]["metala"]["config"]["optimizer"] = {"lr": 1e20}
+    content["config"]["schedule"]["train_steps"] = 8
+    content["config"]["logging"]["interval"] = 3
+    (place / "wild.yml").write_text(yaml.safe_dump(content))
+    assert main(["wild.yml", "--name", "wild", "--devices", "cpu"]) == 0
+    out = capsys.readouterr().out
+    for size in ("small", "large"):
+        rows = [
+            line for line in out.partition(f"### {size}")[2].splitlines() if line.startswith(("| MetaLA", "| softmax"))
+        ]
+        assert rows[0].startswith("| softmax")
+        assert rows[1].startswith("| MetaLA")
+        assert " nan " in rows[1]
+    assert {file.name for file in Path("runs/wild").glob("*.png")} == {"results.png", "scaling.png", "sources.png"}
+    for run in json.loads(Path("runs/wild/results.json").read_text())["runs"]:
+        assert run["tokens"] == 8 * 2 * 32
+        logged = [
+            line["step_seconds"] for line in read_metrics(Path("runs/wild") / run["run"]) if "step_seconds" in line
+        ]
+        assert run["step_seconds"] == pytest.approx(8 * statistics.mean(logged), abs=0.006)
+
+
 def test_differences_are_paired_by_seed() -> None:
     """Over the seeds that both have; one alone has no error."""
     one, other, third = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.compare.results import Result, Row
+from tools.compare.results import Result, Row, ranked
 from tools.plot import COLORS, STYLE
 
 
@@ -61,7 +61,7 @@ def _results(
         squeeze=False,
     )
     for column, size in enumerate(sizes):
-        here = sorted((row for row in rows if row.size == size), key=lambda row: row.mean("loss"))
+        here = ranked(row for row in rows if row.size == size)
         top, below = axes[0, column], axes[1, column]
         for place, row in enumerate(here):
             color = styles[row.model]["color"]
@@ -72,7 +72,7 @@ def _results(
         top.set_ylim(len(here) - 0.4, -0.6)
         top.grid(axis="y", visible=False)
         top.set(xlabel=f"{words}; circles: seeds", title=size)
-        late = []
+        late: list[float] = []
         for row in here:
             curve = _course(results, row, metric, scale)
             if curve is None:
@@ -81,11 +81,10 @@ def _results(
             style = styles[row.model]
             below.plot(tokens, mean, color=style["color"], ls=style["ls"], label=row.label, lw=1.3)
             below.fill_between(tokens, low, high, color=style["color"], alpha=0.15, lw=0)
-            late.append(mean[len(mean) // 3 :])
+            late += [value for value in mean[len(mean) // 3 :] if math.isfinite(value)]
         if late:
-            shown = np.concatenate(late)
-            margin = 0.08 * max(float(np.ptp(shown)), 1e-6)
-            below.set_ylim(shown.min() - margin, shown.max() + margin)
+            margin = 0.08 * max(max(late) - min(late), 1e-6)
+            below.set_ylim(min(late) - margin, max(late) + margin)
         below.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M")
         below.set(xlabel="tokens; on the way a part of the text is read", ylabel=words)
     handles, labels = axes[1, 0].get_legend_handles_labels()

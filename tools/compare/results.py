@@ -47,9 +47,8 @@ class Row:
         return statistics.mean(self.values[metric].values())
 
     def spread(self, metric: str) -> float:
-        """Sample standard deviation over the seeds; nan for one."""
-        values = list(self.values[metric].values())
-        return statistics.stdev(values) if len(values) > 1 else math.nan
+        """Sample standard deviation over the seeds; nan for one, and where one diverged."""
+        return _deviation(list(self.values[metric].values()))
 
     def less(self, other: Row, metric: str) -> tuple[float, float]:
         """This model less another, paired by seed (the same order of samples): mean and standard error."""
@@ -57,8 +56,7 @@ class Row:
         pairs = [mine[seed] - its[seed] for seed in mine.keys() & its.keys()]
         if not pairs:
             return math.nan, math.nan
-        error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
-        return statistics.mean(pairs), error
+        return statistics.mean(pairs), _deviation(pairs) / math.sqrt(len(pairs))
 
 
 def read_results(runs: Iterable[Run]) -> list[Result]:
@@ -72,8 +70,14 @@ def read_results(runs: Iterable[Run]) -> list[Result]:
         train = [line for line in lines if line["kind"] == "train"]
         # The whole set was read at the end; a line before it may stand at the same step.
         final = course[-1] if run.complete and course else None
-        tokens = int(train[-1]["tokens"]) if train else 0
-        found.append(Result(run, course, final, tokens, sum(line.get("step_seconds", 0.0) for line in train)))
+        tokens = max((int(line["tokens"]) for line in lines if "tokens" in line), default=0)
+        # Of steps that were not logged, the mean of those that were.
+        seconds = (
+            statistics.mean(line["step_seconds"] for line in train) * max(line["step"] for line in lines)
+            if train
+            else 0.0
+        )
+        found.append(Result(run, course, final, tokens, seconds))
     return found
 
 
@@ -101,16 +105,20 @@ def tables(rows: Sequence[Row], reference: str | None = None) -> str:
     for size in dict.fromkeys(row.size for row in rows):
         here = [row for row in rows if row.size == size]
         base = next((row for row in here if row.model == reference), here[0])
-        ranked = sorted(here, key=lambda row: row.mean("loss"))
         if size:
             parts.append(f"### {size}\n")
-        parts.append(_main_table(ranked, base))
+        parts.append(_main_table(ranked(here), base))
         sources = sorted({metric for row in here for metric in row.values if metric.startswith("loss/")})
         if len(sources) > 1:
             header = ["model", *(metric.removeprefix("loss/") for metric in sources)]
-            body = [[row.label, *(_with_spread(row, metric, 3) for metric in sources)] for row in ranked]
+            body = [[row.label, *(_with_spread(row, metric, 3) for metric in sources)] for row in ranked(here)]
             parts.append("Loss by source:\n\n" + markdown(header, body))
     return "\n".join(parts)
+
+
+def ranked(rows: Iterable[Row]) -> list[Row]:
+    """The lowest loss first, those that diverged last."""
+    return sorted(rows, key=lambda row: (math.isnan(row.mean("loss")), row.mean("loss")))
 
 
 def plan_table(runs: Sequence[Run]) -> str:
@@ -165,6 +173,11 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
     return "\n".join([line(header), rule, *map(line, rows)]) + "\n"
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Sample standard deviation; nan for one value, and where one is not finite."""
+    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 
 def _main_table(rows: Sequence[Row], base: Row) -> str:
