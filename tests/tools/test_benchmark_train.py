@@ -88,6 +88,11 @@ def test_resumed_beside_its_peers(interrupted: tuple[Path, str], capsys: pytest.
         r"--resume: .*train.jsonl was measured with .*num_layers=1.*ask for the same",
         refusal([*words, "model.norm=rmsnorm", "--subjects", "metalion"], capsys),
     )
+    record = folder / "train.jsonl"
+    content = record.read_bytes()
+    record.write_bytes(content.replace(b'{"machine": {"name": "', b'{"machine": {"name": "another, '))
+    assert re.search(r"--resume: .*measured elsewhere \(another, .* there, .* here\)", refusal(words, capsys))
+    record.write_bytes(content + b'{"row": {"method": "llam')  # ended in the middle of a line
     main([*words, "--subjects", "metalion", "metalion-bf16", "llama", "gla"])
     lines = [line for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines() if '"row"' in line]
     assert lines[: len(before)] == before

@@ -87,16 +87,23 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
     record = output / "train.jsonl"
     earlier = _earlier(record, plan)
     with record.open("a", encoding="utf-8") as file, _log(output) as log:
-        machine = next((line["machine"] for line in earlier if "machine" in line), None)
+        tokens = plan.shapes[0][0] * plan.shapes[0][1]
+        task = {"device": plan.device, "dtype": config.precision.dtype, "hidden_size": size["hidden_size"]}
+        machine: dict[str, Any] | None = None
+        for line in _messages({**task, "tokens": tokens}, {}, log, time.monotonic() + 300):
+            machine = line.get("machine", machine)
         if machine is None:
-            tokens = plan.shapes[0][0] * plan.shapes[0][1]
-            task = {"device": plan.device, "dtype": config.precision.dtype, "hidden_size": size["hidden_size"]}
-            for line in _messages({**task, "tokens": tokens}, {}, log, time.monotonic() + 300):
-                machine = line.get("machine", machine)
-            if machine is None:
-                raise ValueError(f"the machine could not be described; the reason is in {log.name}")
+            raise ValueError(f"the machine could not be described; the reason is in {log.name}")
+        before = next((line["machine"] for line in earlier if "machine" in line), None)
+        if before is None:
             _write(file, {"settings": plan.settings()})
             _write(file, {"machine": machine})
+        elif other := [
+            f"{before[key]} there, {machine[key]} here" for key in ("name", "packages") if before[key] != machine[key]
+        ]:
+            raise ValueError(f"--resume: {record} was measured elsewhere ({'; '.join(other)}); leave --resume out")
+        else:
+            machine = before
         rows = [line["row"] for line in earlier if "row" in line]
         settings = {
             "size": size,
@@ -231,10 +238,10 @@ def _earlier(record: Path, plan: Plan) -> list[dict[str, Any]]:
             number += 1
         record.rename(aside)
         return []
-    lines = []
-    for text in record.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # the line at which a run was stopped
-            lines.append(json.loads(text))
+    content = record.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    os.truncate(record, whole)  # behind the line at which a run was stopped, the next would be none
+    lines = [json.loads(text) for text in content[:whole].splitlines()]
     settings = next((line["settings"] for line in lines if "settings" in line), None)
     if settings is not None and settings != plan.settings():
         other = [f"{key} {settings[key]!r}" for key, value in plan.settings().items() if settings.get(key) != value]

@@ -19,13 +19,12 @@ class Results:
     """The lines of a results file, by the id of their run. Lines are added inside `writing`.
 
     Raises ValueError for a line that is no result; an unfinished last line, of a process that was killed, is cut off when
-    the next one is written.
+    the next one is written. Whole lines that others append in between stay.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lines: dict[str, Line] = {}
-        self._whole = 0
         if path.is_file():
             self._read()
 
@@ -46,14 +45,12 @@ class Results:
 
     def add(self, line: Line) -> None:
         """Appends a line; it is on the disk when this returns."""
-        text = (json.dumps(line) + "\n").encode()
-        with self.path.open("r+b" if self.path.is_file() else "xb") as file:
-            file.truncate(self._whole)
-            file.seek(self._whole)
-            file.write(text)
+        with self.path.open("a+b") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write((json.dumps(line) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
-        self._whole += len(text)
         self.lines[line["id"]] = line
 
     def of(self, runs: Iterable[Run]) -> list[Line]:
@@ -73,15 +70,15 @@ class Results:
         return [] if self.reached(runs) else [run for run in runs if run.id not in self.lines]
 
     def _read(self) -> None:
-        content = self.path.read_bytes()
-        self._whole = content.rfind(b"\n") + 1
-        for number, text in enumerate(content[: self._whole].decode().splitlines(), 1):
+        *texts, _ = self.path.read_bytes().split(b"\n")
+        for number, text in enumerate(texts, 1):
             try:
                 line = json.loads(text)
                 self.lines[line["id"]] = line
             except (ValueError, TypeError, KeyError):
+                shown = text[:80].decode(errors="replace")
                 raise ValueError(
-                    f"{self.path}:{number} is no result of a run: {text[:80]!r}; take the line out, or set output=FOLDER"
+                    f"{self.path}:{number} is no result of a run: {shown!r}; take the line out, or set output=FOLDER"
                 ) from None
 
 
