@@ -47,10 +47,27 @@ def test_a_torn_line_is_cut_off_by_the_next(runs: Runs, tmp_path: Path) -> None:
     assert list(Results(path).lines) == [first.id, third.id]
 
 
-def test_a_line_that_is_no_result_is_named(tmp_path: Path) -> None:
+def test_lines_that_others_append_meanwhile_stay(runs: Runs, tmp_path: Path) -> None:
+    """`cat a/results.jsonl >> b/results.jsonl` while b is written; or the file is put away."""
+    first, second, third = runs("lrs=[1e-3,2e-3,3e-3]")
     path = tmp_path / "results.jsonl"
-    path.write_text('{"id": "a"}\n[]\n')
-    with pytest.raises(ValueError, match=r"results\.jsonl:2 is no result of a run: '\[\]'"):
+    results = Results(path)
+    with results.writing():
+        results.add(line(first))
+        with path.open("a") as file:
+            file.write(json.dumps(line(second)) + "\n")
+        results.add(line(third))
+        assert list(Results(path).lines) == [first.id, second.id, third.id]
+        path.rename(tmp_path / "aside.jsonl")
+        results.add(line(second))
+    assert list(Results(path).lines) == [second.id]
+
+
+@pytest.mark.parametrize(("text", "shown"), [(b"[]", r"\[\]"), (b"\xff{", "\ufffd{")])
+def test_a_line_that_is_no_result_is_named(tmp_path: Path, text: bytes, shown: str) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(b'{"id": "a"}\n' + text + b"\n")
+    with pytest.raises(ValueError, match=rf"results\.jsonl:2 is no result of a run: '{shown}'"):
         Results(path)
 
 
