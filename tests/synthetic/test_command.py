@@ -163,6 +163,12 @@ def test_a_run_that_fails_ends_with_1(words: list[str], tmp_path: Path, capsys: 
     errors = capsys.readouterr().err
     assert f"failed: 8x2 metala d=32 lr 0.005: ValueError: {kept} cannot be read" in errors
     assert "1 runs are left" in errors
+    # What was left beside a run that has its line is no more than that.
+    kept.rename(tmp_path / "kept.pt")
+    assert evaluation.main(["--suite", "mqar", *words]) == 0
+    (tmp_path / "kept.pt").rename(kept)
+    assert evaluation.main(["--suite", "mqar", *words]) == 0
+    assert not kept.exists()
 
 
 def test_an_interrupted_experiment_goes_on(

@@ -102,8 +102,13 @@ def _train(
 
     from tqdm import tqdm
 
+    from .unfinished import forget
     from .workers import groups_of, train_groups
 
+    # Of a command that was killed between a run's line and this.
+    for sweep in all_sweeps:
+        left = results.pending(sweep)
+        forget(results.path.parent / "unfinished", [run for run in sweep if run not in left])
     together = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
     groups = groups_of(all_sweeps, results, together, len(devices))
     total = sum(group.steps for group in groups)
