@@ -106,6 +106,11 @@ def test_lengths_are_those_of_the_grammar() -> None:
         assert np.quantile(ours, share) == pytest.approx(np.quantile(drawn, share), rel=0.12, abs=4)
 
 
+def test_both_ends_of_the_lengths_are_kept() -> None:
+    tokens, _ = listops(300, 24, shortest=20, seed=2)
+    assert set((tokens != PAD).sum(1).tolist()) == set(range(20, 25))
+
+
 def test_long_range_arenas_lengths_by_default() -> None:
     tokens, labels = listops(40, seed=0)
     lengths = (tokens != PAD).sum(1)

@@ -18,7 +18,7 @@ from tools.synthetic.batches import generate, prepare
 from tools.synthetic.experiment import Run, _digest, load_experiment, plan
 from tools.synthetic.lane import Lane
 from tools.synthetic.network import Classifier
-from tools.synthetic.training import train_together
+from tools.synthetic.training import SideBySide, train_together
 
 CPU = torch.device("cpu")
 # Up to 24 tokens, three levels, four arguments.
@@ -118,6 +118,15 @@ def test_the_rate_grows_then_follows_the_cosine() -> None:
     cosine = [run.lr * (1 + np.cos(np.pi * epoch / 4)) / 2 for epoch in range(4) for _ in range(8)]
     expected = [rate * min(1, (step + 1) / 10) for step, rate in enumerate(cosine)]
     assert rates == pytest.approx(expected)
+
+
+def test_the_warmup_goes_on_in_a_later_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = runs_of("models=[attention]", "warmup_steps=12", "epochs=4")
+    steps = SideBySide([run], prepare(run, CPU), CPU)
+    rates: list[float] = []
+    monkeypatch.setattr(Lane, "train", lambda lane, *batch: rates.append(lane._optimizer.param_groups[0]["lr"]))
+    steps.train_epoch(1)  # the steps 8 to 15
+    assert rates == pytest.approx([run.lr * (1 + np.cos(np.pi / 4)) / 2 * min(1, (n + 1) / 12) for n in range(8, 16)])
 
 
 def test_a_warmup_makes_another_run_and_none_changes_no_id() -> None:

@@ -66,6 +66,35 @@ def test_in_context_recall(seed: int, vocabulary: int, half_length: int, noise: 
         assert labels[-1] == table[pairs[-1, 0]]
 
 
+def test_noise_has_its_share_and_every_key_is_as_likely_the_last() -> None:
+    options = {"vocabulary": 32, "noise_vocabulary": 16, "length": 64, "seed": 1, "noise": 0.3}
+    pairs = whole(TASKS["noisy_recall"](1000, **options)).reshape(-1, 32, 2)
+    before, last = pairs[:, :-1], pairs[:, -1]
+    noisy = before[:, :, 0] >= 16
+    assert noisy.mean() == pytest.approx(0.3 * 30 / 31, abs=0.008)  # of 31 pairs one is none
+    # Noise, keys, values, and last keys: every id of its own as often as any other.
+    for ids, first, count, tolerance in (
+        (before[noisy], 16, 16, 0.005),
+        (before[~noisy][:, 0], 0, 8, 0.008),
+        (before[~noisy][:, 1], 8, 8, 0.02),
+        (last[:, 0], 0, 8, 0.04),
+    ):
+        assert np.allclose(np.bincount(ids.ravel() - first) / ids.size, np.full(count, 1 / count), atol=tolerance)
+    # However often a key was shown: of three pairs with two keys, one key was once there.
+    keys = whole(TASKS["in_context_recall"](4000, vocabulary=4, length=8, seed=2))[:, ::2]
+    twice = (keys[:, :3].sum(1) >= 2).astype(int)
+    both_shown = np.ptp(keys[:, :3], axis=1) == 1
+    assert (keys[:, 3] != twice)[both_shown].mean() == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(("task", "ids"), [("compression", 15), ("memorization", 127), ("selective_copying", 14)])
+def test_every_id_is_as_likely(task: str, ids: int) -> None:
+    examples = TASKS[task](3000, seed=4)
+    places = {"compression": examples.tokens[:, :-1], "memorization": examples.tokens[:, ::2]}
+    drawn = places.get(task, examples.labels[:, -16:])
+    assert np.allclose(np.bincount(drawn.ravel()) * ids / drawn.size, np.ones(ids), atol=0.25)
+
+
 def runs(row: np.ndarray, keys: int) -> Iterator[tuple[bool, int, tuple[int, ...]]]:
     """Stretches of key tokens and of value tokens: is it a key, where it begins, and its tokens."""
     start = 0

@@ -51,6 +51,19 @@ def test_side_by_side_is_each_alone(runs: Runs) -> None:
     assert together[0]["loss"] != together[1]["loss"]
 
 
+def test_a_run_that_diverges_touches_no_other(runs: Runs) -> None:
+    """It neither ends those beside it nor changes them; with dropout, whose numbers are a lane's own."""
+    words = ["epochs=3", "data.train_examples=320", "target=null", "network.embedding_dropout=0.1"]
+    wild, good = runs(*words, "lrs=[1e30,5e-3]")[::-1]
+    examples = prepare(good, CPU)
+    (alone,) = train_together([good], examples, CPU)
+    for order in ((wild, good), (good, wild)):
+        found = {run.id: one for run, one in zip(order, train_together(order, examples, CPU), strict=True)}
+        assert (found[wild.id]["loss"], found[wild.id]["epochs"]) == (None, 3)
+        for key in ("history", "loss", "perplexity", "epochs", "stopped"):
+            assert found[good.id][key] == alone[key]
+
+
 class _StopError(Exception):
     pass
 
@@ -141,6 +154,10 @@ def test_every_epoch_sees_every_example_once_in_a_new_order(runs: Runs) -> None:
         orders.append(steps._order.flatten().tolist())
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(320))
     assert orders[0] != orders[1]
+    (other,) = runs("data.train_examples=320", "epochs=1", "seeds=[1]")
+    steps = SideBySide([other], prepare(other, CPU), CPU)
+    steps.train_epoch(0)
+    assert steps._order.flatten().tolist() not in orders, "another seed has other orders"
     (run,) = runs("data.train_examples=350", "epochs=1")
     steps = SideBySide([run], prepare(run, CPU), CPU)
     steps.train_epoch(0)
@@ -324,6 +341,10 @@ def test_which_weights_are_scored(
     (line,) = train_together([run], prepare(run, CPU), CPU)
     assert (line["scored_epoch"], line["accuracy"], line["best_accuracy"]) == (epoch, accuracy, 0.9)
     assert line["perplexity"] == (2.0 if epoch == 6 else None)
+    (short,) = runs(*words, "epochs=3")
+    found = iter([Evaluated(0.1, 2.0, 0.3), Evaluated(0.2, 1.0, 0.6)])
+    (last,) = train_together([short], prepare(short, CPU), CPU)
+    assert (len(last["history"]), last["scored_epoch"], last["accuracy"]) == (2, 3, 0.6), "the last epoch too"
     assert (run.id == runs(*words[:-1])[0].id) is (scored == "last"), "results of the last weights stay what they are"
 
 
