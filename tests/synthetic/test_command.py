@@ -256,14 +256,15 @@ def test_a_mad_score_is_the_mean_over_settings(measured, tmp_path: Path) -> None
     """Of every setting the best run of the sweep; the average over tasks where all are there."""
     words = ["models=[metala]", "lrs=[1e-3,2e-3]", "weight_decays=[0]"]
     experiment = load_experiment("mad", words)
-    _, results = measured(experiment, lambda number: 0.5 if number % 2 else 0.2 + number / 1000)
+    tasks = [list(experiment.mad).index(run.task.partition("/")[0]) for run in plan(experiment, "fp32")]
+    _, results = measured(experiment, lambda number: (3 + tasks[number]) / 10 if number % 2 else 0.1)
     grouped = sweeps(plan(experiment, "fp32"))
     scores = mad_scores(experiment, cells_of(grouped, results), grouped)
-    for task in experiment.mad:
-        assert scores[task, "metala", 128].accuracy == pytest.approx(50)
-    assert scores["average", "metala", 128].accuracy == pytest.approx(50)
+    for place, task in enumerate(experiment.mad):
+        assert scores[task, "metala", 128].accuracy == pytest.approx(30 + 10 * place)
+    assert scores["average", "metala", 128].accuracy == pytest.approx(55)
     text = markdown(experiment, scores)
-    assert "| metala | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 | 50.0 |" in text
+    assert "| metala | 30.0 | 40.0 | 50.0 | 60.0 | 70.0 | 80.0 | 55.0 |" in text
     assert "| MetaLA (paper) | 99.87 | 15.18 |" in text
     assert "*" not in text.replace("**", "")
     figure(experiment, scores, tmp_path / "b.png")

@@ -79,6 +79,7 @@ def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
     examples = prepare(both[0], CPU)
     expected = train_together(both, examples, CPU)
     told: list[int] = []
+    kept: list[bytes] = []
 
     def until(epoch: int) -> Callable[[int, str], None]:
         def progress(steps: int, text: str) -> None:
@@ -91,14 +92,22 @@ def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
     for epoch in (2, 4):  # at the end of which it had been kept as it was an epoch before
         with pytest.raises(_StopError):
             train_together(both, examples, CPU, progress=until(epoch), unfinished=tmp_path)
+        kept.append((tmp_path / f"{both[1].id}.pt").read_bytes())
     told.clear()
     found = train_together(both, examples, CPU, progress=until(0), unfinished=tmp_path)
     assert told == [2 * 10 * 3, 2 * 10]
     for one, other in zip(found, expected, strict=True):
         for key in ("history", "loss", "accuracy", "perplexity", "epochs", "steps"):
             assert one[key] == other[key]
+    # Where they are not after the same epoch, they begin anew together.
+    (tmp_path / f"{both[1].id}.pt").write_bytes(kept[0])
+    told.clear()
+    found = train_together(both, examples, CPU, progress=until(0), unfinished=tmp_path)
+    assert told == [2 * 10] * 4
+    assert [one["history"] for one in found] == [one["history"] for one in expected]
     # One of them alone, too, its seconds those before and after; and where it cannot be read, that is said.
     file = tmp_path / f"{both[1].id}.pt"
+    assert torch.load(file)["seconds"] > 0
     torch.save({**torch.load(file), "seconds": 1000.0}, file)
     (alone,) = train_together(both[1:], examples, CPU, unfinished=tmp_path)
     assert alone["history"] == expected[1]["history"]

@@ -25,8 +25,8 @@ Runs = Callable[..., list[Run]]
 QUICK = ("data.train_examples=128", "data.test_examples=64", "epochs=1")
 
 
-def line(run: Run, accuracy: float = 0.5) -> Line:
-    return line_of(run, {"accuracy": accuracy, "best_accuracy": accuracy, "history": [accuracy]}, {})
+def line(run: Run, accuracy: float = 0.5, best: float = 0.0) -> Line:
+    return line_of(run, {"accuracy": accuracy, "best_accuracy": best or accuracy, "history": [accuracy]}, {})
 
 
 def test_a_torn_line_is_cut_off_by_the_next(runs: Runs, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_what_is_left(runs: Runs, tmp_path: Path) -> None:
     assert {run.id for group in shared for run in group.runs} == {run.id for sweep in grouped for run in sweep}
     assert [len(group.runs) for group in groups_of(grouped, results, None, 99)] == [1] * 6
     results.add(line(grouped[0][1], 0.98))
-    results.add(line(grouped[1][2], 0.99))
+    results.add(line(grouped[1][2], 0.5, best=0.99))  # by whichever evaluation, the scored one or not
     (group,) = groups_of(grouped, results, None)
     assert group.runs == (grouped[0][0], grouped[0][2])
     assert group.sweep == tuple(grouped[0])
@@ -212,6 +212,28 @@ def test_time_is_up(runs: Runs, tmp_path: Path) -> None:
     (short,) = runs(*QUICK)
     found = train_together([short], prepare(short, torch.device("cpu")), torch.device("cpu"), end=0.0)
     assert found[0]["epochs"] == 1
+
+
+def test_every_run_has_the_examples_of_its_task_and_seed(runs: Runs, tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    every = runs(*QUICK, "seeds=[0,1]", "tasks=[8x2,12x2]", "batch_size={8: 64, 12: 64}")
+    results = Results(tmp_path / "results.jsonl")
+    assert train_groups([Group((run,), (run,)) for run in every], results, ["cpu"]) == []
+    for run in every:
+        (alone,) = train_together([run], prepare(run, cpu), cpu)
+        assert results.lines[run.id]["loss"] == alone["loss"]
+
+
+def test_a_finished_run_leaves_nothing_unfinished(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.synthetic.unfinished.SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("tools.synthetic.unfinished._SHARE", 0.0)
+    (run,) = runs("data.train_examples=128", "data.test_examples=64", "epochs=3", "target=null")
+    seen: list[list[Path]] = []
+    results = Results(tmp_path / "results.jsonl")
+    look = lambda steps, text: seen.append([*tmp_path.glob("unfinished/*")])  # noqa: E731
+    assert train_groups([Group((run,), (run,))], results, ["cpu"], progress=look) == []
+    assert [path.name for path in seen[-2]] == [f"{run.id}.pt"]
+    assert [*tmp_path.glob("unfinished/*")] == []
 
 
 def test_no_device_no_result(runs: Runs, tmp_path: Path) -> None:

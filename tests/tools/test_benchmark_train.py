@@ -20,6 +20,7 @@ from tests.tools.conftest import refusal
 from tools.benchmark.__main__ import main
 from tools.benchmark.profile import Piece, by_kernel, by_part
 from tools.benchmark.profile_parts import part_of
+from tools.benchmark.training import _figures
 
 TINY = [
     "model.num_layers=1",
@@ -110,6 +111,13 @@ def test_resumed_beside_its_peers(interrupted: tuple[Path, str], capsys: pytest.
     assert (folder / "train.png").stat().st_size > 5_000
     out = capsys.readouterr().out
     assert "llama: 0.0 M parameters; kept between steps: float32 weights, float32 moments" in out
+
+
+def test_figures_are_of_the_median_step() -> None:
+    row = {"length": 4, "batch": 2, "flops a token": 10.0, "steps s": [1.0, 2.0, 9.0]}
+    found = _figures(row, 80.0)
+    assert (found["step s"], found["tokens/s"], found["MFU"], found["spread"]) == (2.0, 4.0, 0.5, 4.0)
+    assert _figures({"length": 4, "batch": 2, "error": "out of memory"}, 80.0)["tokens/s"] is None
 
 
 def test_a_subject_over_its_limit_leaves_the_others(tmp_path: Path) -> None:
