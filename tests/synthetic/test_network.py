@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +168,10 @@ def test_the_compression_model_reads_the_last_position_alone() -> None:
     assert seen[0].shape == (2, 32)
     assert rows.shape == (2, 32, 32)
     assert not torch.allclose(rows[:, 0], rows[:, 1]), "positions differ"
+    # Wave lengths of 2 pi to 20,000 pi, the sines first.
+    (positions,) = network.decoder.buffers()
+    expected = [math.sin(3), math.sin(3e-4), math.cos(3), math.cos(3e-4)]
+    assert positions[3, [0, 15, 16, 31]].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_blocks_without_an_mlp(runs: Runs) -> None:

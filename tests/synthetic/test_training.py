@@ -259,6 +259,15 @@ def test_examples_of_the_test_are_not_those_of_training(runs: Runs) -> None:
         assert (train.tokens != test.tokens).any(1).mean() > 0.5
 
 
+@pytest.mark.parametrize("task", ["in_context_recall", "noisy_recall", "fuzzy_recall"])
+def test_recall_is_trained_on_every_token_and_tested_on_what_is_asked(task: str) -> None:
+    words = ["models=[metala]", f"tasks=[{task}/baseline]", "data.train_examples=50", "data.test_examples=50"]
+    (run, *_) = plan(load_experiment("mad", words), "fp32")
+    train, test = generate(run)
+    assert (train.labels != UNLABELLED).all()
+    assert 0 < (test.labels != UNLABELLED).mean() < 0.5
+
+
 def test_what_is_memorized_is_of_the_seed_and_not_of_the_set() -> None:
     words = ["models=[metala]", "tasks=[memorization/baseline]", "seeds=[0,1]"]
     sets = {run.seed: generate(run) for run in plan(load_experiment("mad", words), "fp32")}

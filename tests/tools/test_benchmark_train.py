@@ -98,6 +98,8 @@ def test_resumed_beside_its_peers(interrupted: tuple[Path, str], capsys: pytest.
     lines = [line for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines() if '"row"' in line]
     assert lines[: len(before)] == before
     assert [json.loads(line)["row"]["method"] for line in lines[len(before) :]] == ["metalion-bf16", "llama", "gla"]
+    timed = [json.loads(line)["row"].get("steps s", [0, 0]) for line in lines]
+    assert {len(steps) for steps in timed} == {2}, "the first step and those of the warm-up are not among them"
     rows = {row["method"]: row for row in read(folder / "train.csv")}
     assert rows["gla"]["error"].startswith("not here: ")
     ratio = float(rows["llama"]["metalion / it, tokens/s"])
