@@ -62,6 +62,8 @@ def test_every_model_size_and_seed_once_with_the_right_values() -> None:
     assert run.config.optimizer.lr == 2e-3
     assert run.parameters == count_parameters(run.config.model)
     assert run.body == run.parameters - 320 * 128
+    untied = next(run for run in plan_runs(comparison(), overrides=["model.tie_embeddings=false"]) if run.size == "m")
+    assert untied.body == untied.parameters - 2 * 320 * 128
     assert [run.name for run in plan_runs(comparison(), models=["metala"], sizes=["m"], seeds=[7])] == [
         "metala-m-seed7"
     ]

@@ -11,13 +11,16 @@ import statistics
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from megatron_lite.metrics import read_metrics
 from tools.compare.__main__ import main
-from tools.compare.results import Row
+from tools.compare.figures import draw
+from tools.compare.results import Result, Row
 
 WORDS = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
 
@@ -165,6 +168,45 @@ def test_a_run_that_diverged_stands_last_and_spoils_no_other(place: Path, monkey
             line["step_seconds"] for line in read_metrics(Path("runs/wild") / run["run"]) if "step_seconds" in line
         ]
         assert run["step_seconds"] == pytest.approx(8 * statistics.mean(logged), abs=0.006)
+
+
+def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Courses: mean and range of the seeds; scaling: parameters without embeddings; sources: less the reference, largest size."""
+    drawn: dict[str, Any] = {}
+
+    def keep(plt: Any, figure: Any, out: Path) -> Path:
+        drawn[out.stem] = figure
+        return out
+
+    monkeypatch.setattr("tools.compare.figures._save", keep)
+    rows, results = [], []
+    for size, body in (("small", 100), ("large", 400)):
+        for model, loss in (("a", 2.0), ("b", 1.0)):
+            ends = {1: loss + 0.1, 2: loss + 0.5}
+            values = {"loss": ends, "loss/x": dict.fromkeys(ends, loss), "loss/y": dict.fromkeys(ends, 3 * loss + body)}
+            rows.append(Row(model, model.upper(), size, 1000 + body, body, values))
+            for seed, end in ends.items():
+                run: Any = SimpleNamespace(model=model, size=size)
+                course = [{"tokens": 10, "loss": 9.0 + seed}, {"tokens": 20, "loss": end}]
+                results.append(Result(run, course, course[-1], 20, 1.0))
+    draw(results, rows, Path(), "T", "a")
+    (scaling,) = drawn["scaling"].axes
+    found = {container.get_label(): container for container in scaling.containers}
+    for label, loss in (("A", 2.3), ("B", 1.3)):
+        line, _, (bars,) = found[label]
+        assert line.get_xdata().tolist() == [100, 400]
+        assert line.get_ydata().tolist() == pytest.approx([loss, loss])
+        assert [y for _, y in bars.get_segments()[0]] == pytest.approx([loss - 0.2, loss + 0.2])
+    (sources,) = drawn["sources"].axes
+    (container,) = sources.containers
+    assert container.get_label() == "B"
+    assert container[0].get_xdata().tolist() == pytest.approx([-1.0, -3.0])
+    assert sources.get_title(loc="left") == "T, large"
+    course = next(line for line in drawn["results"].axes[2].lines if line.get_label() == "A")
+    assert course.get_xdata().tolist() == [10, 20]
+    assert course.get_ydata().tolist() == pytest.approx([10.5, 2.3])
+    seeds = [line for line in drawn["results"].axes[0].lines if line.get_marker() == "o"]
+    assert [line.get_xdata().tolist() for line in seeds] == [pytest.approx([1.1, 1.5]), pytest.approx([2.1, 2.5])]
 
 
 def test_differences_are_paired_by_seed() -> None:

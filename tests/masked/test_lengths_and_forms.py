@@ -25,6 +25,9 @@ def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:
     assert rows[0]["tokens"] == rows[1]["tokens"] > 50
     assert rows[0]["loss"] != rows[1]["loss"]
     loaded = load_model(masked_run, device="cpu")
+    with torch.no_grad():  # at its start it finds nothing; so it answers by the words, some of which are right
+        loaded.model.head.bias[loaded.tokenizer.encode("the cat sat")] += 10.0
+    rows = length_tool.measure_run(loaded, [16, 64])
     prefix = loaded.config["data"]["validation"]
     masking = masking_of(loaded.tokenizer, 0.15)
     data = MaskedDataset(
@@ -40,6 +43,7 @@ def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:
             asked = sample["labels"] != -100
             right += (found == sample["labels"])[asked].sum().item()
             count += asked.sum().item()
+        assert 0 < right < count
         assert (row["accuracy"], row["tokens"]) == (pytest.approx(right / count), count)
 
 
