@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from data.indexed import IndexedTokens, IndexedWriter
 from tests.masked.conftest import masked_run
+from tools.length import plot
 from tools.length.__main__ import main, measure_run
 from tools.load_model import load_model
 from tools.perplexity import validation_text
@@ -79,6 +81,28 @@ def test_masked_models_read_whole_stretches_of_text_only(masked_run: Path, tmp_p
         writer.add_document(np.arange(100, dtype=np.uint16))
     with pytest.raises(ValueError, match="has 100 tokens, too few for pieces of 128"):
         measure_run(loaded, data=str(tmp_path / "short"))
+
+
+@pytest.mark.parametrize(
+    ("runs", "labels"),
+    [
+        (["runs/a", "runs/b"], ["a", "b"]),
+        (
+            ["runs/a/checkpoints/step_1", "runs/b/checkpoints/step_1"],
+            ["runs/a/checkpoints/step_1", "runs/b/checkpoints/step_1"],
+        ),
+    ],
+)
+def test_every_line_has_a_name_of_its_own(runs: list[str], labels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda plt, figure, out: drawn.append(figure))
+    masked = [{"length": n, "accuracy": 0.5, "trained_at": 64} for n in (64, 128)]
+    place = {"from": 1, "to": 64, "loss": 2.0, "change": 0.0, "change_stderr": 0.1}
+    causal = {"by_length": [{"length": n, "loss": 2.0, "trained_at": 64} for n in (64, 128)], "by_position": [place]}
+    plot.plot_accuracy(dict.fromkeys(runs, masked), Path())
+    plot.plot_loss(dict.fromkeys(runs, causal), Path())
+    for figure in drawn:
+        assert [text.get_text() for text in figure.axes[-1].get_legend().get_texts()] == labels
 
 
 def test_several_models_and_what_cannot_be_measured(

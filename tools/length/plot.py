@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ def plot_accuracy(results: dict[str, list[dict[str, float]]], out: Path) -> None
     plt = _pyplot()
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(5.2, 3.4))
-        for (name, rows), color in zip(results.items(), COLORS * len(results), strict=False):
+        for label, rows, color in zip(_labels(results), results.values(), COLORS * len(results), strict=False):
             lengths = [row["length"] for row in rows]
-            axes.plot(lengths, [100 * row["accuracy"] for row in rows], marker="o", color=color, label=Path(name).name)
+            axes.plot(lengths, [100 * row["accuracy"] for row in rows], marker="o", color=color, label=label)
         _length_axis(axes, list(results.values()))
         axes.set(ylabel="masked tokens found, percent")
         best = max(row["accuracy"] for rows in results.values() for row in rows)
@@ -30,7 +31,7 @@ def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) 
     plt = _pyplot()
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
-        for (name, result), color in zip(results.items(), COLORS * len(results), strict=False):
+        for label, result, color in zip(_labels(results), results.values(), COLORS * len(results), strict=False):
             rows, places = result["by_length"], result["by_position"]
             left.plot([r["length"] for r in rows], [r["loss"] for r in rows], marker="o", color=color)
             right.errorbar(
@@ -40,7 +41,7 @@ def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) 
                 marker="o",
                 elinewidth=0.9,
                 color=color,
-                label=Path(name).name,
+                label=label,
             )
         by_length = [result["by_length"] for result in results.values()]
         for axes in (left, right):
@@ -54,6 +55,13 @@ def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) 
         )
         right.legend(fontsize=8)
         _save(plt, figure, out)
+
+
+def _labels(results: Iterable[str]) -> list[str]:
+    """Names of the runs, or their paths where the names of two are the same, as those of step folders are."""
+    paths = list(results)
+    names = [Path(path).name for path in paths]
+    return names if len(set(names)) == len(names) else paths
 
 
 def _length_axis(axes: Any, runs: list[list[dict[str, float]]]) -> None:
