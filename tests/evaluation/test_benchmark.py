@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lm_eval.api.instance import Instance
 
-from tools.benchmark_evaluation import main
+from tools.benchmark_evaluation import Timing, main
 from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.watch import TimeUpError, Watch, follow
 from tools.evaluation.whole_sets import SIZES, write_whole_sets
@@ -93,6 +94,13 @@ def test_a_side_that_is_stopped_says_how_far_it_came(lm):
     assert 0 < watch.answered < 60
     assert 0 < watch.share < 1
     assert watch.tokens_a_second == pytest.approx(watch.answered_tokens / (watch.ended - watch.ready))
+
+
+def test_what_a_stopped_side_would_have_taken() -> None:
+    """A quarter was answered in 8 of 12 seconds: what is not scoring is done once."""
+    stopped = Timing("hf", total=12.0, tokenising=3.0, scoring=8.0, requests=5, tokens=80, share=0.25, answers={})
+    assert (stopped.whole, stopped.asking, stopped.tokens_a_second) == (36.0, 35.0, 10.0)
+    assert replace(stopped, share=1.0).whole == 12.0
 
 
 def test_whole_sets_have_the_sizes_of_the_real_ones(eval_data, tmp_path):

@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.config import ModelConfig
+from models.mixers import MIXERS
 from models.native.build import shared_object
 from tests.tools.conftest import refusal
 from tools.benchmark.__main__ import main
 from tools.benchmark.profile import Piece, by_kernel, by_part
 from tools.benchmark.profile_parts import part_of
 from tools.benchmark.training import _figures
+from tools.benchmark.training_subjects import _recurrence_flops
 
 TINY = [
     "model.num_layers=1",
@@ -113,6 +116,14 @@ def test_resumed_beside_its_peers(interrupted: tuple[Path, str], capsys: pytest.
     assert (folder / "train.png").stat().st_size > 5_000
     out = capsys.readouterr().out
     assert "llama: 0.0 M parameters; kept between steps: float32 weights, float32 moments" in out
+
+
+@pytest.mark.parametrize("length", [32, 2048])
+def test_a_peers_recurrence_counts_as_the_projects(length: int) -> None:
+    config = ModelConfig(vocab_size=8, num_layers=1, hidden_size=512, num_heads=2, mixers=("retnet",))
+    mixer = MIXERS["retnet"](config, 0, config.options_of("retnet"))
+    maps = 2 * sum(p.numel() for p in mixer.parameters() if p.ndim == 2)
+    assert _recurrence_flops(2, 256, 512)(length) == 3 * (mixer.flops_per_token(length) - maps)
 
 
 def test_figures_are_of_the_median_step() -> None:
