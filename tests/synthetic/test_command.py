@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 
 import eval as evaluation
 from tools.synthetic.command import synthetic_suite
-from tools.synthetic.curves import _draw
+from tools.synthetic.curves import _draw, draw_curves
 from tools.synthetic.experiment import Experiment, load_experiment, plan, sweeps
-from tools.synthetic.report import cells_of, figure, mad_scores, markdown
+from tools.synthetic.report import Cell, _bars, _lines, cells_of, figure, mad_scores, markdown
 from tools.synthetic.results import Results, line_of
 
 ROOT = Path(__file__).parents[2]
@@ -250,6 +250,68 @@ def test_the_last_evaluation_stands_at_the_last_epoch(small: Callable[..., Exper
     _draw(axes, [[0.1, 0.2, 0.4], [0.3, 0.4, 0.8]], small("epochs=5", "evaluate_every=2"), 0, "metala")
     assert axes.lines[0].get_xdata().tolist() == [2, 4, 5]
     assert axes.lines[0].get_ydata().tolist() == pytest.approx([20, 30, 60])
+
+
+def test_the_figures_show_the_cells(small: Callable[..., Experiment]) -> None:
+    """MQAR: accuracy over the width with the spread of the seeds, the paper's points; MAD: a bar a model and task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    experiment = small("tasks=[512x80]", "models=[metala,gla]", "batch_size={512: 64}")
+    cells = {
+        ("512x80", "metala", 64): Cell(30.0, 14.0, 1e-3, True),
+        ("512x80", "metala", 128): Cell(90.0, None, 1e-3, True),
+        ("512x80", "gla", 128): Cell(5.0, None, 1e-3, True),
+    }
+    shown = _lines(plt, experiment, cells)
+    (axes,) = shown.axes
+    found = {container.get_label(): container for container in axes.containers}
+    line, _, (bars,) = found["metala"]
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([64, 128], [30.0, 90.0])
+    assert [y for _, y in bars.get_segments()[0]] == [16.0, 44.0]
+    assert (found["gla"][0].get_xdata().tolist(), found["gla"][0].get_ydata().tolist()) == ([128], [5.0])
+    paper = [(*line.get_xdata(), *line.get_ydata()) for line in axes.lines if line.get_marker() == "x"]
+    assert paper == [(64, 28.5), (128, 90.4), (64, 0.0), (128, 0.0)]
+    assert [text.get_text() for text in shown.legends[0].get_texts()] == ["metala", "gla"]
+    plt.close(shown)
+    mad = load_experiment("mad", ["models=[metala,gla]"])
+    cells = {
+        ("compression", "metala", 128): Cell(41.0, None, None, True),
+        ("compression", "gla", 128): Cell(42.0, None, None, True),
+        ("average", "gla", 128): Cell(43.0, None, None, True),
+    }
+    shown = _bars(plt, mad, cells)
+    (axes,) = shown.axes
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+    assert heights["metala"] == [41.0]
+    assert heights["gla"] == [42.0, 43.0]
+    assert heights["MetaLA (paper)"] == [45.55, 73.98]
+    middle = {bars.get_label(): [round(bar.get_x() + bar.get_width() / 2) for bar in bars] for bars in axes.containers}
+    assert (middle["metala"], middle["gla"], middle["GLA (paper)"]) == ([0], [0, 1], [1]), "over their tasks"
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["compression", "average"]
+    plt.close(shown)
+
+
+def test_the_courses_are_of_the_best_runs(
+    small: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = small("lrs=[1e-3,2e-3]", "seeds=[0,1]", "epochs=3")
+    results = Results(tmp_path / "results.jsonl")
+    with results.writing():
+        for run in plan(experiment, "fp32"):
+            value = run.lr * 100 + run.seed / 10
+            found = {"accuracy": value, "best_accuracy": value, "history": [value / 4, value / 2, value]}
+            results.add(line_of(run, found, {}))
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, out: (drawn.append(figure), out.write_bytes(b"")))
+    draw_curves(experiment, sweeps(plan(experiment, "fp32")), results, tmp_path / "courses.png")
+    (axes,) = drawn[0].axes
+    assert axes.lines[0].get_xdata().tolist() == [1, 2, 3]
+    assert axes.lines[0].get_ydata().tolist() == pytest.approx([6.25, 12.5, 25.0])
+    last = [y for x, y in axes.collections[0].get_paths()[0].vertices if x == 3]
+    assert (min(last), max(last)) == pytest.approx((20.0, 30.0))
 
 
 def test_a_mad_score_is_the_mean_over_settings(measured, tmp_path: Path) -> None:
