@@ -29,7 +29,7 @@ class Row:
         milliseconds: one step of the whole batch, the median.
         tokens_per_second: batch / step.
         memory: GiB allocated at the peak of the steps, weights included; None on a CPU.
-        state: GiB of what is carried from token to token.
+        state: GiB of what is carried from token to token, at the context.
     """
 
     method: str
@@ -157,6 +157,7 @@ def _measure_llama(model: Any, context: int, batch: int, steps: int) -> Row:
     shape = (batch, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
     for layer in range(config.num_hidden_layers):
         cache.update(*(torch.randn(shape, device=device, dtype=model.dtype) for _ in range(2)), layer)
+    state = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
 
     def once() -> None:
@@ -164,7 +165,6 @@ def _measure_llama(model: Any, context: int, batch: int, steps: int) -> Row:
         token = model(token, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
 
     milliseconds, memory = _time(once, steps, device)
-    state = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return Row("llama", context, batch, milliseconds, 1e3 * batch / milliseconds, memory, state / 2**30)
 
 
