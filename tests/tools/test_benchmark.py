@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tools.conftest import refusal
-from tools.benchmark import measure
+from tools.benchmark import masked, measure
 from tools.benchmark.__main__ import main
 from tools.benchmark.report import plot_lines
 
@@ -41,7 +41,14 @@ def test_mixers_are_timed_beside_attention(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
-def test_masked_models_are_timed_beside_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_masked_models_are_timed_beside_bert(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[int] = []
+    timing = masked.Timing
+    monkeypatch.setattr(
+        masked, "Timing", lambda seconds, *rest: (timed.append(len(seconds)), timing(seconds, *rest))[1]
+    )
     tiny = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=64"]
     tiny += ["model.vocab_size=2048", "model.max_positions=16"]
     common = ["masked", "--output", str(tmp_path), "--size", "base", "--steps", "2", "--rounds", "1"]
@@ -49,8 +56,11 @@ def test_masked_models_are_timed_beside_bert(tmp_path: Path, capsys: pytest.Capt
     main([*common, *tiny[:-1], "--shapes", "16x2"])
     rows = list(csv.DictReader((tmp_path / "masked.csv").open(encoding="utf-8")))
     assert [row["method"] for row in rows] == ["bert", "lion_lit", "lion_d", "lion_s"]
-    assert float(rows[0]["time / bert"]) == 1
+    assert timed == [2] * 4  # without the warm-up
+    bert = float(rows[0]["ms a step"])
     for row in rows:
+        assert float(row["time / bert"]) == pytest.approx(float(row["ms a step"]) / bert)
+        assert float(row["tokens / s"]) == pytest.approx(16 * 2 / float(row["ms a step"]) * 1e3)
         assert float(row["ms a step"]) > 0
         assert 6.5 < float(row["loss"]) < 9  # ln 2048 = 7.6 nats
     assert (tmp_path / "masked.png").stat().st_size > 5_000

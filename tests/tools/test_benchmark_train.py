@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from tools.benchmark.__main__ import main
 from tools.benchmark.profile import Piece, by_kernel, by_part
 from tools.benchmark.profile_parts import part_of
 from tools.benchmark.training import _figures
-from tools.benchmark.training_subjects import _recurrence_flops
+from tools.benchmark.training_subjects import Settings, Size, _recurrence_flops, build
 
 TINY = [
     "model.num_layers=1",
@@ -124,6 +125,22 @@ def test_a_peers_recurrence_counts_as_the_projects(length: int) -> None:
     mixer = MIXERS["retnet"](config, 0, config.options_of("retnet"))
     maps = 2 * sum(p.numel() for p in mixer.parameters() if p.ndim == 2)
     assert _recurrence_flops(2, 256, 512)(length) == 3 * (mixer.flops_per_token(length) - maps)
+
+
+def test_a_peers_step_is_clipped_and_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    clipped: list[tuple[list[torch.nn.Parameter], float]] = []
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda p, most: (clipped.append((p, most)), clip(p, most)))
+    size = Size(vocab_size=64, num_layers=1, hidden_size=32, num_heads=2, mlp_width=64, tied=True)
+    settings = Settings(size, "", (), "bf16", "fp32", "logits", 8, 8, 2)
+    peer = build("llama", settings, torch.device("cpu"))
+    tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    losses = [peer.step(tokens) for _ in range(2)]
+    assert losses[1] < losses[0] == pytest.approx(math.log(64), abs=0.3)
+    ((parameters, most), _) = clipped
+    assert peer.parameters == 64 * 32 + (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32  # of the size that is asked
+    assert (sum(p.numel() for p in parameters), most) == (peer.parameters, 1.0)
+    assert all(p.grad is None for p in parameters)
 
 
 def test_figures_are_of_the_median_step() -> None:
