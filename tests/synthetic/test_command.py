@@ -250,6 +250,10 @@ def test_the_last_evaluation_stands_at_the_last_epoch(small: Callable[..., Exper
     _draw(axes, [[0.1, 0.2, 0.4], [0.3, 0.4, 0.8]], small("epochs=5", "evaluate_every=2"), 0, "metala")
     assert axes.lines[0].get_xdata().tolist() == [2, 4, 5]
     assert axes.lines[0].get_ydata().tolist() == pytest.approx([20, 30, 60])
+    # A seed that reached the target early does not cut the others short.
+    _draw(axes, [[0.2, 0.9], [0.1, 0.2, 0.5]], small("epochs=5", "evaluate_every=2"), 1, "gla")
+    assert axes.lines[1].get_xdata().tolist() == [2, 4, 5]
+    assert axes.lines[1].get_ydata().tolist() == pytest.approx([15, 55, 70])
 
 
 def test_the_figures_show_the_cells(small: Callable[..., Experiment]) -> None:

@@ -63,13 +63,11 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
 def _draw(axes: Any, runs: list[list[float]], experiment: Experiment, number: int, label: str) -> None:
     from tools.plot import COLORS
 
-    shortest = min(map(len, runs))
-    values = 100 * np.array([run[:shortest] for run in runs])
+    # A run that reached its target stays where it ended, so that the last point is that of the table.
+    longest = max(map(len, runs))
+    values = 100 * np.array([[*run, *[run[-1]] * (longest - len(run))] for run in runs])
     # The last epoch is evaluated too where evaluate_every does not divide it.
-    epochs = np.minimum(experiment.evaluate_every * np.arange(1, shortest + 1), experiment.epochs)
+    epochs = np.minimum(experiment.evaluate_every * np.arange(1, longest + 1), experiment.epochs)
     style = {"color": COLORS[number % len(COLORS)], "ls": "-" if number < len(COLORS) else "--"}
-    # A run that reached its target ends there.
-    axes.plot(
-        epochs, values.mean(0), label=label, marker="o", markevery=[-1] if shortest >= 10 else None, ms=3, **style
-    )
+    axes.plot(epochs, values.mean(0), label=label, marker="o", markevery=[-1] if longest >= 10 else None, ms=3, **style)
     axes.fill_between(epochs, values.min(0), values.max(0), color=style["color"], alpha=0.15, lw=0)
