@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import eval as evaluation
 from data.synthetic.listops import CLASSES, PAD
@@ -66,7 +67,7 @@ def test_the_papers_configuration() -> None:
     assert network.output.weight.shape == (10, 32)
 
 
-@pytest.mark.parametrize("value", ["mlp=identity", "embedding_dropout=0.1", "attention_dropout=0.1", "head_bias=true"])
+@pytest.mark.parametrize("value", ["mlp=identity", "attention_dropout=0.1", "head_bias=true", "first_weights=mad_lab"])
 def test_what_the_classifier_lacks_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=rf"definitions.metala or network: {value.partition('=')[0]} = .*: allowed "):
         Classifier(runs_of(f"network.{value}")[0], CLASSES)
@@ -80,6 +81,38 @@ def test_a_float32_residual_stream() -> None:
     ]
     torch.testing.assert_close(seen[0], seen[1])
     torch.testing.assert_close(seen[2], seen[1], rtol=0.1, atol=0.05)
+
+
+def test_the_embeddings_of_harnesses_for_long_range_arena() -> None:
+    """N(0, 1) and fixed sines, of whose sum training drops a share."""
+    words = ["network.first_weights=pytorch", "network.positions=sinusoidal", "network.embedding_dropout=0.25"]
+    run, *_ = runs_of(*words)
+    network = Classifier(run, CLASSES)
+    assert network.embedding.weight.std().item() == pytest.approx(1, abs=0.1)
+    weight = network.blocks[0].mlp.down_proj.weight
+    assert weight.abs().max().item() == pytest.approx(weight.shape[1] ** -0.5, rel=0.05)
+    seen: list[Tensor] = []
+    network.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    tokens = torch.from_numpy(generate(run)[0].tokens[:64]).long()
+    labels = torch.zeros(64, 1, dtype=torch.long)
+    network.loss(tokens, None, labels)
+    network.logits(tokens, None)
+    kept = seen[0] != 0
+    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.02)
+    torch.testing.assert_close(seen[0][kept], seen[1][kept] / 0.75)
+    sines = seen[1] - network.embedding(tokens)
+    half = sines.shape[-1] // 2
+    expected = torch.outer(torch.arange(sines.shape[1]), 10_000 ** (-torch.arange(half) / (half - 1)))
+    torch.testing.assert_close(
+        sines, torch.cat([expected.sin(), expected.cos()], 1).expand_as(sines), rtol=0, atol=1e-4
+    )
+    lanes = [Lane(replace(run, seed=seed), torch.device("cpu")) for seed in (0, 0, 1)]
+    losses = []
+    for lane in lanes:
+        lane.network.load_state_dict(network.state_dict())
+        lane.begin_epoch(0)
+        losses.append(lane.network.loss(tokens, None, labels).item())
+    assert losses[0] == losses[1] != losses[2]
 
 
 @pytest.mark.parametrize("model", list(load_experiment("listops").definitions))

@@ -85,7 +85,7 @@ class Lane:
         network = Classifier(run, CLASSES) if run.suite == "listops" else Network(run)
         self.network: Network | Classifier = network.to(device)
         self.dropped: torch.Generator | None = None
-        if isinstance(network, Network) and (network.embedding_dropout or network.attention_dropout):
+        if network.embedding_dropout or network.attention_dropout:
             self.dropped = network.dropped = torch.Generator(device)
         if device.type == "cuda":
             # Fewer kernels. On a CPU the sums of larger products would depend on the number of threads.

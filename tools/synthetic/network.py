@@ -22,8 +22,10 @@ from models.norm import Norm
 from .experiment import Run
 
 # How matrices begin. model: by the keys `init_method` and `output_init_method`. mad_lab: as `_begin_as_mad_lab` says;
-# mad_lab_gla: with mixers as its gated linear attention.
+# mad_lab_gla: with mixers as its gated linear attention. pytorch: as PyTorch's modules begin, which a harness for Long Range
+# Arena leaves as they are.
 FIRST_WEIGHTS = ("model", "mad_lab", "mad_lab_gla")
+FIRST_WEIGHTS_LISTOPS = ("model", "pytorch")
 # Shares of what training sets to zero: elements of embeddings, weights of softmax attention.
 DROPOUTS = ("embedding_dropout", "attention_dropout")
 
@@ -31,17 +33,19 @@ DROPOUTS = ("embedding_dropout", "attention_dropout")
 def model_config(run: Run) -> ModelConfig:
     """The shape of a run's model. ValueError naming the key of `network` or `definitions` that cannot be."""
     keys = dict(run.network)
-    first, allowed = keys.pop("first_weights", "model"), FIRST_WEIGHTS[:1] if run.suite == "listops" else FIRST_WEIGHTS
+    listops = run.suite == "listops"
+    first, allowed = keys.pop("first_weights", "model"), FIRST_WEIGHTS_LISTOPS if listops else FIRST_WEIGHTS
     if first not in allowed:
         raise ValueError(
             f"definitions.{run.model} or network: first_weights = {first!r}: allowed are {', '.join(allowed)}"
         )
     for key in DROPOUTS:
         dropout = keys.pop(key, 0.0)
-        if not (isinstance(dropout, int | float) and 0 <= dropout < 1) or (dropout and run.suite == "listops"):
-            allowed_here = "0 alone in this suite" if run.suite == "listops" else "numbers from 0 to below 1"
+        never = listops and key == "attention_dropout"
+        if not (isinstance(dropout, int | float) and 0 <= dropout < 1) or (dropout and never):
+            allowed_here = "0 alone in this suite" if never else "numbers from 0 to below 1"
             raise ValueError(f"definitions.{run.model} or network: {key} = {dropout!r}: allowed are {allowed_here}")
-    if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and run.suite == "listops"):
+    if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and listops):
         raise ValueError(
             f"definitions.{run.model} or network: head_bias = {bias!r}: allowed are true and false, in listops false alone"
         )
@@ -50,7 +54,7 @@ def model_config(run: Run) -> ModelConfig:
             f"definitions.{run.model} or network: fp32_residual_connection = {wide!r}: allowed are true and false"
         )
     if without_mlp(run):
-        if run.suite == "listops":
+        if listops:
             raise ValueError(f"definitions.{run.model} or network: mlp = 'identity': allowed in mqar and mad alone")
         # Built as small as can be, and taken out.
         keys |= {"mlp": "gelu", "mlp_bias": False, "intermediate_size": 1}
@@ -58,6 +62,8 @@ def model_config(run: Run) -> ModelConfig:
         keys["num_heads"] = max(1, run.width // keys.pop("head_dim"))
     if keys.get("positions") == "learned":
         keys["max_positions"] = run.length
+    if listops and keys.get("positions") == "sinusoidal":
+        del keys["positions"]
     try:
         return ModelConfig(vocab_size=int(run.data["vocabulary"]), hidden_size=run.width, **keys)
     except (TypeError, ValueError) as error:
@@ -71,19 +77,36 @@ def without_mlp(run: Run) -> bool:
     return run.network.get("mlp") == "identity"
 
 
-class Network(nn.Module):
-    """A language model that answers at some positions.
+class Dropping(nn.Module):
+    """A network of which training sets shares to zero, the others growing by as much.
 
     Attributes:
-        embedding_dropout, attention_dropout: share of the embeddings' elements, and of the weights of softmax attention, that
-            training sets to zero, the others growing by as much.
-        dropped: what they draw from, the default generator where it is None.
-        fp32_residual_connection: whether the residual stream is float32 between the blocks, whatever their weights are.
+        embedding_dropout, attention_dropout: share of the embeddings' elements, and of the weights of softmax attention.
+        dropped: what is drawn from, the default generator where it is None.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
+        self.embedding_dropout, self.attention_dropout = (float(run.network.get(key, 0.0)) for key in DROPOUTS)
+        self.dropped: torch.Generator | None = None
+        self._dropping = False
+
+    def _drop(self, x: Tensor, share: float) -> Tensor:
+        if not (self._dropping and share):
+            return x
+        return x * torch.empty_like(x).bernoulli_(1 - share, generator=self.dropped) / (1 - share)
+
+
+class Network(Dropping):
+    """A language model that answers at some positions.
+
+    Attributes:
+        fp32_residual_connection: whether the residual stream is float32 between the blocks, whatever their weights are.
+    """
+
+    def __init__(self, run: Run) -> None:
         config = model_config(run)
+        super().__init__(run)
         self.model = LanguageModel(config, seed=run.seed)
         self.model.embedding.lookup = _look_up
         if without_mlp(run):
@@ -91,9 +114,6 @@ class Network(nn.Module):
                 block.mlp = nn.Identity()
         if run.network.get("head_bias"):
             self.model.head.bias = nn.Parameter(torch.zeros(config.vocab_size))
-        self.embedding_dropout, self.attention_dropout = (float(run.network.get(key, 0.0)) for key in DROPOUTS)
-        self.dropped: torch.Generator | None = None
-        self._dropping = False
         self.fp32_residual_connection = bool(run.network.get("fp32_residual_connection"))
         for module in self.model.modules() if self.attention_dropout else ():
             if isinstance(module, Attention):
@@ -126,11 +146,6 @@ class Network(nn.Module):
         hidden = head.norm(self.rows(tokens, positions))
         return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
-    def _drop(self, x: Tensor, share: float) -> Tensor:
-        if not (self._dropping and share):
-            return x
-        return x * torch.empty_like(x).bernoulli_(1 - share, generator=self.dropped) / (1 - share)
-
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
         """As `models.mixers.attention.dot_product`. With dropout in plain steps: PyTorch's own draws from the default generator,
         which runs side by side share."""
@@ -144,15 +159,16 @@ class Network(nn.Module):
         return self._drop(scores.softmax(-1).to(v.dtype), self.attention_dropout) @ v
 
 
-class Classifier(nn.Module):
+class Classifier(Dropping):
     """A class for a whole sequence: the mean of the last block's output over its tokens, after a norm, and a linear map.
 
-    Positions are not asked; the id after the last token's stands for padding.
+    Positions are not asked; the id after the last token's stands for padding. With `positions: sinusoidal` fixed sines and
+    cosines are added to the embeddings.
     """
 
     def __init__(self, run: Run, classes: int) -> None:
-        super().__init__()
         config = model_config(run)
+        super().__init__(run)
         specs = layer_specs(config)[:-1]
         self.embedding, *blocks = (build_layer(spec, index, run.seed) for index, spec in enumerate(specs))
         self.embedding.lookup = _look_up
@@ -163,15 +179,24 @@ class Classifier(nn.Module):
             LayerSpec("classifier", partial(linear, config, config.hidden_size, classes)), len(specs), run.seed
         )
         self.pad = config.vocab_size - 1
+        sines = _sines(run.length, config.hidden_size) if run.network.get("positions") == "sinusoidal" else None
+        self.register_buffer("positions", sines, persistent=False)
+        if run.network.get("first_weights") == "pytorch":
+            _begin_as_pytorch(self, run.seed)
 
     def loss(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> Tensor:
         """Mean cross entropy of the labels [batch, 1] that are not IGNORED_LABEL."""
-        return F.cross_entropy(self.logits(tokens, positions)[:, 0], labels[:, 0], ignore_index=IGNORED_LABEL)
+        logits = self.logits(tokens, positions, dropping=True)
+        return F.cross_entropy(logits[:, 0], labels[:, 0], ignore_index=IGNORED_LABEL)
 
-    def logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor | None, *, dropping: bool = False) -> Tensor:
         """tokens: [batch, length] -> [batch, 1, classes] in float32."""
-        real = tokens != self.pad
-        x = _through(self.blocks, self.embedding(tokens), real, fp32_residual_connection=self.fp32_residual_connection)
+        self._dropping = dropping
+        real, x = tokens != self.pad, self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions[: tokens.shape[1]]
+        x = self._drop(x, self.embedding_dropout)
+        x = _through(self.blocks, x, real, fp32_residual_connection=self.fp32_residual_connection)
         x = self.norm(x).float().masked_fill(~real.unsqueeze(-1), 0.0)
         # A row of padding alone fills a last batch; its label is ignored.
         mean = x.sum(1) / real.sum(1, keepdim=True).clamp_min(1)
@@ -230,6 +255,16 @@ def _begin_as_mad_lab(network: Network, seed: int, *, small_mixers: bool) -> Non
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
 
 
+@torch.no_grad()
+def _begin_as_pytorch(network: Classifier, seed: int) -> None:
+    """nn.Embedding's and nn.Linear's own first weights: N(0, 1), and uniform up to 1 / sqrt(inputs)."""
+    generator = torch.Generator().manual_seed(seed)
+    nn.init.normal_(network.embedding.weight, generator=generator)
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)
+
+
 def _look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
     """Tokens of these tasks are few ids, and most of them one filler."""
     if takes(weight):
@@ -237,6 +272,13 @@ def _look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
 
         return look_up_repeated(tokens, weight, vectors)
     return look_up(tokens, weight, vectors)
+
+
+def _sines(length: int, size: int) -> Tensor:
+    """Fixed sines and cosines of positions, as MAD-Lab and fairseq have them: [length, size]."""
+    frequency = torch.exp(-math.log(10_000) * torch.arange(size // 2) / (size // 2 - 1))
+    angle = torch.arange(length)[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], 1)
 
 
 class Decoder(nn.Module):
@@ -251,9 +293,7 @@ class Decoder(nn.Module):
         self.layers = nn.Sequential(
             *(layer for _ in range(2) for layer in (Norm(config), linear(config, size, size, bias=True), nn.GELU()))
         )
-        frequency = torch.exp(-math.log(10_000) * torch.arange(size // 2) / (size // 2 - 1))
-        angle = torch.arange(length)[:, None] * frequency
-        self.register_buffer("positions", torch.cat([angle.sin(), angle.cos()], 1), persistent=False)
+        self.register_buffer("positions", _sines(length, size), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, hidden_size] -> [batch, length, hidden_size]."""
