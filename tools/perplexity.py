@@ -2,7 +2,8 @@
 
 The text is one stream, cut into pieces of `sequence_length` tokens; every token is predicted once, the first of a piece
 from nothing but the token before it. Ends of documents are predicted too, and their cost is shared by the bytes of the
-text: bits per byte = total nll / ln 2 / bytes compares with a compressor, and between tokenizers.
+text: bits per byte = total nll / ln 2 / bytes compares with a compressor, and between tokenizers. A model that was trained
+with `data.reset_at_documents` begins anew at each document here too.
 """
 
 from __future__ import annotations
@@ -110,14 +111,18 @@ def perplexity(
     from tqdm import tqdm
 
     length = sequence_length or int(loaded.config["batch"]["sequence_length"])
-    pieces = SequentialDataset(text.prefix, sequence_length=length, first_token=loaded.tokenizer.end_of_document_id)
+    pieces = SequentialDataset(
+        text.prefix,
+        sequence_length=length,
+        first_token=loaded.tokenizer.end_of_document_id,
+        reset_at_documents=loaded.config["data"]["reset_at_documents"],
+    )
     steps = batches(pieces, global_batch_size=batch_size, micro_batch_size=batch_size, fill_last=True)
     started = time.perf_counter()
     nll = weight = 0.0
     total = -(-len(pieces) // batch_size)
     for (batch,) in tqdm(steps, total=total, desc=text.name, unit="batch", disable=not progress, leave=False):
-        tokens, labels, loss_weight = (batch[k].to(loaded.device) for k in ("tokens", "labels", "loss_weight"))
-        nll += loaded.model(tokens, labels, loss_weight).item()
+        nll += loaded.model(**{key: value.to(loaded.device) for key, value in batch.items()}).item()
         weight += batch["loss_weight"].sum().item()
     loss = nll / weight
     return {

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from data.indexed import IndexedWriter
 from data.masked import MaskedDataset
 from data.masking import masking_of
 from tools import masked_forms
@@ -45,6 +48,24 @@ def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:
             count += asked.sum().item()
         assert 0 < right < count
         assert (row["accuracy"], row["tokens"]) == (pytest.approx(right / count), count)
+
+
+def test_whole_words_are_hidden_where_training_hid_them(masked_run: Path, tmp_path: Path) -> None:
+    """Of a word that is hidden in part the rest gives it away, which would look like a model that finds more."""
+    loaded = load_model(masked_run, device="cpu")
+    word = loaded.tokenizer.encode("catsing")
+    assert len(word) == 3
+    with IndexedWriter(tmp_path / "words", np.uint16) as writer:
+        writer.add_document(np.array(word * 320))
+    data = {**loaded.config["data"], "masked": {**loaded.config["data"]["masked"], "whole_word": True}}
+    words = replace(loaded, config={**loaded.config, "data": data})
+    (row,) = length_tool.measure_run(words, [48], data=str(tmp_path / "words"))
+    masking = masking_of(loaded.tokenizer, 0.15, whole_word=True)
+    settings = {"sequence_length": 48, "num_samples": None, "seed": 0, "layout": "packed"}
+    samples = MaskedDataset(tmp_path / "words", masking, loaded.tokenizer, **settings)
+    hidden = torch.cat([samples[i]["labels"] != -100 for i in range(len(samples))]).view(-1, 3)
+    assert (hidden.all(1) == hidden.any(1)).all()
+    assert row["tokens"] == hidden.sum() > 50
 
 
 def test_what_cannot_be_evaluated(masked_run: Path, capsys) -> None:

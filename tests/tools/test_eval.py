@@ -1,7 +1,9 @@
 """Perplexity against a naive sum over positions, on every kind of text, and what eval.py writes."""
 
+import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +63,24 @@ def test_it_is_the_loss_that_training_reported(loaded: LoadedModel) -> None:
     reported = [line for line in read_metrics(loaded.run) if line["kind"] == "validation"][-1]
     result = perplexity(loaded, validation_text(loaded), progress=False)
     assert result["loss"] == pytest.approx(reported["loss"], rel=1e-6)
+
+
+def test_documents_are_apart_where_training_kept_them_apart(loaded: LoadedModel) -> None:
+    text = validation_text(loaded)
+    documents = documents_of(text.prefix)
+    stream = [loaded.tokenizer.end_of_document_id, *(token for document in documents for token in document)]
+    starts = {1, *(1 + np.cumsum([len(document) for document in documents])).tolist()}
+    bounds = sorted(starts | set(range(0, len(stream) - 1, LENGTH)))
+    nll = 0.0
+    for begin, end in itertools.pairwise([*(bound for bound in bounds if bound < len(stream) - 1), len(stream) - 1]):
+        with torch.no_grad():
+            scores = loaded.model(torch.tensor([stream[begin:end]]))[0].double().log_softmax(-1)
+        nll -= sum(scores[i, token].item() for i, token in enumerate(stream[begin + 1 : end + 1]))
+    data = {**loaded.config["data"], "reset_at_documents": True}
+    apart = replace(loaded, config={**loaded.config, "data": data})
+    result = perplexity(apart, text, batch_size=3, progress=False)
+    assert result["loss"] == pytest.approx(nll / (len(stream) - 1), rel=1e-5)
+    assert result["loss"] != pytest.approx(perplexity(loaded, text, progress=False)["loss"], rel=1e-3)
 
 
 def test_batch_size_changes_nothing_and_length_is_the_context(loaded: LoadedModel) -> None:

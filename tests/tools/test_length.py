@@ -122,3 +122,5 @@ def test_several_models_and_what_cannot_be_measured(
     assert "--lengths 24: does not divide the longest, 64" in said(trained_run, "--lengths", 24, 64)
     assert "too few for pieces of 65,536" in said(trained_run, "--lengths", 65536)
     assert "no checkpoint" in said(tmp_path).lower()
+    other = load_model(masked_run, device="cpu").config["data"]["validation"]
+    assert "was written with another tokenizer: wordpiece" in said(trained_run, "--data", other)

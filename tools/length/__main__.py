@@ -67,7 +67,8 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
     """Results by run, and whether the models are masked ones. Raises ValueError for runs of both kinds, and as
     `load_model` and `measure_run`; what is seen without weights before the first run is measured."""
     from data.indexed import IndexedTokens
-    from tools.load_model import find_model, load_model
+    from data.manifest import check_tokenizer
+    from tools.load_model import find_model, load_model, read_tokenizer, run_folder
 
     results: dict[str, Any] = {}
     kinds: dict[str, Path] = {}
@@ -78,8 +79,9 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
             words = " and ".join(f"{path} is a {kind} model" for kind, path in kinds.items())
             raise ValueError(f"{words}: one picture holds one kind")
         _lengths(run, found.model, found.config, options.lengths)
-    if options.data:
-        IndexedTokens(options.data)
+        if options.data:
+            IndexedTokens(options.data)
+            check_tokenizer(options.data, read_tokenizer(run_folder(found.checkpoint, found.config), found.config))
     for run in runs:
         loaded = load_model(run, device=options.device, dtype=options.dtype)
         results[str(run)] = measure_run(loaded, options.lengths, data=options.data, tokens=options.tokens)

@@ -23,7 +23,8 @@ def masked_accuracy(
     prefix: of a token file, read in whole stretches of `longest`, a multiple of `length`: the last one of the file may be
     filled up, with tokens that nothing masks. progress: called after each stretch.
     """
-    masking = masking_of(loaded.tokenizer, loaded.config["data"]["masked"]["validation_rate"])
+    settings = loaded.config["data"]["masked"]
+    masking = masking_of(loaded.tokenizer, settings["validation_rate"], settings["whole_word"])
     rows = MaskedDataset(
         prefix, masking, loaded.tokenizer, sequence_length=longest, num_samples=None, seed=0, layout="packed"
     )
