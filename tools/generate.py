@@ -117,7 +117,10 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         return [options.prompt]
     if not options.prompts_file.is_file():
         raise ValueError(f"--prompts-file {options.prompts_file}: no such file; it holds one prompt a line")
-    prompts = options.prompts_file.read_text(encoding="utf-8").split("\n")
+    try:
+        prompts = options.prompts_file.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts-file {options.prompts_file}: no UTF-8 at byte {error.start}") from error
     if prompts[-1] == "":
         prompts.pop()
     if not prompts:

@@ -174,8 +174,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("prefix", type=Path, help="the token files without extension")
-    add("--document", type=from_zero, metavar="N", help="print document N (from 0)")
-    add("--sample", type=from_zero, metavar="N", help="print training sample N (from 0) and where it comes from")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--document", type=from_zero, metavar="N", help="print document N (from 0)")
+    shown.add_argument(
+        "--sample", type=from_zero, metavar="N", help="print training sample N (from 0) and where it comes from"
+    )
     add("--sequence-length", type=positive, default=2048, metavar="T", help="of the sample (2048)")
     add("--num-samples", type=positive, metavar="N", help="samples of the whole run: train_steps x global batch size")
     add("--seed", type=int, default=1234, metavar="S", help="run.seed (1234)")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import write_whole
-from tools.arguments import command, command_line, positive
+from tools.arguments import check_writable, command, command_line, positive
 
 if TYPE_CHECKING:
     from megatron_lite.communication import Links
@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--largest", type=positive, default=SIZES[-1], metavar="BYTES", help="(default 1 GiB)")
     options = parser.parse_args(arguments)
+    if options.largest < SIZES[0]:
+        raise ValueError(f"--largest {options.largest}: {SIZES[0]} bytes, the first size, or more are allowed")
+    if options.output is not None:
+        check_writable(options.output, "--output")
     import warnings
 
     from megatron_lite.grid import init_grid

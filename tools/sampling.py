@@ -59,7 +59,7 @@ def keep_likely(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     """Raises ValueError, naming the value and what is allowed."""
-    if temperature < 0:
+    if not temperature >= 0:  # NaN is not
         raise ValueError(f"temperature = {temperature}: 0 (the most likely token) or more is allowed")
     if top_k < 0:
         raise ValueError(f"top_k = {top_k}: 0 (all tokens) or more is allowed")

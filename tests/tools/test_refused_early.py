@@ -52,6 +52,13 @@ CASES = [
     ),
     ("tools.length.__main__", "RUN -o FILE/l.png", WEIGHTS, r"--out .*: cannot be written \(Not a directory: .*file\)"),
     ("tools.length.__main__", "RUN -o EMPTY", WEIGHTS, r"--out .*empty: cannot be written \(Is a directory"),
+    ("tools.masked_forms", "MASKED -o /proc/f.png", WEIGHTS, r"--out /proc/f\.png: cannot be written"),
+    (
+        "tools.measure_links",
+        "-o /proc/l.json",
+        "tools.measure_links.measure",
+        r"--output /proc/l\.json: cannot be written",
+    ),
     ("tools.inspect_data", "NONE --histogram /proc/l.png", "tools.inspect_data.IndexedTokens", "--histogram /proc/l"),
     ("tools.convert_hf", "export RUN OUT --text NONE", "tools.conversion.export.export", "nothing: No such file"),
     ("tools.convert_hf", "import EXPORT OUT --text NONE", "tools.conversion.importing.import_folder", "No such file"),

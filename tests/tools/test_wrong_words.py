@@ -94,6 +94,8 @@ CASES = {
         ("LOST", r"description\.json is no JSON .*: copy it again, or remove its folder"),
         ("RUN --prompts-file NONE", "--prompts-file .*nothing: no such file; it holds one prompt a line"),
         ("RUN --temperature -1", r"temperature = -1\.0: 0 .* or more is allowed"),
+        ("RUN --temperature nan", r"temperature = nan: 0 .* or more is allowed"),
+        ("RUN --prompts-file BINARY", "--prompts-file .*binary: no UTF-8 at byte 5"),
         ("RUN --max-tokens many", "--max-tokens: many: a whole number, 1 or more"),
     ],
     "tools.inspect_data": [
@@ -101,6 +103,7 @@ CASES = {
         ("TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
         ("OTHERS", r"others\.json is no JSON .*: copy it again, or remove it"),
         ("TOKENS --document -1", "--document: -1: a whole number, 0 or more"),
+        ("TOKENS --document 1 --sample 2", "--sample: not allowed with argument --document"),
     ],
     "tools.length.__main__": [
         ("NONE", "does not exist"),
@@ -116,6 +119,7 @@ CASES = {
     "tools.measure_links": [
         ("", "a process alone has no links: torchrun --nproc-per-node 2"),
         ("--largest -1", "--largest: -1: a whole number, 1 or more"),
+        ("--largest 1000", "--largest 1000: 65536 bytes, the first size, or more are allowed"),
     ],
     "tools.neox_config": [
         ("NONE", "nothing: no such file; name GPT-NeoX's"),
@@ -187,6 +191,7 @@ def places(tmp_path_factory, trained_run) -> dict[str, str]:
         content = weights.read_bytes()
         weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     (folder / "file").write_text("in the way")
+    (folder / "binary").write_bytes(b"text\n\xff\xfe")
     for suffix in ("bin", "idx"):
         shutil.copyfile(folder / f"tokens.{suffix}", folder / f"others.{suffix}")
     (folder / "others.bin").write_bytes(tokens)
@@ -210,6 +215,7 @@ def places(tmp_path_factory, trained_run) -> dict[str, str]:
         "TOKENS": str(folder / "tokens"),
         "BROKEN": str(folder / "broken"),
         "FILE": str(folder / "file"),
+        "BINARY": str(folder / "binary"),
         **{name.upper(): str(folder / name) for name in ("damaged", "unreadable", "lost", "others", "hugging")},
     }
 
