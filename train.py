@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -360,8 +361,10 @@ def _steps_in_budget(config: Config[Any], engine: Any, steps: Steps, grid: Grid)
     """How many steps fit into `schedule.time_budget_minutes`, at most `schedule.train_steps`."""
     with closing(steps):
         seconds = engine.measure_step_seconds(next(steps))
-    budget = config.schedule.time_budget_minutes * 60
-    return _on_main(grid, lambda: max(1, min(config.schedule.train_steps, int(budget / seconds))))
+    # A batch that grows is measured where it is smallest.
+    samples = config.schedule.time_budget_minutes * 60 / seconds * config.batch.size_at(0)
+    steps_in = range(1, config.schedule.train_steps + 1)
+    return _on_main(grid, lambda: max(1, bisect.bisect_right(steps_in, samples, key=config.batch.samples_of)))
 
 
 if __name__ == "__main__":

@@ -219,6 +219,10 @@ class BatchConfig(Section):
             samples, steps = samples + self.size_at(samples), steps - 1
         return samples + steps * self.global_batch_size
 
+    def tokens_of(self, steps: int) -> int:
+        """Tokens of so many steps from the start on."""
+        return self.samples_of(steps) * self.sequence_length
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all data ranks, at the full size."""

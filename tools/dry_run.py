@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from megatron_lite.config_schema import Config
-from megatron_lite.flops import training_flops_per_token
+from megatron_lite.flops import forward_flops
 from megatron_lite.layout import Layout
-from megatron_lite.memory import GIB, Setting, state_bytes
+from megatron_lite.memory import GIB, LayerCost, Setting, state_bytes
 from megatron_lite.precision import DTYPES, faster_dtype
 from models.config import ModelConfig
 from models.lm import LayerSpec, layer_specs
 from tools.devices import device_of
+from tools.estimate import layers_of_stages
 from tools.meta_layers import layer_costs
 
 
@@ -39,24 +40,29 @@ def dry_run(config: Config[ModelConfig]) -> int:
     if specs[-1].tied_to is not None:
         sizes[-1] -= layers[-1].weight.numel()
     parameters = sum(sizes)
-    flops = training_flops_per_token(layers, batch.sequence_length, config.data.asked_share)
+    flops_of = forward_flops(layers, batch.sequence_length, config.data.asked_share)
+    flops = 3 * sum(flops_of)
     seconds = _seconds(config, specs, device, DTYPES[dtype])
+    parallel = config.parallel
+    layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
     costs = layer_costs(
         model,
         dtype=DTYPES[dtype],
         micro_batch_size=1,
         sequence_length=batch.sequence_length,
-        layout=Layout(),
-        parallel=config.parallel,
+        layout=layout,
+        parallel=parallel,
         device="cpu" if device.type == "cpu" else "meta",
     )
-    stage, kept = max(1, config.parallel.zero_stage), config.precision.optimizer_state
-    memory = state_bytes(parameters, Setting(dtype, stage, batch.data_ranks, optimizer_state=kept))
-    # Those that are made anew in every step, as sums in the format of the optimizer's state.
-    width = 2 if kept == "bf16" else 4
-    memory["gradients"] = memory["gradients"] or width * parameters / (batch.data_ranks if stage > 1 else 1)
-    memory["activations of one micro batch"] = batch.micro_batch_size * sum(cost.kept for cost in costs)
-    run_tokens = config.schedule.train_steps * batch.tokens_per_step
+    replicas = batch.data_ranks * layout.context
+    memory = max(
+        (
+            _memory(config, own, dtype, replicas, in_flight)
+            for own, in_flight in layers_of_stages(costs, flops_of, config, layout)
+        ),
+        key=lambda parts: sum(parts.values()),
+    )
+    run_tokens = batch.tokens_of(config.schedule.train_steps)
     mixers = Counter(model.mixer_of(index) for index in range(model.num_layers))
     kinds = ", ".join(f"{count} {name}" for name, count in mixers.items())
     print(f"model        {model.num_layers} layers ({kinds}), d = {model.hidden_size}, {model.num_heads} heads")
@@ -73,11 +79,27 @@ def dry_run(config: Config[ModelConfig]) -> int:
     )
     for name, value in seconds.items():
         print(f"               {name:<24} {value * 1e3:9.1f} ms")
-    print(f"memory       a process, ZeRO {max(1, config.parallel.zero_stage)} over {batch.data_ranks}:")
+    where = f"the fullest process of {layout}" if layout.model_ranks > 1 else "a process"
+    print(f"memory       {where}, ZeRO {max(1, parallel.zero_stage)} over {replicas}:")
     for name, size in memory.items():
         print(f"               {name:<32} {size / GIB:8.2f} GiB")
     print(f"               {'sum':<32} {sum(memory.values()) / GIB:8.2f} GiB")
     return 0
+
+
+def _memory(
+    config: Config[ModelConfig], layers: list[LayerCost], dtype: str, replicas: int, in_flight: int
+) -> dict[str, float]:
+    """Bytes by part of a process that holds these layers, whose costs are of one sample."""
+    stage, kept = max(1, config.parallel.zero_stage), config.precision.optimizer_state
+    parameters = sum(layer.parameters for layer in layers)
+    memory = state_bytes(parameters, Setting(dtype, stage, replicas, optimizer_state=kept))
+    # Those that are made anew in every step, as sums in the format of the optimizer's state.
+    width = 2 if kept == "bf16" else 4
+    memory["gradients"] = memory["gradients"] or width * parameters / (replicas if stage > 1 else 1)
+    held = "one micro batch" if in_flight == 1 else f"{in_flight} micro batches"
+    memory[f"activations of {held}"] = in_flight * config.batch.micro_batch_size * sum(cost.kept for cost in layers)
+    return memory
 
 
 def _scaled(number: float) -> str:

@@ -17,15 +17,38 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers 
 
 
 def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
-    """The configuration for so many processes. Accumulation follows from the layout."""
-    from megatron_lite.config import load_config
+    """The configuration for so many processes. Accumulation follows from the layout where both batch sizes are given."""
+    from megatron_lite.config import ConfigError, load_config
     from models.config import ModelConfig
     from tools.vocabulary import vocabulary_override
 
     files = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
-    overrides += [*vocabulary_override(files, overrides), "batch.gradient_accumulation_steps=null"]
-    return load_config(files, overrides, model_type=ModelConfig, world_size=gpus)
+    overrides += vocabulary_override(files, overrides)
+    try:
+        free = [*overrides, "batch.gradient_accumulation_steps=null"]
+        return load_config(files, free, model_type=ModelConfig, world_size=gpus)
+    except ConfigError:
+        return load_config(files, overrides, model_type=ModelConfig, world_size=gpus)
+
+
+def any_layout(words: Sequence[str], gpus: int) -> tuple[Config[ModelConfig], list[str], Exception | None]:
+    """The configuration, the words that hold its batch in every layout, and why its own layout cannot run, if so: the
+    batch may divide in others. Raises ConfigError for what no layout mends."""
+    from megatron_lite.config import ConfigError
+
+    problem = None
+    try:
+        config = read_config(words, gpus)
+    except ConfigError as error:
+        problem = error
+        alone = [f"parallel.{key}=1" for key in ("tensor", "pipeline", "context")]
+        try:
+            config = read_config([*words, *alone, "parallel.sequence_parallel=false"], 1)
+        except ConfigError:
+            raise error from None
+    sizes = ("micro_batch_size", "global_batch_size")
+    return config, [*words, *(f"batch.{key}={getattr(config.batch, key)}" for key in sizes)], problem
 
 
 def layer_flops(config: Config[ModelConfig]) -> list[float]:
@@ -52,22 +75,32 @@ def memory(
     released: bool = True,
 ) -> dict[str, float]:
     """Bytes by part of the fullest process: of the stages of a pipeline, the first holds most micro batches."""
-    from megatron_lite.layout import stage_bounds
     from megatron_lite.memory import Setting, step_bytes
 
-    bounds = stage_bounds(flops, layout.pipeline)
     steps = config.batch.gradient_accumulation_steps
     replicas = config.batch.data_ranks * layout.context
     stages = []
-    for index in range(layout.pipeline):
-        own = layers[bounds[index] : bounds[index + 1]]
-        in_flight = min(steps, layout.pipeline - index)
-        if config.model.tie_embeddings and layout.pipeline > 1 and index == layout.pipeline - 1:
-            own = [*own[:-1], replace(own[-1], parameters=own[-1].parameters + layers[0].largest)]
+    for own, in_flight in layers_of_stages(layers, flops, config, layout):
         state, graphs = config.precision.optimizer_state, config.parallel.cuda_graph and layout.pipeline == 1
         setting = Setting(dtype, stage, replicas, steps, in_flight, overlap, released, state, graphs)
         stages.append(step_bytes(own, setting))
     return max(stages, key=lambda parts: sum(parts.values()))
+
+
+def layers_of_stages(
+    layers: list[LayerCost], flops: Sequence[float], config: Config[ModelConfig], layout: Layout
+) -> list[tuple[list[LayerCost], int]]:
+    """The layers of every pipeline stage, and the micro batches whose activations it holds at once."""
+    from megatron_lite.layout import stage_bounds
+
+    bounds = stage_bounds(flops, layout.pipeline)
+    stages = []
+    for index in range(layout.pipeline):
+        own = layers[bounds[index] : bounds[index + 1]]
+        if config.model.tie_embeddings and layout.pipeline > 1 and index == layout.pipeline - 1:
+            own = [*own[:-1], replace(own[-1], parameters=own[-1].parameters + layers[0].largest)]
+        stages.append((own, min(config.batch.gradient_accumulation_steps, layout.pipeline - index)))
+    return stages
 
 
 def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) -> Workload:

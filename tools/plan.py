@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.arguments import above_zero, above_zero_to_one, command, command_line, from_zero, positive
-from tools.estimate import layer_flops, memory, read_config, workload
+from tools.estimate import any_layout, layer_flops, memory, read_config, workload
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from megatron_lite.communication import Links
@@ -89,13 +89,15 @@ def plan(options: argparse.Namespace) -> int:
     from megatron_lite.flops import PEAK_TERAFLOPS, listed_peak_flops
     from tools.measure_links import read_links
 
-    config = read_config(options.config, options.gpus)
+    config, words, problem = any_layout(options.config, options.gpus)
     dtype = "bf16" if config.precision.dtype == "auto" else config.precision.dtype
     peak = listed_peak_flops(options.gpu, dtype)
     if peak is None:
         raise ValueError(f"--gpu {options.gpu!r}: no {dtype} peak; known are {', '.join(PEAK_TERAFLOPS)}")
     links = read_links(options.links, options.gpus_per_machine)
-    rows = list(layouts(config, options.config, options.gpus, dtype, peak * options.mfu, links))
+    rows = list(layouts(config, words, options.gpus, dtype, peak * options.mfu, links))
+    if problem is not None and not rows:
+        raise problem
     limit = options.gpu_memory * 1e9
     rows.sort(key=lambda row: (row.bytes > limit, row.step))
     print(header(config, options.gpus, dtype))
@@ -163,7 +165,7 @@ def header(config: Config[ModelConfig], gpus: int, dtype: str) -> str:
     """The model and the run in three lines."""
     work = workload(config, layer_flops(config), dtype)
     batch, steps = config.batch, config.schedule.train_steps
-    tokens = steps * batch.tokens_per_step
+    tokens = batch.tokens_of(steps)
     mode = config.parallel.activation_checkpointing.mode
     return (
         f"{'+'.join(dict.fromkeys(config.model.mixers))}, {work.parameters / 1e6:,.1f} M parameters, {dtype}, "
@@ -187,7 +189,7 @@ def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str
     for row in rows:
         parts = row.memory
         work = parts["activations"] + parts["at work"]
-        days = config.schedule.train_steps * row.step / 86400
+        days = config.batch.tokens_of(config.schedule.train_steps) / tokens * row.step / 86400
         name = f"{row.layout.tensor}{' +SP' if row.layout.sequence_parallel else ''}"
         lines.append(
             f"{name:<6}{row.layout.pipeline:>6}{row.layout.context:>9}{row.data:>6}{row.zero_stage:>6}{row.accumulation:>7} |"

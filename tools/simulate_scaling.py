@@ -34,11 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, help="write the plot here")
     options = parser.parse_intermixed_args(arguments)
     from megatron_lite.communication import scaling
-    from megatron_lite.layout import Layout
-    from tools.estimate import layer_flops, read_config, workload
+    from megatron_lite.layout import Layout, layout_problems, limits_of
+    from tools.estimate import any_layout, layer_flops, workload
     from tools.measure_links import read_links
 
-    config = read_config(options.config, 1)
+    config, _, _ = any_layout(options.config, 1)
+    limits = limits_of(config.model, config.batch.sequence_length)
     links = read_links(options.links, options.gpus_per_machine)
     work = workload(config, layer_flops(config), "bf16")
     layouts = {
@@ -49,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tensor 2 x pipeline 4 x data": Layout(tensor=2, pipeline=4),
     }
     curves = {
-        name: scaling(work, layout, COUNTS, options.flops, links, grow_batch=False) for name, layout in layouts.items()
+        name: scaling(work, layout, COUNTS, options.flops, links, grow_batch=False)
+        for name, layout in layouts.items()
+        if not any(layout_problems(layout, limits))
     }
     title = f"{Path(options.config[0]).stem}: {work.global_batch_size} samples of {work.sequence_length} a step, ZeRO 1"
     print(f"{title}; {options.flops / 1e12:g} TFLOP/s a GPU\nlinks: {links.source}\n")

@@ -141,11 +141,12 @@ def start_message(
 ) -> str:
     """Two lines at the start of a run: what is trained, on what, for how long, from where."""
     parameters = sum(math.prod(shape) for shape in engine.parameter_shapes().values())
-    tokens = config.schedule.train_steps * config.batch.tokens_per_step
+    tokens = config.batch.tokens_of(config.schedule.train_steps)
+    most = "" if config.batch.ramp.start is None else "up to "
     return (
         f"{config.run.name}: {'+'.join(dict.fromkeys(config.model.mixers))}, {parameters / 1e6:.1f} M parameters, "
         f"{layout_words(engine.layout)} on {engine.grid.device.type}\n"
-        f"{config.schedule.train_steps:,} steps of {config.batch.tokens_per_step:,} tokens = {tokens / 1e6:,.1f} M, "
+        f"{config.schedule.train_steps:,} steps of {most}{config.batch.tokens_per_step:,} tokens = {tokens / 1e6:,.1f} M, "
         f"from {data.train_tokens / 1e6:,.1f} M tokens of text; "
         + (f"from {source} at step {state.step}{_resharded(engine, source)}" if source else "from the start")
     )

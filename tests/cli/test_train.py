@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,13 @@ import torch
 import yaml
 
 import train
+from data.loader import ReadAhead
 from megatron_lite import checkpoint
+from megatron_lite.config import load_config
+from megatron_lite.grid import init_grid
 from megatron_lite.metrics import MetricsLogger
 from megatron_lite.trainer import Trainer
+from models.config import ModelConfig
 from tests.cli.conftest import ROOT
 
 
@@ -198,6 +203,49 @@ def test_help_answers_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
     assert done.stdout.endswith("False False\n")
     assert "torchrun" in done.stdout
+
+
+def test_a_time_budget_is_for_the_samples_of_a_batch_that_grows(arguments):
+    class Engine:
+        def measure_step_seconds(self, _batch):
+            return 1.0
+
+    budget = {"schedule.train_steps": 1000, "schedule.time_budget_minutes": 1.5}
+    ramp = {"batch.global_batch_size": 8, "batch.ramp": "{start: 2, increment: 2, samples: 60}"}
+    for changes, expected in ((budget, 90), (budget | ramp, 10 + 5 + 4 + 14)):  # 20, 20 and 24 samples, then steps of 8
+        config = load_config(["configs/default.yml"], arguments(**changes), model_type=ModelConfig, world_size=1)
+        assert train._steps_in_budget(config, Engine(), ReadAhead(iter([[]])), init_grid("cpu")) == expected
+        assert expected == 90 or config.batch.samples_of(expected) <= 180 < config.batch.samples_of(expected + 1)
+
+
+def test_the_tokens_of_a_batch_that_grows_are_those_that_it_takes(arguments, tmp_path, capsys):
+    ramp = {"batch.global_batch_size": 8, "batch.micro_batch_size": 2, "schedule.train_steps": 12}
+    words = arguments(**ramp, **{"batch.ramp": "{start: 2, increment: 2, samples: 60}"})
+    assert train.main([*words, "--dry-run"]) == 0
+    assert re.search(r"12 steps, 896 +tokens", capsys.readouterr().out)  # ten steps of 2 samples of 32, two of 4
+    assert train.main(words) == 0
+    assert "12 steps of up to 256 tokens = 0.0 M" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] == 28 * 32
+
+
+def test_a_dry_run_counts_a_process_of_the_layout(arguments, monkeypatch, capsys):
+    def printed(*words):
+        assert train.main([*arguments(**{"model.hidden_size": 256, "model.num_heads": 4}), *words, "--dry-run"]) == 0
+        out = capsys.readouterr().out
+        return {part: float(re.search(rf"{part} +([\d.]+) GiB", out)[1]) for part in ("optimizer", "micro batch")}, out
+
+    monkeypatch.setattr("tools.dry_run.GIB", 2**20)
+    whole, out = printed()
+    assert "a process, ZeRO 1 over 1" in out
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cut, out = printed("parallel.tensor=2")
+    assert "the fullest process of tensor 2 x pipeline 1 x context 1, ZeRO 1 over 1" in out
+    assert cut["optimizer"] == pytest.approx(whole["optimizer"] / 2, rel=0.05)
+    assert whole["micro batch"] / 2 < cut["micro batch"] < whole["micro batch"]
+    split, out = printed("parallel.context=2")
+    assert "context 2, ZeRO 1 over 2" in out
+    assert split["optimizer"] == pytest.approx(whole["optimizer"] / 2, rel=0.01)
+    assert split["micro batch"] < whole["micro batch"]
 
 
 def test_print_config_and_dry_run_write_nothing(arguments, tmp_path, capsys):

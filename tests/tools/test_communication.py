@@ -133,6 +133,14 @@ def test_the_simulation_draws_its_curves(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_layout_that_the_model_cannot_take_has_no_curve(capsys):
+    """BERT-base has twelve heads, which eight processes cannot share; the file's own layout is none of the curves'."""
+    assert simulate_scaling.main(["configs/bert_base.yml", "parallel.tensor=2"]) == 0
+    out = capsys.readouterr().out
+    assert "tensor 2 x data" in out
+    assert "tensor 8 x data" not in out
+
+
 def test_links_are_measured_between_processes(tmp_path):
     path = tmp_path / "links.json"
     words = [

@@ -236,6 +236,39 @@ def test_the_table(capsys):
     assert plan.main(["configs/default.yml", "model.zzz=1"]) == 2
 
 
+def test_a_batch_that_does_not_divide_in_the_layout_of_the_file(capsys):
+    """Of eight GPUs four at most can be data ranks."""
+    words = [*SMALL, "model.num_layers=4", "--gpus", "8", "--rows", "0"]
+    for batch in (
+        ["batch.global_batch_size=4"],
+        ["batch.global_batch_size=4", "batch.gradient_accumulation_steps=2"],
+        ["batch.global_batch_size=4", "batch.gradient_accumulation_steps=2", "parallel.tensor=3"],
+    ):
+        assert plan.main([*words, *batch]) == 0
+        rows = re.findall(r"^\d(?: \+SP)? +\d +\d +(\d) +\d +(\d) \|", capsys.readouterr().out, re.MULTILINE)
+        assert {tuple(map(int, row)) for row in rows} == {(4, 1), (2, 2), (1, 4)}
+    assert plan.main([*words, "batch.global_batch_size=4", "--gpus", "65536"]) == 2
+    assert "no multiple of micro_batch_size 1 x 65536 data ranks" in capsys.readouterr().err
+
+
+def test_accumulation_of_the_file_sets_the_batch(capsys):
+    """Every layout has the batch of the file's own: 1 sample x 4 micro batches x 2 data ranks."""
+    words = [
+        *SMALL,
+        "batch.global_batch_size=null",
+        "batch.gradient_accumulation_steps=4",
+        "--gpus",
+        "2",
+        "--rows",
+        "0",
+    ]
+    assert plan.main(words) == 0
+    out = capsys.readouterr().out
+    assert "8 samples of 256 a step in micro batches of 1" in out
+    rows = re.findall(r"^\d(?: \+SP)? +\d +\d +(\d) +\d +(\d) \|", out, re.MULTILINE)
+    assert {tuple(map(int, row)) for row in rows} == {(2, 4), (1, 8)}
+
+
 def test_what_a_row_says():
     config = read_config([*SMALL, "batch.global_batch_size=8", "schedule.train_steps=86400"], 1)
     memory = {"weights": GIB, "gradients": 2 * GIB, "optimizer": 3 * GIB, "activations": 4 * GIB, "at work": 0.5 * GIB}

@@ -128,7 +128,7 @@ def plan_table(runs: Sequence[Run]) -> str:
     for run in cells.values():
         model, batch = run.config.model, run.config.batch
         seeds = [other for other in runs if (other.size, other.model) == (run.size, run.model)]
-        tokens = run.config.schedule.train_steps * batch.tokens_per_step
+        tokens = batch.tokens_of(run.config.schedule.train_steps)
         rows.append(
             [
                 run.label,
