@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -129,8 +130,10 @@ def complete(
     top_p: float = 0.95,
     seed: int = 0,
 ) -> str:
-    """The continuation of one prompt, without the prompt; ends at the end of a document or after `max_tokens`."""
+    """The continuation of one prompt, without the prompt; ends at the end of a document, after `max_tokens`, or where the
+    model's learned positions do."""
     ids = prompt_ids(tokenizer, prompt)
+    max_tokens = int(min(max_tokens, longest_continuation(model, ids)))
     steps = generate(
         model,
         [ids],
@@ -144,6 +147,12 @@ def complete(
     )
     stream = TextStream(tokenizer, ids)
     return "".join(stream.push(step[0]) for step in steps if step[0] is not None) + stream.finish()
+
+
+def longest_continuation(model: LanguageModel, prompt: Sequence[int]) -> float:
+    """Tokens that can follow a prompt: learned positions bound what is read, and the last token is not."""
+    positions = model.config.max_positions
+    return math.inf if positions is None else max(0, positions + 1 - len(prompt))
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

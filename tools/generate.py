@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out is not None and options.prompts_file is None:
         parser.error("--out goes with --prompts-file; the text of one --prompt goes to stdout")
+    from tools.decoding import longest_continuation, prompt_ids
     from tools.load_model import find_model, load_model
     from tools.sampling import check_sampling
 
@@ -35,6 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "python -m tools.length evaluates it, python -m tools.finetune_glue trains it on tasks"
         )
     loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
+    for prompt in prompts:
+        ids = prompt_ids(loaded.tokenizer, prompt)
+        room = longest_continuation(loaded.model, ids)
+        if options.max_tokens > room:
+            raise ValueError(
+                f"--max-tokens {options.max_tokens}: after a prompt of {len(ids)} tokens {room} are allowed "
+                f"(model.max_positions = {found.model.max_positions})"
+            )
     out = None
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -17,10 +17,11 @@ from data.loader import ReadAhead
 from megatron_lite import checkpoint
 from megatron_lite.config import load_config
 from megatron_lite.grid import init_grid
-from megatron_lite.metrics import MetricsLogger
+from megatron_lite.metrics import MetricsLogger, read_metrics
 from megatron_lite.trainer import Trainer
 from models.config import ModelConfig
 from tests.cli.conftest import ROOT
+from tools import generate
 
 
 def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsys):
@@ -203,6 +204,20 @@ def test_help_answers_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
     assert done.stdout.endswith("False False\n")
     assert "torchrun" in done.stdout
+
+
+def test_a_text_ends_where_learned_positions_do(arguments, tmp_path, capsys):
+    """A run with positions for its own sequences, no more, writes the text that they allow, and so does tools.generate."""
+    model = {"model.mixers": "[attention]", "model.positions": "learned", "model.max_positions": 32}
+    assert train.main(arguments(**model, **{"evaluation.sample_tokens": 64, "schedule.train_steps": 2})) == 0
+    (sample,) = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "sample"]
+    assert 0 < len(sample["text"]) <= 29  # of bytes, after four
+    capsys.readouterr()
+    assert generate.main([str(tmp_path / "run"), "--prompt", "def ", "--max-tokens", "30"]) == 2
+    said = capsys.readouterr()
+    assert "--max-tokens 30: after a prompt of 4 tokens 29 are allowed (model.max_positions = 32)" in said.err
+    assert not said.out
+    assert generate.main([str(tmp_path / "run"), "--prompt", "def ", "--max-tokens", "29"]) == 0
 
 
 def test_a_time_budget_is_for_the_samples_of_a_batch_that_grows(arguments):

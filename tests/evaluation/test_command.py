@@ -306,6 +306,19 @@ def test_loss_by_position(trained_run, tmp_path, capsys):
     assert all(a["to"] + 1 == b["from"] for a, b in itertools.pairwise(bins))
 
 
+@pytest.mark.parametrize("short", ["text", "length"])
+def test_positions_that_no_token_has_have_no_loss(trained_run, tmp_path, capsys, short):
+    """Not a loss of 0: the pieces end before the second half of the trained length."""
+    out, text = tmp_path / "results.json", tmp_path / "text.txt"
+    text.write_text("def alpha(beta):" if short == "text" else "def alpha(beta):\n" * 40)
+    words = ["--data", str(text), *(["--sequence-length", "16"] if short == "length" else [])]
+    assert command.main([str(trained_run), "--by-position", *words, "--out", str(out), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert f"{text}: no token at positions 17 to 32: too short a text, or --sequence-length" in said
+    assert "0.0000" not in said
+    assert set(json.loads(out.read_text())["by_position"][str(text)]) == {"bins"}
+
+
 def test_loss_by_position_sums_to_the_perplexity(trained_run):
     from tools.evaluation.positions import loss_by_position
     from tools.perplexity import perplexity, validation_text

@@ -69,7 +69,7 @@ class LossByPosition:
     def mean(self, low: int, high: int) -> float:
         """Bits per byte of positions low to high, counted from 1."""
         weight = self.tokens[low - 1 : high]
-        nll = float((np.nan_to_num(self.nll[low - 1 : high]) * weight).sum() / max(1, weight.sum()))
+        nll = float((np.nan_to_num(self.nll[low - 1 : high]) * weight).sum() / weight.sum())
         return nll / math.log(2) / self.bytes_per_token
 
 
@@ -166,9 +166,14 @@ def positions_command(loaded: LoadedModel, texts: list[TokenText], options: Any)
     plot_positions(results, out)
     kept: dict[str, Any] = {}
     for result in results:
+        places = f"at positions {trained // 2 + 1:,} to {trained:,}"
+        kept[result.name] = {"bins": result.bins()}
+        if not result.tokens[trained // 2 : trained].sum():
+            print(f"{result.name}: no token {places}: too short a text, or --sequence-length {length:,}")
+            continue
         within = result.mean(trained // 2 + 1, trained)
-        words = f"{result.name}: {within:.4f} bits per byte at positions {trained // 2 + 1:,} to {trained:,}"
-        kept[result.name] = {"within": within, "bins": result.bins()}
+        words = f"{result.name}: {within:.4f} bits per byte {places}"
+        kept[result.name]["within"] = within
         if length > trained and result.tokens[trained:].sum():
             beyond = result.mean(trained + 1, length)
             words += f", {beyond:.4f} from {trained + 1:,} to {length:,}"
