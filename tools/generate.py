@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import command, command_line, from_zero, positive
+from tools.arguments import INTERRUPTED, command, command_line, from_zero, positive
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.load_model import LoadedModel
@@ -49,13 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         out = options.out.open("w", encoding="utf-8")
     started = time.perf_counter()
-    count = 0
+    count = status = 0
     if options.prompts_file is None:
         print(prompts[0], end="", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):  # enough was seen
+        try:
             for text, tokens in _stream(loaded, prompts[0], options):
                 print(text, end="", flush=True)
                 count = tokens
+        except KeyboardInterrupt:  # enough was seen
+            status = INTERRUPTED
         print()
     else:
         for number, (prompt, text, tokens) in enumerate(_batched(loaded, prompts, options), start=1):
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{count} tokens in {seconds:.1f} s ({count / seconds:,.0f} tokens/s), step {loaded.step} of {loaded.run}",
         file=sys.stderr,
     )
-    return 0
+    return status
 
 
 def _stream(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]:

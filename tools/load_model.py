@@ -155,6 +155,12 @@ def run_folder(checkpoint: Path, config: dict[str, Any]) -> Path:
     return said if not (above / "metrics.jsonl").is_file() and (said / "metrics.jsonl").is_file() else above
 
 
+def run_of(path: Path | str) -> Path:
+    """The folder of the run that a path of `load_model` names. Raises CheckpointError as there."""
+    checkpoint = resolve(path)
+    return run_folder(checkpoint, read_config_yaml(checkpoint))
+
+
 def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     """Copies the tokenizer's file to `run/tokenizer`, so that a run can be moved and read without its corpus."""
     folder = run / "tokenizer"
@@ -311,4 +317,5 @@ __all__ = [
     "prepared_data",
     "read_tokenizer",
     "run_folder",
+    "run_of",
 ]

@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         difference = "" if math.isnan(row["difference"]) else f"{row['difference']:.1e}"
         print(f"{row['form']:<18} {row['length']:>7} {row['ms']:>10.1f} {row['mib']:>10.1f}   {difference}")
-    out = options.out or options.run / "forms.png"
+    from tools.load_model import run_of
+
+    out = options.out or run_of(options.run) / "forms.png"
     write_whole(out.with_suffix(".json"), json.dumps(rows, indent=1).replace("NaN", "null") + "\n")
     plot(rows, out)
     print(out)

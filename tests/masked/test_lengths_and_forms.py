@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,17 @@ def test_whole_words_are_hidden_where_training_hid_them(masked_run: Path, tmp_pa
 def test_what_cannot_be_evaluated(masked_run: Path, capsys) -> None:
     assert length_tool.main([str(masked_run), "--lengths", "24", "64"]) == 2
     assert "--lengths 24: does not divide the longest, 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tool", "name"), [(length_tool, "length"), (masked_forms, "forms")])
+def test_pictures_of_a_step_lie_in_the_folder_of_its_run(masked_run: Path, tmp_path: Path, tool, name: str) -> None:
+    """A checkpoint is deleted when newer ones are there."""
+    run = shutil.copytree(masked_run, tmp_path / "run")
+    (run / "metrics.jsonl").touch()
+    (step,) = (run / "checkpoints").glob("step_*")
+    assert tool.main([str(step), "--lengths", "16"]) == 0
+    assert {file.name for file in run.glob(f"{name}.*")} == {f"{name}.png", f"{name}.json"}
+    assert not list(step.glob(f"{name}.*"))
 
 
 def test_forms_agree(masked_run: Path, tmp_path: Path, capsys) -> None:

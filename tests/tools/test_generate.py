@@ -1,6 +1,7 @@
 """Decoding equals the full forward, batches equal single prompts, and text comes in whole characters."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,18 @@ def test_command(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     greedy = capsys.readouterr().out
     assert main([*arguments, "--temperature", "0"]) == 0
     assert capsys.readouterr().out == greedy
+
+
+def test_ctrl_c_ends_a_text_and_says_how_far_it_came(trained_run: Path, capsys, monkeypatch) -> None:
+    def two_tokens(*_: object, **__: object) -> Iterator[list[int]]:
+        yield from ([70], [71])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoding, "generate", two_tokens)
+    assert main([str(trained_run), "--prompt", "def "]) == 130
+    shown = capsys.readouterr()
+    assert shown.out.startswith("def ")
+    assert "2 tokens in" in shown.err
 
 
 def test_command_with_a_file_of_prompts(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,10 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.length.causal import loss_table
     from tools.length.masked import accuracy_table
     from tools.length.plot import plot_accuracy, plot_loss
+    from tools.load_model import run_of
 
     lengths = sorted({row["length"] for rows in results.values() for row in (rows if masked else rows["by_length"])})
     print(accuracy_table(results, lengths) if masked else loss_table(results))
-    out = options.out or options.runs[0] / "length.png"
+    out = options.out or run_of(options.runs[0]) / "length.png"
     write_whole(out.with_suffix(".json"), json.dumps(results, indent=1) + "\n")
     (plot_accuracy if masked else plot_loss)(results, out)
     print(out)
