@@ -238,15 +238,23 @@ def test_measuring_the_speed_changes_nothing(build):
     assert run(engine, steps) == plain
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 3)])
-def test_resume_is_bit_exact(build, tmp_path, dtype, stage):
+@pytest.mark.parametrize(
+    ("dtype", "stage", "mode"),
+    [
+        *((*case, "none") for case in (("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 3))),
+        # It compares the operations of a block, ZeRO's own included, with those of its second run.
+        ("fp32", 3, "selective"),
+    ],
+)
+def test_resume_is_bit_exact(build, tmp_path, dtype, stage, mode):
     steps = batches(6)
-    engine = build(model_config(), dtype=dtype, zero_stage=stage)
+    settings = {"dtype": dtype, "zero_stage": stage, "activation_checkpointing": {"mode": mode}}
+    engine = build(model_config(), **settings)
     run(engine, steps[:3])
     # Not the step of the run, which may have begun with the optimizer state of another one.
     engine_checkpoint.save(engine, tmp_path, step=1, state={"step": 1}, config_yaml="a: 1\n")
     rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
-    other = build(model_config(), seed=99, dtype=dtype, zero_stage=stage)
+    other = build(model_config(), seed=99, **settings)
     assert engine_checkpoint.load(other, tmp_path) == {"step": 1}
     assert [other.train_step(step, lr=LR) for step in steps[3:]] == rest
 
