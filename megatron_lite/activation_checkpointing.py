@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron_lite.config_schema import ParallelConfig
 
@@ -44,7 +45,7 @@ def checkpointed(
         layer,
         x,
         use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(_keep_products),
+        context_fn=_keep_products,
         **context,
     )
 
@@ -57,14 +58,36 @@ def mode_of(index: int, count: int, parallel: ParallelConfig) -> str:
     return settings.others if (index - 1) % settings.every else settings.mode
 
 
-_PRODUCTS = {
+_PRODUCTS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
+]
 
 
-def _keep_products(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+class _ProductsAlone(TorchDispatchMode):
+    """Shows one of torch's two modes of selective checkpointing the products and nothing else.
+
+    They compare every operation of the second forward pass with the first one's. ZeRO 3 gathers and frees weights in both, and
+    not the same ones: what is there depends on what ran before.
+    """
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _keep_products() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    first, second = create_selective_checkpoint_contexts(_PRODUCTS)
+    return _ProductsAlone(first), _ProductsAlone(second)

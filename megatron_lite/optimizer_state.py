@@ -104,8 +104,7 @@ class OptimizerState:
             for placed in self._parameters:
                 weight = self._partition(placed.parameter)[1]["weight"]
                 placed.parameter.ds_tensor.data.view(-1)[: weight.numel()].copy_(weight)
-            # Small ones, otherwise kept gathered: the next forward pass gathers them, as the first one of a new run does. With
-            # all there it would not, and the recomputation of `selective`, which would, may run no other operations.
+            # Small ones, otherwise kept gathered: the next forward pass gathers them anew.
             if persistent := self._zero.persistent_parameters:
                 persistent[0].partition(persistent, has_been_updated=False)
         elif hasattr(self._zero, "update_lp_params"):

@@ -77,6 +77,22 @@ def test_activation_checkpointing_changes_nothing(build, mode, others, stage):
     assert_equal(run(engine, steps), expected, 1e-6)
 
 
+def test_selective_checkpointing_goes_with_weights_that_zero_3_gathers_for_every_pass(build, tmp_path):
+    """They have more than 100,000 elements. Which are there at a pass depends on the passes before it."""
+    config = model_config(intermediate_size=1600)
+    steps = batches(4)
+    expected = oracle.train(config, steps, seed=11, lr=LR, warmup=WARMUP, total=4)
+    settings = {"zero_stage": 3, "activation_checkpointing": {"mode": "selective"}}
+    engine = build(config, **settings)
+    results = [engine.train_step(step, lr=rate(index, 4)) for index, step in enumerate(steps[:3])]
+    engine_checkpoint.save(engine, tmp_path, step=3, state={}, config_yaml="a: 1\n")
+    other = build(config, seed=99, **settings)
+    engine_checkpoint.load(other, tmp_path)
+    for each in (engine, other):
+        each.evaluate(steps[0])
+        assert_equal([*results, each.train_step(steps[3], lr=rate(3, 4))], expected, 1e-6)
+
+
 @pytest.mark.parametrize(
     ("mixer", "stage", "dtype"),
     [("metala", 1, "bf16"), ("metala", 3, "fp32"), ("lion", 2, "fp32"), ("attention", 3, "bf16")],
