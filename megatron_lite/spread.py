@@ -59,7 +59,8 @@ class SpreadMeter:
     def __init__(self, layers: Sequence[nn.Module], grid: Grid, interval: int) -> None:
         self._layers, self._grid = layers, grid
         self._interval = interval if grid.world_size > 1 else 0
-        self._marks: list[Any] = []
+        self._begin: Any = None
+        self._passes: list[tuple[Any, Any]] = []
         self._suspects: set[tuple[int, str]] = set()
         self._hosts: list[str] = []
 
@@ -70,12 +71,12 @@ class SpreadMeter:
     @contextlib.contextmanager
     def timing(self, step: int) -> Iterator[None]:
         """Around a training step: marks begin and end of every layer's forward pass, where the step is due."""
-        self._marks = []
+        self._passes = []
         if not self.due(step):
             yield
             return
-        handles = [layer.register_forward_pre_hook(lambda *_: self._mark()) for layer in self._layers]
-        handles += [layer.register_forward_hook(lambda *_: self._mark()) for layer in self._layers]
+        handles = [layer.register_forward_pre_hook(self._begins) for layer in self._layers]
+        handles += [layer.register_forward_hook(self._ends) for layer in self._layers]
         try:
             yield
         finally:
@@ -118,20 +119,25 @@ class SpreadMeter:
         slowest = max(range(len(rows)), key=ratios.__getitem__)
         return Spread(slowest, ratios[slowest], max(probes), slow)
 
-    def _mark(self) -> None:
-        if self._grid.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
+    def _begins(self, *_: Any) -> None:
+        self._begin = self._mark()
+
+    def _ends(self, *_: Any) -> None:
+        # A pass has an end for its begin, but where activation checkpointing stops a second one when it has what it needs.
+        self._passes.append((self._begin, self._mark()))
+
+    def _mark(self) -> Any:
+        if self._grid.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _forward_seconds(self) -> float:
-        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
         if self._grid.device.type == "cuda":
             torch.cuda.synchronize(self._grid.device)
-            return sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
-        return sum(end - begin for begin, end in pairs)
+            return sum(begin.elapsed_time(end) for begin, end in self._passes) / 1e3
+        return sum(end - begin for begin, end in self._passes)
 
     def _probe_seconds(self) -> float:
         cuda = self._grid.device.type == "cuda"

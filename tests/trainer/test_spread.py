@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.grid import Grid
 from megatron_lite.spread import Spread, SpreadMeter
@@ -54,13 +55,28 @@ def test_the_forward_passes_of_a_step_that_is_due_are_timed():
     meter = meter_of(2, interval=3)
     assert [step for step in range(1, 10) if meter.due(step)] == [3, 6, 9]
     assert not any(meter_of(1, interval=1).due(step) for step in range(5))
-    for step, marks in ((3, 8), (4, 0), (6, 8)):
+    for step, passes in ((3, 4), (4, 0), (6, 4)):
         with meter.timing(step):
             for layer in (*meter._layers, *meter._layers):
                 layer(torch.ones(2))
-        assert len(meter._marks) == marks  # begin and end of each
+        assert len(meter._passes) == passes
         meter._layers[0](torch.ones(2))
-        assert len(meter._marks) == marks
+        assert len(meter._passes) == passes
     assert meter._forward_seconds() > 0
-    meter._marks = [1.0, 1.5, 2.0, 2.25]
+    meter._passes = [(1.0, 1.5), (2.0, 2.25)]
     assert meter._forward_seconds() == 0.75
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_pass_that_activation_checkpointing_stops_is_not_timed(monkeypatch, layers):
+    meter = meter_of(2)
+    meter._layers = [torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.Flatten(0)) for _ in range(layers)]
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    with meter.timing(2):
+        x = torch.ones(2, 2, requires_grad=True)
+        for layer in meter._layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        x.sum().backward()
+    assert next(clock) == 3 * layers  # the second pass of each began
+    assert meter._forward_seconds() == layers
