@@ -86,6 +86,12 @@ def test_bytes(tmp_path: Path) -> None:
     check_same_ids(tokenizer, tmp_path / "out", [*TEXTS, *hard_texts(200)])
     assert loaded.decode(loaded("größe 🙂")["input_ids"]) == "größe 🙂"
     assert len(loaded) == 257
+    cut = tokenizer.encode("größe 🙂")[:-1]  # as generation stops
+    assert loaded.decode(cut) == tokenizer.decode(cut) == "größe \ufffd"
+    draw = random.Random(0)
+    for _ in range(200):
+        ids = draw.choices(range(256), k=20)
+        assert loaded.decode(ids) == tokenizer.decode(ids)
 
 
 def test_json_without_what_training_did_not_add(tmp_path: Path) -> None:

@@ -104,13 +104,17 @@ def _nothing() -> Any:
 
 
 def _bytes(tokenizer: Tokenizer) -> Any:
-    """No entry is a character, so every character falls back to its bytes."""
+    """Every byte is an entry, under GPT-2's name for it (Radford et al. 2019): bytes that are no UTF-8 decode to U+FFFD each
+    by itself. Byte fallback would make one of all of a text that ends inside a character."""
     import tokenizers
-    from tokenizers import decoders, models
+    from tokenizers import decoders, models, pre_tokenizers
 
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    model.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    rest = (byte for byte in range(256) if byte not in printable)
+    names = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(rest)}
+    model = tokenizers.Tokenizer(models.BPE(vocab={name: byte for byte, name in names.items()}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
     model.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
     return model
 
