@@ -1,8 +1,9 @@
 """An export behind Transformers' own OpenAI-compatible server: `python -m tools.serve exported/ --port 8000`.
 
 `transformers serve` looks a model's class up in the transformers module alone, also with --trust-remote-code; this command
-puts the export's class there and hands over. That server passes a request's temperature and top_p on and leaves it to the
-model's settings whether they are used; here they are.
+puts the export's class there and hands over. Its list of models is that of the hub's cache, and an error where there is no
+cache; here it is the export, the only model that it answers for. It passes a request's temperature and top_p on and leaves
+it to the model's settings whether they are used; here they are. An empty prompt begins a document, as in tools.generate.
 """
 
 from __future__ import annotations
@@ -46,10 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
         raise ValueError("the server is an extra of transformers: pip install 'transformers[serving]'")
     import transformers
+    from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.transformers import main as transformers_command
 
     folder = str(options.folder)
     setattr(transformers, name, served_class(folder, name))
+    created = int((options.folder / "config.json").stat().st_mtime)
+    listed = [{"id": folder, "object": "model", "created": created, "owned_by": "metalion"}]
+    ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: listed)
     sys.argv = ["transformers", "serve", folder, "--trust-remote-code", *rest]
     transformers_command()
     return 0
@@ -65,6 +70,14 @@ def served_class(folder: str, name: str) -> type:
             model = super().from_pretrained(*arguments, **settings)
             model.generation_config.update(do_sample=True, top_k=0)  # top_k: transformers' own default is 50
             return model
+
+        def generate(self, *arguments: Any, **settings: Any) -> Any:
+            ids = settings.get("input_ids")
+            if ids is None or ids.shape[1]:
+                return super().generate(*arguments, **settings)
+            begin = ids.new_full((len(ids), 1), self.generation_config.bos_token_id).long()
+            settings |= {"input_ids": begin, "attention_mask": begin.new_ones(begin.shape)}
+            return super().generate(*arguments, **settings)[:, 1:]
 
     return Served
 

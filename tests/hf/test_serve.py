@@ -13,6 +13,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.hf.environments import SERVING, environment, python_of
 from tests.parallel.launch import free_port
@@ -32,7 +33,12 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
     server = subprocess.Popen(
         [str(python), "-m", "tools.serve", str(exported), "--device", "cpu", "--port", str(port)],
         cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_CACHE": str(tmp_path / "none"),
+            "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        },
         stdout=log,
         stderr=log,
     )
@@ -50,6 +56,7 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
                 assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
                 time.sleep(0.5)
         assert answer is not None, "the server did not come up"
+        models = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60))
     finally:
         server.terminate()
         server.wait(timeout=30)
@@ -57,6 +64,7 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
     expected = complete(loaded.model, loaded.tokenizer, "def ", max_tokens=12, temperature=0.0)
     assert answer["choices"][0]["text"] == expected
     assert answer["usage"]["prompt_tokens"] == len(loaded.tokenizer.encode("def "))
+    assert [model["id"] for model in models["data"]] == [str(exported)]
 
 
 def test_a_request_for_sampling_is_sampled(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +79,17 @@ def test_a_request_for_sampling_is_sampled(exported: Path, tmp_path: Path, monke
     settings.temperature, settings.do_sample = 0.0, False
     greedy = model.generate(ids, generation_config=settings, max_new_tokens=8)
     assert len({tuple(row) for row in greedy.tolist()}) == 1
+
+
+def test_an_empty_prompt_begins_a_document(
+    exported: Path, trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    model = served_class(str(exported), "MetalionForCausalLM").from_pretrained(str(exported))
+    inputs = AutoTokenizer.from_pretrained(exported, trust_remote_code=True)("", return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0].tolist()
+    loaded = load_model(trained_run)
+    assert loaded.tokenizer.decode(ids) == complete(loaded.model, loaded.tokenizer, "", max_tokens=12, temperature=0.0)
 
 
 def test_what_cannot_be_served(
