@@ -216,7 +216,7 @@ def _open_parquet(path: Path) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a whole parquet file: {error}") from error
 
 
@@ -231,13 +231,18 @@ def _open_saved(path: Path) -> Any:
 
 
 def _parse_parquet(block: Block, text_key: str, source_key: str, parsed: Parsed) -> None:
+    import pyarrow
+
     parquet = _open_parquet(block.file.path)
     names = parquet.schema_arrow.names
     if text_key not in names:
         raise ValueError(_wrong_key(f"{block.file.path}", text_key, names))
     first_row = sum(parquet.metadata.row_group(group).num_rows for group in range(block.first))
     columns = [text_key, *({source_key.split(".")[0]} & set(names) - {text_key})]
-    rows = parquet.read_row_group(block.first, columns=columns).to_pylist()
+    try:
+        rows = parquet.read_row_group(block.first, columns=columns).to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{block.file.path} is damaged in row group {block.first + 1}: {error}") from error
     _add_rows(rows, block.file, first_row, text_key, source_key, parsed)
 
 

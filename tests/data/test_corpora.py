@@ -58,8 +58,12 @@ def test_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
     with pytest.raises(ValueError, match="row 2: 'text' holds null"):
         read(path)
-    path.write_bytes(path.read_bytes()[:-9])
+    whole = bytearray(path.read_bytes())
+    path.write_bytes(whole[:-9])
     with pytest.raises(ValueError, match="is not a whole parquet file"):
+        read(path)
+    path.write_bytes(whole[:4] + bytes([0x5A]) * 30 + whole[34:])
+    with pytest.raises(ValueError, match=r"x\.parquet is damaged in row group 1: "):
         read(path)
 
 
