@@ -44,7 +44,7 @@ def preprocess(
     """
     tokenizer = load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
     made_from = _made_from(files, recipe, tokenizer)
-    parts = Path(f"{output_prefix}.parts-{made_from}")
+    parts = _parts_folder(output_prefix, made_from, tokenizer)
     parts.mkdir(parents=True, exist_ok=True)
     try:
         _write_parts(files, parts, recipe, tokenizer, workers, progress)
@@ -67,7 +67,7 @@ def finished(
     tokenizer = load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
     made_from = _made_from(files, recipe, tokenizer)
     # Of a job that was stopped, perhaps while it joined them.
-    again = begun = Path(f"{output_prefix}.parts-{made_from}").exists()
+    again = begun = _parts_folder(output_prefix, made_from, tokenizer).exists()
     manifests = {}
     for name in recipe.names():
         prefix = f"{output_prefix}_{name}_document"
@@ -96,6 +96,11 @@ def _made_from(files: Sequence[SourceFile], recipe: Recipe, tokenizer: Tokenizer
         "files": [file.identity() for file in files],
     }
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+
+
+def _parts_folder(output_prefix: str | Path, made_from: str, tokenizer: Tokenizer) -> Path:
+    # What ends a document may be named in a file beside the one that the tokenizer's hash is of.
+    return Path(f"{output_prefix}.parts-{made_from}-{tokenizer.end_of_document_id}")
 
 
 def _write_parts(

@@ -157,6 +157,17 @@ def test_another_end_of_documents_is_another_tokenizer(tmp_path, inline, capsys)
         check_tokenizer(tmp_path / "out_text_document", load_tokenizer("hf", tmp_path))
     assert main([*words, "--overwrite"]) == 0
     assert IndexedTokens(tmp_path / "out_text_document")[0].tolist() == [3, 2]
+    # Nor are the parts of a job that was killed before the change.
+    more = tmp_path / "b.txt"
+    more.write_text("word")
+    words.insert(2, str(more))
+    words[-1] = str(tmp_path / "cut")
+    Inline.stop_at = "b.txt"
+    assert main(words) == 130
+    Inline.stop_at = None
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert main(words) == 0
+    assert [ids.tolist() for ids in IndexedTokens(tmp_path / "cut_text_document")] == [[3, 1], [3, 1]]
 
 
 def test_a_job_that_was_stopped_while_it_joined_goes_on(corpus, tmp_path, inline, monkeypatch):
