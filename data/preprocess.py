@@ -53,7 +53,9 @@ def preprocess(
         with contextlib.suppress(OSError):  # finished parts, which the same command will use, keep it
             parts.rmdir()
         raise
-    shutil.rmtree(parts)
+    # A kill inside the removal must leave no reports of parts that are gone.
+    shutil.rmtree(_done(parts), ignore_errors=True)
+    shutil.rmtree(parts.rename(_done(parts)))
     return manifests
 
 
@@ -66,8 +68,9 @@ def finished(
     """
     tokenizer = load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
     made_from = _made_from(files, recipe, tokenizer)
-    # Of a job that was stopped, perhaps while it joined them.
-    again = begun = _parts_folder(output_prefix, made_from, tokenizer).exists()
+    parts = _parts_folder(output_prefix, made_from, tokenizer)
+    shutil.rmtree(_done(parts), ignore_errors=True)  # of a job that was stopped while it removed them
+    again = begun = parts.exists()  # of a job that was stopped, perhaps while it joined them
     manifests = {}
     for name in recipe.names():
         prefix = f"{output_prefix}_{name}_document"
@@ -101,6 +104,11 @@ def _made_from(files: Sequence[SourceFile], recipe: Recipe, tokenizer: Tokenizer
 def _parts_folder(output_prefix: str | Path, made_from: str, tokenizer: Tokenizer) -> Path:
     # What ends a document may be named in a file beside the one that the tokenizer's hash is of.
     return Path(f"{output_prefix}.parts-{made_from}-{tokenizer.end_of_document_id}")
+
+
+def _done(parts: Path) -> Path:
+    """Where a job's parts go to be removed."""
+    return parts.with_name(f"{parts.name}.done")
 
 
 def _write_parts(

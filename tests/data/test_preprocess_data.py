@@ -181,6 +181,23 @@ def test_a_job_that_was_stopped_while_it_joined_goes_on(corpus, tmp_path, inline
     assert read_manifest(tmp_path / "out_title_document")
 
 
+def test_a_job_that_was_stopped_while_it_removed_its_parts_is_complete(corpus, tmp_path, inline, monkeypatch, capsys):
+    words = ["--input", str(corpus), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
+    words += ["--workers", "1", "--no-progress", "--deduplicate"]
+
+    def stopped(folder, ignore_errors=False):
+        if not ignore_errors:
+            next(folder.glob("*.digests")).unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data.preprocess.shutil.rmtree", stopped)
+        assert main(words) == 130
+    assert main(words) == 0
+    assert "complete: written before" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.parts-*"))
+
+
 def test_repeats_are_dropped_across_files(corpus, tmp_path, inline):
     recipe = Recipe("bytes", keys=("text", "title"), deduplicate=True)
     manifests = preprocess(source_files(corpus), tmp_path / "out", recipe, progress=False)
