@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsy
     stored = yaml.safe_load((folder / "checkpoints" / "step_00000008" / "config.yml").read_text())
     assert stored["model"]["hidden_size"] == 32
     manifest = checkpoint.read_manifest(folder / "checkpoints" / "step_00000008")
-    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"]["torch"] == metadata.version("torch")
     assert manifest["state"]["consumed_samples"] == 32
     assert manifest["tensors"]["blocks.0.mixer.q_proj.weight"]["partition"] == "column"
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,16 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mamba"])
+MAMBA = pytest.param(
+    "mamba",
+    marks=pytest.mark.skipif(
+        find_spec("triton") is not None and not torch.cuda.is_available(),
+        reason="where there is Triton, transformers' Mamba takes a kernel that needs a GPU",
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", MAMBA])
 def test_other_models_stand_in_the_same_table(kind, bpe, eval_data, evaluated, tmp_path, capsys):
     folder = tiny_huggingface(tmp_path / kind, kind, bpe)
     out = tmp_path / "out" / "results.json"

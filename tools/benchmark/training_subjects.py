@@ -80,6 +80,8 @@ class Settings:
 
 def build(name: str, settings: Settings, device: torch.device) -> Training:
     """The subject `name` of `SUBJECTS`. ImportError where its package, or what that needs, is missing here."""
+    if SUBJECTS[name] in (_gla, _hgrn2, _retnet) and device.type == "cpu":
+        raise ImportError("flash-linear-attention's kernels need a GPU")
     return SUBJECTS[name](settings, device)
 
 
