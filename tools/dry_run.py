@@ -1,8 +1,8 @@
 """What a configuration would cost, from one real layer of each kind: `python train.py CONFIG --dry-run`.
 
 The whole model is counted without being allocated. The embedding, one block of each mixer and the head are built at
-full width and run forward and backward on one fake sample, so a shape that does not fit fails here, and what they keep for the
-backward pass is counted, under the configuration's activation checkpointing. Nothing is saved.
+full width and run forward and backward on one fake sample, so a shape that does not fit fails here. Memory is that of the fullest
+moment of a step as `tools.plan` counts it: on a GPU, unless `run.device` is cpu. Nothing is saved.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import torch
 from megatron_lite.config_schema import Config
 from megatron_lite.flops import forward_flops
 from megatron_lite.layout import Layout
-from megatron_lite.memory import GIB, LayerCost, Setting, state_bytes
+from megatron_lite.memory import GIB
 from megatron_lite.precision import DTYPES, faster_dtype
 from models.config import ModelConfig
 from models.lm import LayerSpec, layer_specs
 from tools.devices import device_of
-from tools.estimate import layers_of_stages
-from tools.meta_layers import layer_costs
+from tools.estimate import memory_of
 
 
 def dry_run(config: Config[ModelConfig]) -> int:
@@ -40,28 +39,12 @@ def dry_run(config: Config[ModelConfig]) -> int:
     if specs[-1].tied_to is not None:
         sizes[-1] -= layers[-1].weight.numel()
     parameters = sum(sizes)
-    flops_of = forward_flops(layers, batch.sequence_length, config.data.asked_share)
-    flops = 3 * sum(flops_of)
+    flops = 3 * sum(forward_flops(layers, batch.sequence_length, config.data.asked_share))
     seconds = _seconds(config, specs, device, DTYPES[dtype])
     parallel = config.parallel
-    layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
-    costs = layer_costs(
-        model,
-        dtype=DTYPES[dtype],
-        micro_batch_size=1,
-        sequence_length=batch.sequence_length,
-        layout=layout,
-        parallel=parallel,
-        device="cpu" if device.type == "cpu" else "meta",
-    )
-    replicas = batch.data_ranks * layout.context
-    memory = max(
-        (
-            _memory(config, own, dtype, replicas, in_flight)
-            for own, in_flight in layers_of_stages(costs, flops_of, config, layout)
-        ),
-        key=lambda parts: sum(parts.values()),
-    )
+    cuda = config.run.device != "cpu"  # "auto" on a machine without a GPU: the run's own may have one
+    counted = dtype if config.precision.dtype != "auto" or not cuda else "bf16"
+    memory = memory_of(config, counted, cuda=cuda)
     run_tokens = batch.tokens_of(config.schedule.train_steps)
     mixers = Counter(model.mixer_of(index) for index in range(model.num_layers))
     kinds = ", ".join(f"{count} {name}" for name, count in mixers.items())
@@ -79,27 +62,16 @@ def dry_run(config: Config[ModelConfig]) -> int:
     )
     for name, value in seconds.items():
         print(f"               {name:<24} {value * 1e3:9.1f} ms")
+    layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
     where = f"the fullest process of {layout}" if layout.model_ranks > 1 else "a process"
-    print(f"memory       {where}, ZeRO {max(1, parallel.zero_stage)} over {replicas}:")
+    replicas = batch.data_ranks * layout.context
+    print(
+        f"memory       {where} on a {'GPU' if cuda else 'CPU'}, {counted}, ZeRO {max(1, parallel.zero_stage)} over {replicas}:"
+    )
     for name, size in memory.items():
-        print(f"               {name:<32} {size / GIB:8.2f} GiB")
-    print(f"               {'sum':<32} {sum(memory.values()) / GIB:8.2f} GiB")
+        print(f"               {name:<12} {size / GIB:8.2f} GiB")
+    print(f"               {'sum':<12} {sum(memory.values()) / GIB:8.2f} GiB")
     return 0
-
-
-def _memory(
-    config: Config[ModelConfig], layers: list[LayerCost], dtype: str, replicas: int, in_flight: int
-) -> dict[str, float]:
-    """Bytes by part of a process that holds these layers, whose costs are of one sample."""
-    stage, kept = max(1, config.parallel.zero_stage), config.precision.optimizer_state
-    parameters = sum(layer.parameters for layer in layers)
-    memory = state_bytes(parameters, Setting(dtype, stage, replicas, optimizer_state=kept))
-    # Those that are made anew in every step, as sums in the format of the optimizer's state.
-    width = 2 if kept == "bf16" else 4
-    memory["gradients"] = memory["gradients"] or width * parameters / (replicas if stage > 1 else 1)
-    held = "one micro batch" if in_flight == 1 else f"{in_flight} micro batches"
-    memory[f"activations of {held}"] = in_flight * config.batch.micro_batch_size * sum(cost.kept for cost in layers)
-    return memory
 
 
 def _scaled(number: float) -> str:

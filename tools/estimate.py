@@ -87,6 +87,27 @@ def memory(
     return max(stages, key=lambda parts: sum(parts.values()))
 
 
+def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> dict[str, float]:
+    """Bytes by part of the fullest process of this configuration's layout: on GPUs, or on a CPU, whose layers are computed."""
+    from megatron_lite.layout import Layout
+    from megatron_lite.precision import DTYPES
+    from tools.meta_layers import layer_costs
+
+    parallel = config.parallel
+    layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
+    layers = layer_costs(
+        config.model,
+        dtype=DTYPES[dtype],
+        micro_batch_size=config.batch.micro_batch_size,
+        sequence_length=config.batch.sequence_length,
+        layout=layout,
+        parallel=parallel,
+        device="meta" if cuda else "cpu",
+    )
+    stage = max(1, parallel.zero_stage)
+    return memory(layers, layer_flops(config), config, layout, dtype, stage, overlap=cuda, released=cuda)
+
+
 def layers_of_stages(
     layers: list[LayerCost], flops: Sequence[float], config: Config[ModelConfig], layout: Layout
 ) -> list[tuple[list[LayerCost], int]]:

@@ -13,13 +13,10 @@ import torch
 from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
-from megatron_lite.layout import Layout
 from megatron_lite.memory import GIB, Allocations
-from megatron_lite.precision import DTYPES
 from models.config import ModelConfig
 from tools.build_engine import build_engine
-from tools.estimate import layer_flops, memory, read_config
-from tools.meta_layers import layer_costs
+from tools.estimate import memory_of, read_config
 
 # Steps before the one that is measured: CUDA graphs are recorded in the third micro batch.
 BEFORE = 3
@@ -64,22 +61,7 @@ def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None
 
 def estimate(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
     """Bytes of the fullest process, as tools.plan counts them."""
-    parallel = config.parallel
-    layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
-    cuda = grid.device.type == "cuda"
-    layers = layer_costs(
-        config.model,
-        dtype=DTYPES[dtype],
-        micro_batch_size=config.batch.micro_batch_size,
-        sequence_length=config.batch.sequence_length,
-        layout=layout,
-        parallel=parallel,
-        device="meta" if cuda else "cpu",
-    )
-    parts = memory(
-        layers, layer_flops(config), config, layout, dtype, max(1, parallel.zero_stage), overlap=cuda, released=cuda
-    )
-    return sum(parts.values())
+    return sum(memory_of(config, dtype, cuda=grid.device.type == "cuda").values())
 
 
 def allocation(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:

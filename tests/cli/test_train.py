@@ -23,6 +23,7 @@ from megatron_lite.trainer import Trainer
 from models.config import ModelConfig
 from tests.cli.conftest import ROOT
 from tools import generate
+from tools.estimate import memory_of, read_config
 
 
 def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsys):
@@ -244,24 +245,32 @@ def test_the_tokens_of_a_batch_that_grows_are_those_that_it_takes(arguments, tmp
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] == 28 * 32
 
 
-def test_a_dry_run_counts_a_process_of_the_layout(arguments, monkeypatch, capsys):
-    def printed(*words):
-        assert train.main([*arguments(**{"model.hidden_size": 256, "model.num_heads": 4}), *words, "--dry-run"]) == 0
+def test_a_dry_run_counts_the_memory_of_the_plan(arguments, monkeypatch, capsys):
+    words = arguments(**{"model.hidden_size": 256, "model.num_heads": 4})
+    words += ["run.device=auto", "precision.dtype=auto"]
+
+    def printed(*more):
+        assert train.main([*words, *more, "--dry-run"]) == 0
         out = capsys.readouterr().out
-        return {part: float(re.search(rf"{part} +([\d.]+) GiB", out)[1]) for part in ("optimizer", "micro batch")}, out
+        return out, {part: float(size) for part, size in re.findall(r"^ +([a-z][a-z ]*?) +([\d.]+) GiB", out, re.M)}
 
     monkeypatch.setattr("tools.dry_run.GIB", 2**20)
-    whole, out = printed()
-    assert "a process, ZeRO 1 over 1" in out
+    out, whole = printed()
+    assert "a process on a GPU, bf16, ZeRO 1 over 1" in out
+    total = whole.pop("sum")
+    planned = memory_of(read_config([str(ROOT / "configs/default.yml"), *words], 1), "bf16")
+    assert whole == pytest.approx({name: size / 2**20 for name, size in planned.items()}, abs=0.05)
+    assert total == pytest.approx(sum(whole.values()), abs=0.05)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    cut, out = printed("parallel.tensor=2")
-    assert "the fullest process of tensor 2 x pipeline 1 x context 1, ZeRO 1 over 1" in out
+    out, cut = printed("parallel.tensor=2")
+    assert "the fullest process of tensor 2 x pipeline 1 x context 1 on a GPU, bf16, ZeRO 1 over 1" in out
     assert cut["optimizer"] == pytest.approx(whole["optimizer"] / 2, rel=0.05)
-    assert whole["micro batch"] / 2 < cut["micro batch"] < whole["micro batch"]
-    split, out = printed("parallel.context=2")
-    assert "context 2, ZeRO 1 over 2" in out
+    assert whole["activations"] / 2 < cut["activations"] < whole["activations"]
+    out, split = printed("parallel.context=2")
+    assert "ZeRO 1 over 2" in out
     assert split["optimizer"] == pytest.approx(whole["optimizer"] / 2, rel=0.01)
-    assert split["micro batch"] < whole["micro batch"]
+    out, _ = printed("run.device=cpu", "precision.dtype=fp32")
+    assert "a process on a CPU, fp32, ZeRO 1 over 2" in out
 
 
 def test_print_config_and_dry_run_write_nothing(arguments, tmp_path, capsys):
@@ -270,7 +279,7 @@ def test_print_config_and_dry_run_write_nothing(arguments, tmp_path, capsys):
     assert train.main([*arguments(), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "parameters   " in out
-    assert "activations of one micro batch" in out
+    assert "at work" in out
     assert not (tmp_path / "run").exists()
 
 
