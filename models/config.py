@@ -114,7 +114,8 @@ class ModelConfig:
                 raise ValueError(f"model.mixer_options: unknown mixer {name!r}; {_nearest(name, MIXERS)}")
             if name not in self.mixers:
                 raise ValueError(
-                    f"model.mixer_options.{name} is set but model.mixers = {list(self.mixers)} does not use {name!r}"
+                    f"model.mixer_options.{name} is set but model.mixers = {list(self.mixers)} does not use {name!r}; "
+                    f"without it: model.mixer_options.{name}=null"
                 )
         for name in dict.fromkeys(self.mixers):
             options, check = self.options_of(name), getattr(MIXERS[name], "check", None)

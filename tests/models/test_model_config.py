@@ -42,7 +42,10 @@ SHAPE = {"vocab_size": 61, "num_layers": 3, "hidden_size": 48, "num_heads": 4}
         ({"mixers": ("metla",)}, "model.mixers: unknown mixer 'metla'; did you mean metala"),
         ({"mixers": ("zzzz",)}, "model.mixers: unknown mixer 'zzzz'; allowed are attention, "),
         ({"mixer_options": {"atention": {}}}, "model.mixer_options: unknown mixer 'atention'; did you mean attention"),
-        ({"mixer_options": {"attention": {}}}, "model.mixer_options.attention is set but model.mixers = .'metala'."),
+        (
+            {"mixer_options": {"attention": {}}},
+            "model.mixer_options.attention is set but model.mixers = .'metala'.*; without it: model.mixer_options.attention=null",
+        ),
         ({"mixer_options": {"metala": {"preste": "x"}}}, "metala.preste: unknown option; did you mean preset"),
         ({"mixer_options": {"metala": {"preset": "x"}}}, "metala.preset = 'x': allowed are released, paper"),
         (
