@@ -59,12 +59,12 @@ class RunConfig(Section):
     max_skipped_steps: int = Field(
         default=10,
         ge=1,
-        description="Steps in a row with a non-finite loss or gradient (each is skipped) before the run stops.",
+        description="Updates skipped in a row, for a loss or gradient that is not finite or a spike, before the run stops.",
     )
     spike_factor: float = Field(
         default=0.0,
         ge=0,
-        description="Skip the update when the loss is above this many times its running mean; 0: off.",
+        description="Skip the update when the loss is above this many times its running mean, from the 51st step on; 0: off.",
     )
 
     @property
@@ -269,9 +269,11 @@ class ScheduleConfig(Section):
         default=0, description="Steps of the linear warmup from 0; derived where `warmup_fraction` is given instead."
     )
     warmup_fraction: Fraction | None = Field(default=None, description="Warmup as a share of `train_steps`.")
-    min_lr_ratio: Fraction = Field(default=0.1, description="Final learning rate over the peak.")
+    min_lr_ratio: Fraction = Field(
+        default=0.1, description="Final learning rate over the peak; of inverse_sqrt the least, of constant not used."
+    )
     decay_steps: int = Field(
-        description="Step at which the final learning rate is reached; derived: `train_steps`.", ge=1
+        description="Step at which linear, cosine and wsd reach the final learning rate; derived: `train_steps`.", ge=1
     )
     wsd_decay_fraction: Fraction = Field(default=0.2, description="Share of `decay_steps` that the decay of wsd takes.")
 
@@ -372,7 +374,7 @@ class CheckpointConfig(Section):
         description="Keep this many of the saves of `interval`; 0: all. Extra and log-spaced saves stay and do not count.",
     )
     log_spaced: bool = Field(default=False, description="Save at steps 1, 2, 4, 8, ... too.")
-    extra_steps: tuple[Steps, ...] = Field(default=(), description="Save at these steps too.")
+    extra_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), description="Save at these steps too.")
     resume: Text = Field(
         default="auto",
         description="auto: from the latest checkpoint of this run; never; or a run or checkpoint folder: a run that has no "

@@ -195,6 +195,8 @@ def test_missing_keys_are_all_named() -> None:
             "optimizer.no_weight_decay=[norms]",
             'optimizer.no_weight_decay = ["norms"]: list of: one of norm, bias, decay, embedding is allowed',
         ),
+        # Before the first step nothing is saved.
+        ("checkpoint.extra_steps=[0, 1]", "checkpoint.extra_steps = [0, 1]: list of: whole number >= 1 is allowed"),
         ("data.corpus=3", "data.corpus = 3: text, or list of: text, or null is allowed; in quotes it is text: '3'"),
         ("model.norm=batchnorm", 'model.norm = "batchnorm": one of layernorm, rmsnorm is allowed'),
         ("model.hidden_size=64.0", "model.hidden_size = 64.0: whole number is allowed"),
