@@ -77,7 +77,7 @@ def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
     Raises as `read_suite`, `check_output`, `look_for_model`, `find_model`, `IndexedTokens` and `source_files`; ValueError
     for texts of a masked model, and for one --out of several kinds of results.
     """
-    from tools.evaluation.opening import look_for_model, results_file
+    from tools.evaluation.opening import is_huggingface, look_for_model, results_file
     from tools.evaluation.outputs import KINDS, check_output
     from tools.load_model import find_model, run_folder
 
@@ -103,6 +103,11 @@ def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
                 check_output(results_file(options, model, file), kind)
     if not texts:
         return
+    if is_huggingface(options.checkpoint):
+        raise ValueError(
+            f"{options.checkpoint}: perplexity is of a run or a checkpoint, and this is neither; of a Hugging Face folder "
+            "python -m tools.convert_hf import FOLDER RUN makes one, and --suite and --tasks take it as it is"
+        )
     from data.corpora import source_files
     from data.indexed import IndexedTokens
 
@@ -228,7 +233,8 @@ def _parser() -> argparse.ArgumentParser:
         EPILOG,
     )
     parser.add_argument(
-        "checkpoint", help="folder of a run, or one of its checkpoints/step_*; or a Hugging Face folder or name"
+        "checkpoint",
+        help="folder of a run, or one of its checkpoints/step_*; for suites and tasks also a Hugging Face folder or name",
     )
     suites = parser.add_argument_group("suites")
     suites.add_argument(
@@ -289,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         help="results file, with tables and chart beside it (default: results.json in the run's folder; of suites:"
-        " evaluation/STEP/results.json there)",
+        " evaluation/STEP/results.json there, of a Hugging Face model in runs/evaluation/NAME)",
     )
     return parser
 

@@ -183,6 +183,8 @@ def test_results_lie_beside_the_run(trained_run: Path, tmp_path: Path) -> None:
         (["{run}", "--data", "{tmp}/empty.txt"], "holds no text"),
         (["{run}", "--data", "{tmp}/rows.jsonl", "--text-key", "content"], "no key 'content'"),
         (["{run}", "--data", "{tmp}/half"], "half.idx does not exist"),
+        (["{tmp}/hub"], "hub: perplexity is of a run or a checkpoint"),
+        (["EleutherAI/pythia-14m", "--data", "{tmp}/empty.txt"], "pythia-14m: perplexity is of a run or a checkpoint"),
     ],
 )
 def test_bad_input(
@@ -191,5 +193,7 @@ def test_bad_input(
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "half.bin").write_bytes(b"1234")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text("{}")
     assert evaluation.main([a.format(run=trained_run, tmp=tmp_path) for a in arguments]) == 2
     assert named in capsys.readouterr().err
