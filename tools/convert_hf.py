@@ -146,7 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--overwrite", action="store_true", help="replace the folder where it is an export already")
     export.add_argument("--licence", default="apache-2.0", help="the model card's, as the hub spells it (apache-2.0)")
-    export.add_argument("--text", type=Path, help="text to compare logits on (default: what the run was trained on)")
+    export.add_argument(
+        "--text",
+        type=Path,
+        help="text to compare logits on (default: what the run was trained on, or a module of Python's)",
+    )
     export.add_argument(
         "--tolerance", type=above_zero, default=1e-4, help="largest difference of logits (default 1e-4)"
     )
@@ -160,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     imported.add_argument("run", type=Path, help="the run folder to write")
     imported.add_argument("--overwrite", action="store_true", help="replace an import in which nothing was trained")
-    imported.add_argument("--text", type=Path, help="text to compare logits on (default: see docs/huggingface.md)")
+    imported.add_argument("--text", type=Path, help="text to compare logits on (default: as for export)")
     imported.add_argument(
         "--tolerance",
         type=above_zero,
