@@ -102,6 +102,25 @@ def test_from_the_file_to_the_table_with_a_run_that_fails_on_the_way(place: Path
     assert "python train.py" in log
 
 
+@pytest.mark.parametrize(
+    ("words", "workers"), [(["cpu"], 1), (["cpu", "--workers", "2"], 2), (["0"], 3)], ids=["CPU", "asked for", "GPU"]
+)
+def test_the_workers_of_the_file_are_for_gpus(
+    place: Path, tmp_path: Path, monkeypatch, words: list[str], workers: int
+) -> None:
+    monkeypatch.chdir(place)
+    (tmp_path / "many.yml").write_text((place / "tiny.yml").read_text() + "workers: 3\n")
+    given: dict[str, Any] = {}
+
+    def run_all(_runs: Any, **settings: Any) -> SimpleNamespace:
+        given.update(settings)
+        return SimpleNamespace(stopped="", failed={})
+
+    monkeypatch.setattr("tools.compare.run.run_all", run_all)
+    assert main([str(tmp_path / "many.yml"), "--name", "many", "--seeds", "1", "--devices", *words]) == 1
+    assert given["workers"] == workers
+
+
 def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
     words = [

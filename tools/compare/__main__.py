@@ -106,7 +106,8 @@ def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namesp
     outcome = run_all(
         runs,
         devices=devices,
-        workers=comparison.workers,
+        # The file's number is for GPUs, which one small run leaves idle; on a CPU runs would share its cores.
+        workers=1 if devices == ["cpu"] and options.workers is None else comparison.workers,
         minutes=comparison.time_budget_minutes,
         tune_kernels=comparison.tune_kernels,
         progress=sys.stderr.isatty(),
@@ -154,7 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", metavar="FILE", help="a data file instead of the comparison's, as configs/data/*.yml")
     parser.add_argument("--name", help="folder under runs/ (default: the file's)")
     parser.add_argument("--devices", type=words, default=[], metavar="0,1", help="GPUs, or cpu (default: all GPUs)")
-    parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time on each device")
+    parser.add_argument(
+        "--workers", type=positive, metavar="N", help="runs at a time on each device (GPU: the file's; CPU: 1)"
+    )
     parser.add_argument("--minutes", type=above_zero, metavar="M", help="after so long every run saves and stops")
     parser.add_argument("--plan", action="store_true", help="print what would be trained, with parameters; stop")
     parser.add_argument("--table", action="store_true", help="no training: the table and figures of what is complete")
