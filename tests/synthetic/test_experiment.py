@@ -162,7 +162,15 @@ def test_what_cannot_be_in_mad_and_in_models(runs: Callable[..., list[Run]]) -> 
         plan(load_experiment("mad", ["tasks=[memorization/vocabulary=511]"]), "fp32")
     with pytest.raises(ConfigError, match="no such file"):
         load_experiment("mqar", path=Path("missing.yml"))
-    with pytest.raises(ValueError, match=r"definitions\.metala or network, width 32: .*'layers'"):
+    with pytest.raises(
+        ValueError, match=r"definitions\.metala or network: layers is an unknown key; nearest: num_layers"
+    ):
         model_config(runs("network.layers=3")[0])
+    with pytest.raises(ValueError, match="dropout is an unknown key; nearest: embedding_dropout, attention_dropout"):
+        model_config(runs("network.dropout=0.1")[0])
+    with pytest.raises(ValueError, match="hidden_size is an unknown key"):  # `widths` sets it
+        model_config(runs("network.hidden_size=64")[0])
+    with pytest.raises(ValueError, match="head_dim = 0: allowed are whole numbers from 1 on"):
+        model_config(runs("definitions.metala.head_dim=0")[0])
     with pytest.raises(ValueError, match=r"model\.num_heads = 5 does not divide"):
         model_config(runs("definitions.metala.num_heads=5")[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from models.kernels import takes
 from models.lm import LanguageModel, LayerSpec, build_layer, layer_specs
 from models.mixers.attention import Attention, dot_product
 from models.norm import Norm
+from tools.yaml_file import nearest
 
 from .experiment import Run
 
@@ -28,11 +30,19 @@ FIRST_WEIGHTS = ("model", "mad_lab", "mad_lab_gla")
 FIRST_WEIGHTS_LISTOPS = ("model", "pytorch")
 # Shares of what training sets to zero: elements of embeddings, weights of softmax attention.
 DROPOUTS = ("embedding_dropout", "attention_dropout")
+# Keys of a model here: those of `model` that a run does not set by itself, and of these models alone.
+KEYS = (
+    *(key.name for key in fields(ModelConfig) if key.name not in ("vocab_size", "hidden_size", "max_positions")),
+    *("head_dim", "first_weights", *DROPOUTS, "head_bias", "fp32_residual_connection"),
+)
 
 
 def model_config(run: Run) -> ModelConfig:
     """The shape of a run's model. ValueError naming the key of `network` or `definitions` that cannot be."""
     keys = dict(run.network)
+    for key in keys:
+        if key not in KEYS:
+            raise ValueError(f"definitions.{run.model} or network: {key} is an unknown key; {nearest(key, KEYS)}")
     listops = run.suite == "listops"
     first, allowed = keys.pop("first_weights", "model"), FIRST_WEIGHTS_LISTOPS if listops else FIRST_WEIGHTS
     if first not in allowed:
@@ -59,7 +69,12 @@ def model_config(run: Run) -> ModelConfig:
         # Built as small as can be, and taken out.
         keys |= {"mlp": "gelu", "mlp_bias": False, "intermediate_size": 1}
     if "head_dim" in keys:
-        keys["num_heads"] = max(1, run.width // keys.pop("head_dim"))
+        channels = keys.pop("head_dim")
+        if not isinstance(channels, int) or channels < 1:
+            raise ValueError(
+                f"definitions.{run.model} or network: head_dim = {channels!r}: allowed are whole numbers from 1 on"
+            )
+        keys["num_heads"] = max(1, run.width // channels)
     if keys.get("positions") == "learned":
         keys["max_positions"] = run.length
     if listops and keys.get("positions") == "sinusoidal":
@@ -67,9 +82,7 @@ def model_config(run: Run) -> ModelConfig:
     try:
         return ModelConfig(vocab_size=int(run.data["vocabulary"]), hidden_size=run.width, **keys)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"definitions.{run.model} or network, width {run.width}: {error}; the keys are those of `model`"
-        ) from None
+        raise ValueError(f"definitions.{run.model} or network, width {run.width}: {error}") from None
 
 
 def without_mlp(run: Run) -> bool:
