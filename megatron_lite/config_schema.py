@@ -371,7 +371,7 @@ class CheckpointConfig(Section):
     keep_last: int = Field(
         default=0,
         ge=0,
-        description="Keep this many of the saves of `interval`; 0: all. Extra and log-spaced saves stay and do not count.",
+        description="Keep this many of the newest saves; 0: all. Extra and log-spaced saves stay and do not count.",
     )
     log_spaced: bool = Field(default=False, description="Save at steps 1, 2, 4, 8, ... too.")
     extra_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), description="Save at these steps too.")
