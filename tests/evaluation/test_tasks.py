@@ -118,6 +118,21 @@ def test_a_folder_without_the_stock_split_is_said(eval_data, tmp_path):
     assert load(["arc_easy"], tmp_path)["arc_easy"].moved
 
 
+@pytest.mark.parametrize("name", ["arc_easy", "wsc273", "boolq", "logiqa"])
+def test_no_document_is_an_example_in_its_own_prompt(name, eval_data, tmp_path):
+    """Where a folder holds the evaluated split alone, the examples come from it too."""
+    shutil.copytree(eval_data, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "ai2_arc/ARC-Easy/validation.jsonl").unlink()
+    task = load([name], tmp_path)[name].task
+    task.set_fewshot_seed(1234)
+    for document in task.eval_docs:
+        own = task.fewshot_context(document, 0)
+        prompt = task.fewshot_context(document, 6)  # of eight rows
+        for whole, end in zip(*([x] if isinstance(x, str) else x for x in (prompt, own)), strict=True):
+            assert whole.endswith(end)
+            assert end not in whole.removesuffix(end)
+
+
 def test_fields_of_the_suites_cover_the_templates():
     for name in TASKS:
         assert set(template_fields(stock_config(task_manager([name], FOLDERS), name))) <= {

@@ -93,6 +93,7 @@ def load_tasks(
         stock = stock_config(manager, name)
         used = task.config.test_split if task.has_test_docs() else task.config.validation_split
         check_documents(name, task, f"{', '.join(files[name]) or 'the hub'}, split {used!r}")
+        _keep_from_own_prompt(task, used)
         loaded[name] = LoadedTask(
             task, used, used != (stock.get("test_split") or stock.get("validation_split")), files[name]
         )
@@ -251,6 +252,17 @@ def _build(
                 "fields and values of its rows with those of the data set, or get it again"
             ) from error
     return built
+
+
+def _keep_from_own_prompt(task: Task, used: str) -> None:
+    """Where examples come from the split that is evaluated, no document is an example in its own prompt.
+
+    The harness leaves it out where the split of the examples is called as the test split, or neither has a name.
+    """
+    examples = task.config.fewshot_config
+    source = examples.split or task.config.training_split or task.config.validation_split or task.config.test_split
+    if source == used and examples.samples is None:
+        examples.split = task.config.test_split  # the examples themselves were read when the task was built
 
 
 def _words(error: Exception) -> str:
