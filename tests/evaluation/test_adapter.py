@@ -191,6 +191,13 @@ def test_a_continuation_that_closes_a_token_is_still_scored():
     assert (context.tolist(), target.tolist()) == ([ord("x")], [ord("y")])
 
 
+@pytest.mark.parametrize("context", ["def alpha", ""])
+def test_an_empty_continuation_is_certain(context, ours):
+    answers = ours.loglikelihood(instances("loglikelihood", [(context, ""), (context, "beta")]))
+    assert answers[0] == (0.0, True)
+    assert answers[1][0] < 0
+
+
 def test_processes_share_the_requests_and_agree(loaded, prepared, ours, monkeypatch):
     """Three processes one after the other, each seeing its own part: together they answer everything, each once."""
     request = instances("loglikelihood", [(f"def alpha{n % 5}(beta, gamma", f"{n})") for n in range(40)])

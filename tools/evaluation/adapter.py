@@ -189,7 +189,9 @@ class ProjectLM(TemplateLM):
         self.asked_tokens += sum(map(len, contexts)) + sum(map(len, targets)) - len(targets)
         found: dict[int, tuple[float, bool]] = {}
         for number, key in enumerate(keys):
-            if (value := self.answers.get(key)) is not None:
+            if not len(targets[number]):
+                found[number] = (0.0, True)  # an empty continuation is certain
+            elif (value := self.answers.get(key)) is not None:
                 found[number] = (value[0], value[1])
         rest = [number for number in range(len(keys)) if number not in found]
         units: Any = self.scorer.units([contexts[i] for i in rest], [targets[i] for i in rest])
@@ -271,7 +273,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_
     """(context, continuation) texts as ids, all at once; what `TemplateLM._encode_pair` gives one by one.
 
     Spaces at the end of a context move to the continuation. The context is encoded alone, the continuation is what the
-    whole text has beyond as many ids. An empty context is the end of a document.
+    whole text has beyond as many ids. An empty context is the end of a document; an empty continuation has no ids.
     """
     moved = []
     for context, continuation in pairs:
@@ -287,7 +289,7 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_
             found.append((whole[:1], whole[1:]) if first else (np.array([prefix_token_id]), whole))
             continue
         size = len(ids[context])
-        if size < len(whole):
+        if size < len(whole) or not continuation:
             found.append((ids[context], whole[size:]))
         else:
             # The continuation closes a token that the context had begun: no more than what differs is scored.
