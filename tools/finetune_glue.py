@@ -106,13 +106,13 @@ class Session:
     def __init__(
         self, checkpoint: Path, recipe: Recipe, output: Path, data: Path | None, seeds: int, hold_out: float | None
     ) -> None:
-        """Raises ValueError where `output` holds the results of something else."""
+        """Raises ValueError where `output` holds the results of something else, CheckpointError for no checkpoint."""
         if seeds < 1:
             raise ValueError(f"--seeds {seeds}: at least 1")
         self.checkpoint, self.recipe, self.output, self.data = checkpoint, recipe, output, data
         self.seeds, self.hold_out = seeds, hold_out
         identity = {
-            "checkpoint": str(checkpoint.resolve()),
+            "checkpoint": f"{checkpoint.resolve()}, weights {_weights_hash(checkpoint)}",
             "recipe": recipe.model_dump(mode="json"),
             "data": None if data is None else str(data.resolve()),
             "hold_out": hold_out,
@@ -120,7 +120,7 @@ class Session:
         self._file = output / "glue.json"
         self.results: dict[str, Any] = {**identity, "runs": {}}
         if self._file.is_file():
-            self.results = read_json(self._file, "remove it to begin again", "runs", *identity)
+            self.results = read_json(self._file, f"remove {output} to begin again", "runs", *identity)
             for key, value in identity.items():
                 if self.results[key] != value:
                     raise ValueError(f"{self._file} is of another {key}; name another folder with --output")
@@ -129,6 +129,7 @@ class Session:
         """Fine-tune every task with every seed, and return the table, which is also in `output`/glue.md."""
         starts = {name: self.recipe.tasks[name].start if chained else None for name in names}
         self._check_data(starts)
+        self._write()  # of which weights the export in `output` is
         model = _exported(self.checkpoint, self.output)
         for name, start in starts.items():
             weights = model if start is None else self._weights_of(start, model)
@@ -186,6 +187,9 @@ class Session:
             keep=keep,
         )
         print("  " + "  ".join(f"{metric} {value:.4f}" for metric, value in runs[key].items()), flush=True)
+        self._write()
+
+    def _write(self) -> None:
         write_whole(self._file, json.dumps(self.results, indent=1) + "\n")
 
 
@@ -335,17 +339,26 @@ def _splits_read(name: str, hold_out: float | None) -> list[str]:
     return ["train", *splits] if hold_out is None else splits[:1]
 
 
+def _weights_hash(checkpoint: Path) -> str | None:
+    """Of a run the newest checkpoint's: it may have trained on under the same name. Raises CheckpointError."""
+    if (checkpoint / "config.json").is_file():
+        from tools.evaluation.huggingface import folder_hash
+
+        return folder_hash(str(checkpoint))
+    from megatron_lite.checkpoint import resolve
+    from tools.evaluation.opening import checkpoint_hash
+
+    return checkpoint_hash(resolve(checkpoint))
+
+
 def _exported(checkpoint: Path, output: Path) -> Path:
     """The Hugging Face folder of a checkpoint, written where it is none itself."""
     if (checkpoint / "config.json").is_file():
         return checkpoint
     folder = output / "pretrained"
     if not folder.exists():
-        from megatron_lite.checkpoint import resolve
         from tools.conversion.export import export
 
-        resolve(checkpoint)  # before a folder is made
-        output.mkdir(parents=True, exist_ok=True)
         export(checkpoint, folder)
     written = read_json(folder / "config.json", "name an export of python -m tools.convert_hf", "architectures")
     if written["architectures"] != ["MetalionForMaskedLM"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,26 @@ def test_tasks_one_after_another(masked_run: Path, data: Path, tmp_path: Path, c
     assert "seed" not in capsys.readouterr().out.replace("| seeds |", "")
     assert finetune_glue.main([*arguments, "max_length=64"]) == 2
     assert "is of another recipe" in capsys.readouterr().err
+
+
+def test_results_of_a_run_that_trained_on_are_not_mixed(
+    masked_run: Path, data: Path, tmp_path: Path, capsys, monkeypatch
+):
+    run = tmp_path / "run"
+    shutil.copytree(masked_run, run)
+    monkeypatch.setattr(finetune_glue, "finetune", lambda *_, **__: {"accuracy": 0.25})
+    arguments = [str(run), "--tasks", "rte", "--data", str(data), "--start", "pretrained"]
+    assert finetune_glue.main(arguments) == 0
+    latest = run / "checkpoints" / "latest"
+    later = run / "checkpoints" / "step_00000999"
+    shutil.copytree(latest.parent / latest.read_text().strip(), later)
+    manifest = json.loads((later / "manifest.json").read_text())
+    for name in manifest["files"]:
+        manifest["files"][name]["sha256"] = "0" * 64
+    (later / "manifest.json").write_text(json.dumps(manifest))
+    latest.write_text(later.name)
+    assert finetune_glue.main(arguments) == 2
+    assert "is of another checkpoint; name another folder with --output" in capsys.readouterr().err
 
 
 def test_the_table_shows_the_start_that_was_asked() -> None:
