@@ -11,6 +11,7 @@ from lm_eval.api.instance import Instance
 
 from tools.convert_hf import main as convert
 from tools.evaluation.adapter import ProjectLM, encode_pairs
+from tools.evaluation.adapter import _settings as generation_settings
 from tools.evaluation.answers import AnswerFile
 from tools.evaluation.harness import Request, evaluate, prepare_tasks
 from tools.evaluation.processes import Processes
@@ -94,6 +95,27 @@ def test_generation_agrees_with_hf(ours, theirs, until):
     settings = {"until": until, "max_gen_toks": 12, "do_sample": False}
     requests = instances("generate_until", [(prompt or "\n", settings) for prompt in prompts])
     assert ours.generate_until(requests) == theirs.generate_until(requests)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (256, 0.0, 0, 1.0, 0)),
+        ({"do_sample": True, "max_gen_toks": 9}, (9, 1.0, 0, 1.0, 0)),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 3}, (256, 0.7, 5, 0.9, 3)),
+        ({"temperature": 0.7, "top_k": 5, "do_sample": False}, (256, 0.0, 0, 1.0, 0)),
+        ({"temperature": 0, "do_sample": True}, (256, 0.0, 0, 1.0, 0)),
+    ],
+)
+def test_generation_settings_of_the_harness(given, expected):
+    names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    settings = {"until": ["\n"], **given}
+    assert generation_settings(settings, 256) == {"stops": ("\n",), **dict(zip(names, expected, strict=True))}
+
+
+def test_a_generation_setting_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="does not generate with num_beams"):
+        generation_settings({"num_beams": 4}, 256)
 
 
 def test_what_is_drawn_depends_on_the_request_alone(loaded, tmp_path, monkeypatch):

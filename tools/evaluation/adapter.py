@@ -312,7 +312,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
 def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     """The harness's generation settings in the words of `tools.decoding.generate`. Raises ValueError for others."""
     settings = normalize_gen_kwargs(given, max_tokens)
-    sampled = settings["do_sample"]
+    sampled, temperature = settings["do_sample"], settings.get("temperature")
     if unknown := sorted(
         settings.keys() - {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p", "seed"}
     ):
@@ -320,7 +320,7 @@ def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     return {
         "stops": tuple(settings["until"]),
         "max_tokens": settings["max_gen_toks"],
-        "temperature": float(settings["temperature"] or 1.0) if sampled else 0.0,
+        "temperature": 0.0 if not sampled else 1.0 if temperature is None else float(temperature),
         "top_k": int(settings.get("top_k") or 0) if sampled else 0,
         "top_p": float(settings.get("top_p") or 1.0) if sampled else 1.0,
         "seed": int(settings.get("seed") or 0) if sampled else 0,
