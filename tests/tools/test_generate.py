@@ -13,7 +13,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from models.config import ModelConfig
 from models.lm import LanguageModel
 from tools import decoding
-from tools.decoding import TextStream, complete, generate, prompt_ids
+from tools.decoding import TextStream, complete, generate, longest_continuation, prompt_ids
 from tools.generate import main
 from tools.load_model import load_model
 
@@ -76,6 +76,45 @@ def test_a_prompt_is_continued_alike_alone_and_among_others() -> None:
     assert other != together
     twice = list(generate(model, [[5, 9], [5, 9]], max_tokens=25, vocab_size=64, seed=7))
     assert [step[0] for step in twice] != [step[1] for step in twice], "each row draws anew"
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
+def test_sampling_options_reach_the_draw(options: dict[str, float]) -> None:
+    model = tiny("metala")
+
+    def drawn(**given: float) -> list:
+        return list(generate(model, [[5, 9], [17]], max_tokens=12, vocab_size=64, **given))
+
+    greedy = drawn(temperature=0.0)
+    assert drawn() != greedy
+    assert drawn(**options) == greedy
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}])
+def test_sampling_options_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        next(generate(tiny("metala"), [[1]], max_tokens=1, vocab_size=64, **options))
+
+
+def test_learned_positions_bound_a_text() -> None:
+    config = ModelConfig(
+        vocab_size=257,
+        num_layers=1,
+        hidden_size=32,
+        num_heads=2,
+        mixers=("attention",),
+        positions="learned",
+        max_positions=8,
+    )
+    model, tokenizer = LanguageModel(config, seed=3).eval(), load_tokenizer("bytes")
+    assert longest_continuation(model, [1] * 3) == 6, "the last token is not read"
+    assert longest_continuation(model, [1] * 12) == 0
+    assert longest_continuation(tiny("metala"), [1] * 3) == float("inf")
+    written = list(generate(model, [[1] * 3], max_tokens=6, vocab_size=257))
+    assert len(written) == 6
+    with pytest.raises(ValueError, match="max_positions = 8"):
+        list(generate(model, [[1] * 3], max_tokens=7, vocab_size=257))
+    assert complete(model, tokenizer, "abc", max_tokens=100) == complete(model, tokenizer, "abc", max_tokens=6)
 
 
 def test_it_stops_at_the_end_of_a_document_and_stays_within_the_vocabulary() -> None:
@@ -164,8 +203,24 @@ def test_command(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens/s), step 30 of" in shown.err
     assert main([*arguments, "--greedy"]) == 0
     greedy = capsys.readouterr().out
-    assert main([*arguments, "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == greedy
+    assert greedy != shown.out
+    for options in (["--temperature", "0"], ["--top-k", "1"], ["--top-p", "1e-6"], ["--temperature", "1e-4"]):
+        assert main([*arguments, *options]) == 0
+        assert capsys.readouterr().out == greedy, options
+    assert complete(loaded.model, loaded.tokenizer, "def ", max_tokens=20, top_k=1) == greedy[4:-1]
+    assert main([*arguments, "--temperature", "2", "--top-p", "1"]) == 0
+    hot = complete(loaded.model, loaded.tokenizer, "def ", max_tokens=20, temperature=2.0, top_p=1.0)
+    assert capsys.readouterr().out == f"def {hot}\n"
+
+
+def test_a_text_that_ends_within_a_character_shows_it(trained_run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    first = load_model(trained_run).tokenizer.encode("€")[:1]
+    monkeypatch.setattr(decoding, "generate", lambda *_, **__: iter([first]))
+    assert main([str(trained_run), "--prompt", "def "]) == 0
+    assert capsys.readouterr().out == "def \ufffd\n"
+    (tmp_path / "prompts.txt").write_text("def \n")
+    assert main([str(trained_run), "--prompts-file", str(tmp_path / "prompts.txt")]) == 0
+    assert capsys.readouterr().out == "--- 1 of 1 ---\ndef \ufffd\n"
 
 
 def test_ctrl_c_ends_a_text_and_says_how_far_it_came(trained_run: Path, capsys, monkeypatch) -> None:

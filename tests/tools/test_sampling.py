@@ -63,6 +63,18 @@ def test_frequencies_follow_the_distribution() -> None:
     torch.testing.assert_close(two[:2], logits[:2].softmax(0), atol=0.03, rtol=0)
 
 
+def test_top_p_counts_in_the_tempered_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0])  # 0.67, 0.24, 0.09; at temperature 3 0.45, 0.32, 0.23
+    kept = draws(logits, 2000, temperature=3.0, top_p=0.66)
+    torch.testing.assert_close(kept[:2], (logits[:2] / 3).softmax(0), atol=0.03, rtol=0)
+    assert kept[2] == 0
+
+
+def test_sixteen_bits_are_drawn_from_in_float32() -> None:
+    logits = torch.randn(400, generator=torch.Generator().manual_seed(2)).bfloat16()
+    torch.testing.assert_close(draws(logits, 300, temperature=0.7), draws(logits.float(), 300, temperature=0.7))
+
+
 def streams(rows: list[int]) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(100 + row) for row in rows]
 
@@ -81,7 +93,13 @@ def test_a_row_draws_from_its_own_stream() -> None:
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "named"),
-    [(-0.1, 0, 1.0, "temperature = -0.1"), (1.0, -1, 1.0, "top_k = -1"), (1.0, 0, 0.0, "top_p = 0.0")],
+    [
+        (-0.1, 0, 1.0, "temperature = -0.1"),
+        (float("nan"), 0, 1.0, "temperature = nan"),
+        (1.0, 0, 1.1, "top_p = 1.1"),
+        (1.0, -1, 1.0, "top_k = -1"),
+        (1.0, 0, 0.0, "top_p = 0.0"),
+    ],
 )
 def test_values_out_of_range(temperature: float, top_k: int, top_p: float, named: str) -> None:
     with pytest.raises(ValueError, match=named):
