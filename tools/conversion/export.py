@@ -93,7 +93,7 @@ def export(
     check_vocabulary(tokenizer.vocab_size, model.vocab_size, str(tokenizer.path or tokenizer.type))
 
     with folder_aside(folder, overwrite=overwrite) as aside:
-        write_description(aside, model, tokenizer, dtype)
+        write_description(aside, model, tokenizer, dtype, int(config["batch"]["sequence_length"]))
         write_training_side(aside, config, tokenizer)
         sizes = write_shards(aside, weights, weights.shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
         parameters = sum(math.prod(shape) for shape in weights.shapes.values())
@@ -151,10 +151,10 @@ def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, sour
         )
 
 
-def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> None:
+def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str, sequence_length: int) -> None:
     """config.json, generation_config.json, tokenizer and source."""
     causal = not model.two_sided_mixers()
-    special = export_tokenizer(tokenizer, folder, causal=causal)
+    special = export_tokenizer(tokenizer, folder, causal=causal, max_length=sequence_length)
     main_class = "MetalionForCausalLM" if causal else "MetalionForMaskedLM"
     main_auto = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
     ids = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}

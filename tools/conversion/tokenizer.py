@@ -27,8 +27,14 @@ HARD_TEXTS = (
 )
 
 
-def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool) -> dict[str, int]:
+# Transformers' word for no limit, which other programs compare with: 10**30 as a float has it.
+NO_LIMIT = int(1e30)
+
+
+def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool, max_length: int = NO_LIMIT) -> dict[str, int]:
     """Write tokenizer.json and tokenizer_config.json into `folder`.
+
+    max_length: tokens that the model saw at once in training; lm-eval's `hf` cuts requests to it, as eval.py does.
 
     Returns the ids of the special tokens by Transformers' names ("eos", "pad", "bos", "mask", ...).
     Raises ValueError for a tokenizer that cannot be written so.
@@ -63,7 +69,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool) -> dic
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": 10**30,
+        "model_max_length": max_length,
         "padding_side": "left" if causal else "right",
     }
     if tokenizer.type in ("bytes", "sentencepiece"):
@@ -84,7 +90,7 @@ def check_same_ids(tokenizer: Tokenizer, folder: Path, texts: Sequence[str]) -> 
     count = 0
     for text in (*HARD_TEXTS, *texts):
         ours = [int(i) for i in tokenizer.encode(text)]
-        theirs = loaded(text, add_special_tokens=False)["input_ids"]
+        theirs = loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
         if ours != theirs:
             at = next(
                 (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
