@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lm_eval.api.instance import Instance
 
 from tools.convert_hf import main as convert
@@ -32,14 +33,19 @@ def ours(loaded: LoadedModel) -> ProjectLM:
 
 
 @pytest.fixture(scope="module")
-def theirs(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def exported(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "tiny"
+    assert convert(["export", str(trained_run), str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(exported: Path) -> Any:
     """lm-eval's `hf` model on the exported folder, one request at a time."""
     from lm_eval.models.huggingface import HFLM
 
-    folder = tmp_path_factory.mktemp("export") / "tiny"
-    assert convert(["export", str(trained_run), str(folder)]) == 0
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    return HFLM(str(folder), device="cpu", dtype="float32", batch_size=1, max_length=LENGTH, trust_remote_code=True)
+    return HFLM(str(exported), device="cpu", dtype="float32", batch_size=1, max_length=LENGTH, trust_remote_code=True)
 
 
 def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
@@ -89,9 +95,22 @@ def test_rolling_agrees_with_hf(ours, theirs):
     assert len(ours.tok_encode(texts[-1][0])) > 1.5 * LENGTH, "some texts are longer than a window"
 
 
+def test_an_export_is_read_at_the_trained_length_where_no_other_is_said(loaded, exported):
+    """Windows, cut requests and the search for a batch size go by it."""
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(str(exported), device="cpu", dtype="float32", batch_size="auto", trust_remote_code=True)
+    assert theirs.max_length == loaded.config["batch"]["sequence_length"]
+    ours = ProjectLM(loaded.model, loaded.tokenizer, max_length=theirs.max_length, progress=False)
+    theirs.max_batch_size = 4
+    requests = instances("loglikelihood_rolling", [("def alpha(beta, 値):\n    return beta\n" * 9,)])
+    assert ours.loglikelihood_rolling(requests) == pytest.approx(theirs.loglikelihood_rolling(requests), rel=1e-5)
+
+
 @pytest.mark.parametrize("until", [["\n"], [], [")", "xyz"]])
 def test_generation_agrees_with_hf(ours, theirs, until):
-    prompts = ["def ", "def alpha(beta", "", "    größe = index + 1\n    return größe\n" * 3, "x"]
+    prompts = ["def ", "def alpha(beta", "", "    größe = index + 1\n    return größe\n" * 12, "x"]
+    assert len(ours.tok_encode(prompts[3])) > LENGTH, "a long prompt loses its beginning"
     settings = {"until": until, "max_gen_toks": 12, "do_sample": False}
     requests = instances("generate_until", [(prompt or "\n", settings) for prompt in prompts])
     assert ours.generate_until(requests) == theirs.generate_until(requests)
@@ -116,6 +135,23 @@ def test_generation_settings_of_the_harness(given, expected):
 def test_a_generation_setting_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match="does not generate with num_beams"):
         generation_settings({"num_beams": 4}, 256)
+
+
+def test_a_continuation_longer_than_the_model_sees_loses_its_beginning(loaded, ours):
+    ids = loaded.tokenizer.encode("größe = index + 1\n" * 40)
+    (answer,) = ours.loglikelihood(instances("loglikelihood", [("def ", loaded.tokenizer.decode(ids))]))
+    seen = torch.tensor(ids[-LENGTH - 1 :])
+    with torch.no_grad():
+        scores = loaded.model(seen[None, :-1])[0].double().log_softmax(-1)
+    assert answer[0] == pytest.approx(float(scores.gather(-1, seen[1:, None]).sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_examples_reach_the_prompt(shots, ours, eval_data):
+    results = evaluate(ours, prepare_tasks(Request(tasks=("copa",), data_dir=eval_data, shots=shots)))
+    assert results["n-shot"]["copa"] == shots
+    contexts = [sample["arguments"][0][0] for sample in results["samples"]["copa"]]
+    assert {context.count("\n\n") for context in contexts} == {shots}
 
 
 def test_what_is_drawn_depends_on_the_request_alone(loaded, tmp_path, monkeypatch):

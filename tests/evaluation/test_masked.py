@@ -62,6 +62,25 @@ def test_one_token_at_a_time(shape):
         assert [found[i][1] for i in range(4)] == [right for _, right in expected]
 
 
+def test_a_request_stands_between_the_tokens_of_training_and_within_its_length(tmp_path):
+    words = ["[UNK]", "[SEP]", "[CLS]", "[MASK]", *"abcdefgh"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = load_tokenizer("wordpiece", tmp_path / "vocab.txt")
+    model = encoder(128, **ENCODERS[0]).double()
+    lm = ProjectLM(model, tokenizer, max_length=9, progress=False)
+    asked = [("a b c", " d e"), ("a b c d e f g h a b", " c d")]
+    found = lm.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(asked)])
+    for text, (value, _) in zip(("a b c d e", "f g h a b c d"), found, strict=True):  # 9 with both ends
+        whole = torch.tensor([2, *tokenizer.encode(text), 1])
+        total = 0.0
+        for place in (len(whole) - 3, len(whole) - 2):
+            hidden = whole.clone()
+            hidden[place] = 3
+            total += float(model(hidden[None])[0, place].log_softmax(-1)[whole[place]])
+        assert value == pytest.approx(total, abs=1e-9)
+    assert lm.truncated[""] == 1
+
+
 def test_a_masked_model_is_named_as_such_and_does_not_generate(eval_data):
     model = encoder(**ENCODERS[0])
     lm = ProjectLM(model, load_tokenizer("bytes"), max_length=64, name="lion", progress=False)

@@ -70,10 +70,10 @@ def test_never_yes_has_no_f1(prepared):
 
 
 def test_exact_match_is_a_question():
-    def sample(question: int, label: int, yes: float) -> dict:
+    def sample(question: int, label: int, yes: float, paragraph: int = 0) -> dict:
         return {
             "filtered_resps": [(yes, False), (-1.0, False)],
-            "doc": {"idx": {"paragraph": 0, "question": question}, "label": label},
+            "doc": {"idx": {"paragraph": paragraph, "question": question}, "label": label},
         }
 
     samples = [sample(0, 1, -0.5), sample(0, 0, -0.5), sample(1, 1, -0.5), sample(1, 0, -2.0), sample(2, 0, -2.0)]
@@ -84,4 +84,6 @@ def test_exact_match_is_a_question():
     # Of the mean of n right or wrong answers, the standard deviation with n - 1.
     assert found["exact_match_stderr"] == pytest.approx(statistics.stdev([0, 1, 1]) / 3**0.5)
     assert found["answer_acc_stderr"] == pytest.approx(statistics.stdev([1, 0, 1, 1, 1]) / 5**0.5)
+    two = [sample(0, 1, -0.5), sample(0, 0, -0.5, paragraph=1)]
+    assert multirc_metrics(two)["exact_match"] == 1 / 2, "question 0 of another paragraph is another question"
     assert multirc_metrics([sample(0, 0, -1.0)])["answer_acc"] == 1.0, "as likely as no is no yes"

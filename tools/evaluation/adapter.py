@@ -179,9 +179,10 @@ class ProjectLM(TemplateLM):
             self.requests[name] += 1
             self.truncated[name] += length > room
             self.longest = max(self.longest, length)
-            target = target[-(room - 1) :]
-            contexts.append(context[-(room - len(target)) :])
-            targets.append(target)
+            seen = np.concatenate([context, target])[-room:]
+            first = len(seen) - min(len(target), room - 1)
+            contexts.append(seen[:first])
+            targets.append(seen[first:])
         return contexts, targets
 
     def _score(self, kind: str, contexts: list[Ids], targets: list[Ids]) -> list[tuple[float, bool]]:
