@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lm_eval.api.instance import Instance
@@ -113,7 +114,17 @@ def test_generation_agrees_with_hf(ours, theirs, until):
     assert len(ours.tok_encode(prompts[3])) > LENGTH, "a long prompt loses its beginning"
     settings = {"until": until, "max_gen_toks": 12, "do_sample": False}
     requests = instances("generate_until", [(prompt or "\n", settings) for prompt in prompts])
+    before = ours.truncated["made up"]
     assert ours.generate_until(requests) == theirs.generate_until(requests)
+    assert ours.truncated["made up"] - before == 1
+
+
+def test_texts_of_different_settings_are_written_each_by_its_own(ours):
+    settings = [{"until": until, "max_gen_toks": n} for until, n in (([], 12), ([], 5), (["a"], 12), (["e"], 12))]
+    requests = instances("generate_until", [("def ", own) for own in settings])
+    together = ours.generate_until(requests)
+    assert together == [ours.generate_until([request])[0] for request in requests]
+    assert len(set(together)) > 2
 
 
 @pytest.mark.parametrize(
@@ -144,6 +155,11 @@ def test_a_continuation_longer_than_the_model_sees_loses_its_beginning(loaded, o
     with torch.no_grad():
         scores = loaded.model(seen[None, :-1])[0].double().log_softmax(-1)
     assert answer[0] == pytest.approx(float(scores.gather(-1, seen[1:, None]).sum()), rel=1e-5)
+    before = ours.truncated["made up"]
+    for size, cut in ((LENGTH, 0), (LENGTH + 1, 1)):  # the last token is not read
+        ours._loglikelihood_tokens([(None, [5], [7] * size)])
+        assert ours.truncated[""] == cut
+    assert ours.truncated["made up"] == before
 
 
 @pytest.mark.parametrize("shots", [0, 2])
@@ -279,6 +295,28 @@ def test_an_error_of_one_process_is_everyones(monkeypatch):
         Processes(0, 2).together(lambda: {0: 1})
     with pytest.raises(KeyError):
         Processes(1, 2).together(lambda: {}[0])
+
+
+def test_an_answer_is_of_its_context_and_continuation():
+    """The same tokens with another part of them asked are another question."""
+    key = AnswerFile(None, "a", Processes()).key
+    asked = [("loglikelihood", [1, 2], [3]), ("loglikelihood", [1], [2, 3]), ("loglikelihood", [1], [3])]
+    asked += [("rolling", [1, 2], [3]), ("generate", "ab", "c"), ("generate", "a", "bc")]
+    assert len({key(kind, *map(ids_or_text, parts)) for kind, *parts in asked}) == len(asked)
+    assert key("loglikelihood", np.array([1, 2], np.int32)) == key("loglikelihood", np.array([1, 2], np.int64))
+
+
+def ids_or_text(part: list[int] | str) -> Any:
+    return part if isinstance(part, str) else np.array(part)
+
+
+def test_every_process_knows_what_all_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr(Processes, "wait", lambda self: None)
+    for rank in range(2):
+        AnswerFile(tmp_path, "a", Processes(rank, 2)).add([(f"key {rank}", rank)])
+    for rank in range(2):
+        answers = AnswerFile(tmp_path, "a", Processes(rank, 2))
+        assert [answers.get(f"key {number}") for number in range(2)] == [0, 1]
 
 
 def test_an_interrupted_evaluation_goes_on(loaded, ours, tmp_path, monkeypatch):

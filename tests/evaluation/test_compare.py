@@ -150,6 +150,10 @@ def test_the_filters_of_a_task_are_metrics_of_their_own():
     assert metrics_of(found, "piqa") == ["acc"]
     assert metric_value(found, "gsm8k", "exact_match,flexible-extract") == (1.0, 1.01)
     assert metric_value(found, "gsm8k", "exact_match") == (0.0, 0.01), "a column without a filter takes the first"
+    plain = {"acc,strict": 0.0, "acc,none": 1.0, "acc_stderr,strict": 0.2, "acc_stderr,none": 0.3}
+    assert metric_value({"results": {"piqa": plain}}, "piqa", "acc") == (1.0, 0.3), (
+        "or the unfiltered one, if there is one"
+    )
     assert metric_value(found, "piqa", "acc") == (0.5, 0.1)
     assert metric_value(found, "piqa", "exact") is None
 

@@ -214,13 +214,15 @@ def test_command(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_text_that_ends_within_a_character_shows_it(trained_run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    first = load_model(trained_run).tokenizer.encode("€")[:1]
-    monkeypatch.setattr(decoding, "generate", lambda *_, **__: iter([first]))
+    tokenizer = load_model(trained_run).tokenizer
+    first, asked = tokenizer.encode("€")[:1], []
+    monkeypatch.setattr(decoding, "generate", lambda *_, **given: asked.append(given) or iter([first]))
     assert main([str(trained_run), "--prompt", "def "]) == 0
     assert capsys.readouterr().out == "def \ufffd\n"
     (tmp_path / "prompts.txt").write_text("def \n")
     assert main([str(trained_run), "--prompts-file", str(tmp_path / "prompts.txt")]) == 0
     assert capsys.readouterr().out == "--- 1 of 1 ---\ndef \ufffd\n"
+    assert {given["stop_id"] for given in asked} == {tokenizer.end_of_document_id}
 
 
 def test_ctrl_c_ends_a_text_and_says_how_far_it_came(trained_run: Path, capsys, monkeypatch) -> None:
