@@ -265,6 +265,13 @@ def test_a_continuation_that_closes_a_token_is_still_scored():
     assert (context.tolist(), target.tolist()) == ([ord("x")], [ord("y")])
 
 
+def test_a_text_that_begins_as_documents_do_has_that_for_its_context():
+    """Without a context, what stands before every document is not put there twice."""
+    pairs = encode_pairs(Dropping(), [("", "ab"), ("", "a"), ("", "b")], ord("a"))  # type: ignore[arg-type]
+    found = [tuple("".join(map(chr, part)) for part in pair) for pair in pairs]
+    assert found == [("a", "b"), ("a", "a"), ("a", "b")]
+
+
 @pytest.mark.parametrize("context", ["def alpha", ""])
 def test_an_empty_continuation_is_certain(context, ours):
     answers = ours.loglikelihood(instances("loglikelihood", [(context, ""), (context, "beta")]))

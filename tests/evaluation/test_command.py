@@ -23,7 +23,7 @@ from tests.cli.conftest import ROOT, environment
 from tests.parallel.launch import free_port
 from tools import convert_hf
 from tools.evaluation.harness import read_results
-from tools.evaluation.opening import checkpoint_hash
+from tools.evaluation.opening import checkpoint_hash, open_model
 from tools.evaluation.report import latex, plain, suite_table
 from tools.evaluation.suites import read_suite, task_suite
 from tools.load_model import load_model
@@ -228,6 +228,23 @@ def test_an_interrupted_model_does_not_answer_for_another_of_its_name(bpe, eval_
     assert asked == [16, 16, 16]
     assert command.main([one, *words]) == 0
     assert asked == [16, 16, 16], "its own answers are kept, and taken"
+
+
+def test_kept_answers_are_of_weights_number_format_and_length(trained_run, tmp_path):
+    """An interrupted evaluation is not gone on with by another one."""
+    earlier = trained_run / "checkpoints" / "step_00000010"
+    keys = []
+    for model, *more in (
+        [trained_run],
+        [earlier],
+        [trained_run, "--dtype", "bf16"],
+        [trained_run, "--max-length", "16"],
+    ):
+        words = [str(model), "--tasks", "copa", "--device", "cpu", "--out", str(tmp_path / "results.json"), *more]
+        opened = open_model(command._parser().parse_args(words), "results.json")
+        keys.append(opened.lm.answers.key("generate", "def "))
+        opened.finish()
+    assert len(set(keys)) == 4
 
 
 def test_a_tokenizer_that_is_too_large_is_refused(bpe, eval_data, tmp_path, capsys):
