@@ -318,7 +318,7 @@ def table(
 
 
 def _splits(name: str, data: Path | None, hold_out: float | None) -> tuple[list[Any], dict[str, list[Any]]]:
-    """Rows to train on, and rows to evaluate by split."""
+    """Rows to train on, and rows to evaluate by split. Raises as `read_split`; ValueError where none is left to train on."""
     import random
 
     from tools.glue_tasks import read_split
@@ -329,6 +329,8 @@ def _splits(name: str, data: Path | None, hold_out: float | None) -> tuple[list[
         return rows, {split: read_split(name, split, data) for split in others}
     random.Random(0).shuffle(rows)
     held = max(1, round(hold_out * len(rows)))
+    if held == len(rows):
+        raise ValueError(f"--hold-out {hold_out}: of the {held} rows of {name} none is left to train on")
     return rows[held:], {first: rows[:held]}
 
 

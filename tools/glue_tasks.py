@@ -70,7 +70,7 @@ def score(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
 def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
     """The rows of a split: of `folder`/name/split.jsonl.gz (or .jsonl), or from the hub.
 
-    Raises FileNotFoundError naming the file, ValueError for a row without the task's columns.
+    Raises FileNotFoundError naming the file, ValueError for no row and for one without the task's columns.
     """
     if folder is None:
         from datasets import load_dataset
@@ -78,6 +78,8 @@ def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
         rows: list[Row] = [dict(row) for row in load_dataset(HUB, name, split=split)]
     else:
         rows = _read_lines(split_file(name, split, folder))
+    if not rows:
+        raise ValueError(f"{name}, {split}, holds no row: get it again")
     needed = (*TASKS[name].texts, "label")
     for number, row in enumerate(rows):
         missing = [key for key in needed if key not in row]

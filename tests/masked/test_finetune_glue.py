@@ -82,6 +82,14 @@ def test_missing_data_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "sst2" / "train.jsonl").write_text('{"sentence": "a cat"}\n')
     with pytest.raises(ValueError, match="row 1 has no 'label'"):
         read_split("sst2", "train", tmp_path)
+    (tmp_path / "sst2" / "train.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="sst2, train, holds no row"):
+        read_split("sst2", "train", tmp_path)
+
+
+def test_a_trial_without_rows_to_train_on_is_refused(data: Path) -> None:
+    with pytest.raises(ValueError, match=r"--hold-out 0.99: of the 24 rows of rte none is left"):
+        finetune_glue._splits("rte", data, 0.99)
 
 
 def test_the_folder_of_real_data_is_read(shared: Path) -> None:
