@@ -90,6 +90,7 @@ def test_an_empty_prompt_begins_a_document(
     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0].tolist()
     loaded = load_model(trained_run)
     assert loaded.tokenizer.decode(ids) == complete(loaded.model, loaded.tokenizer, "", max_tokens=12, temperature=0.0)
+    assert len(ids) <= 12, "what begins the document is not among the answer"
 
 
 def test_what_cannot_be_served(
