@@ -76,6 +76,9 @@ def test_a_request_for_sampling_is_sampled(exported: Path, tmp_path: Path, monke
     ids = torch.ones(8, 2, dtype=torch.long)
     drawn = model.generate(ids, generation_config=settings, max_new_tokens=8)
     assert len({tuple(row) for row in drawn.tolist()}) > 1
+    settings.temperature = 100.0
+    first = model.generate(ids[:1].expand(400, -1), generation_config=settings, max_new_tokens=1)[:, -1]
+    assert len(set(first.tolist())) > 50, "transformers' own top_k does not hold"
     settings.temperature, settings.do_sample = 0.0, False
     greedy = model.generate(ids, generation_config=settings, max_new_tokens=8)
     assert len({tuple(row) for row in greedy.tolist()}) == 1
