@@ -61,21 +61,34 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
 def folder_aside(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A new folder beside `folder` that takes its place when the block ends, and is removed when the block fails.
 
+    A link to a folder stays: what it leads to is replaced, on the disk where that lies.
+
     Args:
         overwrite: replace a folder that holds something; else that is an OSError.
+
+    Raises:
+        OSError: before the block, for the root of a mounted disk, which nothing can be renamed to.
     """
-    folder = folder.absolute()
+    folder = folder.resolve()
+    if folder.is_mount():
+        raise OSError(
+            errno.EBUSY,
+            "a disk is mounted there, so that no folder can be put in its place; name one in it",
+            str(folder),
+        )
     aside, old = (folder.with_name(f".{folder.name}.{word}") for word in ("writing", "old"))
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        yield aside
+        with naming(folder):
+            yield aside
         if overwrite and folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(folder, old)
         os.replace(aside, folder)
     except BaseException:
+        if old.exists() and not folder.exists():  # stopped between the two renames, now or by a kill before
+            os.replace(old, folder)
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    if overwrite:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

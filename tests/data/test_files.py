@@ -1,0 +1,76 @@
+"""Folders that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.files import folder_aside
+
+
+def write(folder: Path, name: str, overwrite: bool = False) -> None:
+    with folder_aside(folder, overwrite=overwrite) as aside:
+        (aside / name).touch()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_link_is_filled_where_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "disk" / "empty").mkdir(parents=True)
+    for name in ("empty", "absent"):
+        link = tmp_path / "here" / name
+        link.symlink_to(tmp_path / "disk" / name)
+        write(link, "first")
+        assert names(tmp_path / "disk" / name) == ["first"]
+        write(link, "second", overwrite=True)
+        assert names(tmp_path / "disk" / name) == ["second"]
+        assert link.is_symlink()
+    assert names(tmp_path / "here") == names(tmp_path / "disk") == ["absent", "empty"]
+
+
+def test_a_mounted_disk_is_refused_before_the_work() -> None:
+    with pytest.raises(OSError, match="a disk is mounted there") as error, folder_aside(Path("/proc")):
+        pytest.fail("the work was begun")
+    assert error.value.filename == "/proc"
+
+
+def test_stopped_between_the_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, rename = tmp_path / "out", os.replace
+    write(folder, "first")
+
+    def stop(source: Any, target: Any) -> None:
+        if Path(source).name == ".out.writing":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write(folder, "second", overwrite=True)
+    assert (names(tmp_path), names(folder)) == (["out"], ["first"])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_after_a_kill_between_the_two_names(overwrite: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+
+    def killed() -> None:
+        write(folder, "first")
+        folder.rename(tmp_path / ".out.old")
+
+    killed()
+    write(folder, "second", overwrite)
+    assert (names(tmp_path), names(folder)) == (["out"], ["second"])
+    (folder / "second").unlink()
+    folder.rmdir()
+    killed()
+    with pytest.raises(OSError, match="No space") as error, folder_aside(folder, overwrite=overwrite):
+        raise OSError(28, "No space left on device")
+    assert error.value.filename == str(folder)
+    assert (names(tmp_path), names(folder)) == (["out"], ["first"]), "what was there before"
