@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -106,17 +108,22 @@ def rewrite(
     manifest = read_manifest(source)
     reader = Reader(source, manifest)
     final, aside = directory / source.name, directory / f".{source.name}.writing"
-    if final.exists():
-        raise CheckpointError(f"{final} exists: name another output folder")
     tensors = {name: {**entry, "pieces": []} for name, entry in manifest["tensors"].items()}
+    for rank, parts in enumerate(ranks):
+        for part in parts:
+            tensors[part.name]["pieces"].append(part.entry(rank))
     files: dict[str, dict[str, Any]] = {}
+    changed = {**manifest, "version": VERSION, "layout": dict(layout), "tensors": tensors, "files": files}
+    if final.exists():
+        if (directory / "latest").exists() or read_manifest(final) | {"files": files} != changed:
+            raise CheckpointError(f"{final} exists: name another output folder")
+        write_text(directory / "latest", final.name + "\n")  # the same was killed between the name and this
+        return final
     kinds = {"weights": ("weight",), "optimizer": () if manifest.get("optimizer") == "none" else OPTIMIZER_KEYS}
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         for rank, parts in enumerate(ranks):
-            for part in parts:
-                tensors[part.name]["pieces"].append(part.entry(rank))
             for stem, names in kinds.items():
                 group = {
                     f"{kind}/{part.name}": reader.read(kind, part.name, part.shard, part.start, part.numel).clone()
@@ -126,7 +133,6 @@ def rewrite(
                 if names:
                     files |= write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
             progress()
-        changed = {**manifest, "version": VERSION, "layout": dict(layout), "tensors": tensors, "files": files}
         publish(aside, final, changed, (source / "config.yml").read_text())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not write {final}: {error}") from error
@@ -228,10 +234,15 @@ def _step(name: str) -> int:
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """The manifest's entry of the file."""
+    """The manifest's entry of the file. Raises OSError."""
     path.touch()  # for the rights that a new file has here: safetensors gives them to the owner alone
     rights = path.stat().st_mode
-    save_file(tensors, path)
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # a full disk's number stands in its words alone
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code) if number else str(error), str(path)) from error
     path.chmod(rights)
     sync(path)
     return {path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}}

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_lite.checkpoint import FORMAT, OPTIMIZER_KEYS, VERSION, CheckpointError, Part
@@ -235,7 +234,7 @@ class CheckpointWriter:
         try:
             for stem, group in groups.items() if not problem else ():
                 files |= write_file(aside / f"{stem}-{self._engine.grid.rank:05d}.safetensors", group)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             problem = str(error)
         return Written(problem, pieces, files)
 

@@ -1,0 +1,58 @@
+"""Checkpoints written for another layout: stopped, on a full disk, over what is there."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+import megatron_lite.checkpoint_folder as writing
+from megatron_lite import checkpoint
+from tests.hf.conftest import write_run
+from tools.reshard import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reshard") / "run"
+    write_run(folder, ["data.corpus=stdlib", "data.tokenizer.type=bytes"], ["configs/model/metala_tiny.yml"])
+    return folder
+
+
+def test_killed_before_latest_names_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = [str(run), str(out), "--tensor", "2"]
+    write = writing.write_text
+
+    def killed(path: Path, text: str) -> None:
+        if path.name == "latest":
+            raise KeyboardInterrupt
+        write(path, text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "write_text", killed)
+        assert main(words) == 130
+    assert [path.name for path in out.iterdir()] == ["step_00000000"]
+    assert main([*words, "--data", "2"]) == 2, "another layout is not what stands there"
+    assert not (out / "latest").exists()
+    assert main(words) == 0
+    assert checkpoint.resolve(out) == out / "step_00000000"
+    assert main(words) == 2
+    assert "exists: name another output folder" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        assert main([str(run), str(tmp_path)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert "weights-00000.safetensors" in said
+    assert "File too large" in said
+    assert "make room and give the same command again" in said
+    assert not list(tmp_path.iterdir())
