@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -116,6 +117,18 @@ def test_a_disk_that_is_full_leaves_nothing(
     assert main(["export", str(trained_run), str(tmp_path / "out")]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_in_any_file(masked_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (100, 1500, 5000, 20_000, 60_000):  # of these the first file that is larger cannot be written
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            assert main(["export", str(masked_run), str(tmp_path / "out")]) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert f"{tmp_path / 'out'}: File too large" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_checkpoint(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,9 +50,18 @@ def test_the_default_tokenizer(tmp_path: Path) -> None:
 
 
 def test_unigram(tmp_path: Path) -> None:
-    tokenizer = sentencepiece(tmp_path, "unigram")
-    saved(tokenizer, tmp_path / "out")
-    assert check_same_ids(tokenizer, tmp_path / "out", TEXTS) > 5000
+    """Pieces that SentencePiece finds in no text are not found there either, whether or not their characters are pieces."""
+    strange = str.maketrans("", "", "<|0_")
+    for name, texts in (("known", TEXTS), ("strange", [text.translate(strange) for text in TEXTS])):
+        folder = tmp_path / name
+        train_sentencepiece(texts, folder / "trained.model", vocab_size=600, model_type="unigram")
+        tokenizer = load_tokenizer("sentencepiece", folder / "trained.model")
+        loaded = saved(tokenizer, folder / "out")
+        names = [
+            f"{a}{piece}{b}" for piece in ("<|endoftext|>", "<unk>", "<0x41>") for a in ("", "a ") for b in ("", "b<")
+        ]
+        assert check_same_ids(tokenizer, folder / "out", [*TEXTS, *names]) > 5000
+        assert all(loaded.decode(loaded(text)["input_ids"]) == text for text in names)
 
 
 def test_sentencepiece_with_a_dummy_prefix(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ classifiers read ([CLS], [SEP]).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool, max_le
             model.add_special_tokens([tokenizers.AddedToken("<mask>", special=True, normalized=False)])
         if (mask := model.id_to_token(tokenizer.mask_id)) is not None:  # ids may have holes, where none can be added
             special["mask"] = mask
-    model.save(str(folder / "tokenizer.json"))
+    # Its own `save` makes no OSError of a full disk.
+    (folder / "tokenizer.json").write_text(model.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{role}_token": token for role, token in sorted(special.items())},
@@ -144,7 +146,7 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
     """
     import sentencepiece.sentencepiece_model_pb2 as pb2
     import tokenizers
-    from tokenizers import Regex, decoders, models, normalizers
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
     proto = pb2.ModelProto.FromString(Path(tokenizer.path or "").read_bytes())
     spec, rules = proto.trainer_spec, proto.normalizer_spec
@@ -154,6 +156,7 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
     pieces = [piece.piece.replace("\u2581", space) for piece in proto.pieces]
     if plain and len(set(pieces)) != len(pieces):
         raise ValueError(f"{tokenizer.path} holds pieces with both spaces and U+2581: it cannot be written as JSON")
+    strange: list[str] = []
     has_bytes = any(piece.type == kinds.BYTE for piece in proto.pieces)
     unknown = next(p.piece for p in proto.pieces if p.type == kinds.UNKNOWN)
     if spec.model_type == spec.BPE:
@@ -163,11 +166,23 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
         vocab = {piece: index for index, piece in enumerate(pieces)}
         core = models.BPE(vocab=vocab, merges=merges, byte_fallback=has_bytes, unk_token=unknown, fuse_unk=True)
     elif spec.model_type == spec.UNIGRAM:
-        scores = [(piece, entry.score) for piece, entry in zip(pieces, proto.pieces, strict=True)]
+        normal = [entry.type == kinds.NORMAL for entry in proto.pieces]
+        # SentencePiece finds the others (<unk>, <0x41>, the end of a document) in no text. Here they are found and cost more
+        # than their characters one by one.
+        never = max(map(len, pieces)) * min(entry.score for entry in proto.pieces) - 1
+        scores = [
+            (piece, entry.score if is_normal else never)
+            for piece, entry, is_normal in zip(pieces, proto.pieces, normal, strict=True)
+        ]
         core = models.Unigram(scores, unk_id=pieces.index(unknown), byte_fallback=has_bytes)
+        # Characters of theirs that are in no normal piece cost more again: there the text is cut.
+        known = {c for piece, is_normal in zip(pieces, normal, strict=True) if is_normal for c in piece}
+        strange = sorted(set("".join(pieces)) - known)
     else:
         raise ValueError(f"{tokenizer.path}: only BPE and Unigram models of SentencePiece can be written as JSON")
     model = tokenizers.Tokenizer(core)
+    if strange and has_bytes:
+        model.pre_tokenizer = pre_tokenizers.Split(Regex("[" + "".join(map(re.escape, strange)) + "]"), "isolated")
     steps: list[Any] = []
     if rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
