@@ -182,23 +182,26 @@ def read_tokenizer(run: Path, config: dict[str, Any]) -> Tokenizer:
         FileNotFoundError: neither is there any more.
         ValueError: the file in the run's folder is not the one that was put there.
     """
-    kept = run / "tokenizer" / "description.json"
-    if kept.is_file():
-        description = read_json(
-            kept, "copy it again, or remove its folder to take data.tokenizer", "type", "file", "hash"
-        )
-        file = kept.parent / description["file"] if description["file"] else None
-        tokenizer = load_tokenizer(description["type"], file)
-        if tokenizer.hash != description["hash"]:
-            raise ValueError(
-                f"{file} was changed after training: its hash is {tokenizer.hash}, not {description['hash']}"
-            )
-        return tokenizer
+    if (kept := kept_tokenizer(run)) is not None:
+        return kept
     data = data_config(config)
     if data.tokenizer.type == "sentencepiece" and data.tokenizer.path is None:
         prepared = prepare(data)
         return load_tokenizer(prepared.tokenizer_type, prepared.tokenizer_path)
     return load_tokenizer(data.tokenizer.type, data.tokenizer.path)
+
+
+def kept_tokenizer(run: Path) -> Tokenizer | None:
+    """What `keep_tokenizer` put into the folder; None where nothing was. Raises as `read_tokenizer`."""
+    kept = run / "tokenizer" / "description.json"
+    if not kept.is_file():
+        return None
+    description = read_json(kept, "copy it again, or remove its folder to take data.tokenizer", "type", "file", "hash")
+    file = kept.parent / description["file"] if description["file"] else None
+    tokenizer = load_tokenizer(description["type"], file)
+    if tokenizer.hash != description["hash"]:
+        raise ValueError(f"{file} was changed after training: its hash is {tokenizer.hash}, not {description['hash']}")
+    return tokenizer
 
 
 def data_config(config: dict[str, Any]) -> DataConfig:

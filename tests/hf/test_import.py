@@ -387,6 +387,32 @@ def test_settings_without_counterpart(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "use_short_conv = True has no counterpart here; allowed are False" in said
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("training/config.yml", "run: {name: [", "config.yml is no YAML"),
+        ("training/config.yml", "", "config.yml is no configuration, or a part of one"),
+        ("training/config.yml", "run: {name: x}\n", "config.yml is no configuration, or a part of one"),
+        ("training/tokenizer/description.json", "{", "description.json is no JSON"),
+        ("training/tokenizer/description.json", "{}", "description.json has no key 'type'"),
+        (
+            "training/tokenizer/description.json",
+            '{"type": "bytes", "file": null, "hash": "of another"}',
+            "was changed after training",
+        ),
+        ("config.json", '{"model_type": "metalion"}', "config.json has no key 'vocab_size'"),
+    ],
+)
+def test_a_damaged_export_is_named(
+    exported: Path, file: str, content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(exported, folder)
+    (folder / file).write_text(content)
+    assert says in error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert not (tmp_path / "run").exists()
+
+
 def no_space(*_: object, **__: object) -> Path:
     raise OSError(28, "No space left on device")
 
@@ -411,5 +437,9 @@ def test_a_run_that_exists(
     said = error_of(["import", str(run / "folder"), str(run), "--overwrite"], capsys)
     assert "lies in" in said
     assert (run / "folder").is_dir()
+    later = run / "checkpoints" / "step_00000100"  # of a run with its metrics in another folder
+    later.mkdir()
+    assert "was trained in" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)
+    later.rmdir()
     (run / "metrics.jsonl").touch()
     assert "was trained in" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)

@@ -19,7 +19,8 @@ def metalion(config: Mapping[str, Any]) -> Foreign:
     from models.lm import LanguageModel
 
     fields = {f.name for f in dataclasses.fields(ModelConfig)}
-    model = ModelConfig(**{key: value for key, value in config.items() if key in fields})
+    shape = {key: config[key] for key in ("vocab_size", "num_layers", "hidden_size", "num_heads")}
+    model = ModelConfig(**shape | {key: value for key, value in config.items() if key in fields})
     with torch.device("meta"):
         names = [name for name, _ in LanguageModel(model).named_parameters()]
     return Foreign(model, {name: Source((name,)) for name in names})

@@ -22,7 +22,9 @@ from tools.conversion.export import TRAINING_FOLDER, check_vocabulary
 from tools.conversion.folder import Tensors, read_config
 from tools.conversion.foreign import check_names, make
 from tools.conversion.formats import translate
-from tools.load_model import keep_tokenizer
+from tools.load_model import keep_tokenizer, kept_tokenizer
+
+_COPY = f"copy it again, or remove {TRAINING_FOLDER}/ to begin with placeholders"
 
 
 @dataclass(frozen=True)
@@ -126,15 +128,15 @@ def _check_run(run: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FileExistsError(f"{run} exists: name another run folder, or replace it with --overwrite")
-    if (run / "metrics.jsonl").exists() or not (run / "checkpoints").is_dir():
+    # A run may write its metrics elsewhere (run.directory) and its checkpoints still here.
+    steps = {path.name for path in run.glob("checkpoints/step_*")}
+    if (run / "metrics.jsonl").exists() or not (run / "checkpoints").is_dir() or steps - {"step_00000000"}:
         raise FileExistsError(f"{run} was trained in, or is no run, so --overwrite leaves it alone: name another")
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    side = folder / TRAINING_FOLDER / "tokenizer" / "description.json"
-    if side.is_file():
-        description = json.loads(side.read_text(encoding="utf-8"))
-        return load_tokenizer(description["type"], side.parent / description["file"] if description["file"] else None)
+    if (kept := kept_tokenizer(folder / TRAINING_FOLDER)) is not None:
+        return kept
     for kind, name in (("hf", "tokenizer.json"), ("sentencepiece", "tokenizer.model"), ("wordpiece", "vocab.txt")):
         if (folder / name).is_file():
             return load_tokenizer(kind, folder / name)
@@ -153,7 +155,12 @@ def _configuration(
 
     side = folder / TRAINING_FOLDER / "config.yml"
     if side.is_file():
-        values = yaml.safe_load(side.read_text(encoding="utf-8"))
+        try:
+            values = yaml.safe_load(side.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{side} is no YAML ({' '.join(str(error).split())}): {_COPY}") from error
+        if not isinstance(values, dict) or "data" not in values:
+            raise ValueError(f"{side} is no configuration, or a part of one: {_COPY}")
     else:
         length = int(model.max_positions or theirs.get("max_position_embeddings") or 2048)
         values = {
