@@ -77,7 +77,8 @@ def _print_summary(tokens: IndexedTokens, tokenizer: Tokenizer | None) -> None:
         listed = sorted(zip(by_source, names, strict=True), reverse=True)
         print("  sources    " + ", ".join(f"{name} {share:.1%}" for share, name in listed) + " of the tokens")
     if tokenizer is not None:
-        last = [int(tokens[int(end) - 1][-1]) for end in tokens.document_starts[1:1001] if tokens.sizes[int(end) - 1]]
+        ends = np.unique(tokens.document_starts[:1001])[1:]  # of documents that have sequences
+        last = [int(tokens[int(end) - 1][-1]) for end in ends if tokens.sizes[int(end) - 1]]
         ended = sum(token == tokenizer.end_of_document_id for token in last)
         print(f"  tokenizer  {tokenizer.type} {tokenizer.path or ''}, {tokenizer.vocab_size:,} entries")
         print(f"  documents that end with the end-of-document token: {ended:,} of the first {len(last):,}")
@@ -103,6 +104,10 @@ def _print_sample(options: argparse.Namespace, tokenizer: Tokenizer | None) -> N
         seed=options.seed,
         order=options.order,
     )
+    if options.sample >= len(dataset):
+        raise ValueError(
+            f"there is no sample {options.sample}: these files give 0 to {len(dataset) - 1} (--num-samples)"
+        )
     print(f"sample {options.sample} of {len(dataset):,} ({dataset.epochs} epochs, seed {options.seed})")
     for sequence, first, count in dataset.documents_of(options.sample):
         document = int(np.searchsorted(dataset.file.document_starts, sequence, side="right")) - 1

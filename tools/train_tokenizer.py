@@ -64,11 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not texts:
         raise ValueError(f"--input {' '.join(options.input)}: holds no text")
     print(f"training {options.model_type} of {options.vocab_size:,} on {sample.characters:,} characters")
-    train_sentencepiece(
-        texts, options.output, vocab_size=options.vocab_size, model_type=options.model_type, threads=options.workers
-    )
-    tokenizer = load_tokenizer("sentencepiece", options.output)
-    write_whole(record, json.dumps({**made_from, "hash": tokenizer.hash}, indent=2) + "\n")
+    aside = options.output.with_name(f".{options.output.name}.trained")
+    try:
+        train_sentencepiece(
+            texts, aside, vocab_size=options.vocab_size, model_type=options.model_type, threads=options.workers
+        )
+        tokenizer = load_tokenizer("sentencepiece", aside)
+        # First, so that no kill leaves a tokenizer without it, which the same command would refuse.
+        write_whole(record, json.dumps({**made_from, "hash": tokenizer.hash}, indent=2) + "\n")
+        aside.replace(options.output)
+    finally:
+        aside.unlink(missing_ok=True)
     measured, what = (held_out, "held-out documents") if held_out else (texts[:100], "the training text")
     tokens = sum(len(ids) for ids in tokenizer.encode_batch(measured, options.workers))
     size = sum(len(text.encode()) for text in measured)

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from data.corpora import source_files
 from data.encode import Recipe
+from data.indexed import IndexedWriter
 from data.prepare import prepare_corpus
 from data.preprocess import preprocess
 from data.tokenizer import load_tokenizer
@@ -47,6 +49,18 @@ def test_where_a_sample_comes_from(prefix, capsys):
     assert "  document " in text
     assert ": a file that is not recorded" in text
     assert "of document" in text
+    assert inspect_data.main([str(prefix), *arguments, "--sample", "900"]) == 2
+    assert "there is no sample 900: these files give 0 to " in capsys.readouterr().err
+
+
+def test_documents_without_sequences(tmp_path, capsys):
+    with IndexedWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        for sequences in ([], [[1, 256]], [], [[2], [3]], []):
+            writer.add_document(*map(np.array, sequences))
+    assert inspect_data.main([str(tmp_path / "x"), "--tokenizer-type", "bytes"]) == 0
+    text = capsys.readouterr().out
+    assert "documents  5 of 3 sequences" in text
+    assert "end with the end-of-document token: 1 of the first 2" in text
 
 
 def test_the_file_and_the_source_of_a_document(tmp_path, capsys, inline):
@@ -94,6 +108,19 @@ def test_a_tokenizer_of_one_document(tmp_path, capsys, monkeypatch):
     assert train_tokenizer.main(words) == 0
     assert "280 pieces" in (said := capsys.readouterr().out)
     assert "on the training text" in said
+
+
+def test_a_kill_before_the_record_costs_no_more_than_the_training(tmp_path, monkeypatch):
+    words = ["--input", "stdlib/json", "--output", str(tmp_path / "t.model"), "--vocab-size", "400"]
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_tokenizer, "write_whole", killed)
+        assert train_tokenizer.main(words) == 130
+    assert train_tokenizer.main(words) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.model", "t.model.json"]
 
 
 def test_a_trained_tokenizer_is_not_replaced_unasked(tmp_path, capsys, monkeypatch):
