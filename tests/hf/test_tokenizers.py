@@ -89,6 +89,34 @@ def test_sentencepiece_with_a_dummy_prefix(tmp_path: Path) -> None:
         assert check_same_ids(tokenizer, tmp_path / f"out{number}", lines) > 1000
 
 
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_symbols_that_a_user_defined(model_type: str, tmp_path: Path) -> None:
+    """SentencePiece takes them whole, wherever they stand, and the spaces at the ends are those of the whole text."""
+    import sentencepiece as spm
+
+    def tokenizer(name: str, **settings: bool) -> Tokenizer:
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=iter("\n".join(TEXTS).split("\n")),
+            model_prefix=str(tmp_path / name),
+            model_type=model_type,
+            vocab_size=700,
+            user_defined_symbols=["return", "<x>"],
+            normalization_rule_name="identity",
+            byte_fallback=True,
+            minloglevel=2,
+            **settings,
+        )
+        return load_tokenizer("sentencepiece", tmp_path / f"{name}.model")
+
+    plain = tokenizer("plain", add_dummy_prefix=False, remove_extra_whitespaces=False)
+    saved(plain, tmp_path / "out")
+    texts = ["returned", "a <x> b", "x return ", " <x><x>return"]
+    assert check_same_ids(plain, tmp_path / "out", [*texts, *TEXTS]) > 5000
+    for name, settings in (("prefix", {"remove_extra_whitespaces": False}), ("strip", {"add_dummy_prefix": False})):
+        with pytest.raises(ValueError, match=r"has user-defined symbols \(return\)"):
+            saved(tokenizer(name, **settings), tmp_path / name)
+
+
 def test_bytes(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("bytes")
     loaded = saved(tokenizer, tmp_path / "out")

@@ -183,6 +183,12 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
     model = tokenizers.Tokenizer(core)
     if strange and has_bytes:
         model.pre_tokenizer = pre_tokenizers.Split(Regex("[" + "".join(map(re.escape, strange)) + "]"), "isolated")
+    whole = [p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type == kinds.USER_DEFINED]
+    if whole and (rules.remove_extra_whitespaces or not plain):
+        raise ValueError(
+            f"{tokenizer.path} has user-defined symbols ({whole[0]}) and adds or removes spaces at the ends of a text; in "
+            "JSON it would at the ends of every part between symbols: it cannot be written so"
+        )
     steps: list[Any] = []
     if rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
@@ -203,7 +209,6 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
         p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type in (kinds.CONTROL, kinds.UNKNOWN)
     ]
     model.add_special_tokens([tokenizers.AddedToken(piece, special=True, normalized=False) for piece in controls])
-    whole = [p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type == kinds.USER_DEFINED]
     model.add_tokens([tokenizers.AddedToken(piece, special=False, normalized=False) for piece in whole])
     return model
 
