@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path, token_dtype
+from data.indexed import LONGEST_SEQUENCE, IndexedTokens, IndexedWriter, bin_path, idx_path, token_dtype
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: str = "<u2") -> Path:
@@ -158,6 +158,14 @@ def test_the_index_of_before_is_never_beside_new_tokens(tmp_path, monkeypatch):
 def test_a_token_that_does_not_fit_is_refused(tmp_path, token):
     with pytest.raises(ValueError, match=f"{token}, outside of uint16"), IndexedWriter(tmp_path / "x", "<u2") as writer:
         writer.add_document(np.array([5, token]))
+
+
+def test_offsets_of_more_than_two_to_the_31_tokens(tmp_path):
+    writer = IndexedWriter(tmp_path / "x", "<u2")
+    writer._sizes.extend([LONGEST_SEQUENCE] * 4)  # tokens that nobody writes here
+    writer.finish()
+    stored = np.frombuffer(idx_path(tmp_path / "x").read_bytes(), "<i8", 4, 34 + 4 * 4)
+    assert stored.tolist() == [2 * n * LONGEST_SEQUENCE for n in range(4)]
 
 
 def test_a_sequence_of_two_to_the_31_tokens_is_refused(tmp_path):

@@ -3,6 +3,8 @@
 import gzip
 import importlib.util
 import json
+import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,9 @@ from data.manifest import check_tokenizer, read_manifest
 from data.parts import finished_reports
 from data.prepare import prepare_corpus
 from data.preprocess import finished, preprocess
-from data.readers import read_blocks
+from data.readers import Document, read_blocks
 from data.sources import read_sources
+from data.split import split_position
 from data.tokenizer import load_tokenizer
 from tests.data.inline_pool import Inline
 from tools.preprocess_data import main
@@ -177,8 +180,10 @@ def test_a_job_that_was_stopped_while_it_joined_goes_on(corpus, tmp_path, inline
         patch.setattr("data.parts.write_manifest", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
         assert main(words) == 2
     assert (tmp_path / "out_text_document.bin").exists()
+    (tmp_path / ".out_title_document.bin.1.aside").touch()  # of another that was killed
     assert main(words) == 0
     assert read_manifest(tmp_path / "out_title_document")
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_job_that_was_stopped_while_it_removed_its_parts_is_complete(corpus, tmp_path, inline, monkeypatch, capsys):
@@ -271,6 +276,50 @@ def test_sources_and_files_of_the_documents(tmp_path, inline):
     other = write(tmp_path / "c.jsonl", [{"text": "c", "domain": {"name": "web"}}])
     recipe = Recipe("bytes", source_key="domain.name")
     assert preprocess(source_files(other), tmp_path / "out", recipe, progress=False)["text"]["sources"] == ["web"]
+
+
+def test_every_output_is_what_a_plain_loop_makes(tmp_path, inline, monkeypatch):
+    """Two keys, three sides, repeats within and across files and keys, sources, short texts, many parts."""
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 400)
+    monkeypatch.setattr(module, "PART_BLOCKS", 2)
+    draw = random.Random(0)
+    records = [
+        {key: " ".join(draw.choices(["a", "bé", "値"], k=draw.randrange(1, 6))) for key in ("text", "title")}
+        | {"meta": {"pile_set_name": draw.choice("xyz")}}
+        for _ in range(200)
+    ]
+    of_files = {"a": records[:120], "b": [], "c": records[120:150], "d": records[150:]}
+    files = source_files([write(tmp_path / f"{name}.jsonl", of) for name, of in of_files.items()])
+    recipe = Recipe(
+        "bytes", keys=("text", "title"), append_eod=True, split=(5, 3, 2), deduplicate=True, min_characters=2
+    )
+    manifests = preprocess(files, tmp_path / "out", recipe, progress=False)
+    repeats = short = 0
+    for key in recipe.keys:
+        kept: dict[str, list[tuple[str, str, str]]] = {side: [] for side in ("train", "validation", "test")}
+        seen: set[str] = set()
+        for file, of in of_files.items():
+            for record in of:
+                text, document = record[key], Document(record[key], tmp_path / file)
+                short += len(text) < 2
+                repeats += len(text) >= 2 and text in seen
+                if len(text) >= 2 and text not in seen:
+                    side = ("train", "validation", "test")[recipe.side_of(split_position(document))]
+                    kept[side].append((text, record["meta"]["pile_set_name"], file))
+                    seen.add(text)
+        for side, documents in kept.items():
+            assert documents
+            prefix, manifest = tmp_path / f"out_{side}_{key}_document", manifests[f"{side}_{key}"]
+            assert [[*text.encode(), 256] for text, _, _ in documents] == [t.tolist() for t in IndexedTokens(prefix)]
+            assert IndexedTokens(prefix).document_starts.tolist() == [*range(len(documents) + 1)]
+            names, ids = read_sources(prefix, len(documents))
+            assert [names[i] for i in ids] == [source for _, source, _ in documents]
+            size = sum(len(text.encode()) for text, _, _ in documents)
+            assert (manifest["documents"], manifest["bytes"]) == (len(documents), size)
+            assert manifest["tokens"] == size + len(documents)
+            counts = Counter(file for _, _, file in documents)
+            assert manifest["documents_of_files"] == [[str(tmp_path / f"{f}.jsonl"), counts[f]] for f in of_files]
+    assert manifests["train_text"]["skipped"] == {"repeat": repeats, "short": short}
 
 
 def test_many_empty_documents_stop_the_job(tmp_path, inline):

@@ -62,10 +62,41 @@ def test_shards(trained_run: Path, exported: Path, tmp_path: Path) -> None:
     whole = load_file(exported / "model.safetensors")
     assert index["weight_map"].keys() == whole.keys()
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+    room = 0
     for file in files:
         tensors = load_file(file)
         assert sum(t.nbytes for t in tensors.values()) <= 100_000 or len(tensors) == 1
+        first = next(t for name, t in whole.items() if name in tensors)
+        assert first.nbytes > room, "a file ends where the next tensor does not fit"
+        room = 100_000 - sum(t.nbytes for t in tensors.values())
         assert all(torch.equal(t, whole[name]) for name, t in tensors.items())
+
+
+def test_what_config_and_generation_say(exported: Path, masked_export: Path) -> None:
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = json.loads((exported / "config.json").read_text())
+    assert config.items() >= {**ids, "dtype": "float32", "vocab_size": 512, "num_layers": 2}.items()
+    # 400 entries in 512 rows.
+    assert json.loads((exported / "generation_config.json").read_text()) == {
+        **ids, "suppress_tokens": list(range(400, 512))
+    }  # fmt: skip
+    assert not (masked_export / "generation_config.json").exists()
+
+
+def test_a_tokenizer_that_is_larger_than_the_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "model.vocab_size=128"]
+    write_run(tmp_path / "run", words, ["configs/model/metala_tiny.yml"])
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "has 257 entries and the embedding 128 rows" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_is_too_short_to_compare_on(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("short")
+    assert main(["export", str(trained_run), str(tmp_path / "out"), "--text", str(tmp_path / "text")]) == 2
+    assert "5 characters are too short to compare logits on" in capsys.readouterr().err
 
 
 def test_a_target_that_exists(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

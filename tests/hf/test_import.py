@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import train
+from data.tokenizer import train_sentencepiece
 from megatron_lite.checkpoint import read_config_yaml, read_weights
 from megatron_lite.config import load_config
 from models.config import ModelConfig
@@ -245,6 +247,64 @@ def test_settings_that_are_not_named_are_the_other_codebase_s_own() -> None:
     }
     assert translated("metala", **shape).tie_embeddings
     assert not translated("metala", **shape, no_tie_embed=True).tie_embeddings
+
+
+SHAPE = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+FLA_SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        ("gpt_neox", {**SHAPE, "rotary_pct": 0.75}, "rotary_pct = 0.75 rotates 9 channels"),
+        ("gpt_neox", {**SHAPE, "hidden_act": "relu"}, "hidden_act = 'relu' has no counterpart"),
+        ("llama", {**SHAPE, "head_dim": 16}, "head_dim = 16: here it is hidden_size / heads = 12"),
+        ("retnet", {**FLA_SHAPE, "expand_v": 1.5}, "expand_v = 1.5: only whole numbers"),
+        ("hgrn2", {**FLA_SHAPE, "use_lower_bound": False}, "use_lower_bound = False has no counterpart"),
+        ("gla", {**FLA_SHAPE, "num_kv_heads": 2}, "num_kv_heads = 2 has no counterpart"),
+    ],
+)
+def test_settings_that_change_the_model_are_refused(kind: str, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        translated(kind, **settings)
+
+
+def test_norms_of_flash_linear_attention_go_into_the_output_map() -> None:
+    weight, gain = torch.randn(64, 64), torch.randn(16)
+    for settings, norm in (({}, "g_norm_swish_gate"), ({"fuse_norm": False}, "g_norm")):
+        source = translate({"model_type": "gla", **FLA_SHAPE, **settings}).sources["blocks.0.mixer.out_proj.weight"]
+        assert source is not None
+        assert source.names == ("model.layers.0.attn.o_proj.weight", f"model.layers.0.attn.{norm}.weight")
+        assert torch.equal(source.make(weight, gain), weight * gain.repeat(4))
+    plain = translate({"model_type": "gla", **FLA_SHAPE, "elementwise_affine": False})
+    source = plain.sources["blocks.0.mixer.out_proj.weight"]
+    assert source is not None
+    assert source.names == ("model.layers.0.attn.o_proj.weight",)
+
+
+def test_the_configuration_of_another_codebase_s_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tokenizer whatever file it is in, its length up to 2048; a model far from its own logits is not trained on."""
+    torch.manual_seed(0)
+    tiny_llama(vocab_size=300, max_position_embeddings=4096).save_pretrained(tmp_path / "llama")
+    texts = ["some words of a text that go on " * 20, "and others of another text " * 20]
+    train_sentencepiece(texts, tmp_path / "llama" / "tokenizer.model", vocab_size=280)
+    assert main(["import", str(tmp_path / "llama"), str(tmp_path / "run")]) == 0
+    config = load_config([tmp_path / "run" / "config.yml"], [], model_type=ModelConfig, world_size=1)
+    assert config.data.tokenizer.type == "sentencepiece"
+    assert config.data.tokenizer.path == str(tmp_path / "run" / "tokenizer" / "tokenizer.model")
+    assert (config.batch.sequence_length, config.checkpoint.resume) == (2048, "auto")
+    (tmp_path / "llama" / "tokenizer.model").rename(tmp_path / "tokenizer.model")
+    (tmp_path / "llama" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
+    assert main(["import", str(tmp_path / "llama"), str(tmp_path / "words")]) == 0
+    assert load_model(tmp_path / "words").tokenizer.type == "wordpiece"
+    (tmp_path / "llama" / "vocab.txt").unlink()
+    capsys.readouterr()
+    assert main(["import", str(tmp_path / "llama"), str(tmp_path / "bare"), "--tolerance", "1e-12"]) == 1
+    said = capsys.readouterr()
+    assert "no tokenizer there: set data.tokenizer before training" in said.out
+    assert "over the tolerance of 1e-12" in said.err
+    assert "train.py" not in said.out
+    assert "type: bytes" in (tmp_path / "bare" / "config.yml").read_text()
 
 
 def test_rotary_settings_of_earlier_transformers() -> None:
