@@ -46,7 +46,7 @@ def _import(options: argparse.Namespace) -> int:
 
     from megatron_lite.checkpoint import Weights
     from tools.conversion.compare import real_text, rows_of, trainer_logits
-    from tools.conversion.importing import import_folder, original_logits
+    from tools.conversion.importing import import_folder, original_logits, processes_of_a_copy
 
     done = import_folder(options.folder, options.run, overwrite=options.overwrite, progress=sys.stderr.isatty())
     print(f"{done.checkpoint}: {done.parameters:,} parameters of {options.folder} ({done.kind})")
@@ -75,7 +75,9 @@ def _import(options: argparse.Namespace) -> int:
     # Of the two the configuration names one, and refuses the other beside it.
     texts = "data.train=... data.validation=..." if done.config["data"].get("train") else "data.corpus=..."
     file = shlex.quote(f"{done.run}/config.yml")
-    print(f"python train.py {file} {texts}   trains on from here; look through the file first")
+    processes = processes_of_a_copy(done.config)
+    start = "python" if processes == 1 else f"torchrun --nproc-per-node {processes}"
+    print(f"{start} train.py {file} {texts}   trains on from here; look through the file first")
     return 0
 
 

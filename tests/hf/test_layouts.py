@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_lite.checkpoint import read_manifest, resolve
+from megatron_lite.checkpoint import read_manifest, read_weights, resolve
+from megatron_lite.config import load_config
+from models.config import ModelConfig
 from tests.hf.layout_worker import LAYOUTS, micro_batches
 from tests.parallel.launch import launch
 from tools.conversion.compare import load_export
@@ -31,6 +34,16 @@ def test_an_export_of_any_layout(name: str, runs: Path, tmp_path: Path, capsys: 
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     difference = float(capsys.readouterr().out.split("difference to the trainer's ")[1].split()[0])
     assert difference <= 1e-5
+    # The import has the run's own layout and batch, and names the command that begins as many processes.
+    assert main(["import", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
+    processes = math.prod(LAYOUTS[name].get(key, 1) for key in ("tensor", "pipeline"))
+    start = "python" if processes == 1 else f"torchrun --nproc-per-node {processes}"
+    assert f"\n{start} train.py {tmp_path}/again/config.yml" in capsys.readouterr().out
+    before, after = read_weights(step), read_weights(tmp_path / "again")
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    config = load_config([tmp_path / "again" / "config.yml"], [], model_type=ModelConfig, world_size=2)
+    given = load_config([step / "config.yml"], [], model_type=ModelConfig, world_size=2)
+    assert (config.parallel, config.batch) == (given.parallel, given.batch)
     model = load_export(tmp_path / "out", causal=True)
     batches = micro_batches(9)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,6 +124,12 @@ def original_logits(folder: Path, kind: str, model: ModelConfig, tokens: Tensor)
     return original(tokens).logits.float(), ""
 
 
+def processes_of_a_copy(config: Mapping[str, Any]) -> int:
+    """Processes that hold one copy of the model between them, by the layout of a configuration."""
+    parallel = config.get("parallel") or {}
+    return math.prod(parallel.get(key) or 1 for key in ("tensor", "pipeline", "context"))
+
+
 def _check_run(run: Path, overwrite: bool) -> None:
     if not run.exists() or (run.is_dir() and not any(run.iterdir())):
         return
@@ -184,7 +191,9 @@ def _configuration(
     draft = aside / ".config.yml.writing"
     draft.write_text(yaml.safe_dump(_without_empty(values), sort_keys=False), encoding="utf-8")
     try:
-        return dump_config(load_config([draft], [], model_type=ModelConfig, world_size=1))
+        # As few processes as the layout of an export's run can have.
+        processes = processes_of_a_copy(values)
+        return dump_config(load_config([draft], [], model_type=ModelConfig, world_size=processes))
     finally:
         draft.unlink()
 
