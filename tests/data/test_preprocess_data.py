@@ -20,7 +20,7 @@ from data.parts import finished_reports
 from data.prepare import prepare_corpus
 from data.preprocess import finished, preprocess
 from data.readers import Document, read_blocks
-from data.sources import read_sources
+from data.sources import read_sources, sources_path
 from data.split import split_position
 from data.tokenizer import load_tokenizer
 from tests.data.inline_pool import Inline
@@ -270,12 +270,15 @@ def test_sources_and_files_of_the_documents(tmp_path, inline):
     manifest = preprocess(source_files(files), tmp_path / "out", Recipe("bytes"), progress=False)["text"]
     assert manifest["sources"] == ["x", "y", "other"]
     assert manifest["documents_of_files"] == [[str(files[0]), 3], [str(files[1]), 2]]
-    assert manifest["padded_vocab_size"] == 384
+    assert (manifest["padded_vocab_size"], manifest["append_eod"]) == (384, False)
     names, ids = read_sources(tmp_path / "out_text_document", 5)
     assert [names[i] for i in ids] == ["x", "y", "x", "y", "other"]
     other = write(tmp_path / "c.jsonl", [{"text": "c", "domain": {"name": "web"}}])
     recipe = Recipe("bytes", source_key="domain.name")
     assert preprocess(source_files(other), tmp_path / "out", recipe, progress=False)["text"]["sources"] == ["web"]
+    assert sources_path(tmp_path / "out_text_document").exists()
+    preprocess(source_files(other), tmp_path / "out", Recipe("bytes"), progress=False)
+    assert not sources_path(tmp_path / "out_text_document").exists(), "of the files that were there before"
 
 
 def test_every_output_is_what_a_plain_loop_makes(tmp_path, inline, monkeypatch):
@@ -316,7 +319,7 @@ def test_every_output_is_what_a_plain_loop_makes(tmp_path, inline, monkeypatch):
             assert [names[i] for i in ids] == [source for _, source, _ in documents]
             size = sum(len(text.encode()) for text, _, _ in documents)
             assert (manifest["documents"], manifest["bytes"]) == (len(documents), size)
-            assert manifest["tokens"] == size + len(documents)
+            assert (manifest["tokens"], manifest["append_eod"]) == (size + len(documents), True)
             counts = Counter(file for _, _, file in documents)
             assert manifest["documents_of_files"] == [[str(tmp_path / f"{f}.jsonl"), counts[f]] for f in of_files]
     assert manifests["train_text"]["skipped"] == {"repeat": repeats, "short": short}
@@ -454,6 +457,7 @@ def test_input_without_text(tmp_path, inline):
     path = write(tmp_path / "x.jsonl", [{"text": ""}])
     with pytest.raises(ValueError, match=r"the input holds no text: .*x\.jsonl.*\(1 empty\)"):
         preprocess(source_files(path), tmp_path / "out", Recipe("bytes"), progress=False)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.jsonl"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ftfy") is not None, reason="ftfy is installed here")

@@ -101,8 +101,9 @@ def test_a_text_that_is_too_short_to_compare_on(
 
 def test_a_target_that_exists(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
+    folder.mkdir()
     arguments = ["export", str(trained_run), str(folder)]
-    assert main(arguments) == 0
+    assert main(arguments) == 0, "nothing is in it"
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert main(arguments) == 2
     assert "exists: name another folder, or replace it with --overwrite" in capsys.readouterr().err
