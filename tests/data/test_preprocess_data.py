@@ -1,5 +1,6 @@
 """tools.preprocess_data: the same bytes for any number of workers and after a kill, and its messages."""
 
+import contextlib
 import gzip
 import importlib.util
 import json
@@ -15,7 +16,7 @@ from data import readers
 from data.corpora import SourceFile, source_files
 from data.encode import Recipe
 from data.indexed import IndexedTokens
-from data.manifest import check_tokenizer, read_manifest
+from data.manifest import check_tokenizer, read_manifest, write_manifest
 from data.parts import finished_reports
 from data.prepare import prepare_corpus
 from data.preprocess import finished, preprocess
@@ -176,10 +177,17 @@ def test_another_end_of_documents_is_another_tokenizer(tmp_path, inline, capsys)
 def test_a_job_that_was_stopped_while_it_joined_goes_on(corpus, tmp_path, inline, monkeypatch):
     words = ["--input", str(corpus), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
     words += ["--workers", "1", "--no-progress", "--jsonl-keys", "text", "title"]
-    with monkeypatch.context() as patch:
-        patch.setattr("data.parts.write_manifest", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
-        assert main(words) == 2
-    assert (tmp_path / "out_text_document.bin").exists()
+    for at in ("text", "title"):
+
+        def stopped(prefix, content, at=at):
+            if at in prefix.name:
+                raise OSError("stopped")
+            write_manifest(prefix, content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("data.parts.write_manifest", stopped)
+            assert main(words) == 2
+        assert (tmp_path / f"out_{at}_document.bin").exists()
     (tmp_path / ".out_title_document.bin.1.aside").touch()  # of another that was killed
     assert main(words) == 0
     assert read_manifest(tmp_path / "out_title_document")
@@ -398,6 +406,19 @@ def test_parts_of_another_recipe_are_not_used(corpus, tmp_path, inline):
     Inline.done.clear()
     preprocess(files, tmp_path / "out", Recipe("bytes"), progress=False)
     assert Inline.done == ["a.jsonl", "b.jsonl.gz", "d.jsonl"]
+
+
+def test_parts_of_another_tokenizer_are_not_used(tmp_path, inline):
+    """The same file of a vocabulary, with other entries, between a kill and the next attempt."""
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", [{"text": "word"}])
+    files = source_files(str(tmp_path / "*.jsonl"))
+    for more, stop_at in (("word", "b.jsonl"), ("other\nword", None)):
+        (tmp_path / "vocab.txt").write_text(f"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n{more}\n")
+        Inline.stop_at = stop_at
+        with contextlib.suppress(KeyboardInterrupt):
+            preprocess(files, tmp_path / "out", Recipe("wordpiece", str(tmp_path / "vocab.txt")), progress=False)
+    assert [ids.tolist() for ids in IndexedTokens(tmp_path / "out_text_document")] == [[6], [6]]
 
 
 def test_a_split_is_by_hash(tmp_path, inline):

@@ -269,6 +269,25 @@ def test_settings_that_change_the_model_are_refused(kind: str, settings: dict[st
         translated(kind, **settings)
 
 
+def test_what_the_norms_add_is_taken_over() -> None:
+    """On a CPU nothing else sees it for models whose own logits need a GPU or code that is no package."""
+    assert translated("gpt_neox", **SHAPE, rotary_pct=0.5, layer_norm_eps=1e-3).norm_eps == 1e-3
+    assert translated("llama", **SHAPE, rms_norm_eps=1e-3).norm_eps == 1e-3
+    for kind, of_mixer in (("gla", 1e-3), ("retnet", 1e-3), ("hgrn2", 1e-5 * 16)):
+        model = translated(kind, **FLA_SHAPE, norm_eps=1e-3)
+        assert (model.norm_eps, model.options_of(kind).norm_eps) == (1e-3, pytest.approx(of_mixer))
+    shape = {
+        "vocab_size": 97,
+        "decoder_embed_dim": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 2,
+        "glu_dim": 96,
+    }
+    for norm, default in (("layernorm", 1e-5), ("rmsnorm", 1e-6), ("simplermsnorm", 1e-6)):
+        assert translated("metala", **shape, norm_type=norm).norm_eps == default
+        assert translated("metala", **shape, norm_type=norm, norm_eps=1e-3).norm_eps == 1e-3
+
+
 def test_norms_of_flash_linear_attention_go_into_the_output_map() -> None:
     weight, gain = torch.randn(64, 64), torch.randn(16)
     for settings, norm in (({}, "g_norm_swish_gate"), ({"fuse_norm": False}, "g_norm")):
@@ -336,14 +355,17 @@ def test_training_goes_on_from_an_import(tensor: int, exported: Path, tmp_path: 
     assert (run / "checkpoints" / "latest").read_text().strip() == "step_00000003"
 
 
-def test_shards_and_sixteen_bits_come_back(trained_run: Path, tmp_path: Path) -> None:
+def test_shards_and_sixteen_bits_come_back(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = str(tmp_path / "out")
     assert main(["export", str(trained_run), folder, "--dtype", "bf16", "--max-shard-size", "50KB"]) == 0
     assert main(["import", folder, str(tmp_path / "run")]) == 0
     before, after = read_weights(trained_run), read_weights(tmp_path / "run")
     assert all(torch.equal(before[name].bfloat16().float(), after[name]) for name in before)
     next((tmp_path / "out").glob("model-00002-*")).unlink()
-    assert main(["import", folder, str(tmp_path / "run2")]) == 2
+    said = error_of(["import", folder, str(tmp_path / "run2")], capsys)
+    assert "is missing; model.safetensors.index.json names it" in said
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])
