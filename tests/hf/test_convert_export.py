@@ -112,6 +112,10 @@ def test_a_target_that_exists(trained_run: Path, tmp_path: Path, capsys: pytest.
     assert main([*arguments, "--overwrite"]) == 0
     assert not (folder / "stale.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing is left aside"
+    run = shutil.copytree(trained_run, folder / "run")  # an import of it, say, that was trained
+    assert main(["export", str(run), str(folder), "--overwrite"]) == 2
+    assert "step_00000030 lies in" in capsys.readouterr().err
+    assert run.is_dir()
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").touch()
     for content in (None, "", "[]", "{}"):  # nothing that says what the folder is

@@ -84,6 +84,8 @@ def export(
         raise ValueError(f"--dtype {dtype}: allowed are fp32, bf16, fp16")
     check_target(folder, overwrite)
     source = resolve(checkpoint)
+    if overwrite and source.resolve().is_relative_to(folder.resolve()):
+        raise FileExistsError(f"{source} lies in {folder}, which --overwrite would remove: name another folder")
     config = read_config_yaml(source)
     model = model_config(config)
     weights = Weights(source)
