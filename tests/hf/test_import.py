@@ -23,6 +23,7 @@ from models.lm import LanguageModel
 from tests.hf.conftest import write_run
 from tests.parallel.launch import train_in_turn
 from tools.conversion.compare import load_export
+from tools.conversion.foreign import check_names
 from tools.conversion.formats import translate
 from tools.conversion.importing import import_folder
 from tools.convert_hf import main
@@ -286,6 +287,22 @@ def test_what_the_norms_add_is_taken_over() -> None:
     for norm, default in (("layernorm", 1e-5), ("rmsnorm", 1e-6), ("simplermsnorm", 1e-6)):
         assert translated("metala", **shape, norm_type=norm).norm_eps == default
         assert translated("metala", **shape, norm_type=norm, norm_eps=1e-3).norm_eps == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "head"),
+    [
+        ("gpt_neox", {**SHAPE, "rotary_pct": 0.5}, "embed_out.weight"),
+        ("llama", SHAPE, "lm_head.weight"),
+        ("gla", FLA_SHAPE, "lm_head.weight"),
+    ],
+)
+def test_a_tied_matrix_may_stand_in_the_file_twice(kind: str, shape: dict[str, Any], head: str) -> None:
+    foreign = translate({"model_type": kind, **shape, "tie_word_embeddings": True})
+    names = [name for source in foreign.sources.values() if source is not None for name in source.names]
+    check_names(foreign, [*names, head], "a folder")
+    with pytest.raises(ValueError, match="more_weight belongs to nothing"):
+        check_names(foreign, [*names, "more_weight"], "a folder")
 
 
 def test_norms_of_flash_linear_attention_go_into_the_output_map() -> None:
