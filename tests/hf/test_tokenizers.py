@@ -170,7 +170,7 @@ def test_the_mask_of_a_vocabulary_without_one(kind: str, tmp_path: Path) -> None
     tokenizer = load_tokenizer("bytes") if kind == "bytes" else sentencepiece(tmp_path, "bpe")
     loaded = saved(tokenizer, tmp_path / "out", causal=False)
     assert loaded.mask_token_id == tokenizer.mask_id
-    assert loaded.eos_token_id == tokenizer.end_of_document_id
+    assert loaded.eos_token_id == loaded.pad_token_id == tokenizer.end_of_document_id
     check_same_ids(tokenizer, tmp_path / "out", [*TEXTS, *hard_texts(200), "a<mask>b<unk>"])
 
 
