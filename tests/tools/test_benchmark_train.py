@@ -21,7 +21,7 @@ from models.mixers import MIXERS
 from models.native.build import shared_object
 from tests.tools.conftest import refusal
 from tools.benchmark.__main__ import main
-from tools.benchmark.profile import Piece, by_kernel, by_part
+from tools.benchmark.profile import Piece, _pieces, by_kernel, by_part
 from tools.benchmark.profile_parts import part_of
 from tools.benchmark.training import _figures
 from tools.benchmark.training_subjects import Settings, Size, _recurrence_flops, build
@@ -260,6 +260,48 @@ def test_rates_follow_from_the_shapes() -> None:
     parts = by_part([product, product, copy, copy], 2, 1.0, 0.85)
     assert [row["part"] for row in parts] == ["matrix products", "copies and casts", "gap", "whole step"]
     assert [row["share"] for row in parts] == pytest.approx([0.1, 0.05, 0.85, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("operator", "moved"),
+    [
+        ("mm", 4 * (48 * 32 + 32 * 8 + 48 * 8)),
+        ("addmm", 4 * (8 + 48 * 32 + 32 * 8 + 48 * 8)),
+        ("bmm", 4 * (6 * 8 * 5 + 6 * 5 * 7 + 6 * 8 * 7)),
+        ("add", 4 * (2 * 48 * 32 + 48)),
+        ("mul_", 4 * 2 * 48 * 32),
+        ("copy_", 4 * 48 * 32 + 2 * 48 * 32),
+        ("fill_", 4 * 48 * 32),
+        ("sum", 4 * 48 * 32),
+        ("linalg_vector_norm", 4 * 48 * 32),
+        ("argmax", 4 * 48 * 32),
+        ("embedding", None),
+        ("index_select", None),
+    ],
+)
+def test_bytes_are_those_that_move(operator: str, moved: int | None) -> None:
+    """Inputs once, the result once; not the whole of a table of which rows are read."""
+    a, b, column, index = torch.ones(48, 32), torch.ones(32, 8), torch.ones(48, 1), torch.zeros(5, dtype=torch.long)
+    calls = {
+        "mm": lambda: a @ b,
+        "addmm": lambda: torch.addmm(b[0], a, b),
+        "bmm": lambda: torch.ones(6, 8, 5) @ torch.ones(6, 5, 7),
+        "add": lambda: a + column,
+        "mul_": lambda: a.mul_(1.0),
+        "copy_": lambda: a.to(torch.bfloat16),
+        "fill_": lambda: a.fill_(1.0),
+        "sum": lambda: a.sum(1),
+        "linalg_vector_norm": lambda: torch.linalg.vector_norm(a),
+        "argmax": lambda: a.argmax(1),
+        "embedding": lambda: torch.nn.functional.embedding(index, a),
+        "index_select": lambda: a.index_select(0, index),
+    }
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        calls[operator]()
+    pieces = [piece for piece in _pieces(profiler, "cpu") if piece.name == f"aten::{operator}"]
+    assert [piece.bytes for piece in pieces[-1:]] == [moved]
+    flops = {"mm": 2 * 48 * 32 * 8, "addmm": 2 * 48 * 32 * 8, "bmm": 2 * 6 * 8 * 5 * 7}
+    assert pieces[-1].flops == flops.get(operator)
 
 
 def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from tools.devices import device_of
+
 from .profile_parts import PARTS, part_of
 from .report import machine, plot_bars, table, write_csv
 from .training_subjects import own_batch, own_config, own_engine
@@ -33,7 +35,7 @@ class Piece:
     Attributes:
         name: of the kernel; operators: what started it, innermost first; place: the module whose forward or backward
             pass it belongs to, as "mixer.conv" or "" for none.
-        flops, bytes: None where they do not follow from the shapes; a lower bound of the bytes.
+        flops, bytes: None where they do not follow from the shapes; of bytes, those of `_bytes`.
     """
 
     name: str
@@ -58,13 +60,12 @@ def run(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Prints both tables; writes profile_parts.csv, profile_kernels.csv, profile.png and, asked for, profile.json.gz.
 
-    ValueError for a configuration that cannot run.
+    ValueError for a configuration that cannot run, and as `device_of`.
     """
     from megatron_lite.precision import faster_dtype
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
+    place = device_of(device)
+    device = place.type
     config = own_config(str(config_file), overrides, length, batch)
     dtype = config.precision.dtype
     if dtype == "auto":
@@ -248,32 +249,56 @@ def _module(chain: Sequence[str]) -> str:
     return next((name.removeprefix("module ") for name in chain if name.startswith("module ")), "")
 
 
-def _flops(name: str, shapes: Any) -> float | None:
-    """Of a matrix product, from the shapes of its factors."""
+def _factors(name: str, shapes: Any) -> tuple[list[int], list[int]] | None:
+    """Shapes of the two factors of a matrix product, None for another operator."""
     found = re.fullmatch(r"aten::(add|badd)?(b?mm)_?", name)
     factors = (shapes or [])[1 if found and found[1] else 0 :][:2]
     if found is None or len(factors) < 2 or not factors[0] or not factors[1]:
         return None
-    return 2.0 * torch.Size(factors[0]).numel() * factors[1][-1]
+    return factors[0], factors[1]
+
+
+def _flops(name: str, shapes: Any) -> float | None:
+    """Of a matrix product, from the shapes of its factors."""
+    factors = _factors(name, shapes)
+    return None if factors is None else 2.0 * torch.Size(factors[0]).numel() * factors[1][-1]
 
 
 def _bytes(name: str, shapes: Any, types: Any) -> float | None:
-    """Inputs once, and a result of the largest one's size: what an operator moves at least."""
+    """Inputs once and the result once: what an operator moves at least, but for inputs that are expanded views."""
     if not shapes or not types or len(shapes) != len(types) or _NOTHING_MOVED.fullmatch(name):
         return None
-    sizes = []
-    for shape, kind in zip(shapes, types, strict=True):
-        if shape and all(isinstance(extent, int) for extent in shape) and kind in _ELEMENT:
-            sizes.append(float(torch.Size(shape).numel() * _ELEMENT[kind]))
-    if not sizes:
+    inputs = [
+        (shape, _ELEMENT[kind])
+        for shape, kind in zip(shapes, types, strict=True)
+        if shape and all(isinstance(extent, int) for extent in shape) and kind in _ELEMENT
+    ]
+    if not inputs:
         return None
-    return sum(sizes) + (0.0 if name == "aten::copy_" else sizes[0] if name.endswith("_") else max(sizes))
+    sizes = [float(torch.Size(shape).numel() * width) for shape, width in inputs]
+    if _WRITES_ALONE.fullmatch(name):
+        return sizes[0]
+    read = sum(sizes)
+    if name == "aten::copy_" or _REDUCES.fullmatch(name):
+        return read  # what is copied to is an input; a reduction's result is small
+    if name.endswith("_"):
+        return read + sizes[0]
+    if (factors := _factors(name, shapes)) is not None:
+        rows, inner = torch.Size(factors[0]).numel(), factors[0][-1]
+        return read + float(rows // max(1, inner) * factors[1][-1] * inputs[0][1])
+    return read + max(sizes)
 
 
-# Operators that only describe their input anew, or leave the work to another one.
+# Operators that only describe their input anew, or leave the work to another one; and those that read the rows which an
+# index names: how many, the shapes do not say.
 _NOTHING_MOVED = re.compile(
-    r"aten::(view|select|slice|narrow|transpose|t|permute|expand|unsqueeze|squeeze|reshape|flatten|unflatten|unbind|split"
-    r"|chunk|detach|alias|as_strided|resolve_conj|resolve_neg|matmul|linear|to|empty\w*)"
+    r"aten::(view|_unsafe_view|select|slice|narrow|transpose|t|permute|expand|unsqueeze|squeeze|reshape|flatten|unflatten"
+    r"|unbind|split|chunk|detach|alias|as_strided|resolve_conj|resolve_neg|matmul|linear|to|empty\w*|embedding\w*"
+    r"|_?index\w*|gather\w*|scatter\w*|masked_select|nll_loss\w*)"
+)
+_WRITES_ALONE = re.compile(r"aten::(fill|zero)_")
+_REDUCES = re.compile(
+    r"aten::(sum|mean|prod|var|std|norm|linalg_vector_norm|logsumexp|count_nonzero|any|all|dot|(a|arg)?(max|min))"
 )
 _ELEMENT: Mapping[str, int] = {
     "float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "long": 8, "int": 4, "bool": 1,
