@@ -136,16 +136,15 @@ def read_links(path: Path | None, machine: int) -> Links:
         rows = json.loads(path.read_text(encoding="utf-8"))
         best = max(rows["speed"]["all-reduce"])
         hop = rows["latency"]["all-reduce"] / (2 * (rows["processes"] - 1))
+        machines, processes, device = (rows[key] for key in ("machines", "processes", "device"))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"--links {path}: not what tools.measure_links -o writes ({type(error).__name__}: {error})"
         ) from error
-    if rows["machines"] > 1:
-        source = (
-            f"{best / 1e9:.0f} GB/s between {rows['machines']} machines measured ({rows['device']}), inside assumed"
-        )
+    if machines > 1:
+        source = f"{best / 1e9:.0f} GB/s between {machines} machines measured ({device}), inside assumed"
         return replace(links, outside=best, latency_outside=hop, source=source)
-    source = f"{best / 1e9:.0f} GB/s inside measured ({rows['processes']} {rows['device']}), between machines assumed 45 GB/s"
+    source = f"{best / 1e9:.0f} GB/s inside measured ({processes} {device}), between machines assumed 45 GB/s"
     return replace(links, inside=best, latency_inside=hop, source=source)
 
 

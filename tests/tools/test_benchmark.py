@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tools.conftest import refusal
-from tools.benchmark import masked, measure
+from tools.benchmark import masked, measure, mixers
 from tools.benchmark.__main__ import main
 from tools.benchmark.report import plot_lines
 
@@ -65,6 +65,30 @@ def test_masked_models_are_timed_beside_bert(
         assert 6.5 < float(row["loss"]) < 9  # ln 2048 = 7.6 nats
     assert (tmp_path / "masked.png").stat().st_size > 5_000
     assert "--shapes 128: LENGTHxBATCH" in refusal(["masked", "--output", str(tmp_path), "--shapes", "128"], capsys)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
+def test_mixers_are_listed_where_attention_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = {"parameters": 1, "forward ms": None, "both ms": None, "tokens / s": None, "memory GiB": None}
+    fits = {**nothing, "both ms": 3.0}
+    monkeypatch.setattr(
+        mixers, "measure_mixer", lambda config, *_: nothing if config.mixers == ("attention",) else fits
+    )
+    main(["mixers", "--output", str(tmp_path), "--hidden", "32", "--heads", "4", "--only", "hgrn"])
+    rows = list(csv.DictReader((tmp_path / "mixers.csv").open(encoding="utf-8")))
+    assert [(row["method"], row["both ms"], row["time / attention"]) for row in rows] == [
+        ("attention", "", ""),
+        ("hgrn", "3.0", ""),
+    ]
+
+
+def test_paths_may_hold_what_overrides_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(masked, "run", lambda *words: asked.append(words))
+    out = tmp_path / "lr=1"
+    main(["masked", "--output", str(out), "--shapes", "8x2", "16x1", "model.num_layers=1", "--steps", "2", "a.b=c"])
+    assert asked == [(out, "large", [(8, 2), (16, 1)], 2, 3, ["model.num_layers=1", "a.b=c"])]
+    assert out.is_dir()
 
 
 def test_points_of_several_batches_stand_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

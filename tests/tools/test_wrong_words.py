@@ -16,7 +16,8 @@ from tools import arguments
 # Places: RUN a trained causal run, NONE nothing, CONFIG a configuration, TEXT a Markdown page, OUT a new folder,
 # TOKENS a token file whose .bin was cut short, BROKEN a run with a byte of a weight file changed, FILE a file,
 # DAMAGED, UNREADABLE, LOST runs whose manifest, configuration and tokenizer's description were cut, OTHERS token files whose
-# manifest was, HUGGING a folder with half of a config.json
+# manifest was, HUGGING a folder with half of a config.json, CLUSTER a configuration without a model, WIDE one whose model has
+# a misspelt key, LINKS measured links without a key
 CASES = {
     "train.py": [
         ("NONE.yml", r"nothing\.yml: no such file; name one that is there"),
@@ -48,7 +49,15 @@ CASES = {
     ],
     "tools.benchmark.__main__": [
         ("decode --config NONE --device cpu --output OUT", "nothing: no such file"),
+        ("decode --config FILE --device cpu --output OUT", r"file:1: sections"),
+        ("decode --config CLUSTER --device cpu --output OUT", r"1gpu\.yml has no section model"),
+        (
+            "decode --config WIDE --device cpu --output OUT",
+            r"model\.hiden_size is an unknown key; allowed are vocab_size",
+        ),
         ("decode --device nope --output OUT", "the device 'nope' is not here: allowed are auto, cpu"),
+        ("profile --device nope --output OUT", "the device 'nope' is not here: allowed are auto, cpu"),
+        ("masked --size base model.vocab_size=512 --output OUT", r"model\.vocab_size = 512: 1001 or more are allowed"),
         ("mixers --only nosuch --output OUT", "--only nosuch: known mixers are attention"),
         ("mixers --batch 0 --output OUT", "--batch: 0: a whole number, 1 or more"),
         ("train --subjects nosuch --output OUT", "--subjects nosuch: known are metalion"),
@@ -131,6 +140,7 @@ CASES = {
         ("CONFIG --mfu 40", "--mfu: 40: a share above 0 and at most 1 is allowed"),
         ("CONFIG --links NONE", "nothing: No such file or directory; name a path that is there"),
         ("CONFIG --links CONFIG", r"--links .*default\.yml: not what tools\.measure_links -o writes"),
+        ("CONFIG --links LINKS", r"links\.json: not what tools\.measure_links -o writes \(KeyError: 'machines'\)"),
         ("CONFIG model.nosuch=1", "model.nosuch is an unknown key; allowed in model are"),
     ],
     "tools.plot": [
@@ -207,7 +217,14 @@ def places(tmp_path_factory, trained_run) -> dict[str, str]:
     (folder / "lost" / "tokenizer" / "description.json").write_text("{")
     (folder / "hugging").mkdir()
     (folder / "hugging" / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "wide.yml").write_text("model: {hiden_size: 3}")
+    (folder / "links.json").write_text(
+        '{"speed": {"all-reduce": [1e9]}, "latency": {"all-reduce": 1e-5}, "processes": 2}'
+    )
     return {
+        "CLUSTER": str(ROOT / "configs" / "cluster" / "1gpu.yml"),
+        "WIDE": str(folder / "wide.yml"),
+        "LINKS": str(folder / "links.json"),
         "RUN": str(trained_run),
         "NONE": str(folder / "nothing"),
         "CONFIG": str(ROOT / "configs" / "default.yml"),

@@ -103,9 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             command.add_argument("--only", nargs="+", metavar="MIXER", help="these mixers and attention alone")
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Ahead of the options, one of which would take them for more of its own values.
-    overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    options = parser.parse_args([*words[:1], *overrides, *(word for word in words[1:] if word not in overrides)])
+    # Ahead of the options, one of which would take them for more of its own values. A path may hold a "=" too.
+    override = [
+        "=" in word and not word.startswith("-") and before not in ("--output", "--config")
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+    ordered = sorted(range(1, len(words)), key=lambda place: not override[place])
+    options = parser.parse_args([*words[:1], *(words[place] for place in ordered)])
     # After the arguments, so that --help does not wait for torch.
     from . import decode, kernels, layouts, masked, mixers, profile, training
 

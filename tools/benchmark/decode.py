@@ -6,11 +6,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_lite.config_files import ConfigError, read_sources
 from models.config import ModelConfig
@@ -43,12 +44,9 @@ class Row:
 
 def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int, device: str, llama: bool) -> list[Row]:
     """Measures, prints and writes decode.csv; ends with the ratios that matter. Raises ConfigError, and as `device_of`."""
-    device = str(device_of(device))
+    device = device_of(device).type
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    sources = read_sources([config])
-    if sources.problems:
-        raise ConfigError(sources.problems)
-    model = ModelConfig(**{key: value for key, value in sources.tree["model"].items() if value is not None})
+    model = model_of(config)
     rows: list[Row] = []
     with torch.inference_mode():
         own = _own(model, device, dtype)
@@ -67,6 +65,26 @@ def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int,
     print(table([asdict(row) for row in rows], f"{config.stem}, {str(dtype).removeprefix('torch.')}, decoding"))
     print("\n" + "\n".join(ratios(rows)))
     return rows
+
+
+def model_of(config: Path) -> ModelConfig:
+    """The section `model` of a file: that of a model alone too, and of a run in any layout. Raises ConfigError."""
+    sources = read_sources([config])
+    if sources.problems:
+        raise ConfigError(sources.problems)
+    section = sources.tree.get("model")
+    if not isinstance(section, dict):
+        raise ConfigError([f"{config} has no section model"])
+    known = [item.name for item in fields(ModelConfig)]
+    if unknown := [key for key in section if key not in known]:
+        raise ConfigError([f"model.{key} is an unknown key; allowed are {', '.join(known)}" for key in unknown])
+    try:
+        given = {key: value for key, value in section.items() if value is not None}
+        return TypeAdapter(ModelConfig).validate_python(given)
+    except ValidationError as error:
+        raise ConfigError(
+            [f"{'.'.join(('model', *map(str, found['loc'])))}: {found['msg']}" for found in error.errors()]
+        ) from error
 
 
 def ratios(rows: list[Row]) -> list[str]:

@@ -23,6 +23,7 @@ from .report import machine, plot_lines, table, write_csv
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = ("bert", "lion_lit", "lion_d", "lion_s")
+MASK, WORDS = 103, 1000  # of BERT's vocabulary: [MASK], and the first token that is text
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def _measure(name: str, size: str, length: int, batch: int, steps: int, override
         config = load_config([file], settings, model_type=ModelConfig, world_size=1)
     except ConfigError as error:
         raise ValueError(str(error)) from error
+    if config.model.vocab_size <= WORDS:
+        raise ValueError(f"model.vocab_size = {config.model.vocab_size}: {WORDS + 1} or more are allowed")
     grid = init_grid("auto")
     on_gpu = grid.device.type == "cuda"
     engine = build_engine(config, grid, "bf16" if on_gpu else "fp32")
@@ -98,9 +101,9 @@ def _measure(name: str, size: str, length: int, batch: int, steps: int, override
         torch.cuda.reset_peak_memory_stats()
     times, loss = [], 0.0
     for _ in range(steps + 3):
-        tokens = torch.randint(1000, config.model.vocab_size, (batch, length), generator=generator)
+        tokens = torch.randint(WORDS, config.model.vocab_size, (batch, length), generator=generator)
         asked = torch.rand(batch, length, generator=generator) < 0.30
-        sample = {"tokens": tokens.masked_fill(asked, 103), "labels": tokens.masked_fill(~asked, -100)}
+        sample = {"tokens": tokens.masked_fill(asked, MASK), "labels": tokens.masked_fill(~asked, -100)}
         _wait(on_gpu)
         begin = time.perf_counter()
         loss = engine.train_step([{**sample, "loss_weight": asked.float()}], lr=1e-5).loss

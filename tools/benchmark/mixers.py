@@ -67,7 +67,7 @@ def run(
             continue
         rows.append({"method": method, **measure_mixer(config, length, batch)})
     for row in rows:
-        row["time / attention"] = row["both ms"] / rows[0]["both ms"] if row["both ms"] else None
+        row["time / attention"] = row["both ms"] and rows[0]["both ms"] and row["both ms"] / rows[0]["both ms"]
     dtype = "bf16" if torch.cuda.is_available() else "fp32"
     title = f"one mixer, d = {hidden}, {heads} heads, {length} x {batch} tokens, {dtype}{'' if tuned else ', FLA not tuned'}"
     print(table(rows, title))
