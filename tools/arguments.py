@@ -108,6 +108,15 @@ def check_writable(path: Path, flag: str) -> None:
         raise ValueError(f"{flag} {path}: cannot be written ({error.strerror}: {folder}); name another file") from error
 
 
+def check_picture(path: Path, flag: str) -> None:
+    """As `check_writable`, for the file of a plot: its name ends in one of matplotlib's formats."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    check_writable(path, flag)
+    if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(f"{flag} {path}: a picture's name ends in its format, such as .png, .pdf or .svg")
+
+
 def words(text: str) -> list[str]:
     """ "A,B" as a list."""
     return [word for word in text.split(",") if word]

@@ -15,7 +15,7 @@ from data.manifest import manifest_tokenizer, read_manifest
 from data.sample_index import ORDERS
 from data.sources import read_sources
 from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
-from tools.arguments import check_writable, command, command_line, from_zero, positive
+from tools.arguments import check_picture, command, command_line, from_zero, positive
 
 EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document                      counts, lengths, integrity
@@ -33,7 +33,7 @@ The tokenizer is the one that the .json beside the files names; for files of oth
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.histogram:
-        check_writable(options.histogram, "--histogram")
+        check_picture(options.histogram, "--histogram")
     tokens = IndexedTokens(options.prefix)
     tokenizer = (
         load_tokenizer(options.tokenizer_type, options.vocab_file)

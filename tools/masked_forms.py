@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_whole
-from tools.arguments import check_writable, command, command_line, positive
+from tools.arguments import check_picture, command, command_line, positive
 
 FORMS = ("parallel", "chunked", "recurrent")
 SOFTMAX = "softmax attention"
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--out", type=Path, help="the plot; default: forms.png in the run's folder")
     options = parser.parse_args(arguments)
     if options.out:
-        check_writable(options.out, "--out")
+        check_picture(options.out, "--out")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its profiler reports every start and stop
     rows = compare(options.run, sorted(set(options.lengths)), batch=options.batch, device=options.device)
     print(f"{'form':<18} {'tokens':>7} {'ms':>10} {'MiB':>10}   largest difference to parallel")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.metrics import read_metrics
-from tools.arguments import command, command_line
+from tools.arguments import check_picture, command, command_line
 
 # Okabe and Ito (2008): told apart by every kind of colour vision, and in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#000000")
@@ -203,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         beside = options.runs[0].parent if options.runs[0].is_file() else options.runs[0]
         default = beside / "plot.png" if len(options.runs) == 1 else Path("plot.png")
+        if options.out is not None:
+            check_picture(options.out, "--out")
         print(plot_runs(options.runs, options.out or default))
     return 0
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.arguments import above_zero, command, command_line, positive
+from tools.arguments import above_zero, check_picture, command, command_line, positive
 
 COUNTS = [1 << power for power in range(11)]  # 1 to 1024
 
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--links", type=Path, help="JSON from tools.measure_links; default: assumed speeds")
     parser.add_argument("-o", "--output", type=Path, help="write the plot here")
     options = parser.parse_intermixed_args(arguments)
+    if options.output is not None:
+        check_picture(options.output, "--output")
     from megatron_lite.communication import scaling
     from megatron_lite.layout import Layout, layout_problems, limits_of
     from tools.estimate import any_layout, layer_flops, workload

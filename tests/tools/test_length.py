@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,42 @@ def test_defaults_are_multiples_as_far_as_the_text_goes(trained_run: Path) -> No
     assert result["by_length"][0]["tokens"] == result["by_length"][-1]["length"]
 
 
+def write_tokens(prefix: Path, count: int) -> str:
+    with IndexedWriter(prefix, np.uint16) as writer:
+        writer.add_document((np.arange(count) % 90).astype(np.uint16))
+    return str(prefix)
+
+
+def test_an_odd_length_has_no_half(trained_run: Path, tmp_path: Path) -> None:
+    loaded = load_model(trained_run, device="cpu")
+    odd = {**loaded.config, "batch": {**loaded.config["batch"], "sequence_length": 25}}
+    result = measure_run(replace(loaded, config=odd), data=write_tokens(tmp_path / "text", 120))
+    assert [row["length"] for row in result["by_length"]] == [25, 50, 100]
+
+
+def test_a_text_shorter_than_the_trained_length_says_what_is_needed(trained_run: Path, tmp_path: Path) -> None:
+    loaded = load_model(trained_run, device="cpu")
+    with pytest.raises(ValueError, match="has 20 tokens, too few for pieces of 32"):
+        measure_run(loaded, data=write_tokens(tmp_path / "short", 20))
+
+
+def test_what_one_piece_cannot_tell_is_null(trained_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "one.png"
+    assert main([str(trained_run), "--device", "cpu", "--lengths", "64", "--tokens", "64", "-o", str(out)]) == 0
+
+    def refused(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    (result,) = json.loads(out.with_suffix(".json").read_text(), parse_constant=refused).values()
+    assert [row["change_stderr"] for row in result["by_length"]] == [None, None]
+
+
+def test_a_text_of_which_nothing_is_hidden(masked_run: Path, tmp_path: Path, capsys) -> None:
+    words = [str(masked_run), "--device", "cpu", "--lengths", "1", "--tokens", "1", "-o", str(tmp_path / "none.png")]
+    assert main(words) == 2
+    assert "none of the first 1 tokens is hidden; give more with --tokens" in capsys.readouterr().err
+
+
 def test_masked_models_read_whole_stretches_of_text_only(masked_run: Path, tmp_path: Path) -> None:
     """What fills up the last stretch is never masked, so that beyond the text the greatest lengths would look easy."""
     loaded = load_model(masked_run, device="cpu")
@@ -77,10 +114,8 @@ def test_masked_models_read_whole_stretches_of_text_only(masked_run: Path, tmp_p
     assert masked == int(rows[-1]["tokens"]) < 1024 * 0.15 * 1.1
     with pytest.raises(ValueError, match=f"has {size:,} tokens, too few for pieces of 2,048"):
         measure_run(loaded, [128, 2048])
-    with IndexedWriter(tmp_path / "short", np.uint16) as writer:
-        writer.add_document(np.arange(100, dtype=np.uint16))
     with pytest.raises(ValueError, match="has 100 tokens, too few for pieces of 128"):
-        measure_run(loaded, data=str(tmp_path / "short"))
+        measure_run(loaded, data=write_tokens(tmp_path / "short", 100))
 
 
 @pytest.mark.parametrize(

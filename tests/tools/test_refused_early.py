@@ -51,6 +51,8 @@ CASES = [
         r"--out /proc/l\.png: cannot be written \(.*: /proc\); name",
     ),
     ("tools.length.__main__", "RUN -o FILE/l.png", WEIGHTS, r"--out .*: cannot be written \(Not a directory: .*file\)"),
+    ("tools.length.__main__", "RUN -o OUT", WEIGHTS, "--out .*out: a picture's name ends in its format, such as"),
+    ("tools.masked_forms", "MASKED -o OUT.json", WEIGHTS, r"--out .*out\.json: a picture's name ends in its format"),
     ("tools.length.__main__", "RUN -o EMPTY", WEIGHTS, r"--out .*empty: cannot be written \(Is a directory"),
     ("tools.masked_forms", "MASKED -o /proc/f.png", WEIGHTS, r"--out /proc/f\.png: cannot be written"),
     (

@@ -146,7 +146,8 @@ CASES = {
     "tools.plot": [
         ("NONE", "no metrics there; give a run's folder"),
         ("RUN RUN --html", "--html is about one run; leave --html out"),
-        ("RUN -o OUT/plot.nosuch", "Format 'nosuch' is not supported"),
+        ("RUN -o OUT/plot.nosuch", r"--out .*plot\.nosuch: a picture's name ends in its format, such as \.png"),
+        ("RUN -o FILE/plot.png", r"--out .*plot\.png: cannot be written \(Not a directory"),
     ],
     "tools.preprocess_data": [
         ("--input NONE --tokenizer-type bytes --output-prefix OUT", "nothing does not exist"),
@@ -174,6 +175,7 @@ CASES = {
     "tools.simulate_scaling": [
         ("CONFIG --links NONE", "nothing: No such file or directory"),
         ("CONFIG --flops 0", "--flops: 0: a number above 0"),
+        ("CONFIG -o FILE", "--output .*file: a picture's name ends in its format"),
     ],
     "tools.train_tokenizer": [
         ("--input NONE --output OUT", "nothing does not exist"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import write_whole
-from tools.arguments import check_writable, command, command_line, positive
+from tools.arguments import check_picture, command, command_line, positive
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--out", type=Path, help="the plot; default: length.png in the first run's folder")
     options = parser.parse_args(arguments)
     if options.out:
-        check_writable(options.out, "--out")
+        check_picture(options.out, "--out")
     results, masked = measure(options.runs, options)
     from tools.length.causal import loss_table
     from tools.length.masked import accuracy_table
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lengths = sorted({row["length"] for rows in results.values() for row in (rows if masked else rows["by_length"])})
     print(accuracy_table(results, lengths) if masked else loss_table(results))
     out = options.out or run_of(options.runs[0]) / "length.png"
-    write_whole(out.with_suffix(".json"), json.dumps(results, indent=1) + "\n")
+    write_whole(out.with_suffix(".json"), json.dumps(results, indent=1).replace(": NaN", ": null") + "\n")
     (plot_accuracy if masked else plot_loss)(results, out)
     print(out)
     return 0
@@ -107,9 +107,9 @@ def measure_run(
     size, trained = IndexedTokens(prefix).num_tokens, int(loaded.config["batch"]["sequence_length"])
     lengths = _lengths(loaded.run, loaded.model.config, loaded.config, asked)
     least = lengths[0] if masked else trained
-    lengths = [length for length in lengths if length <= size] if not asked else lengths
+    lengths = lengths if asked else [length for length in lengths if length <= size]
     if not lengths or max(lengths) > size or (not masked and trained not in lengths):
-        raise ValueError(f"{prefix} has {size:,} tokens, too few for pieces of {max(lengths or [least]):,}")
+        raise ValueError(f"{prefix} has {size:,} tokens, too few for pieces of {max([*lengths, least]):,}")
     if masked:
         longest, results = max(lengths), []
         with _bar(loaded, len(lengths) * pieces_read(size, longest, tokens)) as progress:
@@ -130,7 +130,8 @@ def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], asked: Se
     if model.two_sided_mixers():
         lengths = sorted({*(asked or MASKED_LENGTHS)})
     else:
-        lengths = sorted({*(asked or (int(trained * multiple) for multiple in MULTIPLES)), trained})
+        whole = [int(trained * multiple) for multiple in MULTIPLES if trained * multiple % 1 == 0]
+        lengths = sorted({*(asked or whole), trained})
     limit = model.max_positions
     kept = [length for length in lengths if limit is None or length <= limit]
     if not kept:

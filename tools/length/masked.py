@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ def masked_accuracy(
     """Accuracy, loss, and the number of tokens asked for, with rows of one length.
 
     prefix: of a token file, read in whole stretches of `longest`, a multiple of `length`: the last one of the file may be
-    filled up, with tokens that nothing masks. progress: called after each stretch.
+    filled up, with tokens that nothing masks. progress: called after each stretch. Raises ValueError where nothing is masked.
     """
     settings = loaded.config["data"]["masked"]
     masking = masking_of(loaded.tokenizer, settings["validation_rate"], settings["whole_word"])
@@ -40,8 +39,9 @@ def masked_accuracy(
         nll += loaded.model.head(hidden, **asked).item()
         weight += batch["loss_weight"].sum().item()
         progress()
-    accuracy = right.item() / weight if weight else math.nan
-    return {"length": length, "accuracy": accuracy, "loss": nll / max(weight, 1.0), "tokens": weight}
+    if not weight:
+        raise ValueError(f"{prefix}: none of the first {tokens:,} tokens is hidden; give more with --tokens")
+    return {"length": length, "accuracy": right.item() / weight, "loss": nll / weight, "tokens": weight}
 
 
 def accuracy_table(results: dict[str, list[dict[str, float]]], lengths: Sequence[int]) -> str:
