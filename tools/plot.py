@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,9 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
         _draw_loss(axes, data, COLORS[0], "step", faint=0.25)
         _limit_loss(axes, [data])
         axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"{data.name}{_result(data)}")
-        tokens, steps = column(data.train, "tokens"), column(data.train, "step")
-        if np.isfinite(tokens).all() and tokens[-1] > 0:
-            a_step = tokens[-1] / steps[-1]
-            top = axes.secondary_xaxis("top", functions=(lambda x: x * a_step, lambda x: x / a_step))
+        steps, tokens = (np.concatenate([[0.0], column(data.train, key)]) for key in ("step", "tokens"))
+        if (np.diff(tokens) > 0).all() and (np.diff(steps) > 0).all():
+            top = axes.secondary_xaxis("top", functions=(_through(steps, tokens), _through(tokens, steps)))
             top.xaxis.set_major_formatter(_engineering)
             top.set_xlabel("tokens")
         for panel in panels.flat:
@@ -216,6 +215,16 @@ def _matplotlib() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def _through(x: NDArray[np.float64], y: NDArray[np.float64]) -> Callable[[Any], Any]:
+    """The line through points of growing x and y, straight on beyond both ends. A batch that grows bends it."""
+    first, last = ((y[i + 1] - y[i]) / (x[i + 1] - x[i]) for i in (0, -2))
+
+    def value(at: Any) -> Any:
+        return np.interp(at, x, y) + first * np.minimum(at - x[0], 0) + last * np.maximum(at - x[-1], 0)
+
+    return value
 
 
 def _colors(count: int) -> list[str]:

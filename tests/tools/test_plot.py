@@ -61,6 +61,24 @@ def test_one_run(tmp_path: Path) -> None:
     assert rgb(COLORS[0]) in colors_in(run / "loss.png")
 
 
+def test_tokens_stand_over_the_steps_that_saw_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch that grows, too."""
+    metrics = MetricsLogger(tmp_path, total_steps=100, progress_bar=False)
+    for step in range(10, 101, 10):
+        tokens = 100 * step if step <= 50 else 5000 + 900 * (step - 50)
+        metrics.log(step, {"loss": 2 + 1 / step, "tokens": tokens})
+    metrics.close()
+    figures = []
+    monkeypatch.setattr(plot, "_save", lambda figure, out: figures.append(figure))
+    plot_loss(tmp_path)
+    axes = figures[0].axes[0]
+    (top,) = axes.child_axes
+    for step, tokens in ((5, 500), (50, 5000), (60, 14000), (110, 59000)):
+        axes.set_xlim(-10, step)
+        figures[0].canvas.draw()
+        assert top.get_xlim() == pytest.approx((-1000, tokens))
+
+
 @pytest.mark.parametrize("steps", [2, 20])
 def test_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     run, figures = write_run(tmp_path / "short", steps=steps), []
