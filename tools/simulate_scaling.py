@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tools.arguments import above_zero, check_picture, command, command_line, positive
@@ -43,20 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config, _, _ = any_layout(options.config, 1)
     limits = limits_of(config.model, config.batch.sequence_length)
     links = read_links(options.links, options.gpus_per_machine)
-    work = workload(config, layer_flops(config), "bf16")
-    layouts = {
-        "data": Layout(),
-        "tensor 2 x data": Layout(tensor=2),
-        f"tensor {links.machine} x data": Layout(tensor=links.machine),
-        "pipeline 4 x data": Layout(pipeline=4),
-        "tensor 2 x pipeline 4 x data": Layout(tensor=2, pipeline=4),
-    }
+    stage = max(1, config.parallel.zero_stage)
+    work = replace(workload(config, layer_flops(config), "bf16"), zero_stage=stage)
+    layouts = {"data": Layout()}
+    layouts |= {f"tensor {size} x data": Layout(tensor=size) for size in sorted({2, links.machine} - {1})}
+    if stage == 1:  # the stages of a pipeline keep their gradients
+        layouts |= {"pipeline 4 x data": Layout(pipeline=4)}
+        layouts |= {"tensor 2 x pipeline 4 x data": Layout(tensor=2, pipeline=4)}
     curves = {
         name: scaling(work, layout, COUNTS, options.flops, links, grow_batch=False)
         for name, layout in layouts.items()
         if not any(layout_problems(layout, limits))
     }
-    title = f"{Path(options.config[0]).stem}: {work.global_batch_size} samples of {work.sequence_length} a step, ZeRO 1"
+    size = f"{work.global_batch_size} samples of {work.sequence_length} a step, ZeRO {stage}"
+    title = f"{Path(options.config[0]).stem}: {size}"
     print(f"{title}; {options.flops / 1e12:g} TFLOP/s a GPU\nlinks: {links.source}\n")
     print(table(curves))
     if options.output is not None:

@@ -133,6 +133,24 @@ def test_the_simulation_draws_its_curves(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_simulation_has_the_stage_of_the_configuration(capsys):
+    """Of ZeRO 3 more is sent, and no pipeline runs with it; a machine of one GPU has no curve that is data's again."""
+    words = ["configs/metala_1.4b.yml", "--gpus-per-machine", "1"]
+    curves = []
+    for stage in (1, 3):
+        assert simulate_scaling.main([*words, f"parallel.zero_stage={stage}"]) == 0
+        out = capsys.readouterr().out
+        assert f"samples of 2048 a step, ZeRO {stage};" in out
+        rows = [line.split("  ")[0] for line in out.splitlines()[4:]]
+        assert rows == [
+            "data",
+            "tensor 2 x data",
+            *(["pipeline 4 x data", "tensor 2 x pipeline 4 x data"] if stage == 1 else []),
+        ]
+        curves.append([int(cell[:-1]) for cell in out.splitlines()[4].split()[1:9]])
+    assert curves[1] != curves[0]
+
+
 def test_a_layout_that_the_model_cannot_take_has_no_curve(capsys):
     """BERT-base has twelve heads, which eight processes cannot share; the file's own layout is none of the curves'."""
     assert simulate_scaling.main(["configs/bert_base.yml", "parallel.tensor=2"]) == 0
