@@ -107,6 +107,22 @@ def test_points_of_several_batches_stand_apart(tmp_path: Path, monkeypatch: pyte
     plt.close("all")
 
 
+@pytest.mark.parametrize("values", [(1.0, 1.3), (0.2, 0.21), (3.0, 700.0)])
+def test_the_axis_of_times_has_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values) -> None:
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda _: None)
+    rows = [{"method": "bert", "length": 2**i, "batch": 1, "ms": value} for i, value in enumerate(values)]
+    plot_lines(tmp_path / "lines.png", rows, {"ms": "ms"}, "")
+    (axis,) = plt.gcf().axes
+    low, high = axis.get_ylim()
+    shown = [float(label.get_text()) for label in axis.get_yticklabels() if low <= label.get_position()[1] <= high]
+    assert len(shown) >= 3
+    assert shown == pytest.approx([tick for tick in axis.get_yticks() if low <= tick <= high], rel=1e-4)
+    monkeypatch.undo()
+    plt.close("all")
+
+
 def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--only mambo: known mixers are attention, gla" in refusal(
         ["mixers", "--output", str(tmp_path), "--only", "mambo"], capsys

@@ -75,6 +75,10 @@ def plot_lines(
             axis.yaxis.set_major_formatter("{x:,.0f}")
         else:
             axis.set_yscale("log", base=2)
+            low, high = axis.get_ylim()
+            if high < 8 * low:  # hardly a power of two among them: the figures themselves
+                axis.yaxis.set_major_locator(plt.MaxNLocator(6))
+            axis.yaxis.set_major_formatter("{x:g}")
         axis.set_ylabel(words)
         if batches:
             axis.set_xlabel("length x batch")
