@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import eval as command
 from tests.masked.conftest import masked_run
@@ -116,6 +119,101 @@ def test_answers_are_those_of_greedy_decoding(trained_run: Path, tmp_path: Path,
     read, asked = reads[0]
     assert read < 0.65 * asked
     assert not (tmp_path / "answers").exists()
+
+
+class Recalls(nn.Module):
+    """In place of a model: after each prefix in `says` the token there is the likeliest, by `sure`; its state is what it
+    read."""
+
+    def __init__(self, model: Any, says: dict[tuple[int, ...], int], sure: float) -> None:
+        super().__init__()
+        self.config, self.says, self.sure, self.blocks = model.config, says, sure, ()
+        self.places = {len(prefix) for prefix in says}
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def embedding(
+        self, tokens: Tensor, mask: Tensor | None = None, state: Any = None, return_state: bool = False
+    ) -> Any:
+        ids = tokens if mask is None else tokens.masked_fill(~mask, -1)
+        ids = ids if state is None else torch.cat([state["ids"], ids], 1)
+        logits = torch.zeros(*tokens.shape, self.config.vocab_size)
+        for row, line in enumerate(ids.tolist()):
+            read = [token for token in line if token >= 0]
+            new = sum(token >= 0 for token in line[-tokens.shape[1] :])
+            for place in self.places & {*range(len(read) - new + 1, len(read) + 1)}:
+                if (said := self.says.get(tuple(read[:place]))) is not None:
+                    logits[row, place - 1 - (len(read) - new), said] = self.sure
+        return (logits, {"ids": ids}) if return_state else logits
+
+    def head(self, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+
+def test_cells_are_where_a_model_finds_the_needle(trained_run: Path, tmp_path: Path, monkeypatch) -> None:
+    """A model that recalls what stands at most 200 tokens back: shallow needles of long texts are lost to it."""
+    window, sure, out = 200, 5.0, tmp_path / "needle.json"
+    expected: dict[tuple[int, float], list[tuple[bool, float]]] = {}
+    ask, pictures = needle._ask, []
+
+    def answered(opened, asked):
+        says = {}
+        tokenizer, vocabulary = opened.loaded.tokenizer, opened.loaded.model.config.vocab_size
+        for question in asked:
+            context, whole = (
+                [*map(int, tokenizer.encode(text))] for text in (question.context, question.context + question.answer)
+            )
+            assert whole[: len(context)] == context
+            fact = question.context.index("The secret number")
+            found = len(context) - len(tokenizer.encode(question.context[:fact])) <= window
+            for place in range(len(context), len(whole)):
+                says[tuple(whole[:place])] = whole[place] if found else (whole[place] + 1) % vocabulary
+            total = math.log(math.exp(sure) + vocabulary - 1)
+            likely = (len(whole) - len(context)) * (found * sure - total)
+            expected.setdefault((question.length, question.depth), []).append((found, likely))
+        model = Recalls(opened.loaded.model, says, sure)
+        opened.lm.model = opened.lm.scorer.model = model
+        return ask(opened, asked)
+
+    monkeypatch.setattr(needle, "_ask", answered)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: pictures.append(figure))
+    words = [str(trained_run), *WORDS, "--depths", "0,25,50,75,100", "--out", str(out)]
+    for lengths in ("640", "256,384"):  # the second table joins the first
+        assert command.main([*words, "--lengths", lengths]) == 0
+    results = json.loads(out.read_text())
+    assert {(cell["length"], cell["depth"]) for cell in results["cells"]} == set(expected)
+    right = {}
+    for cell in results["cells"]:
+        wanted = expected[cell["length"], cell["depth"]]
+        right[cell["depth"], cell["length"]] = cell["accuracy"]
+        assert cell["right"] == [found for found, _ in wanted]
+        assert cell["accuracy"] == sum(cell["right"]) / 2
+        assert cell["log_likelihood"] == pytest.approx(sum(value for _, value in wanted) / 2, abs=1e-4)
+    # The staircase: the longer the text, the deeper a needle has to lie.
+    assert [[right[depth, length] for length in (256, 384, 640)] for depth in (0, 25, 50, 75, 100)] == [
+        [0, 0, 0],
+        [0, 0, 0],
+        [1, 0, 0],
+        [1, 1, 0],
+        [1, 1, 1],
+    ]
+    left, likely = pictures[-1].axes
+    assert [label.get_text() for label in left.get_xticklabels()] == ["256", "384", "640"]
+    assert [label.get_text() for label in left.get_yticklabels()] == ["0", "25", "50", "75", "100"]
+    assert left.get_ylim() == (4.5, -0.5)  # depth 0 on top
+    cells = {(text.get_position()): text.get_text() for text in left.texts}
+    assert [[cells[column, row] for column in range(3)] for row in range(5)] == [
+        ["0", "0", "0"], ["0", "0", "0"], ["100", "0", "0"], ["100", "100", "0"], ["100", "100", "100"],
+    ]  # fmt: skip
+    assert left.images[0].get_array().tolist() == [
+        [float(cells[column, row]) for column in range(3)] for row in range(5)
+    ]
+    assert (left.images[0].get_clim(), likely.images[0].get_clim()[1]) == ((0, 100), 0)
+    assert "(trained at 32)" in left.get_xlabel()
+    rows = (line.split("|")[1:-1] for line in out.with_suffix(".md").read_text().splitlines() if "|" in line)
+    table = [[cell.strip() for cell in row] for row in rows]
+    assert table[0] == ["depth, %", "256", "384", "640"]
+    assert table[4] == ["50", "100", "0", "0"]
+    assert table[7] == ["mean", "60.0", "40.0", "20.0"]
 
 
 def test_an_interrupted_table_goes_on(trained_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
