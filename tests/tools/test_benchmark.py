@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.tools.conftest import refusal
-from tools.benchmark import masked, measure, mixers
+from tools.benchmark import decode, masked, measure, mixers
 from tools.benchmark.__main__ import main
 from tools.benchmark.report import plot_lines
 
@@ -80,6 +82,34 @@ def test_mixers_are_listed_where_attention_does_not_fit(tmp_path: Path, monkeypa
         ("attention", "", ""),
         ("hgrn", "3.0", ""),
     ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
+def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def until(count: int, result: Any) -> Callable[..., Any]:
+        left = iter([result] * count)
+
+        def measured(*_: object, **__: object) -> Any:
+            if (found := next(left, None)) is None:
+                raise KeyboardInterrupt
+            return found
+
+        return measured
+
+    columns = {"parameters": 1, "forward ms": 1.0, "both ms": 2.0, "tokens / s": 3.0, "memory GiB": None}
+    monkeypatch.setattr(masked, "_measure", until(5, masked.Timing([1.0], None, 7.0)))
+    monkeypatch.setattr(mixers, "measure_mixer", until(2, columns))
+    monkeypatch.setattr(decode, "_measure_own", until(1, decode.Row("eager", 8, 1, 2.0, 3.0, None, 0.1)))
+    tiny = ["--hidden", "32", "--heads", "4"]
+    model = ["--config", "configs/model/metala_tiny.yml", "--device", "cpu", "--contexts", "8", "16"]
+    for words, kept in (
+        (["masked", "--shapes", "8x1", "16x1", "--rounds", "1"], ["bert", "lion_lit", "lion_d", "lion_s"]),
+        (["mixers", *tiny, "--only", "gla", "hgrn"], ["attention", "gla"]),
+        (["decode", *model], ["eager"]),
+    ):
+        assert main([words[0], "--output", str(tmp_path), *words[1:]]) == 130
+        rows = list(csv.DictReader((tmp_path / f"{words[0]}.csv").open(encoding="utf-8")))
+        assert [row["method"] for row in rows] == kept
 
 
 def test_paths_may_hold_what_overrides_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,25 +43,29 @@ class Row:
 
 
 def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int, device: str, llama: bool) -> list[Row]:
-    """Measures, prints and writes decode.csv; ends with the ratios that matter. Raises ConfigError, and as `device_of`."""
+    """Measures and prints; decode.csv holds what is measured so far. Ends with the ratios that matter. Raises as `model_of` and
+    `device_of`.
+    """
     device = device_of(device).type
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = model_of(config)
     rows: list[Row] = []
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        print(_line(row), flush=True)
+        write_csv(output / "decode.csv", [asdict(row) for row in rows])
+
     with torch.inference_mode():
         own = _own(model, device, dtype)
         for context in contexts:
             for method in ("eager", "graph") if device == "cuda" else ("eager",):
-                rows.append(_measure_own(own, context, batch, steps, graph=method == "graph"))
-                print(_line(rows[-1]), flush=True)
+                keep(_measure_own(own, context, batch, steps, graph=method == "graph"))
         del own
         if llama:
             peer = _llama(model, device, dtype)
             for context in contexts:
-                row = _measure_llama(peer, context, batch, steps)
-                rows.append(row)
-                print(_line(row), flush=True)
-    write_csv(output / "decode.csv", [asdict(row) for row in rows])
+                keep(_measure_llama(peer, context, batch, steps))
     print(table([asdict(row) for row in rows], f"{config.stem}, {str(dtype).removeprefix('torch.')}, decoding"))
     print("\n" + "\n".join(ratios(rows)))
     return rows

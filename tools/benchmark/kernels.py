@@ -52,6 +52,7 @@ def run(output: Path) -> None:
     for name, build, length, batch in (bar := tqdm(work, unit="case")):
         bar.set_postfix_str(f"{name} {length} x {batch}")
         rows.append(measure(name, length, batch, lambda build=build, shape=(length, batch): build(*shape)))
+        write_csv(output / "kernels.csv", [asdict(row) for row in rows])
     epilogue = [
         measure(f"MetaLA epilogue, {form}", 2048, 8, lambda form=form: metala(form, 2048, 8))
         for form in ("reference", "triton")

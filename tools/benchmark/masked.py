@@ -38,7 +38,10 @@ class Timing:
 def run(
     output: Path, size: str, shapes: Sequence[tuple[int, int]], steps: int, rounds: int, overrides: Sequence[str]
 ) -> None:
-    """Prints the table; writes masked.csv and masked.png. shapes: (length, batch). ValueError for an unknown size."""
+    """Prints the table; writes masked.csv, after each shape, and masked.png. shapes: (length, batch).
+
+    Raises ValueError for an unknown size.
+    """
     rows: list[dict[str, Any]] = []
     for length, batch in shapes:
         timings: dict[str, list[Timing]] = {name: [] for name in MODELS}
@@ -62,9 +65,9 @@ def run(
                 }
             )
             print(f"{name} {length} x {batch}: {1e3 * median[name]:.2f} ms", flush=True)
+        write_csv(output / "masked.csv", rows)
     title = f"Masked models, {size}, training step"
     print(table(rows, title))
-    write_csv(output / "masked.csv", rows)
     panels = {"time / bert": "step time over BERT's", "ms a step": "ms a step"}
     if rows[0]["peak GiB"] is not None:
         panels["peak GiB"] = "peak GiB"

@@ -36,7 +36,10 @@ def run(
     only: Sequence[str] | None = None,
     tuned: bool = True,
 ) -> None:
-    """Prints the table; writes mixers.csv and mixers.png. ValueError for an unknown mixer or an impossible shape."""
+    """Prints the table; writes mixers.csv, after each mixer, and mixers.png.
+
+    Raises ValueError for an unknown mixer or an impossible shape.
+    """
     if tuned:
         tune_side_by_side()
     else:
@@ -65,13 +68,13 @@ def run(
                 raise
             tqdm.write(f"{method}: left out, {error}")
             continue
-        rows.append({"method": method, **measure_mixer(config, length, batch)})
-    for row in rows:
+        row = {"method": method, **measure_mixer(config, length, batch)}
+        rows.append(row)
         row["time / attention"] = row["both ms"] and rows[0]["both ms"] and row["both ms"] / rows[0]["both ms"]
+        write_csv(output / "mixers.csv", rows)
     dtype = "bf16" if torch.cuda.is_available() else "fp32"
     title = f"one mixer, d = {hidden}, {heads} heads, {length} x {batch} tokens, {dtype}{'' if tuned else ', FLA not tuned'}"
     print(table(rows, title))
-    write_csv(output / "mixers.csv", rows)
     columns = {"both ms": "milliseconds, forward and backward"}
     if torch.cuda.is_available():
         columns["memory GiB"] = "GiB over input and parameters"
