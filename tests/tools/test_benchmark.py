@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from models.config import ModelConfig
 from tests.tools.conftest import refusal
-from tools.benchmark import decode, masked, measure, mixers
+from tools.benchmark import decode, kernels, masked, measure, mixers
 from tools.benchmark.__main__ import main
 from tools.benchmark.report import plot_lines
 
@@ -166,3 +169,139 @@ def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("command", ["kernels", "choice"])
 def test_kernels_need_a_device(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no CUDA device is visible here" in refusal([command, "--output", str(tmp_path)], capsys)
+
+
+def test_masked_figures_follow_from_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"bert": [[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]], "lion_s": [[4.0, 5.0, 6.0], [8.0, 8.0, 8.0]]}
+    left = {name: iter(times.get(name, times["bert"])) for name in masked.MODELS}
+    monkeypatch.setattr(masked, "_measure", lambda name, *_: masked.Timing(next(left[name]), 1.5, 7.0))
+    masked.run(tmp_path, "base", [(16, 4)], 3, 2, [])
+    rows = {row["method"]: row for row in csv.DictReader((tmp_path / "masked.csv").open(encoding="utf-8"))}
+    columns = ("ms a step", "time / bert", "spread of rounds", "tokens / s", "peak GiB", "loss")
+    found = {name: [float(row[column]) for column in columns] for name, row in rows.items()}
+    assert found["bert"] == [2000, 1, 0, 32, 1.5, 7]
+    assert found["lion_s"] == pytest.approx([7000, 3.5, 3 / 7, 64 / 7, 1.5, 7])
+
+
+def test_masked_models_are_asked_for_what_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 % of the tokens; and learned positions reach as far as the rows."""
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Engine:
+        def train_step(self, batches: list[dict[str, torch.Tensor]], lr: float) -> SimpleNamespace:
+            seen.extend(batches)
+            return SimpleNamespace(loss=7.0)
+
+        def close(self) -> None: ...
+
+    built: list[Any] = []
+    monkeypatch.setattr("tools.build_engine.build_engine", lambda config, *_: (built.append(config), Engine())[1])
+    timing = masked._measure("bert", "base", 1024, 4, 2, ["model.num_layers=1"])
+    assert len(timing.seconds) == 2
+    assert built[0].model.max_positions == 1024
+    for batch in seen:
+        asked = batch["loss_weight"] == 1
+        assert 0.25 < asked.float().mean() < 0.35
+        assert (batch["tokens"][asked] == 103).all()
+        assert (batch["labels"][~asked] == -100).all()
+        assert (batch["labels"][asked] >= 1000).all()
+        assert batch["tokens"][~asked].min() >= 1000
+
+
+def test_a_mixers_figures_follow_from_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients: list[bool] = []
+
+    def timer(step: Callable[[], object], leaves: list[torch.Tensor]) -> float:
+        step()
+        gradients.append(any(leaf.grad is not None for leaf in leaves))
+        return 4.0 if leaves else 1.0
+
+    monkeypatch.setattr(mixers, "launched_ms" if torch.cuda.is_available() else "host_ms", timer)
+    monkeypatch.setattr(mixers, "peak_gib", lambda *_: 2.0)
+    config = ModelConfig(vocab_size=8, num_layers=2, hidden_size=32, num_heads=4, mixers=("attention",))
+    row = mixers.measure_mixer(config, 16, 3)
+    assert gradients == [False, True]
+    assert (row["parameters"], row["forward ms"], row["both ms"]) == (4 * 32 * 32, 1, 4)
+    assert row["tokens / s"] == 1000 * 3 * 16 / 4
+    times = iter([{**row, "both ms": 4.0}, {**row, "both ms": 6.0}])
+    monkeypatch.setattr(mixers, "measure_mixer", lambda *_: next(times))
+    main(["mixers", "--output", str(tmp_path), "--hidden", "32", "--heads", "4", "--only", "gla"])
+    rows = csv.DictReader((tmp_path / "mixers.csv").open(encoding="utf-8"))
+    assert [float(row["time / attention"]) for row in rows] == [1, 1.5]
+
+
+def test_times_are_milliseconds_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    for name, value in (("synchronize", None), ("memory_allocated", 2**30), ("max_memory_allocated", 4 * 2**30)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    calls: list[int] = []
+
+    def step() -> None:
+        calls.append(1)
+        now[0] += 0.025
+
+    assert measure.host_ms(step, [], seconds=0.5) == pytest.approx(25)
+    assert len(calls) == 1 + 20
+    assert measure.queued_ms(step, [], seconds=0.2) == pytest.approx(25)
+    assert measure.peak_gib(step, []) == 3
+    assert [measure._runs(ms, 0.2) for ms in (0.1, 4.0, 1000.0)] == [200, 50, 5]
+
+
+def test_the_ways_of_lion_are_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, the formula and the two flipped causal calls that are timed: gradients of the same inputs."""
+
+    def causal(q, k, v, g, scale):
+        state = torch.zeros(*q[:, 0].shape, v.shape[-1])
+        outputs = []
+        for t in range(q.shape[1]):
+            state = state * g[:, t, :, None, None].exp() + k[:, t, :, :, None] * v[:, t, :, None]
+            outputs.append(scale * (q[:, t, :, :, None] * state).sum(-2))
+        return torch.stack(outputs, 1), None
+
+    fla = ModuleType("fla.ops.simple_gla")
+    fla.chunk_simple_gla = causal  # type: ignore[attr-defined]
+    for name, module in (("fla", ModuleType("fla")), ("fla.ops", ModuleType("fla.ops")), ("fla.ops.simple_gla", fla)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(kernels, "HEADS", 2)
+    monkeypatch.setattr(kernels, "HEAD_DIM", 8)
+    monkeypatch.setattr(kernels, "_random", lambda *shape, count=1: [torch.randn(*shape) for _ in range(count)])
+    torch.manual_seed(0)
+    inputs = kernels._lion_inputs(21, 2)
+    monkeypatch.setattr(kernels, "_lion_inputs", lambda *_: tuple(x.detach().clone() for x in inputs))
+    found = []
+    for build in (kernels.lion, kernels.plain_lion, kernels.flipped_lion):
+        step, leaves = build(21, 2)
+        step()
+        found.append([leaf.grad for leaf in leaves])
+    for ours, plain, flipped in zip(*found, strict=True):
+        torch.testing.assert_close(plain.transpose(1, 2) if plain.ndim == 4 else plain, ours, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(flipped, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_errors_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative to float32, of the output and each gradient under its name; beside a peer, its own figure over the peer's."""
+    monkeypatch.setattr(kernels, "HEADS", 2)
+    monkeypatch.setattr(kernels, "HEAD_DIM", 8)
+    monkeypatch.setattr(kernels, "_random", lambda *shape, count=1: [torch.rand(*shape) for _ in range(count)])
+
+    def off(q, k, v, *, gate, form):
+        scale = 1.5 if form == "auto" else 1.0
+        return gate.weight.sum() * q * k * v * scale + gate.x.sum()
+
+    monkeypatch.setattr(kernels, "bidirectional", off)
+    torch.manual_seed(0)
+    found = kernels.errors(32, 2)
+    assert found.pop("length x batch") == "32 x 2"
+    assert found.pop("dx") == pytest.approx(0, abs=0.02)
+    assert [*found] == ["output", "dW of the gate", "dq", "dk", "dv"]
+    assert [found[name] for name in ("dW of the gate", "dq", "dk", "dv")] == pytest.approx([0.5] * 4, abs=0.1)
+    rows = [
+        measure.Measurement("SDPA", 8, 4, 2.0, 2.0, 4.0),
+        measure.Measurement("SDPA", 4, 8, 8.0, 8.0, 8.0),
+        measure.Measurement("ours", 8, 4, 6.0, 6.0, 6.0),
+        measure.Measurement("ours", 4, 8),
+    ]
+    ratios = [(row["replayed / peer"], row["launched / peer"]) for row in kernels._beside(rows, "SDPA")]
+    assert ratios == [(1, 1), (1, 1), (1.5, 3), (None, None)]
