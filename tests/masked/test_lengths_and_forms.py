@@ -39,16 +39,18 @@ def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:
     )
     assert data.num_tokens % 64
     for row, length in zip(rows, (16, 64), strict=True):
-        right = count = 0
+        right, count, nll = 0, 0, 0.0
         for i in range(len(data) - 1):  # the last one is filled up
             sample = data[i]
             with torch.no_grad():
-                found = loaded.model(sample["tokens"].view(-1, length)).argmax(-1).flatten()
+                logits = loaded.model(sample["tokens"].view(-1, length)).flatten(0, 1)
             asked = sample["labels"] != -100
-            right += (found == sample["labels"])[asked].sum().item()
+            right += (logits.argmax(-1) == sample["labels"])[asked].sum().item()
+            nll += torch.nn.functional.cross_entropy(logits, sample["labels"], reduction="sum").item()
             count += asked.sum().item()
         assert 0 < right < count
         assert (row["accuracy"], row["tokens"]) == (pytest.approx(right / count), count)
+        assert row["loss"] == pytest.approx(nll / count, rel=1e-5)
 
 
 def test_whole_words_are_hidden_where_training_hid_them(masked_run: Path, tmp_path: Path) -> None:

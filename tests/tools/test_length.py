@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from data.indexed import IndexedTokens, IndexedWriter
+from models.config import ModelConfig
 from tests.masked.conftest import masked_run
 from tools.length import plot
-from tools.length.__main__ import main, measure_run
+from tools.length.__main__ import _lengths, main, measure_run
+from tools.length.masked import accuracy_table
 from tools.load_model import load_model
 from tools.perplexity import validation_text
 
@@ -44,6 +46,7 @@ def test_every_token_at_every_length(trained_run: Path, tmp_path: Path, capsys) 
         expected = nll[row["length"]]
         assert row["tokens"] == 512
         assert row["loss"] == pytest.approx(expected.mean().item(), abs=1e-5)
+        assert row["perplexity"] == pytest.approx(expected.mean().exp().item(), rel=1e-5)
         pieces = (expected - nll[32]).mean(1)
         assert row["change"] == pytest.approx(pieces.mean().item(), abs=1e-5)
         assert row["change_stderr"] == pytest.approx(pieces.std().item() / 2, abs=1e-5)
@@ -138,6 +141,49 @@ def test_every_line_has_a_name_of_its_own(runs: list[str], labels: list[str], mo
     plot.plot_loss(dict.fromkeys(runs, causal), Path())
     for figure in drawn:
         assert [text.get_text() for text in figure.axes[-1].get_legend().get_texts()] == labels
+
+
+def test_pictures_hold_the_figures_over_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda plt, figure, out: drawn.append(figure))
+    masked = [{"length": n, "accuracy": 16 / n, "trained_at": 32} for n in (32, 64)]
+    plot.plot_accuracy({"runs/a": masked}, Path())
+    rows = [{"length": n, "loss": 1 + 1 / n, "trained_at": 64} for n in (32, 64, 128)]
+    places = [
+        {"from": low, "to": high, "loss": 2.0, "change": -1 / high, "change_stderr": 1 / 64}
+        for low, high in ((1, 32), (33, 64), (65, 128))
+    ]
+    plot.plot_loss({"runs/a": {"by_length": rows, "by_position": places}}, Path())
+    axes = [drawn[0].axes[0], *drawn[1].axes]
+    points = [[(float(x), float(y)) for x, y in zip(*lines.lines[0].get_data(), strict=True)] for lines in axes]
+    assert points == [
+        [(32, 50), (64, 25)],
+        [(32, 1 + 1 / 32), (64, 1 + 1 / 64), (128, 1 + 1 / 128)],
+        [(32, -1 / 32), (64, -1 / 64), (128, -1 / 128)],
+    ]
+    for here, trained in zip(axes, (32, 64, 64), strict=True):
+        assert [line.get_xdata()[0] for line in here.lines if line.get_linestyle() == ":"] == [trained]
+    (bars,) = axes[2].containers
+    assert bars[2][0].get_segments()[0][:, 1].tolist() == [-1 / 32 - 1 / 64, -1 / 32 + 1 / 64]
+
+
+def test_accuracies_stand_in_percent_under_their_lengths() -> None:
+    rows = [{"length": n, "accuracy": 0.25, "tokens": 1200.0} for n in (64, 128)]
+    table = accuracy_table({"runs/a": rows, "runs/b": rows[:1]}, [64, 128])
+    assert table.splitlines() == [
+        "tokens        64      128",
+        "accuracy  25.00%   25.00%   runs/a, 1,200 tokens found or not",
+        "accuracy  25.00%        -   runs/b, 1,200 tokens found or not",
+    ]
+
+
+def test_positions_are_read_up_to_the_last() -> None:
+    shape = {"vocab_size": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 1, "mixers": ("attention",)}
+    model = ModelConfig(**shape, positions="learned", max_positions=128)
+    config = {"batch": {"sequence_length": 32}}
+    assert _lengths(Path("a"), model, config, None) == [16, 32, 64, 128]
+    with pytest.raises(ValueError, match=r"a reads 128 tokens at most .*--lengths begins at 256"):
+        _lengths(Path("a"), replace(model, mixer_options={"attention": {"causal": False}}), config, [256])
 
 
 def test_several_models_and_what_cannot_be_measured(
