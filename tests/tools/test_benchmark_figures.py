@@ -1,0 +1,99 @@
+"""What the benchmark makes of what it measured: tables, pictures, and layouts beside one GPU."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tools.benchmark import layouts
+from tools.benchmark.report import plot_bars, plot_lines, table
+
+
+def test_numbers_are_read_as_they_are_written() -> None:
+    values = (0.0, 0.00987, 0.0123, 9999.5, 12345.6, None, 99999, 100000, "x")
+    cells = table([{str(number): value for number, value in enumerate(values)}], "title")
+    row = cells.splitlines()[-1].strip("| ").split(" | ")
+    assert row == ["0.000", "9.9e-03", "0.012", "9999.500", "12,346", "-", "99999", "100,000", "x"]
+
+
+def test_lines_and_bars_hold_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda _: None)
+    rows = [
+        {"method": method, "length": length, "batch": 2, "ms": length / of, "GiB": None if of == 4 else length / 8}
+        for method, of in (("ours", 4), ("attention", 2))
+        for length in (64, 128)
+    ]
+    plot_lines(tmp_path / "lines.png", rows, {"ms": "time", "GiB": "memory"}, "", linear=True)
+    left, right = plt.gcf().axes
+    found = {line.get_label(): [*map(tuple, line.get_xydata().tolist())] for line in left.lines}
+    assert found == {"ours": [(64, 16), (128, 32)], "attention": [(64, 32), (128, 64)]}
+    assert [line.get_xydata().tolist() for line in right.lines] == [[[64, 8], [128, 16]]]
+    assert left.get_ylim() == pytest.approx((0, 1.08 * 64))
+    assert [label.get_text() for label in left.get_xticklabels()] == ["64", "128"]
+    assert (left.get_xlabel(), left.get_ylabel(), right.get_ylabel()) == ("length", "time", "memory")
+    # One bar a method, the longest on top.
+    plot_bars(tmp_path / "bars.png", [rows[3], rows[0]], {"ms": "time", "GiB": "memory"}, "")
+    for axis, widths in zip(plt.gcf().axes, ([16, 64], [0, 16]), strict=True):
+        assert [bar.get_width() for bar in axis.patches] == widths
+        assert [label.get_text() for label in axis.get_yticklabels()] == ["ours", "attention"]
+    monkeypatch.undo()
+    plt.close("all")
+
+
+def test_layouts_are_those_of_twice_as_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each beside the one GPU that trains on the same sequences."""
+    long = 1 << 17
+    found = {case.name: case for case in layouts.cases(6, 2048, 8, long)}
+    alone = ("1 GPU", f"1 GPU, {long} tokens")
+    kinds = ("data {}", "tensor {}", "tensor {}, sequence parallel", "pipeline {}", f"context {{}}, {long} tokens")
+    assert [*found] == [*alone, *(kind.format(count) for count in (2, 4) for kind in kinds)]
+    for name, case in found.items():
+        sizes = [case.parallel.get(key, 1) for key in ("tensor", "pipeline", "context")]
+        assert math.prod(sizes) == (1 if name in alone or "data" in name else case.gpus)
+        assert (case.length, case.micro_batch_size) == ((long, 1) if "tokens" in name else (2048, 8))
+        assert case.peer == (alone[1] if "context" in name else alone[0])
+    assert found["pipeline 4"].accumulation == 16  # of which its stages idle for three
+    speeds = {alone[0]: 10.0, alone[1]: 5.0, "data 2": 18.0, f"context 2, {long} tokens": 8.0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for module in ("layouts", "report"):
+        monkeypatch.setattr(f"tools.benchmark.{module}.machine", lambda: "a machine")
+
+    def launched(_config: Path, group: list[layouts.Case], count: int, _steps: int) -> dict[str, dict[str, float]]:
+        assert {case.gpus for case in group} == {count}
+        return {case.name: {"tokens/s": speeds[case.name], "GiB a GPU": 1.0} for case in group if case.name in speeds}
+
+    monkeypatch.setattr(layouts, "_launch", launched)
+    layouts.run(tmp_path, Path("a.yml"), 2, 2048, 8, long, 4, "")
+    rows = csv.DictReader((tmp_path / "layouts.csv").open(encoding="utf-8"))
+    assert {row["method"]: float(row["x 1 GPU"]) for row in rows} == dict(zip(speeds, (1, 0.5, 1.8, 1.6), strict=True))
+
+
+def test_a_layouts_tokens_are_those_of_its_data_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def train_step(self, batches: list[dict[str, torch.Tensor]], lr: float) -> SimpleNamespace:
+            assert [batch["tokens"].shape for batch in batches] == [(2, 64)] * 3
+            assert all((batch["tokens"][:, 1:] == batch["labels"][:, :-1]).all() for batch in batches)
+            now[0] += next(seconds)
+            return SimpleNamespace(loss=7.0)
+
+        def close(self) -> None: ...
+
+    now, seconds = [0.0], iter([9.0, 8.0, 1.0, 3.0, 2.0])  # the first two do not count
+    monkeypatch.setattr(layouts.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("tools.build_engine.build_engine", lambda *_: Engine())
+    for name, value in (("synchronize", None), ("max_memory_allocated", 3 << 30), ("reset_peak_memory_stats", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for name in ("barrier", "all_reduce"):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda *_: None)
+    grid = SimpleNamespace(data_rank=0, data_size=2, world_size=4, device=torch.device("cpu"))
+    case = layouts.Case("tensor 2 x data 2", 4, 64, 2, 3, {"tensor": 2})
+    found = layouts._measure(case, "configs/metala_1.4b.yml", grid, 3)
+    assert found == {"tokens/s": 2 * 3 * 64 * 2 / 2, "step s": 2, "GiB a GPU": 3, "loss": 7, "first step s": 9}
