@@ -6,7 +6,9 @@ import csv
 from pathlib import Path
 
 import pytest
+import torch
 
+from tools.benchmark import decode
 from tools.benchmark.__main__ import main
 from tools.benchmark.decode import Row, ratios
 
@@ -39,4 +41,30 @@ def test_ratios() -> None:
     ]
     said = "\n".join(ratios(rows))
     assert "eager: context 8192 over 128: 0.969 of the tokens/s, 1.000 of the memory" in said
+    assert "llama: context 8192 over 128: 0.484 of the tokens/s, 22.000 of the memory" in said
     assert "eager over Hugging Face's Llama with its cache at context 8192: 4.00 x" in said
+
+
+def test_a_step_is_the_median_of_fifths(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, steps = [0.0], []
+
+    def once() -> None:
+        steps.append(1)
+        now[0] += 0.009 if len(steps) > 5 + 4 * 3 else 0.002  # the last fifth is disturbed
+
+    monkeypatch.setattr(decode.time, "perf_counter", lambda: now[0])
+    milliseconds, memory = decode._time(once, 15, torch.device("cpu"))
+    assert (milliseconds, memory, len(steps)) == (pytest.approx(2), None, 5 + 15)
+
+
+def test_the_whole_context_is_read_before_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    model = decode._own(decode.model_of(Path("configs/model/transformer_tiny.yml")), "cpu", torch.float32)
+    model.register_forward_pre_hook(lambda _, words: read.append(words[0].shape[1]))
+    monkeypatch.setattr(decode, "_time", lambda once, *_: (once(), (4.0, None))[1])
+    with torch.inference_mode():
+        row = decode._measure_own(model, 1100, 2, 5, graph=False)
+    assert read == [512, 512, 76, 1]
+    assert (row.tokens_per_second, row.context) == (500, 1100)
+    keys_and_values = 2 * 4 * model.config.num_layers * model.config.hidden_size
+    assert row.state * 2**30 == pytest.approx(2 * 1100 * keys_and_values, rel=0.01)
