@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +60,81 @@ def test_one_run(tmp_path: Path) -> None:
     assert rgb(COLORS[0]) in colors_in(run / "plot.png")
     assert plot_loss(run) == run / "loss.png"
     assert rgb(COLORS[0]) in colors_in(run / "loss.png")
+
+
+def drawn(axes: Any) -> list[list[tuple[float, float]]]:
+    """Of each line with points."""
+    lines = (zip(*line.get_data(), strict=True) for line in axes.lines)
+    return [[(float(x), float(y)) for x, y in line] for line in lines]
+
+
+def test_panels_hold_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for name, offset in (("a", 0), ("b", 100)):
+        metrics = MetricsLogger(tmp_path / name, total_steps=3, progress_bar=False)
+        for step in (1, 2, 3):
+            values = {"loss": 9 - step, "learning_rate": step / 1000, "gradient_norm": 2.0**step, "tokens": 64 * step}
+            metrics.log(step, {**values, "tokens_per_second": 5000.0 + step + offset})
+        for step, loss in ((2, 7.5), (3, 6.5)):
+            metrics.log(step, {"loss": loss, "tokens": 64 * step, "bits_per_byte": 1.25}, kind="validation")
+            metrics.log(step, {"s/x": 40.0, "s/x ppl": 900.0, "s/average": 50.0 + step + offset}, kind="evaluation")
+        metrics.close()
+        runs.append(tmp_path / name)
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, out: figures.append(figure))
+    plot_runs(runs, Path())
+    plot_runs(runs[:1], Path())
+    panels = {(axes.get_title(loc="left"), axes.get_xlabel()): axes for axes in figures[0].axes}
+    loss = [(1, 8), (2, 7), (3, 6)]
+    assert drawn(panels["loss (nats per token)", "step"])[:3] == [loss, loss, [(2, 7.5), (3, 6.5)]]
+    by_tokens = [[(64 * x, y) for x, y in line] for line in (loss, [(2, 7.5), (3, 6.5)])]
+    assert drawn(panels["loss (nats per token)", "tokens"])[:3] == [by_tokens[0], *by_tokens]
+    assert drawn(panels["tokens per second", "step"])[2] == [(1, 5101), (2, 5102), (3, 5103)]
+    assert panels["tokens per second", "step"].get_ylim() == pytest.approx((0, 1.15 * 5103))
+    assert drawn(panels["learning rate", "step"])[0] == [(1, 0.001), (2, 0.002), (3, 0.003)]
+    assert drawn(panels["gradient norm", "step"])[0] == [(1, 2), (2, 4), (3, 8)]
+    assert drawn(panels["s, average, percent", "step"]) == [[(2, 52), (3, 53)], [(2, 152), (3, 153)]]
+    (key,) = figures[0].legends
+    words = "   validation loss 6.500, 1.250 bits per byte"
+    assert [text.get_text() for text in key.get_texts()] == [f"a{words}", f"b{words}"]
+    scores = next(axes for axes in figures[1].axes if axes.get_title(loc="left") == "s, percent")
+    assert [text.get_text() for text in scores.get_legend().get_texts()] == ["x", "average"]  # no perplexity
+    assert drawn(scores) == [[(2, 40), (3, 40)], [(2, 52), (3, 53)]]
+
+
+def test_the_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = MetricsLogger(tmp_path, total_steps=2, progress_bar=False)
+    for step in (1, 2):
+        metrics.log(step, {"loss": 5.0 - step, "accuracy": step / 4, "tokens": step})
+    metrics.log(2, {"loss": 4.0, "accuracy": 0.4, "tokens": 2}, kind="validation")
+    metrics.close()
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, out: figures.append(figure))
+    plot_loss(tmp_path, baseline=0.1)
+    axes = figures[0].axes[1]
+    found = drawn(axes)
+    assert found[:3] == [[(1, 0.25), (2, 0.5)], [(1, 0.25), (2, 0.5)], [(2, 0.4)]]
+    assert {y for _, y in found[3]} == {0.1}
+    assert axes.yaxis.get_major_formatter()(0.25) == "25%"
+    assert axes.get_ylim()[0] == 0
+
+
+def test_numbers_of_an_axis() -> None:
+    numbers = (7, 1500, 2.5e6, 3e9, 4e12)
+    assert [plot._engineering(n) for n in numbers] == ["7", "1.5 k", "2.5 M", "3 B", "4 T"]
+    assert [plot._scientific(n) for n in (0, 0.25, 3e-4, 1.25e-5)] == ["0", "0.25", "3e-4", "1.25e-5"]
+
+
+def test_the_first_fall_of_the_loss_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of a hundred steps, and no more."""
+    run, figures = write_run(tmp_path / "run", steps=100), []
+    monkeypatch.setattr(plot, "_save", lambda figure, out: figures.append(figure))
+    plot_loss(run)
+    low, high = figures[0].axes[0].get_ylim()
+    losses = smooth(np.array([2 + 6 / step + 0.05 * math.sin(step) for step in range(1, 101)]))
+    margin = 0.06 * (losses[2] - losses.min())
+    assert high == pytest.approx(losses[2] + margin)
+    assert low == pytest.approx(losses.min() - margin)
 
 
 def test_tokens_stand_over_the_steps_that_saw_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
