@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from models.config import ModelConfig
 from models.mixers import MIXERS
 from models.native.build import shared_object
 from tests.tools.conftest import refusal
+from tools.benchmark import training
 from tools.benchmark.__main__ import main
-from tools.benchmark.profile import Piece, _pieces, by_kernel, by_part
+from tools.benchmark.profile import Piece, _busy, _pieces, by_kernel, by_part
 from tools.benchmark.profile_parts import part_of
 from tools.benchmark.training import _figures
 from tools.benchmark.training_subjects import Settings, Size, _recurrence_flops, build
@@ -179,6 +182,16 @@ def test_cold_is_a_start_with_empty_caches_before_the_one_that_is_measured(tmp_p
     assert [word in log for word in ('"first_only": true', '"first_only": false')] == [True, True]
 
 
+def test_lengths_share_one_number_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[training.Plan] = []
+    monkeypatch.setattr(training, "run", lambda _, plan: asked.append(plan))
+    common = ["train", "--output", str(tmp_path), "--peak", "2.5", "--lengths", "16", "64"]
+    main(common)
+    main([*common, "--tokens", "256", "--shapes", "8x3", "64x4", "model.num_layers=1"])
+    assert [plan.shapes for plan in asked] == [((16, 4), (64, 1)), ((8, 3), (64, 4), (16, 16))]
+    assert (asked[0].peak, asked[1].overrides) == (2.5e12, ("model.num_layers=1",))
+
+
 def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["train", "--output", str(tmp_path)]
     assert "--subjects mambo: known are metalion, metalion-elementwise, metalion-bf16, gla" in refusal(
@@ -253,13 +266,31 @@ def test_every_kernel_has_its_part(kernel: str, operators: tuple[str, ...], modu
 def test_rates_follow_from_the_shapes() -> None:
     product = Piece("gemm", ("aten::mm",), "block.mlp", 100.0, 2e9, None)
     copy = Piece("copy", ("aten::copy_",), "block.mlp", 50.0, None, 1e8)
-    kernels = by_kernel([product, product, copy, copy], steps=2, whole=1.0)
+    kernels = by_kernel([product, product, copy, copy], steps=2, whole=2.0)
     assert [row["kernel"] for row in kernels] == ["gemm", "copy"]
     assert kernels[0]["TFLOP/s"] == pytest.approx(20)
     assert kernels[1]["GB/s"] == pytest.approx(2000)
-    parts = by_part([product, product, copy, copy], 2, 1.0, 0.85)
+    parts = by_part([product, product, copy, copy], 2, 2.0, 1.85)
     assert [row["part"] for row in parts] == ["matrix products", "copies and casts", "gap", "whole step"]
-    assert [row["share"] for row in parts] == pytest.approx([0.1, 0.05, 0.85, 1.0])
+    assert [row["ms a step"] for row in parts] == pytest.approx([0.1, 0.05, 1.85, 2.0])
+    assert [row["share"] for row in parts] == pytest.approx([0.05, 0.025, 0.925, 1.0])
+    # Launches are a step's, microseconds a launch's; a rate that a quarter of the time has does not describe the row.
+    (row,) = by_kernel([product] * 4 + [replace(product, microseconds=300.0, flops=None)] * 4, steps=2, whole=2.0)
+    assert (row["launches"], row["us each"], row["TFLOP/s"]) == (4, 200.0, None)
+    (row,) = by_kernel([product] * 4 + [replace(product, microseconds=5.0, flops=None)] * 4, steps=2, whole=2.0)
+    assert row["TFLOP/s"] == pytest.approx(20)
+
+
+def test_kernels_side_by_side_keep_the_device_busy_once() -> None:
+    ranges = [(0, 10), (5, 12), (6, 8), (20, 25), (30, 30)]
+    events = [
+        SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA, time_range=SimpleNamespace(start=start, end=end))
+        for start, end in ranges
+    ]
+    other = SimpleNamespace(device_type=torch.autograd.DeviceType.CPU, time_range=SimpleNamespace(start=0, end=99))
+    note = SimpleNamespace(**vars(other), is_user_annotation=True)
+    note.device_type = torch.autograd.DeviceType.CUDA
+    assert _busy(SimpleNamespace(events=lambda: [*events[::-1], other, note])) == 12 + 5
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from megatron_lite.memory import GIB
 from models.config import ModelConfig
 from models.mixers import MIXERS
 from tests.cli.conftest import ROOT, environment
-from tools import simulate_scaling
+from tools import measure_links, simulate_scaling
 from tools.estimate import layer_flops, read_config, state_elements, workload
 from tools.measure_links import read_links
 
@@ -133,6 +134,18 @@ def test_the_simulation_draws_its_curves(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_curves_are_speeds_and_efficiencies(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda _: None)
+    simulate_scaling.draw({"data": {1: 1.0, 4: 0.5}}, "title", "note", tmp_path / "scaling.png")
+    left, right = plt.gcf().axes
+    assert [line.get_xydata().tolist() for line in left.lines[1:]] == [[[1, 1], [4, 2]]]
+    assert [line.get_xydata().tolist() for line in right.lines] == [[[1, 100], [4, 50]]]
+    monkeypatch.undo()
+    plt.close("all")
+
+
 def test_the_simulation_has_the_stage_of_the_configuration(capsys):
     """Of ZeRO 3 more is sent, and no pipeline runs with it; a machine of one GPU has no curve that is data's again."""
     words = ["configs/metala_1.4b.yml", "--gpus-per-machine", "1"]
@@ -157,6 +170,37 @@ def test_a_layout_that_the_model_cannot_take_has_no_curve(capsys):
     out = capsys.readouterr().out
     assert "tensor 2 x data" in out
     assert "tensor 8 x data" not in out
+
+
+def test_speeds_are_those_of_what_a_ring_sends(monkeypatch, capsys):
+    """As nccl-tests counts, here of collectives that take 3 ms each; in GB/s and microseconds."""
+    now = [0.0]
+
+    def collective(*_: object) -> None:
+        now[0] += 0.003
+
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "barrier"):
+        monkeypatch.setattr(f"torch.distributed.{name}", collective)
+    # The one of the times themselves is over two processes more, the slower one of which took 4 ms.
+    monkeypatch.setattr(
+        "torch.distributed.all_reduce",
+        lambda x, *op: collective() if not op else x.copy_(torch.tensor(0.004, dtype=x.dtype)),
+    )
+    monkeypatch.setattr("torch.distributed.P2POp", lambda *_: None)
+    monkeypatch.setattr("torch.distributed.batch_isend_irecv", lambda _: [SimpleNamespace(wait=collective)])
+    monkeypatch.setattr(measure_links.time, "perf_counter", lambda: now[0])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    grid = SimpleNamespace(device=torch.device("cpu"), world_size=4, rank=0, is_main=True)
+    monkeypatch.setattr("megatron_lite.grid.init_grid", lambda _: grid)
+    assert measure_links.main(["--largest", "65536"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "4 processes on cpu; GB/s of each process, one direction (bus)"
+    assert out[2].split() == ["65,536", "0.02", "0.01", "0.01", "0.02"]
+    assert "all-reduce 4000.0 us" in out[3]
+    rows = measure_links.measure([65536], grid)
+    sent = [values[0] * 0.004 for values in rows["speed"].values()]
+    assert sent == pytest.approx([2 * 0.75 * 65536, 0.75 * 65536, 0.75 * 65536, 65536])
+    assert (rows["machines"], rows["processes"]) == (2, 4)
 
 
 def test_links_are_measured_between_processes(tmp_path):
