@@ -234,6 +234,10 @@ def test_what_cannot_be_asked(trained_run: Path, masked_run: Path, tmp_path: Pat
         return capsys.readouterr().err
 
     assert "percent of the filler" in said(trained_run, *WORDS, "--depths", "0,101")
+    assert "--lengths 0: tokens of a text, 1 or more" in said(trained_run, *WORDS, "--lengths", "0,256")
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"text\n\xff\xfe")
+    assert f"--filler {binary}: no UTF-8 at byte 5" in said(trained_run, *WORDS, "--filler", binary)
     short = tmp_path / "short.txt"
     short.write_text("One line.\nTwo lines.\n")
     assert "--lengths 256: the filler has 21 tokens" in said(trained_run, *WORDS, "--filler", short)

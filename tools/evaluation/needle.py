@@ -71,9 +71,14 @@ def needle_command(options: argparse.Namespace) -> dict[str, Any] | None:
     lengths, depths = sorted(set(options.lengths or LENGTHS)), sorted(set(options.depths or DEPTHS))
     if any(not 0 <= depth <= 100 for depth in depths):
         raise ValueError(f"--depths {','.join(f'{d:g}' for d in depths)}: percent of the filler, from 0 to 100")
+    if lengths[0] < 1:
+        raise ValueError("--lengths 0: tokens of a text, 1 or more, are allowed")
     if options.filler is None and is_huggingface(options.checkpoint):
         raise ValueError("the filler of a Hugging Face model is a text that you name: --filler FILE")
-    text = "" if options.filler is None else Path(options.filler).read_text(encoding="utf-8")
+    try:
+        text = "" if options.filler is None else Path(options.filler).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--filler {options.filler}: no UTF-8 at byte {error.start}") from error
     found = look_for_model(options)
     if found is not None and found.model.two_sided_mixers():
         raise ValueError(f"{found.checkpoint} is a masked model: it sees both directions and writes no answer")
