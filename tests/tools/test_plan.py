@@ -69,11 +69,15 @@ def test_the_head_of_a_masked_model_counts_for_the_tokens_that_are_asked_for():
     assert head / all_asked == pytest.approx(0.3 / 0.5)
 
 
-def test_an_estimate_that_is_off_is_an_error(monkeypatch, capsys):
+@pytest.mark.parametrize(("estimated", "ratio", "off"), [(1.2e9, "1.200", "20%"), (0.8e9, "0.800", "25%")])
+def test_an_estimate_that_is_off_is_an_error(monkeypatch, capsys, estimated, ratio, off):
+    """Above what is allocated, or below."""
     monkeypatch.setattr(measure_memory, "allocation", lambda *_: 1e9)
-    monkeypatch.setattr(measure_memory, "estimate", lambda *_: 1.2e9)
+    monkeypatch.setattr(measure_memory, "estimate", lambda *_: estimated)
     assert measure_memory.measure(SMALL, [(1, "none")]) == 1
-    assert "off by 20%" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1].split()[-1] == ratio
+    assert f"off by {off}" in said.err
 
 
 @pytest.mark.parametrize(("state", "bytes_a_parameter"), [("fp32", 2 + 4 + 4 + 8), ("bf16", 2 + 4)])
