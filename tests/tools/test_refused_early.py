@@ -32,7 +32,7 @@ CASES = [
     ("eval", "EXPORT --suite needle", MODEL, "is a text that you name: --filler FILE"),
     ("eval", "MASKED --suite needle", MODEL, "is a masked model: it sees both directions"),
     ("eval", "RUN --suite superglue --data NONE", SUITES, "nothing does not exist"),
-    ("eval", "EXPORT --suite superglue --data FILE", SUITES, "export is no checkpoint"),
+    ("eval", "EXPORT --suite superglue --data FILE", SUITES, "export: perplexity is of a run or a checkpoint"),
     ("eval", "RUN --suite mqar", SYNTHETIC, "tiny: --suite mqar trains models of its own and takes no checkpoint"),
     ("eval", "--suite=mad RUN widths=[64]", SYNTHETIC, "--suite mad trains models of its own and takes no checkpoint"),
     ("eval", "RUN --data FILE NONE", WEIGHTS, "nothing does not exist"),
