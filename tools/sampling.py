@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Divided by less, logits leave float32's range; already here the likeliest token alone has any probability.
+LEAST_TEMPERATURE = 1e-30
+
 
 def next_tokens(
     logits: Tensor,
@@ -30,7 +33,7 @@ def next_tokens(
     """
     if temperature == 0:
         return logits.argmax(-1)
-    kept = keep_likely(logits.float() / temperature, top_k=top_k, top_p=top_p)
+    kept = keep_likely(logits.float() / max(temperature, LEAST_TEMPERATURE), top_k=top_k, top_p=top_p)
     probabilities = kept.softmax(-1).cpu()
     drawn = [torch.multinomial(row, 1, generator=own) for row, own in zip(probabilities, generators, strict=True)]
     return torch.cat(drawn).to(logits.device)

@@ -64,6 +64,8 @@ def served_class(folder: str, name: str) -> type:
     """The export's class; what it loads draws from the model's own distribution where a request says nothing else."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+    from tools.sampling import LEAST_TEMPERATURE
+
     class Served(get_class_from_dynamic_module(f"hf.{name}", folder)):
         @classmethod
         def from_pretrained(cls, *arguments: Any, **settings: Any) -> Any:
@@ -72,6 +74,9 @@ def served_class(folder: str, name: str) -> type:
             return model
 
         def generate(self, *arguments: Any, **settings: Any) -> Any:
+            asked = settings.get("generation_config")
+            if asked is not None and 0 < (asked.temperature or 0) < LEAST_TEMPERATURE:
+                asked.temperature = LEAST_TEMPERATURE
             ids = settings.get("input_ids")
             if ids is None or ids.shape[1]:
                 return super().generate(*arguments, **settings)

@@ -56,13 +56,15 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
                 assert server.poll() is None, (tmp_path / "log").read_text()[-3000:]
                 time.sleep(0.5)
         assert answer is not None, "the server did not come up"
+        request.data = json.dumps({**body, "temperature": 1e-40}).encode()
+        cold = json.load(urllib.request.urlopen(request, timeout=60))
         models = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60))
     finally:
         server.terminate()
         server.wait(timeout=30)
     loaded = load_model(trained_run)
     expected = complete(loaded.model, loaded.tokenizer, "def ", max_tokens=12, temperature=0.0)
-    assert answer["choices"][0]["text"] == expected
+    assert answer["choices"][0]["text"] == cold["choices"][0]["text"] == expected
     assert answer["usage"]["prompt_tokens"] == len(loaded.tokenizer.encode("def "))
     assert [model["id"] for model in models["data"]] == [str(exported)]
 
@@ -79,9 +81,12 @@ def test_a_request_for_sampling_is_sampled(exported: Path, tmp_path: Path, monke
     settings.temperature = 100.0
     first = model.generate(ids[:1].expand(400, -1), generation_config=settings, max_new_tokens=1)[:, -1]
     assert len(set(first.tolist())) > 50, "transformers' own top_k does not hold"
+    settings.temperature = 1e-40  # divided by it, float32 logits are infinite
+    cold = model.generate(ids, generation_config=settings, max_new_tokens=8)
     settings.temperature, settings.do_sample = 0.0, False
     greedy = model.generate(ids, generation_config=settings, max_new_tokens=8)
     assert len({tuple(row) for row in greedy.tolist()}) == 1
+    assert torch.equal(cold, greedy)
 
 
 def test_an_empty_prompt_begins_a_document(

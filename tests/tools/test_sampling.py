@@ -84,6 +84,13 @@ def test_temperature_zero_is_the_most_likely() -> None:
     assert torch.equal(next_tokens(logits, streams([0] * len(logits)), temperature=0.0), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("temperature", [1e-20, 1e-40, 5e-324])
+def test_temperatures_down_to_zero_are_drawn_at(temperature: float) -> None:
+    logits = torch.tensor([[3.0, 50.0, -1e4], [0.0, -torch.inf, -8.0]])
+    assert next_tokens(logits, streams([0, 1]), temperature=temperature).tolist() == [1, 0]
+    assert next_tokens(logits, streams([0, 1]), temperature=temperature, top_k=2, top_p=0.9).tolist() == [1, 0]
+
+
 def test_a_row_draws_from_its_own_stream() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
     together = next_tokens(logits, streams([0, 1, 2]))
