@@ -81,6 +81,9 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        for key, kind in typing.get_type_hints(ModelConfig).items():
+            if not _fits(getattr(self, key), kind):
+                raise ValueError(f"model.{key} = {getattr(self, key)!r}: allowed are {_type_words(kind)}")
         object.__setattr__(self, "mixers", tuple(self.mixers))
         for key in ("vocab_size", "num_layers", "hidden_size", "num_heads", "intermediate_size", "max_positions"):
             value = getattr(self, key)
@@ -89,9 +92,6 @@ class ModelConfig:
         for key, value in (("norm_eps", self.norm_eps), ("init_std", self.init_std)):
             if not value > 0:
                 raise ValueError(f"model.{key} = {value}: must be greater than 0")
-        for key, kind in typing.get_type_hints(ModelConfig).items():
-            if typing.get_origin(kind) is Literal and not _fits(getattr(self, key), kind):
-                raise ValueError(f"model.{key} = {getattr(self, key)!r}: allowed are {_type_words(kind)}")
         if (self.positions == "learned") != (self.max_positions is not None):
             advice = (
                 "set the longest sequence" if self.max_positions is None else "leave it out, or positions = learned"
@@ -219,22 +219,31 @@ def check_sequence_shards(config: ModelConfig, count: int, length: int) -> None:
 
 
 def _fits(value: Any, allowed: Any) -> bool:
-    """Whether a value from YAML is of an annotated type: bool, int, float, str, None, a Literal, or a union of them."""
-    kinds = typing.get_args(allowed)
-    if typing.get_origin(allowed) is Literal:
+    """Whether a value from YAML is of an annotated type: bool, int, float, str, None, a Literal, a union of them, a tuple of
+    them, or a dict, in which null stands for a default."""
+    kinds, origin = typing.get_args(allowed), typing.get_origin(allowed)
+    if origin is Literal:
         return any(value == kind and type(value) is type(kind) for kind in kinds)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and all(_fits(item, kinds[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, Mapping) and all(item is None or _fits(item, kinds[1]) for item in value.values())
     if kinds:
         return any(_fits(value, kind) for kind in kinds)
     if allowed is float:  # YAML writes 2 where 2.0 is meant; a bool is no number
         return type(value) in (int, float)
-    return type(value) is allowed
+    return allowed is Any or type(value) is allowed
 
 
 def _type_words(allowed: Any) -> str:
     names = {bool: "true, false", int: "whole numbers", float: "numbers", str: "text", type(None): "null"}
-    kinds = typing.get_args(allowed)
-    if typing.get_origin(allowed) is Literal:
+    kinds, origin = typing.get_args(allowed), typing.get_origin(allowed)
+    if origin is Literal:
         return ", ".join(str(kind) for kind in kinds)
+    if origin is tuple:
+        return f"lists of {_type_words(kinds[0])}"
+    if origin is dict:
+        return "mappings of mappings"
     return ", ".join(_type_words(kind) for kind in kinds) if kinds else names[allowed]
 
 

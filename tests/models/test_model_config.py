@@ -17,6 +17,13 @@ SHAPE = {"vocab_size": 61, "num_layers": 3, "hidden_size": 48, "num_heads": 4}
     [
         ({"vocab_size": 0}, "model.vocab_size = 0: must be at least 1"),
         ({"num_layers": -1}, "model.num_layers = -1: must be at least 1"),
+        ({"num_layers": "two"}, "model.num_layers = 'two': allowed are whole numbers$"),
+        ({"intermediate_size": 2.5}, "model.intermediate_size = 2.5: allowed are whole numbers, null"),
+        ({"norm_eps": "small"}, "model.norm_eps = 'small': allowed are numbers"),
+        ({"tie_embeddings": 3}, "model.tie_embeddings = 3: allowed are true, false"),
+        ({"mixers": 5}, "model.mixers = 5: allowed are lists of text"),
+        ({"mixers": "metala"}, "model.mixers = 'metala': allowed are lists of text"),
+        ({"mixer_options": {"metala": 3}}, "model.mixer_options = {'metala': 3}: allowed are mappings of mappings"),
         ({"intermediate_size": 0}, "model.intermediate_size = 0: must be at least 1"),
         ({"norm_eps": 0.0}, "model.norm_eps = 0.0: must be greater than 0"),
         ({"init_std": float("nan")}, "model.init_std = nan: must be greater than 0"),

@@ -83,6 +83,8 @@ def test_a_model_that_cannot_be_built_is_refused_at_once(
     command = ["--suite", "mqar", *words, word]
     assert evaluation.main([*command, "definitions.mine={mixers: [decayed], num_heads: 2}", "models=[mine]"]) == 2
     assert "definitions.mine or network, width 32: model.mixers: unknown mixer 'decayed'" in capsys.readouterr().err
+    assert evaluation.main([*command, "network.num_layers=two"]) == 2
+    assert "width 32: model.num_layers = 'two': allowed are whole numbers" in capsys.readouterr().err
     assert evaluation.main([*command, "widths=[65]"]) == 2
     assert "definitions.metala or network, width 65: model.num_heads = 2 does not divide" in capsys.readouterr().err
 
