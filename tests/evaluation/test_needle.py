@@ -230,7 +230,8 @@ def test_an_interrupted_table_goes_on(trained_run: Path, tmp_path: Path, monkeyp
 
 def test_what_cannot_be_asked(trained_run: Path, masked_run: Path, tmp_path: Path, capsys) -> None:
     def said(*words: object) -> str:
-        assert command.main([str(word) for word in words]) == 2
+        assert command.main([str(word) for word in (*words, "--out", tmp_path / "r" / "needle.json")]) == 2
+        assert not (tmp_path / "r").exists()
         return capsys.readouterr().err
 
     assert "percent of the filler" in said(trained_run, *WORDS, "--depths", "0,101")

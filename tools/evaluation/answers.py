@@ -17,7 +17,8 @@ from tools.evaluation.processes import Processes
 class AnswerFile:
     """A folder of `answers-RANK.jsonl`, one line an answer, flushed as they come.
 
-    Every process reads what all wrote before and appends to its own file. A last line that was cut is dropped.
+    Every process reads what all wrote before and appends to its own file, which the first answer makes. A last line that was
+    cut is dropped.
 
     Args:
         folder: None keeps nothing.
@@ -25,21 +26,13 @@ class AnswerFile:
     """
 
     def __init__(self, folder: Path | None, model: str, processes: Processes) -> None:
-        self._model, self._known, self._file = model, {}, None
+        self._model, self._known, self._file, self._folder = model, {}, None, folder
         if folder is None:
             return
-        self._folder = folder
-        if processes.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-        processes.wait()
+        self._path = folder / f"answers-{processes.rank}.jsonl"
         self._known = {key: value for file in sorted(folder.glob("answers-*.jsonl")) for key, value in _lines(file)}
         # Every process has the same knowledge before any of them adds to it: they must share out the same rest.
         processes.wait()
-        path = folder / f"answers-{processes.rank}.jsonl"
-        cut = path.is_file() and path.read_bytes()[-1:] != b"\n"
-        self._file = path.open("a", encoding="utf-8")
-        if cut:
-            self._file.write("\n")
 
     def __len__(self) -> int:
         return len(self._known)
@@ -58,8 +51,14 @@ class AnswerFile:
 
     def add(self, answers: Iterable[tuple[str, Any]]) -> None:
         """Keeps (key, answer) pairs; a process that is killed after this has lost none of them."""
-        if self._file is None:
+        if self._folder is None:
             return
+        if self._file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            cut = self._path.is_file() and self._path.read_bytes()[-1:] != b"\n"
+            self._file = self._path.open("a", encoding="utf-8")
+            if cut:
+                self._file.write("\n")
         for key, value in answers:
             self._file.write(json.dumps([key, value], ensure_ascii=False) + "\n")
         self._file.flush()
@@ -69,6 +68,7 @@ class AnswerFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._folder is not None and self._folder.is_dir():
             for file in self._folder.glob("answers-*.jsonl"):
                 file.unlink(missing_ok=True)
             if not any(self._folder.iterdir()):
