@@ -34,6 +34,7 @@ def _export(options: argparse.Namespace) -> int:
         max_shard_bytes=options.max_shard_size,
         overwrite=options.overwrite,
         licence=options.licence,
+        text=options.text,
         progress=sys.stderr.isatty(),
     )
     files = f"{done.shards} files" if done.shards > 1 else "one file"
@@ -48,7 +49,9 @@ def _import(options: argparse.Namespace) -> int:
     from tools.conversion.compare import real_text, rows_of, trainer_logits
     from tools.conversion.importing import import_folder, original_logits, processes_of_a_copy
 
-    done = import_folder(options.folder, options.run, overwrite=options.overwrite, progress=sys.stderr.isatty())
+    done = import_folder(
+        options.folder, options.run, overwrite=options.overwrite, text=options.text, progress=sys.stderr.isatty()
+    )
     print(f"{done.checkpoint}: {done.parameters:,} parameters of {options.folder} ({done.kind})")
     if done.tokenizer is not None:
         text, name = real_text(done.config, done.tokenizer, options.text)

@@ -92,11 +92,13 @@ def test_a_tokenizer_that_is_larger_than_the_embedding(tmp_path: Path, capsys: p
 
 
 def test_a_text_that_is_too_short_to_compare_on(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained_run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text").write_text("short")
-    assert main(["export", str(trained_run), str(tmp_path / "out"), "--text", str(tmp_path / "text")]) == 2
-    assert "5 characters are too short to compare logits on" in capsys.readouterr().err
+    for words in (["export", str(trained_run)], ["import", str(exported)]):
+        assert main([*words, str(tmp_path / "out"), "--text", str(tmp_path / "text")]) == 2
+        assert "5 characters are too short to compare logits on" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_target_that_exists(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

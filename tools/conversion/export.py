@@ -22,6 +22,7 @@ from megatron_lite.checkpoint import Weights, read_config_yaml, resolve
 from megatron_lite.tensor_stream import write_tensors
 from models.config import ModelConfig
 from tools.conversion.card import model_card
+from tools.conversion.compare import real_text
 from tools.conversion.folder import read_config
 from tools.conversion.source import flat_source
 from tools.conversion.tokenizer import export_tokenizer
@@ -64,6 +65,7 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     licence: str = "apache-2.0",
+    text: Path | None = None,
     progress: bool = False,
 ) -> Export:
     """Write `folder` from the newest checkpoint of a run, or from the one that is named.
@@ -72,6 +74,7 @@ def export(
         dtype: "fp32", "bf16" or "fp16" for the stored weights.
         max_shard_bytes: a weight file ends before it passes this size; a single larger tensor has a file of its own.
         overwrite: replace a folder that is there, if it is an export.
+        text: what logits are to be compared on; refused as by `real_text` before anything is written.
 
     Raises:
         CheckpointError: no checkpoint there, or a damaged one.
@@ -93,6 +96,8 @@ def export(
     run = run_folder(source, config)
     tokenizer = read_tokenizer(run, config)
     check_vocabulary(tokenizer.vocab_size, model.vocab_size, str(tokenizer.path or tokenizer.type))
+    if text is not None:
+        real_text(config, tokenizer, text)
 
     with folder_aside(folder, overwrite=overwrite) as aside:
         write_description(aside, model, tokenizer, dtype, int(config["batch"]["sequence_length"]))

@@ -19,6 +19,7 @@ from megatron_lite.config import dump_config, load_config
 from megatron_lite.partition import partition_words
 from models.config import ModelConfig
 from models.lm import LanguageModel
+from tools.conversion.compare import real_text
 from tools.conversion.export import TRAINING_FOLDER, check_vocabulary
 from tools.conversion.folder import Tensors, read_config
 from tools.conversion.foreign import check_names, make
@@ -51,11 +52,14 @@ class Import:
     parameters: int
 
 
-def import_folder(folder: Path, run: Path, *, overwrite: bool = False, progress: bool = False) -> Import:
+def import_folder(
+    folder: Path, run: Path, *, overwrite: bool = False, text: Path | None = None, progress: bool = False
+) -> Import:
     """Write the run folder `run` from a Hugging Face folder.
 
     Args:
         overwrite: replace a run folder that is there, if nothing was trained in it.
+        text: what logits are to be compared on; refused as by `real_text` before anything is written.
 
     Raises:
         FileExistsError: `run` is there already.
@@ -82,10 +86,12 @@ def import_folder(folder: Path, run: Path, *, overwrite: bool = False, progress:
     tokenizer = _tokenizer(folder)
     if tokenizer is not None:
         check_vocabulary(tokenizer.vocab_size, foreign.model.vocab_size, str(tokenizer.path or tokenizer.type))
+        if text is not None:
+            real_text({}, tokenizer, text)
     with folder_aside(run, overwrite=overwrite) as aside:
         if tokenizer is not None:
             keep_tokenizer(tokenizer, aside)
-        text = _configuration(folder, run, aside, theirs, foreign.model, tokenizer)
+        config = _configuration(folder, run, aside, theirs, foreign.model, tokenizer)
 
         def read() -> Iterator[tuple[str, Tensor]]:
             from tqdm import tqdm
@@ -93,14 +99,14 @@ def import_folder(folder: Path, run: Path, *, overwrite: bool = False, progress:
             for name, shape in tqdm(shapes.items(), desc="weights", disable=not progress):
                 yield name, make(foreign, name, tensors, shape)
 
-        written = write_weights(aside / "checkpoints", read(), shapes, words=partition_words(model), config_yaml=text)
-        (aside / "config.yml").write_text(text, encoding="utf-8")
+        written = write_weights(aside / "checkpoints", read(), shapes, words=partition_words(model), config_yaml=config)
+        (aside / "config.yml").write_text(config, encoding="utf-8")
     checkpoint = run / written.relative_to(aside)
     import yaml
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     kind = str(theirs["model_type"])
-    return Import(run, checkpoint, kind, foreign.model, yaml.safe_load(text), tokenizer, parameters)
+    return Import(run, checkpoint, kind, foreign.model, yaml.safe_load(config), tokenizer, parameters)
 
 
 @torch.no_grad()
