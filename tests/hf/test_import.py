@@ -512,6 +512,18 @@ def test_a_damaged_export_is_named(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_cannot_name_a_run(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in ("my run (2)", str(tmp_path / "my run (2)"), "../my run (2)"):
+        said = error_of(["import", str(exported), run], capsys).strip()
+        assert said.endswith(
+            f'run.name = "my run (2)": text like [A-Za-z0-9][A-Za-z0-9._+-]* is allowed ({run}/config.yml)'
+        )
+    assert not [*tmp_path.iterdir()]
+
+
 def no_space(*_: object, **__: object) -> Path:
     raise OSError(28, "No space left on device")
 

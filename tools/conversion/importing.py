@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import Tensor
 from data.files import folder_aside
 from data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint_folder import write_weights
-from megatron_lite.config import dump_config, load_config
+from megatron_lite.config import ConfigError, dump_config, load_config
 from megatron_lite.partition import partition_words
 from models.config import ModelConfig
 from models.lm import LanguageModel
@@ -200,6 +202,10 @@ def _configuration(
         # As few processes as the layout of an export's run can have.
         processes = processes_of_a_copy(values)
         return dump_config(load_config([draft], [], model_type=ModelConfig, world_size=processes))
+    except ConfigError as error:
+        drafts = "|".join(re.escape(name) for name in (str(draft), os.path.relpath(draft)))
+        own = str(run / "config.yml")
+        raise ConfigError(re.sub(rf"({drafts}):\d+", lambda _: own, line) for line in error.problems) from None
     finally:
         draft.unlink()
 
