@@ -140,7 +140,7 @@ def _print_most_common(tokens: IndexedTokens, count: int, tokenizer: Tokenizer |
         if looked_at > 100_000_000:
             break
     print(f"most common of the first {looked_at:,} tokens:")
-    for token in np.argsort(-totals, kind="stable")[:count]:
+    for token in np.argsort(-totals, kind="stable")[: min(count, np.count_nonzero(totals))]:
         spelled = "" if tokenizer is None else repr(tokenizer.decode([int(token)]))
         print(f"  {100 * totals[token] / looked_at:6.2f} %  {token:>6} {spelled}")
 

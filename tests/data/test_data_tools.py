@@ -85,6 +85,14 @@ def test_pictures_and_common_tokens(prefix, capsys, tmp_path):
     assert "'t'" in capsys.readouterr().out.split("most common")[1]
 
 
+def test_tokens_that_are_not_there_are_not_common(tmp_path, capsys):
+    with IndexedWriter(tmp_path / "few", np.dtype("<u2")) as writer:
+        writer.add_document(np.array([7, 7, 3]))
+    assert inspect_data.main([str(tmp_path / "few"), "--most-common", "5"]) == 0
+    shares = capsys.readouterr().out.split("most common")[1].splitlines()[1:]
+    assert [line.split() for line in shares] == [["66.67", "%", "7"], ["33.33", "%", "3"]]
+
+
 def test_files_that_are_not_there(tmp_path, capsys):
     assert inspect_data.main([str(tmp_path / "none")]) == 2
     assert "none.idx does not exist" in capsys.readouterr().err
