@@ -89,7 +89,7 @@ class MetricsLogger:
         reserved = {"kind", "step", "time"} & values.keys()
         if reserved:
             raise ValueError(f"metrics key {sorted(reserved)[0]!r} is taken by the line itself; choose another name")
-        line = {"kind": kind, "step": step, "time": round(time.time(), 3), **_finite(values)}
+        line = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(values)}
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
         if self._progress is not None:
@@ -179,7 +179,8 @@ def _parse(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _finite(values: Mapping[str, Value]) -> dict[str, Value | None]:
+def finite(values: Mapping[str, Value]) -> dict[str, Value | None]:
+    """The values with None for a NaN or an infinity, for which JSON has no number."""
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
 

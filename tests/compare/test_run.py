@@ -181,7 +181,10 @@ def test_a_run_that_diverged_stands_last_and_spoils_no_other(place: Path, monkey
         assert rows[1].startswith("| MetaLA")
         assert " nan " in rows[1]
     assert {file.name for file in Path("runs/wild").glob("*.png")} == {"results.png", "scaling.png", "sources.png"}
-    for run in json.loads(Path("runs/wild/results.json").read_text())["runs"]:
+    text = Path("runs/wild/results.json").read_text()
+    results = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert {run["model"] for run in results["runs"] if run["final"]["loss"] is None} == {"metala"}
+    for run in results["runs"]:
         assert run["tokens"] == 8 * 2 * 32
         logged = [
             line["step_seconds"] for line in read_metrics(Path("runs/wild") / run["run"]) if "step_seconds" in line

@@ -57,6 +57,7 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
     """Prints the tables, and writes them, the figures and every number of the complete runs beside the runs."""
     from data.files import write_whole
     from megatron_lite.checkpoint_folder import versions
+    from megatron_lite.metrics import finite
     from tools.compare.figures import draw
     from tools.compare.results import plan_table, progress_note, read_results, rows_of, tables
 
@@ -84,14 +85,16 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
                 "body_parameters": result.run.body,
                 "tokens": result.tokens,
                 "step_seconds": round(result.seconds, 2),
-                "final": result.final,
-                "course": result.course,
+                "final": result.final and finite(result.final),
+                "course": [finite(line) for line in result.course],
             }
             for result in results
         ],
     }
     write_whole(comparison.folder / "results.md", document)
-    write_whole(comparison.folder / "results.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_whole(
+        comparison.folder / "results.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    )
     written = [comparison.folder / "results.md", comparison.folder / "results.json"]
     if rows:
         written += draw(results, rows, comparison.folder, comparison.title, reference)
