@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import eval as command
+from tools.evaluation.harness import Prepared, Request, shots_of
 from tools.evaluation.outputs import check_output, difference, suite_settings, with_tasks
 
 MODEL = "tools.load_model.read_weights"
@@ -115,13 +117,14 @@ def test_a_later_evaluation_adds_its_tasks(trained_run: Path, eval_data: Path, t
     assert "piqa acc" in out.with_suffix(".md").read_text()
     assert row.split(" | ")[6] == "-", "BoolQ is left out"
     assert row.split(" | ")[7] != "-", "COPA has come"
-    assert evaluated("--tasks", "copa") == 0
-    assert read(out)["results"] == both["results"]
+    for words in ([], ["--shots", "0"], []):  # none is what the task says
+        assert evaluated("--tasks", "copa", *words) == 0
+        assert read(out)["results"] == both["results"]
     text = out.read_text()
     capsys.readouterr()
     for words, message in (
         (["--max-length", "48"], "tokens at once 64, not 48"),
-        (["--shots", "1"], "examples in the prompt None, not 1"),
+        (["--shots", "1"], "examples in the prompt 0, not 1"),
         (["--dtype", "fp64"], "number format float32, not float64"),
     ):
         assert evaluated("--tasks", "boolq", *words) == 2
@@ -130,6 +133,7 @@ def test_a_later_evaluation_adds_its_tasks(trained_run: Path, eval_data: Path, t
     assert command.main([str(earlier), "--tasks", "copa", "--data-dir", str(eval_data), "--out", str(out)]) == 2
     assert f"{out} holds results of weights" in capsys.readouterr().err
     assert out.read_text() == text
+    assert not (tmp_path / "answers").exists(), "nothing was asked"
 
 
 def test_of_a_task_that_is_evaluated_again_the_new_numbers_count() -> None:
@@ -157,6 +161,22 @@ def test_settings_of_a_task_are_compared_where_both_have_it() -> None:
     assert difference(of(), of(data={"copa": {"a/test.jsonl": "1" * 64}})).startswith("copa's data")
     assert difference(of(), of(split={"copa": "validation"})) == "copa's split test, not validation"
     assert difference(of(), of(split={"piqa": "test"}, data={"piqa": {"a/test.jsonl": "1" * 64}})) == ""
+
+
+def test_examples_of_a_task_are_its_own_where_none_are_asked_for() -> None:
+    def of(shots: int | None, **own: int | None) -> dict:
+        tasks = {
+            name: SimpleNamespace(task=SimpleNamespace(get_config={"num_fewshot": n}.get)) for name, n in own.items()
+        }
+        found = shots_of(Prepared(Request(shots=shots), (), tasks, None))
+        return suite_settings({"n-shot": found, "metalion": {"shots": shots}})
+
+    assert difference(of(None, copa=None, gsm8k=5), of(0, copa=None)) == ""
+    assert difference(of(0, copa=None), of(None, gsm8k=5)) == ""
+    assert difference(of(None, gsm8k=5), of(0, gsm8k=5)) == "gsm8k's examples in the prompt 5, not 0"
+    assert difference(of(None, copa=None), of(1, boolq=None)) == "examples in the prompt 0, not 1"
+    assert difference(of(3, cot=0), of(3, cot=0)) == ""
+    assert of(3, cot=0)["cot's examples in the prompt"] == 0
 
 
 def test_a_later_needle_adds_its_cells(trained_run: Path, tmp_path: Path, capsys) -> None:

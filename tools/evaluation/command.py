@@ -16,6 +16,7 @@ from tools.evaluation.harness import (
     metric_value,
     prepare_tasks,
     read_results,
+    shots_of,
     what_is_asked,
     write_json,
     write_samples,
@@ -60,10 +61,9 @@ def run_suites(options: argparse.Namespace) -> Results | None:
     )
     prepared = prepare_tasks(request)
     opened = open_model(options, "results.json")
-    model = {"config": {"model_dtype": number_format(opened.lm)}}
-    now = suite_settings(
-        {**model, "metalion": {"model": opened.facts, **how_it_is_asked(opened.lm), **what_is_asked(prepared)}}
-    )
+    ours = {"model": opened.facts, **how_it_is_asked(opened.lm), **what_is_asked(prepared)}
+    model = {"model_dtype": number_format(opened.lm)}
+    now = suite_settings({"config": model, "n-shot": shots_of(prepared), "metalion": ours})
     refuse_others(opened.out, suite_settings(earlier_results(opened.out, "suites")), now)
     results = evaluate(opened.lm, prepared, use_cache=opened.cache)
     if results is None:

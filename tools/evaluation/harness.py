@@ -158,6 +158,13 @@ def what_is_asked(prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def shots_of(prepared: Prepared) -> dict[str, int]:
+    """Examples in the prompt of every task, as the harness has them: a task that says 0 keeps it, whatever is asked for."""
+    own = {name: loaded.task.get_config("num_fewshot") for name, loaded in prepared.tasks.items()}
+    asked = prepared.request.shots
+    return {name: shots or 0 if asked is None or shots == 0 else asked for name, shots in own.items()}
+
+
 def how_it_is_asked(lm: Any) -> dict[str, Any]:
     """What the answers of a model depend on beside its weights."""
     return {

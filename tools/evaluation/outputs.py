@@ -94,7 +94,9 @@ def suite_settings(results: Mapping[str, Any]) -> dict[str, Any]:
         "number format": str(results.get("config", {}).get("model_dtype")).removeprefix("torch."),
         "tokens at once": ours.get("max_length"),
         "score": ours.get("score"),
-        **({"examples in the prompt": ours["shots"]} if "shots" in ours else {}),
+        # Where none are asked for it is what each task says: 0, or as the line below has it.
+        **({"examples in the prompt": ours["shots"] or 0} if "shots" in ours else {}),
+        **{f"{task}'s examples in the prompt": shots for task, shots in results.get("n-shot", {}).items()},
     }
     for task, files in ours.get("data", {}).items():
         found[f"{task}'s split"] = ours["split"].get(task)
