@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers 
 RESULTS_FILE = "results.json"
 NEEDLE = "needle"  # a suite of its own: no task of the harness
 NEEDLE_FILE = "needle.json"
-Metrics = Mapping[str, float]
+Metrics = Mapping[str, Any]
 
 
 @command
@@ -136,11 +136,13 @@ def run_texts(options: argparse.Namespace) -> None:
     print(f"{loaded.checkpoint}: {parameters / 1e6:,.2f} M parameters, {_dtype(loaded)} on {loaded.device}\n")
     results = evaluate_texts(loaded, options)
     out = options.out or loaded.run / RESULTS_FILE
+    # Of each text its own: others of the file may have been measured in another.
+    kept = {name: {**metrics, "dtype": _dtype(loaded)} for name, metrics in results.items()}
     if options.by_position:
-        write_results(out, loaded, {}, by_position=results)
+        write_results(out, loaded, {}, by_position=kept)
     else:
         print(plain(["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"], _rows(results)))
-        write_results(out, loaded, {"perplexity": results})
+        write_results(out, loaded, {"perplexity": kept})
     print(f"\n{out}")
 
 
@@ -187,7 +189,6 @@ def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[s
         "checkpoint": checkpoint,
         "step": loaded.step,
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
-        "dtype": _dtype(loaded),
         "device": str(loaded.device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),

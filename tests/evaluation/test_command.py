@@ -344,7 +344,7 @@ def test_positions_that_no_token_has_have_no_loss(trained_run, tmp_path, capsys,
     said = capsys.readouterr().out
     assert f"{text}: no token at positions 17 to 32: too short a text, or --sequence-length" in said
     assert "0.0000" not in said
-    assert set(json.loads(out.read_text())["by_position"][str(text)]) == {"bins"}
+    assert set(json.loads(out.read_text())["by_position"][str(text)]) == {"bins", "dtype"}
 
 
 def test_loss_by_position_sums_to_the_perplexity(trained_run):

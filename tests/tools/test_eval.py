@@ -151,13 +151,15 @@ def test_command_writes_and_extends_results(
     assert f"{expected['bits_per_byte']:.4f}" in shown
     first = json.loads(out.read_text())
     assert first["results"]["perplexity"]["validation"]["loss"] == pytest.approx(expected["loss"])
-    assert (first["step"], first["dtype"], first["checkpoint"]) == (30, "float32", str(loaded.checkpoint))
+    assert first["results"]["perplexity"]["validation"]["dtype"] == "float32"
+    assert (first["step"], first["checkpoint"]) == (30, str(loaded.checkpoint))
 
     note = tmp_path / "note.md"
     note.write_text("def alpha(beta, gamma):\n")
-    assert evaluation.main([str(trained_run), "--data", str(note), "--out", str(out), "--device", "cpu"]) == 0
+    words = ["--data", str(note), "--out", str(out), "--device", "cpu", "--dtype", "bf16"]
+    assert evaluation.main([str(trained_run), *words]) == 0
     both = json.loads(out.read_text())["results"]["perplexity"]
-    assert set(both) == {"validation", str(note)}
+    assert {name: row["dtype"] for name, row in both.items()} == {"validation": "float32", str(note): "bfloat16"}
 
     earlier = trained_run / "checkpoints" / "step_00000010"
     assert evaluation.main([str(earlier), "--data", str(note), "--out", str(out), "--device", "cpu"]) == 0

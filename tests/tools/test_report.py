@@ -47,7 +47,7 @@ def run(trained_run: Path, tmp_path: Path) -> Path:
     metrics.log(30, {"loss": 4.5, "bits_per_byte": 2.25, "tokens": 7680}, kind="validation")
     metrics.log(30, {"prompt": "def ", "text": HOSTILE}, kind="sample")
     metrics.close()
-    results = {"results": {"perplexity": {"validation": {"loss": 4.5}}}, "step": 30, "dtype": "float32"}
+    results = {"results": {"perplexity": {"validation": {"loss": 4.5, "dtype": "float32"}}}, "step": 30}
     (copy / "results.json").write_text(json.dumps({**results, "device": "cpu", "date": "2026-01-01T00:00:00"}))
     (copy / "summary.json").write_text(json.dumps({"steps": 30, "compressors": {"gzip -9": 2.0}, "sample": "def x"}))
     return copy
@@ -61,7 +61,7 @@ def test_what_the_page_holds(run: Path) -> None:
     assert data["train"]["loss"] == pytest.approx([line["loss"] for line in logged], rel=1e-5)
     assert data["validation"]["bits_per_byte"] == [None, 2.25]
     assert data["samples"] == [{"step": 30, "prompt": "def ", "text": HOSTILE}]
-    assert data["evaluation"]["results"] == {"perplexity": {"validation": {"loss": 4.5}}}
+    assert data["evaluation"]["results"] == {"perplexity": {"validation": {"loss": 4.5, "dtype": "float32"}}}
     assert data["compressors"] == {"gzip -9": 2.0}
     assert "mixers" in data["config"]
     assert data["environment"]["checkpoint"] == "step_00000030"
@@ -105,7 +105,7 @@ def test_numbers_without_json_are_left_out_and_a_damaged_file_is_named(
     whole = path.read_text()
     path.write_text(whole.replace("4.5", "Infinity"))
     write_report(run)
-    assert collect(run)["evaluation"]["results"] == {"perplexity": {"validation": {"loss": None}}}
+    assert collect(run)["evaluation"]["results"] == {"perplexity": {"validation": {"loss": None, "dtype": "float32"}}}
     path.write_text(whole[:20])
     assert main([str(run), "--html"]) == 2
     assert f"{path} is no JSON" in capsys.readouterr().err
