@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lite.config import dump_config, explain_config, load_config
 from megatron_lite.config_schema import Config
+from megatron_lite.resilience import StopSignal
 from tools.arguments import FAILED, command_line, interrupted, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
@@ -85,11 +87,14 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]]) -> int:
     """Train to the end, or to a signal. `reload` gives the configuration again with more overrides."""
-    with ExitStack() as held:
-        return _train(config, reload, held)
+    # What says that the time is nearly over ends no preparation, which may take long, and nothing after the last step.
+    with StopSignal([signal.SIGUSR1]) as early, ExitStack() as held:
+        return _train(config, reload, held, early)
 
 
-def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], held: ExitStack) -> int:
+def _train(
+    config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], held: ExitStack, early: StopSignal
+) -> int:
     from megatron_lite.agreement import code_facts, configuration_facts, require_agreement
     from megatron_lite.checkpoint import CheckpointError
     from megatron_lite.checkpoint_folder import versions
@@ -111,7 +116,7 @@ def _train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig
         grid = init_grid(config.run.device, **sizes)
         # Before hours of tokenising.
         _on_main(grid, lambda: _hold_folders(config, held))
-        fit = _prepare(config, reload, grid)
+        fit = _prepare(config, reload, grid, early)
     except RunInUse as error:  # no mistake of the configuration: SLURM may try again
         print(f"\nerror: {error}", file=sys.stderr)
         return FAILED
@@ -161,7 +166,9 @@ def _by_its_key(error: Exception, config: Config[Any]) -> Exception:
     return error
 
 
-def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], grid: Grid) -> Callable[[], int]:
+def _prepare(
+    config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], grid: Grid, early: StopSignal
+) -> Callable[[], int]:
     """Everything before the first step; returns what trains, to be called once. Raises ValueError, OSError and
     CheckpointError for what cannot run."""
     import torch
@@ -269,6 +276,7 @@ def _prepare(config: Config[ModelConfig], reload: Callable[..., Config[ModelConf
         peak_flops=peak_flops(grid.device, dtype) if grid.is_main else None,
         sample=sample if _writes_samples(config, grid) else None,
         suites=suites,
+        early=early,
     )
 
     def fit() -> int:
@@ -368,6 +376,7 @@ def _steps_in_budget(config: Config[Any], engine: Any, steps: Steps, grid: Grid)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after what takes it, the end of the interpreter too
     try:
         sys.exit(main())
     except SystemExit as end:

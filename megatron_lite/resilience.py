@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,17 +21,24 @@ class StopSignal:
     """SIGTERM, SIGUSR1 (what SLURM sends before a preemption) and the first Ctrl-C ask the run to stop after the step.
 
     A second Ctrl-C interrupts at once. Use as a context manager; the former handlers come back at the end.
+
+    Args:
+        signals: those of SIGNALS to take.
+        early: what took some of them until now; a signal that it received counts.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, *, early: StopSignal | None = None) -> None:
         self.received: str | None = None
+        self._signals, self._early = signals, early
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        for number in self.SIGNALS:
+        for number in self._signals:
             self._former[number] = signal.signal(number, self._handle)
+        if self._early is not None:
+            self.received = self.received or self._early.received
         return self
 
     def __exit__(self, *_: object) -> None:

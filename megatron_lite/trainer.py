@@ -99,6 +99,7 @@ class Trainer(Generic[ModelT]):
         sources: names of the sources of the text, numbered by `source` of the batches, for a loss of each.
         sample: text that the model writes, asked for after each validation on every process (its layers are shared).
         suites: scores of `evaluation.suites`, asked for on every process; empty on those that only help.
+        early: signals since before the trainer was there, which stop it after its first step.
     """
 
     def __init__(
@@ -117,12 +118,13 @@ class Trainer(Generic[ModelT]):
         peak_flops: float | None = None,
         sample: Callable[[], str] | None = None,
         suites: Callable[[], dict[str, float]] | None = None,
+        early: StopSignal | None = None,
     ) -> None:
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._test, self._config_yaml = batches, validation, test, config_yaml
         self._flops_per_token, self._peak_flops, self._sample = flops_per_token, peak_flops, sample
         self._sources = SourceLosses(sources)
-        self._suites = suites
+        self._suites, self._early = suites, early
         self._writer = CheckpointWriter(
             engine,
             Path(config.checkpoint.directory),
@@ -144,7 +146,7 @@ class Trainer(Generic[ModelT]):
         stopped, timeouts = False, 60 * config.run.timeout_minutes
         who = f"rank {grid.rank} of {grid.world_size} ({socket.gethostname()}, process {os.getpid()})"
         with (
-            StopSignal() as signal,
+            StopSignal(early=self._early) as signal,
             Watchdog(config.run.watchdog_minutes, who, delay=0.3 * grid.local_rank) as watchdog,
             Heartbeat(grid, config.run.heartbeat_seconds, state.step) as heartbeat,
             closing(self._batches(state.consumed_samples)) as steps,

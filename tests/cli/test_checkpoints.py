@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,42 @@ def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(argumen
     whole, cut = (checkpoint.read_weights(tmp_path / name) for name in ("whole", "cut"))
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [("megatron_lite.grid.init_grid", 1), ("tools.run_data.training_samples", 1), ("tools.summary.summary", 3)],
+)
+def test_the_signal_of_a_time_limit_outside_of_the_loop_ends_nothing(arguments, tmp_path, monkeypatch, place, step):
+    """Before it, one step is done and saved; after it the run is complete. By itself SIGUSR1 ends a process with 138."""
+    own = pkgutil.resolve_name(place)
+
+    def signalled(*arguments, **more):
+        signal.raise_signal(signal.SIGUSR1)
+        return own(*arguments, **more)
+
+    def unhandled(*_):
+        raise AssertionError("SIGUSR1 was not taken")
+
+    monkeypatch.setattr(place, signalled)
+    former = signal.signal(signal.SIGUSR1, unhandled)
+    try:
+        assert train.main(arguments(**{"schedule.train_steps": 3})) == 0
+        assert signal.getsignal(signal.SIGUSR1) is unhandled
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] == step
+
+
+def test_the_signal_of_a_time_limit_before_a_run_begins(arguments, tmp_path):
+    """As a process of its own, from the time that its folder is there to the exit of the interpreter."""
+    process = start(arguments(**{"schedule.train_steps": 2}))
+    wait_for((tmp_path / "run").is_dir, process)
+    while process.poll() is None:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.01)
+    assert process.returncode == 0, process.communicate()[0]
+    assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] == 1
 
 
 def test_a_signal_saves_before_what_is_measured_after_the_step(arguments, tmp_path):
