@@ -31,7 +31,7 @@ NEOX_KEYS: dict[str, Answer] = {
     "hidden_size": _to("model.hidden_size"),
     "num_attention_heads": _to("model.num_heads"),
     "num_kv_heads": _to("model.mixer_options.attention.num_kv_heads"),
-    "intermediate_size": _to("model.intermediate_size"),
+    "intermediate_size": _to("model.intermediate_size", note="with swiglu a third of it"),
     "norm": _to("model.norm"),
     "layernorm_epsilon": _to("model.norm_eps"),
     "rms_norm_epsilon": _to("model.norm_eps"),
@@ -101,7 +101,7 @@ NEOX_KEYS: dict[str, Answer] = {
     # saving, logging, evaluation
     "save": _to("checkpoint.directory"),
     "load": _to("checkpoint.resume", note="auto finds the run's own latest checkpoint"),
-    "checkpoint_factor": _to("checkpoint.interval"),
+    "checkpoint_factor": _to("checkpoint.interval", note="with checkpoint_scale = log 0"),
     "checkpoint_scale": _to("checkpoint.log_spaced", note="log becomes true, linear false"),
     "extra_save_iters": _to("checkpoint.extra_steps"),
     "keep_last_n_checkpoints": _to("checkpoint.keep_last"),

@@ -19,7 +19,7 @@ from tools.arguments import command_line, positive
 
 # Same meaning, same value: GPT-NeoX's key and the key here, which is the one that its users are told.
 SAME = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "use_bias_in_mlp"),
+    *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "use_bias_in_mlp"),
     *("gpt_j_residual", "init_method_std", "seq_length", "train_batch_size", "train_micro_batch_size_per_gpu", "gas"),
     *(
         "gradient_accumulation_steps",
@@ -69,6 +69,8 @@ IGNORED = {
     "tensorboard_dir": "files lie in the run's folder",
     "load": "a run goes on from its own newest checkpoint",
     "merge_file": "tokenizer.json holds the merges",
+    "valid_data_weights": "data.validation is one pair of token files",
+    "test_data_weights": "data.test is one pair of token files",
     "launcher": "torchrun, or tools/slurm",
     "deepspeed_mpi": "torchrun, or tools/slurm",
     "finetune": "checkpoint.resume names a run to start from",
@@ -85,7 +87,14 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_qk_layernorm": ((None, False), "queries and keys have no norm"),
     "sliding_window_width": ((None,), "attention sees the whole sequence"),
     "soft_prompt_tuning": ((None, {}), "there are no soft prompts"),
-    "expansion_factor": ((None,), "give intermediate-size, the width itself"),
+    "expansion_factor": ((None,), "give intermediate-size, this times hidden-size"),
+    "mlp_type": (
+        (None, "regular"),
+        "the llama of an earlier GPT-NeoX is activation: swiglu, with three times its width as intermediate-size",
+    ),
+    "num_unique_layers": ((None,), "every block has weights of its own"),
+    "weight_by_num_documents": ((None, False), "give the shares as train-data-weights"),
+    "lr_decay_fraction": ((None,), "give lr-decay-iters, this times train-iters"),
 }
 
 
@@ -112,9 +121,13 @@ def translate(neox: Mapping[str, Any], *, vocab_size: int) -> Translation:
     Raises ValueError for a setting that changes the model and does not exist here.
     """
     out = Translation()
-    given = {**neox}
-    for key, value in DEFAULTS.items():
-        given.setdefault(key, value)
+    neox = {key: value for key, value in neox.items() if value is not None}
+    given = {**DEFAULTS, **neox}
+    accumulates = {"gas", "gradient_accumulation_steps"} & neox.keys()
+    if not accumulates and not {"train_batch_size", "train_micro_batch_size_per_gpu"} <= neox.keys():
+        given["gas"] = 1
+    if {"data_path", "train_data_paths", "vocab_file"} & neox.keys():
+        given.setdefault("tokenizer_type", "GPT2BPETokenizer")
     for key, (allowed, here) in REFUSED.items():
         if given.pop(key, None) not in allowed:
             raise ValueError(f"{key.replace('_', '-')} = {neox[key]!r}: no counterpart, {here}")
@@ -132,6 +145,8 @@ def translate(neox: Mapping[str, Any], *, vocab_size: int) -> Translation:
                 convert(value, given, out)
             except (AttributeError, KeyError, TypeError) as error:
                 raise ValueError(f"{key.replace('_', '-')} = {value!r} is not of GPT-NeoX's form ({error})") from error
+    if "dtype" not in out.tree.setdefault("precision", {}):
+        out.set("precision.dtype", "fp32")
     for key in given:
         if key not in _READ_BESIDE:
             out.ignored[key] = IGNORED.get(key, "no counterpart here")
@@ -140,19 +155,17 @@ def translate(neox: Mapping[str, Any], *, vocab_size: int) -> Translation:
 
 
 def _mixers(given: dict[str, Any], out: Translation) -> None:
-    kinds = {"global": "attention", "flash": "attention", "mamba": "mamba"}
+    kinds = {"global": "attention", "flash": "attention"}
     layers, config = given.get("num_layers"), given.pop("attention_config", None) or [[["global"], "all"]]
     expanded = _layers_of(config, layers)
     if isinstance(layers, int) and len(expanded) != layers:
         raise ValueError(f"attention-config = {config!r} is of {len(expanded)} layers, and num-layers = {layers}")
     for name in expanded:
         if name not in kinds:
-            raise ValueError(f"attention-config names {name!r}: {', '.join(kinds)} have a counterpart here")
-    pattern = [kinds[name] for name in expanded]
-    shortest = next(n for n in range(1, len(pattern) + 1) if pattern == (pattern[:n] * len(pattern))[: len(pattern)])
-    out.set("model.mixers", pattern[:shortest])
-    if "attention" in pattern:
-        out.set("model.mixer_options.attention.bias", bool(given["use_bias_in_attn_linear"]))
+            why = "; a block of mamba has no MLP there, every block has one here" if name == "mamba" else ""
+            raise ValueError(f"attention-config names {name!r}: {', '.join(kinds)} have a counterpart here{why}")
+    out.set("model.mixers", ["attention"])
+    out.set("model.mixer_options.attention.bias", bool(given["use_bias_in_attn_linear"]))
 
 
 def _layers_of(config: Any, layers: Any) -> list[str]:
@@ -177,8 +190,7 @@ def _positions(given: dict[str, Any], out: Translation) -> None:
     share, longest = given.pop("rotary_pct", 1.0), given.pop("max_position_embeddings", None)
     if kind not in ("rotary", "learned", "none"):
         raise ValueError(f"pos-emb = {kind!r}: rotary, learned and none have a counterpart here")
-    if "attention" in out.tree["model"]["mixers"]:
-        out.set("model.mixer_options.attention.rotary_pct", float(share) if kind == "rotary" else 0.0)
+    out.set("model.mixer_options.attention.rotary_pct", float(share) if kind == "rotary" else 0.0)
     if kind == "learned":
         out.set("model.positions", "learned")
         out.set("model.max_positions", longest or given.get("seq_length", 2048))
@@ -193,6 +205,8 @@ def _norm(value: str, given: dict[str, Any], out: Translation) -> None:
     if value not in names:
         raise ValueError(f"norm = {value!r}: {', '.join(names)} have a counterpart here")
     norm = names[value]
+    if not given.pop("use_bias_in_norms", True) and norm == "layernorm":
+        raise ValueError("use-bias-in-norms = False: no counterpart, a layernorm has an offset beside its gain")
     out.set("model.norm", norm)
     default = 1e-5 if norm == "layernorm" else 1e-8
     out.set("model.norm_eps", given.get("layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon", default))
@@ -202,6 +216,12 @@ def _activation(value: str, given: dict[str, Any], out: Translation) -> None:
     if value not in ("gelu", "swiglu"):
         raise ValueError(f"activation = {value!r}: gelu and swiglu have a counterpart here")
     out.set("model.mlp", value)
+    width, multiple = given.pop("intermediate_size", None), given.pop("mlp_multiple_of", 1)
+    if value == "swiglu" or width is not None or multiple != 1:
+        width = 4 * out.tree["model"].get("hidden_size", 0) if width is None else width
+        if value == "swiglu":  # there the width is of a GELU with as many parameters
+            width = int(width * 2 / 3) // 2
+        out.set("model.intermediate_size", -(-width // multiple) * multiple)
 
 
 def _init(key: str) -> Callable[[str, dict[str, Any], Translation], None]:
@@ -240,13 +260,13 @@ def _decay_style(value: str, given: dict[str, Any], out: Translation) -> None:
         raise ValueError(f"lr-decay-style = {value!r}: constant, linear and cosine have a counterpart here")
     out.set("schedule.kind", value)
     course = {
-        "linear": "max(peak (1 - (n - w) / end), min_lr)",
-        "cosine": "max(peak / 2 (1 + cos(pi (n - w) / end)), min_lr)",
+        "linear": "GPT-NeoX's rate of step n is max(peak (end - n) / (end - w), min_lr)",
+        "cosine": "so does GPT-NeoX's since August 2023; before, its rate of step n was "
+        "max(peak / 2 (1 + cos(pi (n - w) / end)), min_lr)",
     }.get(value)
     if course is not None:
         out.assumed.append(
-            f"schedule.kind = {value}: falls from the end of the warmup, w, to min_lr at decay_steps, end; GPT-NeoX's rate of "
-            f"step n is {course}"
+            f"schedule.kind = {value}: falls from the end of the warmup, w, to min_lr at decay_steps, end; {course}"
         )
 
 
@@ -261,8 +281,10 @@ def _warmup(value: float, given: dict[str, Any], out: Translation) -> None:
 def _zero(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
     out.set("parallel.zero_stage", value.get("stage", 0))
     for key in value.keys() - {"stage"}:
-        if key == "cpu_offload" and value[key]:
-            raise ValueError("zero_optimization.cpu_offload = true: optimizer state stays on the GPU here")
+        if key in ("cpu_offload", "offload_optimizer", "offload_param") and value[key]:
+            raise ValueError(
+                f"zero_optimization.{key} = {value[key]!r}: weights and optimizer state stay on the GPU here"
+            )
         out.ignored[f"zero_optimization.{key}"] = "DeepSpeed's buffers are set here"
 
 
@@ -278,13 +300,19 @@ def _recompute(value: bool, given: dict[str, Any], out: Translation) -> None:
 
 
 def _fp16(value: Mapping[str, Any], given: dict[str, Any], out: Translation) -> None:
-    if not (value.get("enabled") or value.get("fp16")):
+    if value.get("type") == "bfloat16":  # as GPT-NeoX asked for it before there was bf16
+        out.set("precision.dtype", "bf16")
+        return
+    if not (value.get("enabled") or value.get("fp16") or given.get("precision") == "fp16"):
         return
     out.set("precision.dtype", "fp16")
     names = {"initial_scale_power": "initial_scale_power", "loss_scale_window": "scale_window"}
-    for theirs, ours in {**names, "hysteresis": "hysteresis", "min_loss_scale": "min_scale"}.items():
-        if theirs in value:
-            out.set(f"precision.fp16.{ours}", value[theirs])
+    names |= {"hysteresis": "hysteresis", "min_loss_scale": "min_scale"}
+    for key in value:
+        if key in names:
+            out.set(f"precision.fp16.{names[key]}", value[key])
+        elif key not in ("enabled", "fp16", "type", "loss_scale"):
+            out.ignored[f"fp16.{key}"] = "no counterpart here"
     if value.get("loss_scale"):
         out.ignored["fp16.loss_scale"] = "the loss scale is dynamic here"
 
@@ -310,13 +338,25 @@ def _extra_saves(value: Sequence[int], given: dict[str, Any], out: Translation) 
 
 def _scale(value: str, given: dict[str, Any], out: Translation) -> None:
     out.set("checkpoint.log_spaced", value == "log")
+    factor = out.tree["checkpoint"].get("interval")
+    if value == "log" and factor is not None:  # a step is saved where it is a power of it there
+        out.set("checkpoint.interval", 0)
+        if factor != 2:
+            out.set("checkpoint.log_spaced", False)
+            steps = set(out.tree["checkpoint"].get("extra_steps", ()))
+            power = 1.0
+            while factor > 1 and power <= out.tree.get("schedule", {}).get("train_steps", 0):
+                steps.add(int(power))
+                power *= factor
+            out.set("checkpoint.extra_steps", sorted(steps))
 
 
 def _tokenizer(value: str, given: dict[str, Any], out: Translation) -> None:
     names = {"HFTokenizer": "hf", "SPMTokenizer": "sentencepiece"}
     if value not in names:
         raise ValueError(
-            f"tokenizer-type = {value!r}: {', '.join(names)} have a counterpart; others exist as tokenizer.json"
+            f"tokenizer-type = {value!r}: {', '.join(names)} have a counterpart; others exist as tokenizer.json, which is "
+            "tokenizer-type: HFTokenizer with that file as vocab-file"
         )
     out.set("data.tokenizer.type", names[value])
 
@@ -354,8 +394,16 @@ def _data(neox: Mapping[str, Any], out: Translation) -> None:
     train = neox.get("train_data_paths") or neox.get("data_path")
     if train:
         data["train"] = train[0] if isinstance(train, list) and len(train) == 1 else train
-        if "blend" in data:
-            data["blend"]["by"] = "weights"
+        if isinstance(data["train"], list):  # equal shares where no weights are given
+            weights = data.get("blend", {}).get("weights", [1.0] * len(train))
+            data["blend"] = {"by": "weights", "weights": weights}
+        else:
+            data.pop("blend", None)
+        if "train_data_paths" not in neox:
+            out.assumed.append(
+                "data.train = data-path as a whole: GPT-NeoX trains on the documents of the first part of split "
+                "(969, 30, 1 unless given) and validates on the second; give the parts as data.train and data.validation"
+            )
         for theirs, ours in (("valid_data_paths", "validation"), ("test_data_paths", "test")):
             paths = neox.get(theirs)
             if paths:
@@ -442,7 +490,7 @@ def _parser() -> argparse.ArgumentParser:
         (
             "examples:\n"
             "  python -m tools.neox_config pythia-410M.yml                      to the screen\n"
-            "  python -m tools.neox_config 410M.yml local_setup.yml -o run.yml  merged left to right, as GPT-NeoX does\n"
+            "  python -m tools.neox_config 410M.yml local_setup.yml -o run.yml  merged left to right, the last value of a key\n"
             "  python train.py run.yml --dry-run                                parameters, memory, FLOPs"
         ),
     )

@@ -135,7 +135,7 @@ def test_warmup_is_a_share_of_the_decay_and_embeddings_decay(
     assert config.optimizer.no_weight_decay == ("norm", "bias", "decay")
     said = capsys.readouterr().err.split("assumed:")[1].split("ignored:")[0]
     assert "optimizer.no_weight_decay = [norm, bias, decay]: embeddings decay in GPT-NeoX" in said
-    assert "max(peak / 2 (1 + cos(pi (n - w) / end)), min_lr)" in said
+    assert "before, its rate of step n was max(peak / 2 (1 + cos(pi (n - w) / end)), min_lr)" in said
     assert (
         converted(
             tmp_path, SMALL.replace("train_iters: 10\n", more.replace("lr_decay_iters: 400\n", ""))
@@ -144,18 +144,98 @@ def test_warmup_is_a_share_of_the_decay_and_embeddings_decay(
     )
 
 
+@pytest.mark.parametrize("given", ["[global, flash]", "[[[flash], 1], [[global], 1]]", "[[[flash], all]]"])
+def test_kinds_of_the_layers(given: str, tmp_path: Path) -> None:
+    assert converted(tmp_path, f"{SMALL}attention_config: {given}\nmoe_num_experts: 1\n").model.mixers == ("attention",)
+
+
+def test_llama_2_has_the_parameters_that_it_has(tmp_path: Path) -> None:
+    llama = """
+num_layers: 32
+hidden_size: 4096
+intermediate_size: 32768
+mlp_multiple_of: 256
+num_attention_heads: 32
+seq_length: 4096
+pos_emb: rotary
+no_weight_tying: true
+norm: rmsnorm
+activation: swiglu
+use_bias_in_norms: false
+use_bias_in_attn_linear: false
+use_bias_in_mlp: false
+train_micro_batch_size_per_gpu: 4
+optimizer: {type: Adam, params: {lr: 0.001}}
+train_iters: 10
+"""
+    config = converted(tmp_path, llama, "--vocab-size", "32000").model
+    assert config.mlp_width == 11008  # 2/3 of 32768 are gate and input together, padded to 256 each
+    assert count_parameters(config) == 6_738_415_616
+    # GPT-NeoX's own default: as many parameters as a GELU of four times the width.
+    small = converted(tmp_path, f"{SMALL}activation: swiglu\n").model
+    assert small.mlp_width == 85
+    assert converted(tmp_path, f"{SMALL}mlp_multiple_of: 96\n").model.mlp_width == 288
+    assert converted(tmp_path, f"{SMALL}intermediate_size: 100\n").model.mlp_width == 100
+
+
 @pytest.mark.parametrize(
-    ("given", "mixers"),
+    ("given", "sizes"),
     [
-        ("[mamba, global]", ["mamba", "attention"]),
-        ("[[[mamba], 1], [[global], 1]]", ["mamba", "attention"]),
-        ("[[[flash], all]]", ["attention"]),
+        ("train_micro_batch_size_per_gpu: 4", (4, 1)),  # as in GPT-NeoX's 125M.yml
+        ("train_micro_batch_size_per_gpu: 4\ngradient_accumulation_steps: 2", (4, 2)),
+        ("train_micro_batch_size_per_gpu: 4\ntrain_batch_size: 16", (4, 4)),
+        ("train_batch_size: 16\ngas: 8", (2, 8)),
+        ("train_batch_size: 16\ngas: null", (16, 1)),
     ],
 )
-def test_kinds_of_the_layers(given: str, mixers: list[str], tmp_path: Path) -> None:
-    (tmp_path / "neox.yml").write_text(f"{SMALL}attention_config: {given}\nmoe_num_experts: 1\n")
-    assert main([str(tmp_path / "neox.yml"), "-o", str(tmp_path / "run.yml")]) == 0
-    assert yaml.safe_load((tmp_path / "run.yml").read_text())["model"]["mixers"] == mixers
+def test_one_size_of_the_batch_is_enough(given: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+    batch = converted(tmp_path, SMALL.replace("train_micro_batch_size_per_gpu: 4\ngas: 1", given)).batch
+    assert (batch.micro_batch_size, batch.gradient_accumulation_steps) == sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("", "fp32"),
+        ("fp16: {enabled: false}", "fp32"),
+        ("fp16: {enabled: true}", "fp16"),
+        ("fp16: {enabled: true, type: bfloat16, loss_scale: 0}", "bf16"),  # earlier bf16_125M.yml
+        ("bf16: {enabled: true}", "bf16"),
+        ("precision: fp16\nfp16: {loss_scale_window: 7, auto_cast: true}", "fp16"),
+    ],
+)
+def test_precision(given: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    precision = converted(tmp_path, f"{SMALL}{given}\n").precision
+    assert precision.dtype == dtype
+    if "window" in given:
+        assert precision.fp16.scale_window == 7
+        assert "fp16.auto_cast" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "interval", "log_spaced", "extra"),
+    [
+        ("checkpoint_scale: linear\ncheckpoint_factor: 2", 2, False, ()),
+        ("checkpoint_scale: log\ncheckpoint_factor: 2", 0, True, ()),
+        ("checkpoint_scale: log\ncheckpoint_factor: 3\nextra_save_iters: [0, 4]", 0, False, (1, 3, 4, 9)),
+    ],
+)
+def test_checkpoints(given: str, interval: int, log_spaced: bool, extra: tuple[int, ...], tmp_path: Path) -> None:
+    found = converted(tmp_path, f"{SMALL}{given}\n").checkpoint
+    assert (found.interval, found.log_spaced, found.extra_steps) == (interval, log_spaced, extra)
+
+
+def test_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = "vocab_file: t.json\ntokenizer_type: HFTokenizer\n"
+    both = f"{SMALL}{tokenizer}train_data_paths: [a, b]\nvalid_data_paths: [v]\nvalid_data_weights: [1]\n"
+    blend = converted(tmp_path, both).data.blend
+    assert (blend.by, blend.weights) == ("weights", (1.0, 1.0))
+    assert "split" not in capsys.readouterr().err
+    one = converted(tmp_path, both.replace("[a, b]", "[a]\ntrain_data_weights: [2]")).data
+    assert (one.train, one.blend.by) == ("a", "tokens")
+    capsys.readouterr()
+    converted(tmp_path, f"{SMALL}{tokenizer}data_path: a\n")
+    assert "GPT-NeoX trains on the documents of the first part of split" in capsys.readouterr().err
 
 
 def test_one_validation_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +267,13 @@ def test_one_validation_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("use_qk_layernorm: true", "use-qk-layernorm = True: no counterpart"),
         ("sliding_window_width: 64", "sliding-window-width = 64: no counterpart"),
         ("expansion_factor: 3", "expansion-factor = 3: no counterpart, give intermediate-size"),
+        ("attention_config: [[[mamba], 2]]", "a block of mamba has no MLP there, every block has one here"),
+        ("use_bias_in_norms: false", "use-bias-in-norms = False: no counterpart"),
+        ("mlp_type: llama", "mlp-type = 'llama': no counterpart, the llama of an earlier GPT-NeoX is"),
+        ("weight_by_num_documents: true", "give the shares as train-data-weights"),
+        ("lr_decay_fraction: 0.5", "give lr-decay-iters"),
+        ("vocab_file: gpt2-vocab.json", "tokenizer-type = 'GPT2BPETokenizer': HFTokenizer, SPMTokenizer have"),
+        ("zero_optimization: {offload_optimizer: {device: cpu}}", "zero_optimization.offload_optimizer = {'device'"),
         ("optimizer: {type: OneBitAdam}", "optimizer.type = 'OneBitAdam'"),
         ("num_attention_heads: 5", "model.num_heads = 5 does not divide"),
     ],
