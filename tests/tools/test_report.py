@@ -141,5 +141,66 @@ def test_a_browser_shows_it(run: Path, tmp_path: Path) -> None:
     assert "step_00000030" in shown
 
 
+# As much of a browser as the page's script asks for; it prints the text of every element that the script looked up.
+BROWSER = r"""
+const [, , file, more] = process.argv;
+const [data, script] = [...require("fs").readFileSync(file, "utf8").matchAll(/<script[^>]*>([^]*?)<\/script>/g)].map((m) => m[1]);
+const found = {};
+class Element {
+  children = []; style = {};
+  append(...more) { this.children.push(...more); }
+  replaceChildren(...all) { this.children = all; }
+  set textContent(text) { this.children = [text]; }
+  get textContent() { return this.children.map((child) => child.textContent ?? child).join(" "); }
+  setAttribute() {} addEventListener() {}
+  getBoundingClientRect() { return { width: 400, height: 200, left: 0 }; }
+  getContext() { return new Proxy({}, { get: () => () => {} }); }
+}
+const document = {
+  getElementById: (id) => found[id] ??= new Element(), createElement: () => new Element(),
+  addEventListener() {}, documentElement: new Element(),
+};
+document.getElementById("data").textContent = data;
+const getComputedStyle = () => ({ getPropertyValue: () => "" }), window = {}, matchMedia = () => new Element();
+class ResizeObserver { constructor(draw) { this.observe = draw; } }
+eval(script + ";" + (more ?? ""));
+for (const id in found) if (id !== "data") console.log(id, found[id].textContent);
+"""
+
+
+def shown_by_node(page: Path, *script: str) -> str:
+    (page.parent / "browser.js").write_text(BROWSER)
+    command = ["node", str(page.parent / "browser.js"), str(page), *script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_of_the_page(run: Path) -> None:
+    metrics = MetricsLogger(run, total_steps=60, initial_step=30, progress_bar=False)
+    metrics.log(30, {"loss": 4.5, "accuracy": 0.125}, kind="validation")
+    metrics.close()
+    page = write_report(run)
+    text = shown_by_node(page)
+    for words in (
+        "loss, nats per token",
+        "gradient norm",
+        "12.50 % masked tokens found",
+        HOSTILE,
+        "step_00000030",
+        "perplexity",
+    ):
+        assert words in text, words
+    # Between two points there is nothing to scale by: of a logarithmic axis that was a loop without an end.
+    assert shown_by_node(page, "zoom([3.2, 3.8])") == text
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_of_a_page_without_positive_numbers(tmp_path: Path) -> None:
+    metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
+    metrics.log(1, {"loss": float("nan"), "gradient_norm": 0.0, "tokens": 10})
+    metrics.close()
+    assert "gradient norm" in shown_by_node(write_report(tmp_path))
+
+
 def test_the_page_names_the_place_of_the_data_once() -> None:
     assert PAGE.read_text(encoding="utf-8").count('"the data of the run"') == 1
