@@ -69,6 +69,11 @@ def test_every_model_size_and_seed_once_with_the_right_values() -> None:
     ]
 
 
+def test_a_seed_that_is_given_twice_is_one_run() -> None:
+    assert [run.seed for run in plan_runs(comparison(sizes={"": {}}), models=["metala"], seeds=[3, 3, 5])] == [3, 5]
+    assert len(plan_runs(comparison(seeds=[1, 1]))) == 4
+
+
 def test_the_written_file_is_the_run(tmp_path: Path) -> None:
     """`python train.py run.yml` trains what the plan holds."""
     run = plan_runs(comparison(), models=["retnet"], sizes=["m"], seeds=[2])[0]

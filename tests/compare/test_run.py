@@ -20,7 +20,7 @@ import yaml
 from megatron_lite.metrics import read_metrics
 from tools.compare.__main__ import main
 from tools.compare.figures import draw
-from tools.compare.results import Result, Row
+from tools.compare.results import Result, Row, markdown
 
 WORDS = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
 
@@ -229,6 +229,12 @@ def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) 
     assert course.get_ydata().tolist() == pytest.approx([10.5, 2.3])
     seeds = [line for line in drawn["results"].axes[0].lines if line.get_marker() == "o"]
     assert [line.get_xdata().tolist() for line in seeds] == [pytest.approx([1.1, 1.5]), pytest.approx([2.1, 2.5])]
+
+
+def test_a_bar_in_a_name_is_no_column() -> None:
+    head, _, line = markdown(["model", "loss"], [["a|b", "1"]]).splitlines()
+    assert line == r"| a\|b  |    1 |"
+    assert len(head) == len(line)
 
 
 def test_differences_are_paired_by_seed() -> None:

@@ -37,6 +37,9 @@ PYTHIA = """{
 """
 
 
+FILES = "train_data_paths: [a]\nvocab_file: t.model\ntokenizer_type: SPMTokenizer"
+
+
 def converted(tmp_path: Path, text: str, *more: str) -> Any:
     (tmp_path / "pythia.yml").write_text(text)
     assert main([str(tmp_path / "pythia.yml"), "-o", str(tmp_path / "run.yml"), *more]) == 0
@@ -223,6 +226,59 @@ def test_precision(given: str, dtype: str, tmp_path: Path, capsys: pytest.Captur
 def test_checkpoints(given: str, interval: int, log_spaced: bool, extra: tuple[int, ...], tmp_path: Path) -> None:
     found = converted(tmp_path, f"{SMALL}{given}\n").checkpoint
     assert (found.interval, found.log_spaced, found.extra_steps) == (interval, log_spaced, extra)
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [
+        ("", "model.norm", "layernorm"),
+        ("", "model.norm_eps", 1e-5),
+        ("layernorm_epsilon: 1.0e-6\nrms_norm_epsilon: 1.0e-7", "model.norm_eps", 1e-6),
+        ("norm: rmsnorm", "model.norm_eps", 1e-8),
+        ("norm: rmsnorm\nlayernorm_epsilon: 1.0e-6\nrms_norm_epsilon: 1.0e-7", "model.norm_eps", 1e-7),
+        ("", "model.mlp_bias", True),
+        ("use_bias_in_mlp: false", "model.mlp_bias", False),
+        ("max-position-embeddings: 256", "model.max_positions", 256),
+        ("pos-emb: rotary\nrotary-emb-base: 500", "model.mixer_options.attention.rotary_base", 500),
+        ("", "model.mixer_options.attention.bias", True),
+        ("use_bias_in_attn_linear: false", "model.mixer_options.attention.bias", False),
+        ("num-kv-heads: 2", "model.mixer_options.attention.num_kv_heads", 2),
+        ("", "optimizer.weight_decay", 0.1),
+        ("weight-decay: 0.2", "optimizer.weight_decay", 0.2),
+        ("optimizer: {type: cpu_adam, params: {lr: 0.1, weight-decay: 0.3}}", "optimizer.weight_decay", 0.3),
+        ("", "optimizer.gradient_clipping", 1.0),
+        ("", "optimizer.eps", 1e-8),
+        ("train_iters: 1000", "schedule.warmup_steps", 10),
+        ("lr-decay-style: constant", "schedule.kind", "constant"),
+        ("zero_optimization: {overlap_comm: true}", "parallel.zero_stage", 0),
+        ("checkpoint-activations: false", "parallel.activation_checkpointing.mode", "none"),
+        ("fp16: {enabled: true, hysteresis: 3, min_loss_scale: 4}", "precision.fp16.hysteresis", 3),
+        ("fp16: {enabled: true, hysteresis: 3, min_loss_scale: 4}", "precision.fp16.min_scale", 4),
+        ("tensorboard-dir: logs", "logging.tensorboard", True),
+        ("use_wandb: true\nwandb_project: p\nwandb_team: t", "logging.wandb.entity", "t"),
+        ("keep-last-n-checkpoints: 3", "checkpoint.keep_last", 3),
+        ("eval-iters: 7", "evaluation.batches", 7),
+        (f"{FILES}", "data.tokenizer.type", "sentencepiece"),
+        (f"{FILES}\ntest_data_paths: [c]\nvalid_data_paths: [b]", "data.test", "c"),
+        (f"{FILES}\neod_mask_loss: true", "data.mask_boundaries", True),
+    ],
+)
+def test_values(given: str, key: str, value: Any, tmp_path: Path) -> None:
+    kept = [line for line in SMALL.splitlines() if line.split(":")[0] not in given.replace("-", "_").split(":")[0]]
+    found: Any = converted(tmp_path, "\n".join([*kept, given, ""]))
+    for name in key.split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    assert found == value
+
+
+def test_layout_of_several_processes_and_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "pipe_parallel_size: 2\ncheckpoint_activations: true\ncheckpoint_num_layers: 2\n"
+    (tmp_path / "neox.yml").write_text(f"{SMALL}{more}fp16: {{enabled: true, loss_scale: 128}}\n")
+    assert main([str(tmp_path / "neox.yml"), "-o", str(tmp_path / "run.yml")]) == 0
+    assert yaml.safe_load((tmp_path / "run.yml").read_text())["parallel"]["pipeline"] == 2
+    said = capsys.readouterr().err
+    assert "blocks are recomputed one by one here, not 2 at a time" in said
+    assert "the loss scale is dynamic here" in said
 
 
 def test_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

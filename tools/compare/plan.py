@@ -150,7 +150,7 @@ def plan_runs(
                     cells[size, name] = _widened(cells[size, name], reference, equal)
     return [
         _run(comparison, size, model, seed, *cells[size, model])
-        for seed, size, model in itertools.product(seeds or comparison.seeds, sizes, models)
+        for seed, size, model in itertools.product(dict.fromkeys(seeds or comparison.seeds), sizes, models)
     ]
 
 

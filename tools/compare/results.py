@@ -159,7 +159,7 @@ def progress_note(runs: Sequence[Run]) -> str:
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns line up as plain text too; all but the first are set to the right."""
-    cells = [header, *rows]
+    cells = [[cell.replace("|", r"\|") for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -172,7 +172,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         )
 
     rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
-    return "\n".join([line(header), rule, *map(line, rows)]) + "\n"
+    return "\n".join([line(cells[0]), rule, *map(line, cells[1:])]) + "\n"
 
 
 def _deviation(values: Sequence[float]) -> float:
