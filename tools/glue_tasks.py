@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,8 @@ def score(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
 def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
     """The rows of a split: of `folder`/name/split.jsonl.gz (or .jsonl), or from the hub.
 
-    Raises FileNotFoundError naming the file, ValueError for no row and for one without the task's columns.
+    Raises FileNotFoundError naming the file, ValueError for no row, for one without the task's columns or with a label that
+    it does not have, and for a damaged file.
     """
     if folder is None:
         from datasets import load_dataset
@@ -85,6 +87,10 @@ def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
         missing = [key for key in needed if key not in row]
         if missing:
             raise ValueError(f"{name}, {split}, row {number + 1} has no {missing[0]!r}; it has {', '.join(row)}")
+        label, classes = row["label"], TASKS[name].labels
+        if not isinstance(label, int | float) or (classes > 1 and label not in range(classes)):
+            words = "a number" if classes == 1 else f"0 to {classes - 1}"
+            raise ValueError(f"{name}, {split}, row {number + 1} has label = {label!r}; allowed: {words}")
     return rows
 
 
@@ -99,7 +105,16 @@ def split_file(name: str, split: str, folder: Path) -> Path:
 
 def _read_lines(path: Path) -> list[Row]:
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+        rows, number = [], 0
+        try:
+            for number, line in enumerate(file, 1):  # noqa: B007
+                if line.strip():
+                    rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(
+                f"{path} is not whole: line {number} or the next is no object of JSON ({error})"
+            ) from error
+        return rows
 
 
 def _correlation(function: Callable[[NDArray, NDArray], Any], labels: NDArray, found: NDArray) -> float:

@@ -87,6 +87,31 @@ def test_missing_data_names_the_file(tmp_path: Path) -> None:
         read_split("sst2", "train", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("train.jsonl", b'{"sentence": "a", "label": 0}\n{"sentence": "b", "la', r"train\.jsonl is not whole: line 2"),
+        ("train.jsonl", b"5\n", r"train\.jsonl is not whole: line 1"),
+        ("train.jsonl.gz", gzip.compress(b'{"sentence": "a", "label": 0}\n')[:-12], r"jsonl\.gz is not whole"),
+        ("train.jsonl.gz", b"plain", r"jsonl\.gz is not whole"),
+        ("train.jsonl", b'{"sentence": "a", "label": -1}\n', "sst2, train, row 1 has label = -1; allowed: 0 to 1"),
+        ("train.jsonl", b'{"sentence": "a", "label": "good"}\n', "row 1 has label = 'good'"),
+    ],
+)
+def test_damaged_data_are_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "sst2").mkdir()
+    (tmp_path / "sst2" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        read_split("sst2", "train", tmp_path)
+
+
+def test_labels_of_numbers(tmp_path: Path) -> None:
+    (tmp_path / "stsb").mkdir()
+    row = {"sentence1": "a", "sentence2": "b", "label": 3.25}
+    (tmp_path / "stsb" / "train.jsonl").write_text(json.dumps(row))
+    assert read_split("stsb", "train", tmp_path) == [row]
+
+
 def test_a_trial_without_rows_to_train_on_is_refused(data: Path) -> None:
     with pytest.raises(ValueError, match=r"--hold-out 0.99: of the 24 rows of rte none is left"):
         finetune_glue._splits("rte", data, 0.99)
