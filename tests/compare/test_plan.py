@@ -74,6 +74,30 @@ def test_a_seed_that_is_given_twice_is_one_run() -> None:
     assert len(plan_runs(comparison(seeds=[1, 1]))) == 4
 
 
+def test_what_lies_over_what(tmp_path: Path) -> None:
+    for name, lr in (("file", 1e-1), ("data", 2e-1), ("own", 3e-1)):
+        (tmp_path / f"{name}.yml").write_text(f"optimizer: {{lr: {lr}}}\n")
+    base = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    model = {"config": {"model": {"mixers": ["metala"]}}}
+    laid = {"files": [str(tmp_path / "file.yml")], "config": base, "sizes": {"": {}}, "models": {"m": model}}
+
+    def lr(**more) -> float:
+        return plan_runs(comparison(**laid | more))[0].config.optimizer.lr
+
+    rate = [{"optimizer": {"lr": value}} for value in (4e-1, 5e-1, 6e-1)]
+    assert lr() == 1e-1
+    more = {"data": str(tmp_path / "data.yml")}
+    assert lr(**more) == 2e-1
+    more["models"] = {"m": {**model, "files": [str(tmp_path / "own.yml")]}}
+    assert lr(**more) == 3e-1
+    more["config"] = base | rate[0]
+    assert lr(**more) == 4e-1
+    more["sizes"] = {"": rate[1]}
+    assert lr(**more) == 5e-1
+    more["models"] = {"m": {"config": model["config"] | rate[2]}}
+    assert lr(**more) == 6e-1
+
+
 def test_the_written_file_is_the_run(tmp_path: Path) -> None:
     """`python train.py run.yml` trains what the plan holds."""
     run = plan_runs(comparison(), models=["retnet"], sizes=["m"], seeds=[2])[0]

@@ -97,6 +97,7 @@ def test_missing_data_names_the_file(tmp_path: Path) -> None:
         ("train.jsonl", b'{"sentence": "a", "label": -1}\n', "sst2, train, row 1 has label = -1; allowed: 0 to 1"),
         ("train.jsonl", b'{"sentence": "a", "label": "good"}\n', "row 1 has label = 'good'"),
     ],
+    ids=["line cut short", "no object", "gzip cut short", "no gzip", "label outside", "label of words"],
 )
 def test_damaged_data_are_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "sst2").mkdir()
