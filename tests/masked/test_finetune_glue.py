@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,6 +147,76 @@ def test_tasks_one_after_another(masked_run: Path, data: Path, tmp_path: Path, c
     assert "seed" not in capsys.readouterr().out.replace("| seeds |", "")
     assert finetune_glue.main([*arguments, "max_length=64"]) == 2
     assert "is of another recipe" in capsys.readouterr().err
+
+
+def test_what_the_trainer_is_given(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
+    from transformers import Trainer
+
+    made = []
+
+    def predict(self, rows) -> SimpleNamespace:
+        labels = np.array([row["labels"] for row in rows])
+        return SimpleNamespace(predictions=np.zeros((len(rows), self.model.config.num_labels)), label_ids=labels)
+
+    monkeypatch.setattr(Trainer, "train", lambda self: made.append(self))
+    monkeypatch.setattr(Trainer, "predict", predict)
+    weights = finetune_glue._exported(masked_run, tmp_path)
+    recipe = finetune_glue.load_recipe(
+        finetune_glue.RECIPE,
+        ["lr=3e-4", "batch_size=10", "schedule=cosine", "warmup_fraction=0.5", "weight_decay=0.25", "max_length=8"],
+    )
+    for name, seed in (("mnli", 5), ("stsb", 6)):
+        finetune_glue.finetune(name, recipe, weights, seed=seed, data=data, scratch=tmp_path)
+        found = made[-1]
+        assert found.args.seed == seed
+        epochs = recipe.tasks[name].epochs
+        assert found.args.num_train_epochs == epochs
+        assert found.args.warmup_steps == int(0.5 * 10 * epochs)  # ten steps of 96 rows
+        assert found.args.lr_scheduler_type == "cosine"
+        assert found.args.max_grad_norm == 1
+        groups = {(group["lr"], group["weight_decay"]) for group in found.optimizer.param_groups}
+        assert groups == {(3e-4, 0.25), (3e-4, 0.0)}
+        assert max(len(row["input_ids"]) for row in found.train_dataset) == 8
+    assert [one.model.config.num_labels for one in made] == [3, 1]
+    assert [type(one.train_dataset[0]["labels"]) for one in made] == [int, float]
+    assert [one.model.config.problem_type for one in made] == ["single_label_classification", "regression"]
+
+
+def test_the_weights_of_the_first_seed_are_kept(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:
+    kept = []
+
+    def finetune(name: str, *_, seed: int, keep: Path | None, **__) -> dict[str, float]:
+        kept.append((name, seed, keep and keep.name))
+        if keep is not None:
+            keep.mkdir()
+            (keep / "config.json").write_text("{}")
+        return {"accuracy": 0.5}
+
+    monkeypatch.setattr(finetune_glue, "finetune", finetune)
+    arguments = [str(masked_run), "--data", str(data), "--output", str(tmp_path), "--seeds", "2", "--tasks"]
+    assert finetune_glue.main([*arguments, "mnli"]) == 0
+    assert kept == [("mnli", 0, None), ("mnli", 1, None)]
+    # Its weights were not asked for: it is trained again, then RTE from them.
+    assert finetune_glue.main([*arguments, "rte"]) == 0
+    assert kept[2:] == [("mnli", 0, "mnli"), ("rte", 0, None), ("rte", 1, None)]
+    kept.clear()
+    shutil.rmtree(tmp_path / "mnli")
+    (tmp_path / "glue.json").unlink()
+    assert finetune_glue.main([*arguments, "mnli,rte"]) == 0
+    assert kept == [("mnli", 0, "mnli"), ("mnli", 1, None), ("rte", 0, None), ("rte", 1, None)]
+
+
+def test_a_trial_trains_on_the_other_rows(data: Path) -> None:
+    train, evaluated = finetune_glue._splits("rte", data, 0.25)
+    rows = read_split("rte", "validation", data)
+    assert (len(train), len(evaluated["validation"])) == (18, 6)
+    assert sorted(map(str, train + evaluated["validation"])) == sorted(map(str, rows))
+    assert train + evaluated["validation"] != rows[6:] + rows[:6], "in the order of the file"
+
+
+def test_the_table_weighs_tasks_alike_whatever_their_metrics() -> None:
+    runs = {"mrpc": {"pretrained/0": {"accuracy": 0.5, "f1": 0.7}}, "rte": {"pretrained/0": {"accuracy": 0.8}}}
+    assert "Mean over 2 tasks: 70.00" in finetune_glue.table(runs, {"mrpc": None, "rte": None}, None)
 
 
 def test_results_of_a_run_that_trained_on_are_not_mixed(

@@ -117,7 +117,24 @@ def test_long_runs_are_thinned_to_means() -> None:
     assert found["step"] == [3, 6, 9, 10]
     assert found["loss"] == [2.0, 5.0, 8.0, 10.0]
     assert found["mfu"] == [0.5, 0.5, 0.5, 0.5]
+    counted = [{"step": i, "tokens": 10 * i, "skipped_steps": i // 5, "time": 2 * i, "on": True} for i in range(1, 11)]
+    ends = {"step": [5, 10], "tokens": [50, 100], "skipped_steps": [1, 2], "time": [10, 20]}
+    assert columns(counted, most=2) == ends
     assert columns(lines, most=10)["loss"] == [line["loss"] for line in lines]
+
+
+def test_scores_and_the_sample_of_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = MetricsLogger(tmp_path, total_steps=3, progress_bar=False)
+    for step in (1, 2, 3):
+        metrics.log(step, {"loss": 4.0, "tokens": 10 * step})
+    metrics.log(3, {"suite/task": 0.5}, kind="evaluation")
+    metrics.close()
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 3, "sample": "def x"}))
+    monkeypatch.setattr("tools.report.MOST_POINTS", 2)
+    data = collect(tmp_path)
+    assert data["scores"]["suite/task"] == [0.5]
+    assert data["samples"] == [{"step": 3, "prompt": "", "text": "def x"}]
+    assert (data["steps_a_point"], data["train"]["step"]) == (2, [2, 3])
 
 
 def test_the_command_takes_one_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
