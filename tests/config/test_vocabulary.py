@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from data.tokenizer import padded_vocab_size
@@ -29,6 +31,14 @@ def test_padding(entries, rows):
 )
 def test_a_size_that_is_left_out(overrides, expected):
     assert vocabulary_override(DEFAULT, overrides) == expected
+
+
+def test_the_mask_token_has_a_row_where_the_vocabulary_fills_its_rows(monkeypatch):
+    full = SimpleNamespace(vocab_size=384, mask_id=384)
+    monkeypatch.setattr("tools.vocabulary.load_tokenizer", lambda kind, path: full)
+    words = ["model.vocab_size=null", "data.tokenizer={type: hf, path: t.json}"]
+    assert vocabulary_override(DEFAULT, words) == ["model.vocab_size=384"]
+    assert vocabulary_override(DEFAULT, [*words, "data.objective=masked"]) == ["model.vocab_size=512"]
 
 
 def test_a_plan_reads_such_a_configuration_too():
