@@ -130,5 +130,5 @@ def _text(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.3f}"
+        return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) and value >= 1e5 else str(value)
