@@ -15,10 +15,10 @@ from tools.benchmark.report import plot_bars, plot_lines, table
 
 
 def test_numbers_are_read_as_they_are_written() -> None:
-    values = (0.0, 0.00987, 0.0123, 9999.5, 12345.6, None, 99999, 100000, "x")
+    values = (0.0, 0.00987, 0.0123, 999.25, 1234.6, None, 99999, 100000, "x")
     cells = table([{str(number): value for number, value in enumerate(values)}], "title")
     row = cells.splitlines()[-1].strip("| ").split(" | ")
-    assert row == ["0.000", "9.9e-03", "0.012", "9999.500", "12,346", "-", "99999", "100,000", "x"]
+    assert row == ["0.000", "9.9e-03", "0.012", "999.250", "1,235", "-", "99999", "100,000", "x"]
 
 
 def test_lines_and_bars_hold_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
