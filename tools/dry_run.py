@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from megatron_lite.config_schema import Config
-from megatron_lite.flops import forward_flops
 from megatron_lite.layout import Layout
 from megatron_lite.memory import GIB
 from megatron_lite.precision import DTYPES, faster_dtype
 from models.config import ModelConfig
 from models.lm import LayerSpec, layer_specs
 from tools.devices import device_of
-from tools.estimate import memory_of
+from tools.estimate import layer_flops, memory_of
 
 
 def dry_run(config: Config[ModelConfig]) -> int:
@@ -39,7 +38,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
     if specs[-1].tied_to is not None:
         sizes[-1] -= layers[-1].weight.numel()
     parameters = sum(sizes)
-    flops = 3 * sum(forward_flops(layers, batch.sequence_length, config.data.asked_share))
+    flops = 3 * sum(layer_flops(config))
     seconds = _seconds(config, specs, device, DTYPES[dtype])
     parallel = config.parallel
     cuda = config.run.device != "cpu"  # "auto" on a machine without a GPU: the run's own may have one

@@ -239,19 +239,19 @@ def test_settings_that_are_not_named_are_the_other_codebase_s_own() -> None:
         found = translated(kind, **shape)
         assert (found.mlp_width, found.norm_eps, found.tie_embeddings) == (width, 1e-6, False)
         assert translated(kind, **shape, hidden_ratio=8).mlp_width == 2816
-    shape = {
-        "vocab_size": 97,
-        "decoder_embed_dim": 32,
-        "decoder_layers": 2,
-        "decoder_attention_heads": 2,
-        "glu_dim": 96,
-    }
-    assert translated("metala", **shape).tie_embeddings
-    assert not translated("metala", **shape, no_tie_embed=True).tie_embeddings
+    assert translated("metala", **METALA_SHAPE).tie_embeddings
+    assert not translated("metala", **METALA_SHAPE, no_tie_embed=True).tie_embeddings
 
 
 SHAPE = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 FLA_SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4}
+METALA_SHAPE = {
+    "vocab_size": 97,
+    "decoder_embed_dim": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+    "glu_dim": 96,
+}
 
 
 @pytest.mark.parametrize(
@@ -277,16 +277,9 @@ def test_what_the_norms_add_is_taken_over() -> None:
     for kind, of_mixer in (("gla", 1e-3), ("retnet", 1e-3), ("hgrn2", 1e-5 * 16)):
         model = translated(kind, **FLA_SHAPE, norm_eps=1e-3)
         assert (model.norm_eps, model.options_of(kind).norm_eps) == (1e-3, pytest.approx(of_mixer))
-    shape = {
-        "vocab_size": 97,
-        "decoder_embed_dim": 32,
-        "decoder_layers": 2,
-        "decoder_attention_heads": 2,
-        "glu_dim": 96,
-    }
     for norm, default in (("layernorm", 1e-5), ("rmsnorm", 1e-6), ("simplermsnorm", 1e-6)):
-        assert translated("metala", **shape, norm_type=norm).norm_eps == default
-        assert translated("metala", **shape, norm_type=norm, norm_eps=1e-3).norm_eps == 1e-3
+        assert translated("metala", **METALA_SHAPE, norm_type=norm).norm_eps == default
+        assert translated("metala", **METALA_SHAPE, norm_type=norm, norm_eps=1e-3).norm_eps == 1e-3
 
 
 @pytest.mark.parametrize(
