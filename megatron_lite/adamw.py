@@ -112,7 +112,8 @@ class Pieces:
             eps,
             aligned=all(flat.data_ptr() % 16 == 0 for flat in flats),
             BLOCK=2048,
-            warps=16,
+            # A thread reads 16 bytes of master weights at once, and of moments of the same width.
+            warps=16 if master.dtype == torch.float32 else 8,
         )
 
     def _run(

@@ -91,6 +91,12 @@ def _scale_launch(device: torch.device, dtype: torch.dtype, to: torch.dtype, num
 
 
 @triton.jit
+def _exp(x):
+    """`tl.exp` without what it does for results under 2^-126."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
 def _row(logits, bias, start, vocab, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     j = start + tl.arange(0, BLOCK)
     z = tl.load(logits + j, mask=j < vocab, other=float("-inf")).to(tl.float32)
@@ -124,15 +130,13 @@ def _logit_statistics(
         new = tl.maximum(top, high)
         # -inf minus itself is nan: lanes that saw nothing yet, and logits of -inf, count nothing.
         than = tl.where(new == float("-inf"), 0.0, new)
-        total = (
-            total * tl.exp(top - than) + tl.exp(za - than) + tl.exp(zb - than) + tl.exp(zc - than) + tl.exp(zd - than)
-        )
+        total = total * _exp(top - than) + _exp(za - than) + _exp(zb - than) + _exp(zc - than) + _exp(zd - than)
         top = new
     highest = tl.max(top, 0)
     tl.store(largest + row, highest)
     if FIRST:
         tl.store(best + row, tl.min(tl.where(top == highest, place, vocab), 0).to(tl.int64))
-    tl.store(mass + row, tl.sum(tl.where(top == float("-inf"), total, total * tl.exp(top - highest)), 0))
+    tl.store(mass + row, tl.sum(tl.where(top == float("-inf"), total, total * _exp(top - highest)), 0))
     at = tl.load(label + row)
     z = tl.load(logits + at).to(tl.float32)
     if BIAS:
@@ -147,7 +151,7 @@ def _logit_gradient(logits, bias, label, log_sum, weight, vocab, BIAS: tl.conste
     at, total, scale = tl.load(label + row), tl.load(log_sum + row), tl.load(weight + row)
     for start in range(0, vocab, BLOCK):
         j, z = _row(logits, bias, start, vocab, BIAS, BLOCK)
-        p = (tl.exp(z - total) - tl.where(j == at, 1.0, 0.0)) * scale
+        p = (_exp(z - total) - tl.where(j == at, 1.0, 0.0)) * scale
         tl.store(logits + j, p.to(logits.dtype.element_ty), mask=j < vocab)
 
 
