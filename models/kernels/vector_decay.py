@@ -125,7 +125,7 @@ def forward(
     strong = torch.empty(case.rows, case.chunks, dtype=torch.int32, device=v.device)
     if table is not None:
         strong.zero_()
-    chunk_launches(case)[0](q, k, v, g, table, states, o, strong)
+    chunk_launches(case)[0](q, k, v, g, table, triangle(v.device), states, o, strong)
     strong_launches(case)[0](strong, q, k, v, g, table, o)
     return o, final, (states, strong, table)
 
@@ -159,7 +159,7 @@ def backward(
     d_strength, weight = augmentation
     d_states = scan(case, True, q, do, g, d_final, table, d_initial)
     chunk_launches(case)[1](
-        do, q, k, v, g, table, triangle(q.device), states, d_states, dq, dk, dv, dg, d_strength, weight
+        do, q, k, v, g, table, triangle(q.device), strong, states, d_states, dq, dk, dv, dg, d_strength, weight
     )
     strong_launches(case)[1](strong, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, weight)
     return d_initial

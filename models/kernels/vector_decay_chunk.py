@@ -54,7 +54,7 @@ def chunk_launches(case: Case) -> tuple[Launch, Launch]:
         num_warps=warps, num_stages=1, maxnreg=registers,
     )  # fmt: skip
     backward = Launch(
-        _vector_decay_backward, (case.chunks, case.rows), *sizes, CHUNK, MILD, *case.gradient_strides, case.layer, *case.flags,
+        _vector_decay_backward, (case.chunks, case.rows), *sizes, CHUNK, *case.gradient_strides, case.layer, *case.flags,
         num_warps=backward_warps, num_stages=1, maxnreg=backward_registers,
     )  # fmt: skip
     return forward, backward
@@ -75,11 +75,12 @@ def _load_state(states, i, ck, cv, K: tl.constexpr, V: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def _vector_decay_forward(
-    q, k, v, g, table, states, o, strong, T, H: tl.constexpr, N, scale,
+    q, k, v, g, table, triangle, states, o, strong, T, H: tl.constexpr, N, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, MILD: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
+    exact: tl.constexpr = q.dtype.element_ty == tl.float32
+    rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
     n, bv, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, ck, cv = tl.arange(0, C), tl.arange(0, BK), bv * BV + tl.arange(0, BV)
     start, end = chunk_of(table, n, T, C, PACKED)
@@ -88,14 +89,15 @@ def _vector_decay_forward(
     t = start + row
     # All loads at once, those that go to other threads first last: a load between two products waits for memory alone.
     decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    reached = load_triangle(triangle, C)
     value = load(place(v, bh, T, H, V), t, cv, end, H, V, BV, EVEN).to(rounded)
     state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
     query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
     key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
-    decay = clamped(decay)
-    total = tl.sum(decay, 0)
-    until = tl.cumsum(decay, 0)
-    mild, near_q, near_k = references(total, MILD)
+    until = running_sum(clamped(decay), reached, False, exact)
+    total = tl.sum(tl.where((row == C - 1)[:, None], until, 0.0), 0)
+    mild = (tl.min(total, 0) >= -MILD).to(tl.int32)
+    near_q, near_k = references(total, mild)
     query *= tl.exp2(until - near_q[None, :])
     from_start = (query * tl.exp2(near_q)[None, :]).to(rounded)
     query = query.to(rounded)
@@ -111,10 +113,10 @@ def _vector_decay_forward(
 
 @triton.jit
 def _vector_decay_backward(
-    do, q, k, v, g, table, triangle, states, d_states, dq, dk, dv, dg, d_strength, aug_weight,
+    do, q, k, v, g, table, triangle, strong, states, d_states, dq, dk, dv, dg, d_strength, aug_weight,
     T, H: tl.constexpr, N, scale, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    MILD: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     exact: tl.constexpr = q.dtype.element_ty == tl.float32
     rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
@@ -141,7 +143,9 @@ def _vector_decay_backward(
 
     total = tl.sum(decay, 0)
     until = running_sum(decay, reached, False, exact)
-    mild, near_q, near_k = references(total, MILD)
+    # As forward decided, and as `vector_decay_strong.py` reads.
+    mild = 1 - tl.load(strong + bh * N + n)
+    near_q, near_k = references(total, mild)
     upper = (row[:, None] <= row[None, :]) & (mild == 1)
     lower = (row[:, None] >= row[None, :]) & (mild == 1)
     query = (query * tl.exp2(until - near_q[None, :]) * scale).to(rounded)

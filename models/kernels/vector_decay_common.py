@@ -208,11 +208,10 @@ def of_gate(d_decay, d_key, decay):
 
 
 @triton.jit
-def references(total, MILD: tl.constexpr):
-    """1 where the chunk's decay is mild, else 0; and the exponents that queries and keys are taken relative to."""
-    mild = (tl.min(total, 0) >= -MILD).to(tl.int32)
+def references(total, mild):
+    """The exponents that queries and keys are taken relative to; mild: 1 where the chunk's decay is, else 0."""
     half = total * 0.5
-    return mild, tl.where(mild == 1, half, 0.0), tl.where(mild == 1, half, total)
+    return tl.where(mild == 1, half, 0.0), tl.where(mild == 1, half, total)
 
 
 @triton.jit
