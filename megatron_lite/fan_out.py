@@ -19,23 +19,36 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
+    from megatron_lite.products import Products
     from megatron_lite.tensor_parallel import TensorGroup
 
 
-def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None) -> None:
+def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None, products: Products | None = None) -> None:
     """Have the modules of a layer compute their fan-outs here. Not for ZeRO 3, which gathers a linear when it is called.
 
-    A module with `fan_out_is_entry` enters the parallel region here.
+    A module with `fan_out_is_entry` enters the parallel region here. With `products`, these compute the fan-outs and the
+    linears by themselves.
     """
     module: Any
     for module in layer.modules():
         if hasattr(module, "fan_out"):
             entry = tensor is not None and getattr(module, "fan_out_is_entry", False)
-            module.fan_out = partial(fan_out, tensor if entry else None)
+            module.fan_out = partial(fan_out, tensor if entry else None, products=products)
+        if products is not None and type(module) is nn.Linear:
+            module.forward = partial(_alone, module, products)  # type: ignore[method-assign]
+
+
+def _alone(linear: nn.Linear, products: Products, x: Tensor) -> Tensor:
+    return fan_out(None, x, (linear,), products=products)[0]
 
 
 def fan_out(
-    tensor: TensorGroup | None, x: Tensor, linears: Sequence[nn.Linear], again: bool = False
+    tensor: TensorGroup | None,
+    x: Tensor,
+    linears: Sequence[nn.Linear],
+    again: bool = False,
+    *,
+    products: Products | None = None,
 ) -> tuple[Tensor, ...]:
     """linear(x) for every linear. x: [..., in]; with `tensor`, x is entered into a parallel region, unless activations
     are cut along the sequence: then it has been.
@@ -46,18 +59,20 @@ def fan_out(
     group = None if tensor is None or tensor.sequence else tensor.group
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
-    return _FanOut.apply(x, group, again, len(linears), *weights, *biases)
+    return _FanOut.apply(x, group, products, again, len(linears), *weights, *biases)
 
 
 class _FanOut(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Any, again: bool, count: int, *parameters: Tensor | None
+        ctx: Any, x: Tensor, group: Any, products: Products | None, again: bool, count: int, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.biased = group, [bias is not None for bias in biases]
-        outputs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]  # type: ignore[arg-type]
+        ctx.mm = torch.mm if products is None else products.mm
+        linear: Any = F.linear if products is None else products.linear
+        outputs = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         return (*outputs, *((x,) if again else ()))
 
     @staticmethod
@@ -73,16 +88,16 @@ class _FanOut(torch.autograd.Function):
         if gradient is not None and weight is not None:
             products = [(gradient, weight)]
         for gradient, weight in products:
-            dx = torch.mm(gradient, weight) if dx is None else dx.addmm_(gradient, weight)
+            dx = ctx.mm(gradient, weight) if dx is None else dx.addmm_(gradient, weight)
         assert dx is not None
         work = None if ctx.group is None else dist.all_reduce(dx, group=ctx.group, async_op=True)
-        of_weights: Sequence[Tensor] = [gradient.t() @ rows for gradient, _ in products]
+        of_weights: Sequence[Tensor] = [ctx.mm(gradient.t(), rows) for gradient, _ in products]
         if len(of_weights) < len(weights):
             of_weights = of_weights[0].split([len(weight) for weight in weights])
         of_biases = [_sum(x) if biased else None for x, biased in zip(flat, ctx.biased, strict=True)]
         if work is not None:
             work.wait()
-        return dx.view_as(x), None, None, None, *of_weights, *of_biases
+        return dx.view_as(x), None, None, None, None, *of_weights, *of_biases
 
 
 def _side_by_side(matrices: Sequence[Tensor], dim: int) -> Tensor | None:

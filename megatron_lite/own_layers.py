@@ -16,6 +16,7 @@ from megatron_lite.layout import stage_bounds
 from megatron_lite.optimizer import parameter_kind
 from megatron_lite.optimizer_state import Placed
 from megatron_lite.partition import partition_words, shard_of
+from megatron_lite.products import Products
 from megatron_lite.tensor_parallel import TensorGroup, cut_layer
 
 
@@ -126,4 +127,5 @@ def place_layer(layer: nn.Module, tensor: TensorGroup | None, parallel: Parallel
         cut_layer(layer, tensor)
     # ZeRO 3 gathers a module's weights when it is called, and torch.compile makes kernels of its own.
     if parallel.zero_stage < 3 and not parallel.compile:
-        join_fan_outs(layer, tensor)
+        chosen = bool(parallel.cublaslt.algorithms) and tensor is None
+        join_fan_outs(layer, tensor, Products(parallel.cublaslt) if chosen else None)

@@ -1,0 +1,62 @@
+"""Products of linears by the cuBLASLt algorithms that a configuration names for them (`parallel.cublaslt`).
+
+cuBLAS takes the first algorithm that its heuristics name; of some shapes another is up to 6 % faster, most where the device's
+power is at its cap. The choice is written down once (`python -m tools.benchmark matmul`) instead of made at every start,
+so that a run which is resumed computes the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lite.config_schema import CublasLtConfig
+from megatron_lite.cublaslt import CublasLt, Product, library
+
+
+class Products:
+    """`torch.mm` and `F.linear`. Products that the configuration does not name, and all of them on another device or with
+    another version of the library than it was made for, are PyTorch's; of the latter a warning tells."""
+
+    def __init__(self, config: CublasLtConfig) -> None:
+        self._config = config
+        self._algorithms = {name: bytes.fromhex(text) for name, text in config.algorithms.items()}
+        self._library: CublasLt | None = None
+
+    def mm(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """a b + bias. a: [m, k], b: [k, n], bias: [n] or None -> [m, n]."""
+        product = Product.of(a, b, bias) if a.is_cuda else None
+        algorithm = None if product is None else self._algorithms.get(product.name)
+        if product is None or algorithm is None or not self._ready(a.device):
+            return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+        assert self._library is not None
+        try:
+            return self._library(product, algorithm, a, b, bias)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"parallel.cublaslt.algorithms: {product.name}: {error}; python -m tools.benchmark matmul writes them anew"
+            ) from error
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
+        if not x.is_cuda:
+            return F.linear(x, weight, bias)
+        return self.mm(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
+
+    def _ready(self, device: torch.device) -> bool:
+        if self._library is None:
+            found = torch.cuda.get_device_name(device), library().version
+            made_for = self._config.device, self._config.version
+            if found != made_for:
+                warnings.warn(
+                    f"parallel.cublaslt was made for {made_for[0]} with cuBLASLt {made_for[1]}, this is {found[0]} with "
+                    f"{found[1]}: cuBLAS chooses by itself; python -m tools.benchmark matmul writes the file for here",
+                    stacklevel=2,
+                )
+                self._algorithms = {}
+                return False
+            self._library = library()
+        return True

@@ -1,0 +1,65 @@
+"""cuBLASLt's algorithms against PyTorch's products, in a training step too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.config import load_config
+from megatron_lite.cublaslt import Product, library
+from tools.benchmark import matmul
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("of_transposed", [(False, True), (False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("m", "k", "n"), [(512, 256, 384), (4096, 2048, 1024)])
+def test_every_algorithm_computes_the_product(
+    m: int, k: int, n: int, of_transposed: tuple[bool, bool], bias: bool, dtype: torch.dtype
+) -> None:
+    product = Product(m, k, n, of_transposed, dtype, bias)
+    a, b, addend = matmul._operands(product)
+    assert Product.of(a, b, addend) == product
+    wanted = a.double() @ b.double() + (0 if addend is None else addend.double())
+    candidates = library().algorithms(product, 8)
+    assert candidates
+    for algorithm in candidates:
+        found = library()(product, algorithm, a, b, addend)
+        assert found.dtype == dtype
+        assert found.is_contiguous()
+        assert ((found.double() - wanted).norm() / wanted.norm()).item() < (4e-3 if dtype == torch.bfloat16 else 5e-4)
+
+
+def test_a_step_by_the_written_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses and gradient norms to rounding, and twice the same to the bit; of every product some other algorithm."""
+    from models.config import ModelConfig
+    from tools.benchmark.training_subjects import own_batch, own_engine
+
+    monkeypatch.setattr(matmul, "SMALLEST", 1e6)
+    monkeypatch.setattr(matmul, "ROUNDS", 1)
+    monkeypatch.setattr(matmul, "SLICE", 1e-3)
+    monkeypatch.setattr(matmul, "GAIN", -1e9)  # whatever was measured
+    small = ["model.hidden_size=256", "model.num_layers=2", "model.intermediate_size=768", "model.vocab_size=512"]
+    chosen = tmp_path / "chosen.yml"
+    rows = matmul.run(tmp_path, Path("configs/metala_1.4b.yml"), small, 256, 4, chosen=chosen)
+    # Two blocks; forward q, a, v, gate, the output map and the MLP's three; backward the gradients of the input and the weight
+    # of the mixer's four maps, of the output map, of the MLP's two, of its last.
+    assert sum(row["a step"] for row in rows) == 2 * (8 + 4 + 4)
+    words = [*small, "batch.sequence_length=256", "batch.micro_batch_size=4", "batch.gradient_accumulation_steps=1"]
+    tokens = torch.randint(0, 512, (4, 257), generator=torch.Generator().manual_seed(0))
+    results = []
+    for files in ([], [str(chosen)], [str(chosen)]):
+        overrides = [*words, "batch.global_batch_size=null"]
+        config = load_config(["configs/metala_1.4b.yml", *files], overrides, model_type=ModelConfig, world_size=1)
+        assert bool(config.parallel.cublaslt.algorithms) == bool(files)
+        engine = own_engine(config, torch.device("cuda"), "bf16")
+        steps = [engine.train_step([own_batch(tokens)], lr=1e-3) for _ in range(4)]
+        results.append([(step.loss, step.gradient_norm) for step in steps])
+        engine.close()
+    assert results[1] == results[2]
+    for plain, by_choice in zip(results[0], results[1], strict=True):
+        assert by_choice == pytest.approx(plain, rel=2e-3)

@@ -1,0 +1,125 @@
+"""Products of linears by named algorithms of cuBLASLt: how they are named, and what is left to PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lite import products as module
+from megatron_lite.config_schema import CublasLtConfig
+from megatron_lite.cublaslt import Product
+from megatron_lite.fan_out import join_fan_outs
+from megatron_lite.products import Products
+
+NAME = "64x32x48 nt bfloat16"
+MADE = CublasLtConfig(device="NVIDIA H200", version=130100, algorithms={NAME: "ab" * 64})
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, shift: int = 0) -> Tensor:
+    """At an address that is a multiple of 256, or so many elements after one."""
+    memory = torch.randn(rows * columns + 256, dtype=dtype)
+    begin = -memory.data_ptr() % 256 // memory.element_size() + shift
+    return memory[begin : begin + rows * columns].view(rows, columns)
+
+
+def test_names() -> None:
+    x, weight, bias = matrix(64, 32), matrix(48, 32), matrix(1, 48)[0]
+    gradient = matrix(64, 48)
+    for a, b, addend, name in (
+        (x, weight.t(), None, NAME),
+        (x, weight.t(), bias, f"{NAME} bias"),
+        (gradient, weight, None, "64x48x32 nn bfloat16"),
+        (gradient.t(), x, None, "48x64x32 tn bfloat16"),
+        (x.half(), weight.half().t(), None, None),
+    ):
+        product = Product.of(a, b, addend)
+        if name is not None:
+            assert product is not None
+            assert (product.name, (product.m, product.k, product.n)) == (name, (*a.shape, b.shape[1]))
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        (matrix(64, 32, torch.float32), matrix(32, 48, torch.float32), None),
+        (matrix(64, 32), matrix(32, 48, torch.float16), None),
+        (matrix(64, 32), matrix(32, 48), torch.zeros(48)),
+        (matrix(64, 64)[:, :32], matrix(32, 48), None),
+        (matrix(64, 32, shift=8), matrix(32, 48), None),
+        (matrix(64, 32), matrix(32, 48), matrix(1, 48, shift=8)[0]),
+    ],
+    ids=["float32", "two dtypes", "a float32 bias", "rows apart", "another address", "another address of the bias"],
+)
+def test_what_lies_otherwise_has_no_name(operands: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    assert Product.of(*operands) is None
+
+
+def test_on_a_cpu_they_are_pytorchs() -> None:
+    layer, x = nn.Linear(32, 48, dtype=torch.bfloat16), matrix(2, 32)[None].requires_grad_()
+    wanted = torch.autograd.grad(layer(x).square().sum(), (x, *layer.parameters()))
+    join_fan_outs(layer, None, Products(MADE))
+    y = layer(x)
+    assert torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
+    assert type(y.grad_fn).__name__.startswith("_FanOut") or "ViewBackward" in type(y.grad_fn).__name__
+    for found, right in zip(torch.autograd.grad(y.square().sum(), (x, *layer.parameters())), wanted, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+class _Library:
+    """In place of cuBLASLt: says what it was asked for."""
+
+    version = 130100
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bytes]] = []
+
+    def __call__(self, product: Product, algorithm: bytes, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        self.asked.append((product.name, algorithm))
+        if algorithm == b"\0" * 64:
+            raise RuntimeError("cublasLtMatmul failed with status 15")
+        return a @ b
+
+
+class _OnCuda(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> _Library:
+    made = _Library()
+    monkeypatch.setattr(module, "library", lambda: made)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    return made
+
+
+def _operands() -> tuple[Any, Any]:
+    return matrix(64, 32).as_subclass(_OnCuda), matrix(48, 32).t().as_subclass(_OnCuda)
+
+
+def test_a_named_product_is_computed_by_its_algorithm_and_no_other(library: _Library) -> None:
+    a, b = _operands()
+    products = Products(MADE)
+    products.mm(a, b)
+    products.mm(b.t().contiguous(), a.t().contiguous())
+    assert library.asked == [(NAME, b"\xab" * 64)]
+
+
+def test_another_device_or_version_is_told_and_left_to_pytorch(library: _Library) -> None:
+    a, b = _operands()
+    for change in ({"device": "NVIDIA A100"}, {"version": 120900}):
+        products = Products(MADE.model_copy(update=change))
+        with pytest.warns(UserWarning, match=r"made for .*this is NVIDIA H200 with 130100.*tools.benchmark matmul"):
+            assert torch.equal(products.mm(a, b), a @ b)
+        products.mm(a, b)
+    assert not library.asked
+
+
+def test_a_refused_algorithm_is_named(library: _Library) -> None:
+    products = Products(MADE.model_copy(update={"algorithms": {NAME: "00" * 64}}))
+    with pytest.raises(RuntimeError, match=rf"algorithms: {NAME}: cublasLtMatmul failed with status 15"):
+        products.mm(*_operands())

@@ -1,0 +1,83 @@
+"""`python -m tools.benchmark matmul` but for what a device does: what is recorded, chosen, written, and read again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_lite.cublaslt import Product
+from megatron_lite.fan_out import join_fan_outs
+from tools.benchmark import matmul
+from tools.benchmark.__main__ import main
+from tools.benchmark.training_subjects import own_config
+
+SHAPES = (
+    Product(64, 32, 48, (False, True), torch.bfloat16, False),
+    Product(48, 64, 32, (True, False), torch.bfloat16, True),
+)
+
+
+def test_what_is_faster_is_written_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first product's third candidate; of the second all are alike, and cuBLAS's own stays."""
+    times = {SHAPES[0]: [10.0, 11.0, 9.0], SHAPES[1]: [10.0, 9.95, 12.0]}
+    candidates = [bytes([value]) * 64 for value in (1, 2, 255)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr("tools.benchmark.report.machine", lambda: "here")
+    monkeypatch.setattr(matmul, "library", lambda: SimpleNamespace(version=130100))
+    monkeypatch.setattr(matmul, "_warm", lambda: None)
+    monkeypatch.setattr(matmul, "_products", lambda *_: Counter({SHAPES[0]: 24, SHAPES[1]: 48}))
+    monkeypatch.setattr(matmul, "measured", lambda product: (candidates, times[product]))
+    assert main(["matmul", "--output", str(tmp_path), "--config", "configs/default.yml", "--shape", "64x1"]) == 0
+    chosen = tmp_path / "cublaslt.yml"
+    assert f"python train.py configs/default.yml {chosen}" in capsys.readouterr().out
+    assert len((tmp_path / "matmul.csv").read_text().splitlines()) == 3
+    both = tmp_path / "both.yml"
+    both.write_text(f"include: [{Path('configs/default.yml').resolve()}, cublaslt.yml]\n")
+    read = own_config(str(both), [], 64, 1).parallel.cublaslt
+    assert (read.device, read.version) == ("NVIDIA H200", 130100)
+    assert read.algorithms == {"64x32x48 nt bfloat16": "ff" * 64}
+    rows = matmul.run(tmp_path, Path("configs/default.yml"), [], 64, 1, chosen=chosen)
+    assert [row["chosen"] for row in rows] == [0, 2]
+    assert rows[1]["ms a step less"] == pytest.approx(24 * 1e-3)
+
+
+def test_the_products_of_linears_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "SMALLEST", 2 * 64 * 32 * 48)
+    layer = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32, bias=False), nn.Linear(32, 4)).bfloat16()
+    recorder = matmul._Recorder()
+    join_fan_outs(layer, None, recorder)  # type: ignore[arg-type]
+    memory = torch.randn(64 * 32 + 128, dtype=torch.bfloat16)
+    begin = -memory.data_ptr() % 256 // 2
+    x = memory[begin : begin + 64 * 32].view(2, 32, 32)
+    wanted = torch.nn.functional.linear(x, layer[0].weight, layer[0].bias)
+    monkeypatch.setattr("megatron_lite.cublaslt.ALIGNMENT", 1)
+    assert torch.equal(layer[0](x), wanted)
+    layer(x).sum().backward()
+    names = {product.name: count for product, count in recorder.counts.items()}
+    forward = {"64x32x48 nt bfloat16 bias": 2, "64x48x32 nt bfloat16": 1}
+    assert names == forward | {"64x48x32 nn bfloat16": 1, "64x32x48 nn bfloat16": 1} | {
+        "48x64x32 tn bfloat16": 1,
+        "32x64x48 tn bfloat16": 1,
+    }
+
+
+@pytest.mark.parametrize("override", ["parallel.zero_stage=3", "parallel.compile=true"])
+def test_nothing_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="leave the products to cuBLAS: there is nothing to choose"):
+        matmul.run(tmp_path, Path("configs/default.yml"), [override], 64, 1, chosen=tmp_path / "file.yml")
+
+
+def test_without_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["matmul", "--output", str(tmp_path)]) != 0
+    assert "no CUDA device" in capsys.readouterr().err
