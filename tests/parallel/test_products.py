@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_lite import own_layers
 from megatron_lite import products as module
-from megatron_lite.config_schema import CublasLtConfig
+from megatron_lite.config_schema import ActivationCheckpointingConfig, CublasLtConfig, ParallelConfig
 from megatron_lite.cublaslt import Product
 from megatron_lite.fan_out import join_fan_outs
 from megatron_lite.products import Products
@@ -66,6 +67,25 @@ def test_on_a_cpu_they_are_pytorchs() -> None:
     assert type(y.grad_fn).__name__.startswith("_FanOut") or "ViewBackward" in type(y.grad_fn).__name__
     for found, right in zip(torch.autograd.grad(y.square().sum(), (x, *layer.parameters())), wanted, strict=True):
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ({}, True),
+        ({"pipeline": 2, "zero_stage": 2}, True),
+        ({"cublaslt": CublasLtConfig()}, False),
+        ({"tensor": 2}, False),
+        ({"cuda_graph": True}, False),
+        ({"activation_checkpointing": ActivationCheckpointingConfig(mode="selective")}, False),
+        ({"activation_checkpointing": ActivationCheckpointingConfig(mode="full")}, True),
+    ],
+)
+def test_where_they_are_used(changes: dict[str, Any], chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[Any] = []
+    monkeypatch.setattr(own_layers, "join_fan_outs", lambda layer, tensor, products: joined.append(products))
+    own_layers.place_layer(nn.Linear(4, 4), None, ParallelConfig(cublaslt=MADE).model_copy(update=changes))
+    assert [products is not None for products in joined] == [chosen]
 
 
 class _Library:

@@ -69,10 +69,18 @@ def test_the_products_of_linears_are_recorded(monkeypatch: pytest.MonkeyPatch) -
     }
 
 
-@pytest.mark.parametrize("override", ["parallel.zero_stage=3", "parallel.compile=true"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "parallel.zero_stage=3",
+        "parallel.compile=true",
+        "parallel.cuda_graph=true",
+        "parallel.activation_checkpointing.mode=selective",
+    ],
+)
 def test_nothing_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="leave the products to cuBLAS: there is nothing to choose"):
+    with pytest.raises(ValueError, match="left to cuBLAS: there is nothing to choose"):
         matmul.run(tmp_path, Path("configs/default.yml"), [override], 64, 1, chosen=tmp_path / "file.yml")
 
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from data.files import write_whole
 from megatron_lite.cublaslt import CublasLt, Product, library
 from megatron_lite.fan_out import join_fan_outs
+from megatron_lite.own_layers import left_to_cublas
 
 from .report import table, write_csv
 from .training_subjects import own_batch, own_config, own_engine
@@ -38,9 +39,10 @@ def run(
     if not torch.cuda.is_available():
         raise ValueError("no CUDA device: a choice of cuBLASLt's algorithms is made on the device that is to train")
     config = own_config(str(config_file), overrides, length, batch)
-    if config.parallel.zero_stage == 3 or config.parallel.compile:
+    if left_to_cublas(config.parallel):
         raise ValueError(
-            "parallel.zero_stage = 3 and parallel.compile leave the products to cuBLAS: there is nothing to choose"
+            "parallel: with tensor > 1, zero_stage: 3, compile, cuda_graph or selective activation checkpointing the products "
+            "are left to cuBLAS: there is nothing to choose"
         )
     counts = _products(config, length, batch)
     algorithms, rows = {}, []
