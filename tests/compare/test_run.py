@@ -62,21 +62,27 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-def test_from_the_file_to_the_table_with_a_run_that_fails_on_the_way(place: Path, monkeypatch, capsys) -> None:
+def test_from_the_file_to_the_table_with_runs_that_fail_on_the_way(place: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
     words = ["tiny.yml", "--devices", "cpu", "--workers", "2"]
     folder = Path("runs/tiny")
-    # A folder where a file should be: the save of this run cannot succeed. The others go on without it.
-    in_the_way = folder / "metala-small-seed1" / "checkpoints" / "latest"
-    in_the_way.mkdir(parents=True)
+    # Folders where a file should be: one run cannot save, the other ends with a traceback. The others go on without them.
+    failing = ["metala-small-seed1", "metala-large-seed1"]
+    in_the_way = [folder / failing[0] / "checkpoints" / "latest", folder / failing[1] / "loss.png"]
+    for path in in_the_way:
+        path.mkdir(parents=True)
     assert main(words) == 1
-    errors = capsys.readouterr().err
-    assert "metala-small-seed1 failed:" in errors
-    assert "the whole log: runs/tiny/metala-small-seed1/train.log" in errors
+    out, errors = capsys.readouterr()
+    assert "2 of 8 runs are not complete:" in out
+    for name in failing:
+        assert f"{name} failed:" in errors
+        assert f"exit status 1; the whole log: runs/tiny/{name}/train.log" in errors
+    assert "IsADirectoryError" in errors
     results = json.loads((folder / "results.json").read_text())
-    assert [run["run"] for run in results["runs"] if not run["final"]] == ["metala-small-seed1"]
+    assert {run["run"] for run in results["runs"] if not run["final"]} == set(failing)
     # The same command trains what failed, and nothing that is complete.
-    in_the_way.rmdir()
+    for path in in_the_way:
+        path.rmdir()
     first = (folder / "softmax-small-seed2" / "metrics.jsonl").read_text()
     assert main(words) == 0
     assert (folder / "softmax-small-seed2" / "metrics.jsonl").read_text() == first

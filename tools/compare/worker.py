@@ -1,8 +1,8 @@
 """A process of a comparison: trains run after run on one device, as `python train.py FILE` would each.
 
 The interpreter, the packages and what the kernels' autotuning found serve all of its runs. It reads the names of run
-files from its standard input, a line each, and answers each with the exit status; what a run prints goes to `train.log`
-beside its file. SIGTERM ends a run with a checkpoint, as it ends train.py.
+files from its standard input, a line each, and answers each with the exit status, or ends with it after an error that has a
+traceback; what a run prints goes to `train.log` beside its file. SIGTERM ends a run with a checkpoint, as it ends train.py.
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ def main() -> int:
         with (file.parent / "train.log").open("ab") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        broken = False
         sys.argv = ["train.py", str(file)]  # the command that the run's summary repeats
         try:
             status = train.main([str(file)])
         except Exception:
-            # What it left on the device cannot be known, so the next run gets a new process.
+            # What it left on the device cannot be known. The end of this process is the answer: after one in words the
+            # next run would be given to a process that is about to end.
             traceback.print_exc()
-            status, broken = 1, True
+            return 1
         sys.stdout.flush()
         sys.stderr.flush()
         answers.write(f"{status}\n")
         answers.flush()
-        if broken:
-            return 1
         _release_memory()
     return 0
 
