@@ -14,7 +14,7 @@ from megatron_lite.config import ConfigError, load_config
 from models.config import ModelConfig
 from models.lm import count_parameters
 from tools.compare.__main__ import main
-from tools.compare.plan import Comparison, differing_keys, plan_runs, read_comparison
+from tools.compare.plan import Comparison, Run, differing_keys, plan_runs, read_comparison
 from tools.compare.width import equal_width
 
 ROOT = Path(__file__).parents[2]
@@ -161,9 +161,21 @@ def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
     assert re.search(r"name is missing in .*bad.yml: text like", capsys.readouterr().err)
 
 
-def test_differing_keys_are_named() -> None:
-    one, other = (plan_runs(comparison(), overrides=[f"optimizer.lr={lr}"])[0].text for lr in (0.25, 0.5))
-    assert list(differing_keys(one, other)) == ["optimizer.lr: 0.25 there, 0.5 here"]
+def test_differing_keys_are_named(tmp_path: Path) -> None:
+    """Also where another file includes them; their order is no difference."""
+
+    def run(**config: object) -> Run:
+        return replace(plan_runs(comparison(**config))[0], folder=tmp_path)
+
+    (tmp_path / "rate.yml").write_text("optimizer: {lr: 0.25}\n")
+    old = run()
+    old.file.write_text("include: rate.yml\n" + old.text.replace("lr: 0.001", "eps: 1.0e-06"))
+    assert set(differing_keys(old)) == {
+        "optimizer.lr: 0.25 there, 0.001 here",
+        "optimizer.eps: 1e-06 there, not given here",
+    }
+    old.file.write_text(old.text)
+    assert not differing_keys(run(config=dict(reversed(CONFIG.items()))))
 
 
 def test_the_masked_comparison(tmp_path: Path, monkeypatch) -> None:

@@ -162,11 +162,23 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     # Another number of steps under the same name is refused before anything starts.
     assert main([*words, "schedule.train_steps=8"]) == 2
     assert f"schedule.train_steps: {steps} there, 8 here" in capsys.readouterr().err
+    # So it is without training, and where a file that is included has been edited.
+    assert main([*words, "schedule.train_steps=8", "--table"]) == 2
+    data = (place / "toy.yml").read_text()
+    (place / "toy.yml").write_text(data + "optimizer: {weight_decay: 0.3}\n")
+    assert main([*words, f"schedule.train_steps={steps}"]) == 2
+    assert "optimizer.weight_decay: not given there, 0.3 here" in capsys.readouterr().err
+    (place / "toy.yml").write_text(data)
     assert main([*words, f"schedule.train_steps={steps}", "--minutes", "0.0001"]) == 1
     assert "the 0.0001 minutes are over" in capsys.readouterr().err
     assert main([*words, f"schedule.train_steps={steps}"]) == 0
     lines = [line["step"] for line in read_metrics(run) if line["kind"] == "train"]
     assert lines == list(range(1, steps + 1))
+    # What was trained further by itself is no part of the comparison any more.
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"kind": "train", "step": steps + 4}) + "\n")
+    assert main([*words, f"schedule.train_steps={steps}", "--table"]) == 2
+    assert f"was trained to step {steps + 4}, and the comparison ends at {steps}" in capsys.readouterr().err
 
 
 def test_a_run_that_diverged_stands_last_and_spoils_no_other(place: Path, monkeypatch, capsys) -> None:

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0 when all runs are complete, 1 when some are not, 2 for what cannot be run."""
     options = _parser().parse_intermixed_args(arguments)
     from tools.compare.plan import plan_runs, read_comparison
+    from tools.compare.run import refuse_others
 
     comparison = read_comparison(options.file)
     changes: dict[str, Any] = {"name": options.name, "data": options.data, "workers": options.workers}
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(_plan_text(comparison, runs))
     if options.plan:
         return 0
+    refuse_others(runs)
     failed = {} if options.table else _train(comparison, runs, options)
     write_results(comparison, runs)
     for name, text in failed.items():

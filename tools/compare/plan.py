@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_lite.agreement import configuration_facts
 from megatron_lite.config import ConfigError, load_config
-from megatron_lite.config_files import CONFIGS, Sources, read_sources
+from megatron_lite.config_files import CONFIGS, Sources, parse_yaml, read_sources
 from megatron_lite.config_schema import Config
 from models.config import ModelConfig
 from models.lm import count_parameters
@@ -154,19 +155,23 @@ def plan_runs(
     ]
 
 
-def differing_keys(one: str, other: str) -> Iterator[str]:
-    """The keys that two run files give different values, as "key: ONE there, OTHER here"."""
-    flat_one, flat_other = (dict(_flat(yaml.safe_load(text))) for text in (one, other))
-    for key in {**flat_one, **flat_other}:
-        if flat_one.get(key) != flat_other.get(key):
-            yield f"{key}: {flat_one.get(key)} there, {flat_other.get(key)} here"
+def differing_keys(run: Run) -> list[str]:
+    """The keys that the run's file on the disk, with what it includes, and its plan give different values, as
+    "key: ONE there, OTHER here"."""
+    there, here = map(configuration_facts, (read_sources([run.file]).tree, parse_yaml(run.text, "").tree))
+    return [
+        f"{key}: {there.get(key, 'not given')} there, {here.get(key, 'not given')} here"
+        for key in {**there, **here}
+        if there.get(key) != here.get(key)
+    ]
 
 
-_Cell = tuple[list[str], Tree, Config[ModelConfig]]
+_Cell = tuple[Tree, Config[ModelConfig]]
 
 
 def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]) -> _Cell:
-    """The included files of a model in a size, what is laid over them, and the configuration that they make."""
+    """All values of a model in a size, those of the included files too (one that is edited later is another recipe), and
+    the configuration that they make."""
     model = comparison.models[name]
     data = () if comparison.data is None else (comparison.data,)
     files = [_found(file) for file in (*comparison.files, *data, *model.files)]
@@ -179,24 +184,24 @@ def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]
         raise ConfigError(merged.problems)
     for word in vocabulary_override(files, _words(merged.tree)):
         merged.set(("model", "vocab_size"), int(word.partition("=")[2]), "")
-    return files, merged.tree, _load(files, merged.tree)
+    words = _words(merged.tree)
+    config = load_config(files, words, model_type=ModelConfig, world_size=1)
+    return read_sources(files, words).tree, config
 
 
 def _widened(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
-    files, tree, config = cell
-    width = equal_width(config.model, _body(reference[2].model), multiple=equal.multiple, tolerance=equal.tolerance)
+    tree, config = cell
+    width = equal_width(config.model, _body(reference[1].model), multiple=equal.multiple, tolerance=equal.tolerance)
     merged = Sources(tree=json.loads(json.dumps(tree)))
     merged.set(("model", "intermediate_size"), width, "")
-    return files, merged.tree, config.model_copy(update={"model": replace(config.model, intermediate_size=width)})
+    return merged.tree, config.model_copy(update={"model": replace(config.model, intermediate_size=width)})
 
 
-def _run(
-    comparison: Comparison, size: str, model: str, seed: int, files: list[str], tree: Tree, config: Config[ModelConfig]
-) -> Run:
+def _run(comparison: Comparison, size: str, model: str, seed: int, tree: Tree, config: Config[ModelConfig]) -> Run:
     name = "-".join(filter(None, (model, size, f"seed{seed}")))
     folder = comparison.folder / name
     own = {**tree, "run": {**tree.get("run", {}), "name": name, "directory": str(folder), "seed": seed}}
-    text = yaml.safe_dump({"include": files, **own}, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(own, sort_keys=False, allow_unicode=True)
     return Run(
         model,
         comparison.models[model].label or model,
@@ -208,10 +213,6 @@ def _run(
         count_parameters(config.model),
         _body(config.model),
     )
-
-
-def _load(files: Sequence[str], tree: Tree) -> Config[ModelConfig]:
-    return load_config(files, _words(tree), model_type=ModelConfig, world_size=1)
 
 
 def _words(tree: Tree) -> list[str]:
@@ -234,11 +235,3 @@ def _chosen(what: str, asked: Sequence[str], known: list[str]) -> list[str]:
         if name not in known:
             raise ValueError(f"--{what} {name}: the comparison has {', '.join(filter(None, known)) or 'one size'}")
     return [name for name in known if name in asked] if asked else known
-
-
-def _flat(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in (tree or {}).items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value

@@ -34,22 +34,24 @@ class Outcome:
     stopped: str = ""
 
 
+def refuse_others(runs: Sequence[Run]) -> None:
+    """Raises ValueError where a run was begun with other values, or trained on by a command of its own."""
+    mend = "Give the comparison another --name, or remove the folder"
+    for run in runs:
+        begun = run.complete or (run.folder / FILE_NAME).is_file()
+        if begun and run.file.is_file() and (differing := differing_keys(run)):
+            raise ValueError(f"{run.folder} was begun with other values ({'; '.join(differing[:3])}). {mend}")
+        if (done := steps_done(run)) > (steps := run.config.schedule.train_steps):
+            raise ValueError(f"{run.folder} was trained to step {done}, and the comparison ends at {steps}. {mend}")
+
+
 def prepare(runs: Sequence[Run]) -> None:
     """Writes the file of every run, and prepares their corpora once, before several processes ask for them.
 
-    Raises ValueError where a run was begun with other values, and as `tools.load_model.prepared_data`.
+    Raises as `tools.load_model.prepared_data`.
     """
     from tools.load_model import prepared_data
 
-    for run in runs:
-        if run.file.is_file() and (kept := run.file.read_text(encoding="utf-8")) != run.text:
-            begun = run.complete or (run.folder / FILE_NAME).is_file()
-            if begun:
-                differing = list(differing_keys(kept, run.text))
-                raise ValueError(
-                    f"{run.folder} was begun with other values ({'; '.join(differing[:3])}). Give the comparison another "
-                    "--name, or remove the folder"
-                )
     for run in runs:
         write_whole(run.file, run.text)
     data = {run.config.data.model_dump_json(): run for run in runs}
