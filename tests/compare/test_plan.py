@@ -74,6 +74,15 @@ def test_a_seed_that_is_given_twice_is_one_run() -> None:
     assert len(plan_runs(comparison(seeds=[1, 1]))) == 4
 
 
+def test_two_runs_of_one_name_are_refused() -> None:
+    """They would train in one folder, and each be read as both."""
+    models = {name: {"config": {"model": {"mixers": [name[:3]]}}} for name in ("gla", "gla-m")}
+    sizes: dict[str, dict] = {"": {}, "m": {}}
+    with pytest.raises(ValueError, match=r"models.gla in size m and models.gla-m in size \(none\) would both lie in"):
+        plan_runs(comparison(models=models, sizes=sizes))
+    assert len(plan_runs(comparison(models=models, sizes=sizes), sizes=["m"])) == 4
+
+
 def test_what_lies_over_what(tmp_path: Path) -> None:
     for name, lr in (("file", 1e-1), ("data", 2e-1), ("own", 3e-1)):
         (tmp_path / f"{name}.yml").write_text(f"optimizer: {{lr: {lr}}}\n")

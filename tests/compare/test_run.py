@@ -249,6 +249,23 @@ def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) 
     assert [line.get_xdata().tolist() for line in seeds] == [pytest.approx([1.1, 1.5]), pytest.approx([2.1, 2.5])]
 
 
+def test_a_masked_model_beside_a_causal_one_is_drawn_by_its_loss(tmp_path: Path) -> None:
+    rows = [
+        Row("a", "A", "", 1, 1, {"loss": {1: 2.0}, "accuracy": {1: 0.5}}),
+        Row("b", "B", "", 1, 1, {"loss": {1: 1.0}}),
+    ]
+    assert draw([], rows, tmp_path, "T", None) == [tmp_path / "results.png"]
+
+
+def test_without_validation_text_nothing_is_trained(place: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(place)
+    data = {"data": {"corpus": "toy.jsonl", "tokenizer": {"type": "bytes"}, "validation_fraction": 0}}
+    Path("all.yml").write_text(yaml.safe_dump(data))
+    assert main(["tiny.yml", "--name", "blind", "--data", "all.yml", "--devices", "cpu"]) == 2
+    assert "data.validation_fraction above 0" in capsys.readouterr().err
+    assert not list(Path("runs/blind").glob("*/train.log"))
+
+
 def test_a_bar_in_a_name_is_no_column() -> None:
     head, _, line = markdown(["model", "loss"], [["a|b", "1"]]).splitlines()
     assert line == r"| a\|b  |    1 |"

@@ -48,7 +48,7 @@ def _results(
 ) -> Path:
     """A column a size: seeds and mean of every model at the end, under it the course on the way."""
     sizes = list(dict.fromkeys(row.size for row in rows))
-    masked = any("accuracy" in row.values for row in rows)
+    masked = all("accuracy" in row.values for row in rows)
     metric, scale = ("accuracy", 100.0) if masked else ("loss", 1.0)
     words = "masked tokens found, %" if masked else "validation loss (nats a token)"
     most = max(sum(row.size == size for row in rows) for size in sizes)

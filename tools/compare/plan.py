@@ -134,7 +134,7 @@ def plan_runs(
     """The runs of a comparison, or those of some of its models, sizes and seeds, seed by seed.
 
     Raises:
-        ValueError: an unknown model or size, or no width that gives equal parameters.
+        ValueError: an unknown model or size, two runs of one name, or no width that gives equal parameters.
         ConfigError: a configuration that cannot run.
     """
     models = _chosen("models", models, list(comparison.models))
@@ -149,10 +149,15 @@ def plan_runs(
             for name in models:
                 if name != equal.reference:
                     cells[size, name] = _widened(cells[size, name], reference, equal)
-    return [
-        _run(comparison, size, model, seed, *cells[size, model])
-        for seed, size, model in itertools.product(dict.fromkeys(seeds or comparison.seeds), sizes, models)
-    ]
+    runs: dict[Path, Run] = {}
+    for seed, size, model in itertools.product(dict.fromkeys(seeds or comparison.seeds), sizes, models):
+        run = _run(comparison, size, model, seed, *cells[size, model])
+        if (other := runs.setdefault(run.folder, run)) is not run:
+            raise ValueError(
+                f"models.{model} in size {size or '(none)'} and models.{other.model} in size {other.size or '(none)'} "
+                f"would both lie in {run.folder}: give one of them another name"
+            )
+    return list(runs.values())
 
 
 def differing_keys(run: Run) -> list[str]:

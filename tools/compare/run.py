@@ -48,7 +48,7 @@ def refuse_others(runs: Sequence[Run]) -> None:
 def prepare(runs: Sequence[Run]) -> None:
     """Writes the file of every run, and prepares their corpora once, before several processes ask for them.
 
-    Raises as `tools.load_model.prepared_data`.
+    Raises ValueError where there is no validation text, and as `tools.load_model.prepared_data`.
     """
     from tools.load_model import prepared_data
 
@@ -56,7 +56,11 @@ def prepare(runs: Sequence[Run]) -> None:
         write_whole(run.file, run.text)
     data = {run.config.data.model_dump_json(): run for run in runs}
     for run in data.values():
-        prepared_data(run.config.data, run.config.model.vocab_size)
+        if prepared_data(run.config.data, run.config.model.vocab_size).validation is None:
+            raise ValueError(
+                f"{run.name} has no validation text, by which models are compared: give data.validation beside data.train, "
+                "or data.validation_fraction above 0 with data.corpus"
+            )
 
 
 def run_all(
