@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -173,7 +172,7 @@ def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[s
 
     Raises ValueError for a file of another kind of results.
     """
-    from data.files import write_whole
+    from data.files import write_json
     from megatron_lite.checkpoint_folder import versions
     from tools.evaluation.outputs import earlier_results
 
@@ -195,7 +194,7 @@ def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[s
         "results": results,
         **more,
     }
-    write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_json(out, content)
 
 
 def _dtype(loaded: LoadedModel) -> str:

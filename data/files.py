@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +41,15 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(path) as file:
         file.write(text.encode())
+
+
+def write_json(path: Path, content: Any, default: Callable[[Any], Any] | None = None) -> None:
+    """As `write_whole`, indented JSON, with null for NaN and infinities, for which JSON has no number.
+
+    default: as of `json.dumps`, for values that are none of JSON's.
+    """
+    plain = json.loads(json.dumps(content, default=default), parse_constant=lambda _: None)
+    write_whole(path, json.dumps(plain, indent=1, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ is the model without its head, on random tokens, forward. Memory is the peak of 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import statistics
@@ -17,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
+from data.files import write_json
 from tools.arguments import check_picture, command, command_line, positive
 
 FORMS = ("parallel", "chunked", "recurrent")
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.load_model import run_of
 
     out = options.out or run_of(options.run) / "forms.png"
-    write_whole(out.with_suffix(".json"), json.dumps(rows, indent=1).replace("NaN", "null") + "\n")
+    write_json(out.with_suffix(".json"), rows)
     plot(rows, out)
     print(out)
     return int(any(row["difference"] > 1e-3 for row in rows))

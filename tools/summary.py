@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from data.files import write_whole
+from data.files import write_json
 from megatron_lite.agreement import configuration_facts
 from megatron_lite.checkpoint import layout_words, names_own, read_config_yaml, read_manifest, resolve
 from megatron_lite.config import dump_config
@@ -81,7 +81,7 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
         report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
         lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]
     plot = plot_loss(folder, baseline=report.get("unigram", {}).get("accuracy"))
-    write_whole(folder / "summary.json", json.dumps(report, indent=1) + "\n")
+    write_json(folder / "summary.json", report)
     lines += [
         "",
         f"checkpoint   {result.checkpoint or resolve(config.checkpoint.directory)}",

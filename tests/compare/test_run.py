@@ -203,6 +203,9 @@ def test_a_run_that_diverged_stands_last_and_spoils_no_other(place: Path, monkey
     results = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert {run["model"] for run in results["runs"] if run["final"]["loss"] is None} == {"metala"}
     for run in results["runs"]:
+        summary = (Path("runs/wild") / run["run"] / "summary.json").read_text()
+        told = json.loads(summary, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        assert told["validation"]["loss"] == run["final"]["loss"]
         assert run["tokens"] == 8 * 2 * 32
         logged = [
             line["step_seconds"] for line in read_metrics(Path("runs/wild") / run["run"]) if "step_seconds" in line

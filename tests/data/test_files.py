@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data.files import folder_aside
+from data.files import folder_aside, write_json
 
 
 def write(folder: Path, name: str, overwrite: bool = False) -> None:
@@ -18,6 +20,20 @@ def write(folder: Path, name: str, overwrite: bool = False) -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_json_has_null_for_what_it_has_no_number_for(tmp_path: Path) -> None:
+    values = {"a": [1.5, math.nan, {"b": -math.inf}], "c": math.inf, "d": "NaN ä", "e": {1}}
+    write_json(tmp_path / "new" / "x.json", values, default=list)
+    text = (tmp_path / "new" / "x.json").read_text(encoding="utf-8")
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "a": [1.5, None, {"b": None}],
+        "c": None,
+        "d": "NaN ä",
+        "e": [1],
+    }
+    assert text.startswith('{\n "a": [\n')
+    assert "ä" in text
 
 
 def test_a_link_is_filled_where_it_leads_to(tmp_path: Path) -> None:

@@ -347,6 +347,26 @@ def test_positions_that_no_token_has_have_no_loss(trained_run, tmp_path, capsys,
     assert set(json.loads(out.read_text())["by_position"][str(text)]) == {"bins", "dtype"}
 
 
+def test_a_diverged_model_has_no_loss_rather_than_one_of_0(trained_run, tmp_path, monkeypatch, capsys):
+    """And its results are JSON, to which the next command adds."""
+
+    def diverged(*words, **more):
+        loaded = load_model(*words, **more)
+        loaded.model.head.norm.weight.data.fill_(float("nan"))
+        return loaded
+
+    monkeypatch.setattr("tools.load_model.load_model", diverged)
+    out = tmp_path / "results.json"
+    for words in ([], ["--by-position"]):
+        assert command.main([str(trained_run), *words, "--out", str(out), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "validation: nan bits per byte at positions 17 to 32, nan from 33 to 128\n" in said
+    content = json.loads(out.read_text(), parse_constant=pytest.fail)
+    assert content["results"]["perplexity"]["validation"]["loss"] is None
+    found = content["by_position"]["validation"]
+    assert {found["within"], found["beyond"], *(b["loss"] for b in found["bins"])} == {None}
+
+
 def test_loss_by_position_sums_to_the_perplexity(trained_run):
     from tools.evaluation.positions import loss_by_position
     from tools.perplexity import perplexity, validation_text

@@ -209,6 +209,17 @@ def test_perplexities_over_all_documents_are_formed_from_their_pairs():
         assert shown == f"{found.first:.4g}"
 
 
+def test_what_is_no_number_is_not_called_significant():
+    """As of a diverged model, of which results hold NaN, or null."""
+    fine = {"lambada_openai": {"perplexity": entry([-1.0, -2.0])}, "piqa": {"acc": entry([0.0, 1.0])}}
+    for none in (float("nan"), None):
+        wild = {"lambada_openai": {"perplexity": entry([none, none])}, "piqa": {"acc": entry([0.0, 1.0])}}
+        assert [d.task for d in compare(results(fine), results(wild))] == ["piqa"]
+        assert left_out(results(fine), results(wild)) == [
+            "lambada_openai: perplexity is not a finite number for every document"
+        ]
+
+
 def test_a_metric_of_unknown_form_is_left_out_and_named(tmp_path, capsys):
     import json
 

@@ -183,7 +183,10 @@ def test_a_later_needle_adds_its_cells(trained_run: Path, tmp_path: Path, capsys
     out = tmp_path / "needle.json"
     words = [str(trained_run), "--suite", "needle", "--device", "cpu", "--needles", "2", "--out", str(out)]
     assert command.main([*words, "--lengths", "192", "--depths", "0,100"]) == 0
-    first = read(out)["cells"]
+    held = read(out)
+    first = held["cells"]
+    first[0]["log_likelihood"] = None  # as of an answer that is no number
+    out.write_text(json.dumps(held))
     assert command.main([*words, "--lengths", "192,160", "--depths", "50,100"]) == 0
     found = read(out)
     places = [(cell["length"], cell["depth"]) for cell in found["cells"]]

@@ -83,6 +83,8 @@ def _shared(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tup
                     why = "has documents twice, of several filters: evaluate again"  # as this project wrote it once
                 elif a.ndim != b.ndim:
                     why = "is of one form in the first results and of another in the second"
+                elif not (np.isfinite(a).all() and np.isfinite(b).all()):
+                    why = "is not a finite number for every document"
                 elif _statistic(task, metric, a) is None:
                     why = _NOT_KNOWN
                 yield task, metric, a, b, why

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from data import files
 from data.files import read_json, write_whole
 from tools.evaluation import multirc
 from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
@@ -217,10 +218,10 @@ def _plain(value: Any) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Written aside and renamed."""
+    """As `data.files.write_json`, the harness's own types too."""
     from lm_eval.utils import handle_non_serializable
 
-    write_whole(path, json.dumps(content, indent=1, ensure_ascii=False, default=handle_non_serializable) + "\n")
+    files.write_json(path, content, handle_non_serializable)
 
 
 def write_samples(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

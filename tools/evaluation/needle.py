@@ -281,7 +281,8 @@ def _by_place(results: dict[str, Any], value: str) -> Any:
 
     cells = {(cell["length"], cell["depth"]): cell[value] for cell in results["cells"]}
     return np.array(
-        [[cells.get((length, depth), np.nan) for length in results["lengths"]] for depth in results["depths"]]
+        [[cells.get((length, depth), np.nan) for length in results["lengths"]] for depth in results["depths"]],
+        np.float64,  # of a null, NaN
     )
 
 

@@ -61,16 +61,19 @@ class LossByPosition:
             weight = self.tokens[low - 1 : high - 1]
             if not weight.sum():
                 continue
-            nll = float((np.nan_to_num(self.nll[low - 1 : high - 1]) * weight).sum() / weight.sum())
+            nll = self._loss(low, high - 1)
             bits = nll / math.log(2) / self.bytes_per_token
             found.append({"from": low, "to": high - 1, "tokens": int(weight.sum()), "loss": nll, "bits_per_byte": bits})
         return found
 
     def mean(self, low: int, high: int) -> float:
         """Bits per byte of positions low to high, counted from 1."""
-        weight = self.tokens[low - 1 : high]
-        nll = float((np.nan_to_num(self.nll[low - 1 : high]) * weight).sum() / weight.sum())
-        return nll / math.log(2) / self.bytes_per_token
+        return self._loss(low, high) / math.log(2) / self.bytes_per_token
+
+    def _loss(self, low: int, high: int) -> float:
+        place = slice(low - 1, high)
+        nll, weight = self.nll[place], self.tokens[place]
+        return float(np.average(nll[weight > 0], weights=weight[weight > 0]))
 
 
 @torch.inference_mode()
@@ -178,7 +181,7 @@ def positions_command(loaded: LoadedModel, texts: list[TokenText], options: Any)
             beyond = result.mean(trained + 1, length)
             words += f", {beyond:.4f} from {trained + 1:,} to {length:,}"
             kept[result.name]["beyond"] = beyond
-            if result.change is not None:
+            if result.change is not None and math.isfinite(result.change[0]):
                 change, error = result.change
                 verdict = "falls on" if change < -2 * error else "rises" if change > 2 * error else "stays level"
                 words += f": it {verdict} ({change:+.4f} ± {error:.4f} a piece)"

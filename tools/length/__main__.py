@@ -8,14 +8,13 @@ every length; only how much of the text around it is in view differs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.files import write_whole
+from data.files import write_json
 from tools.arguments import check_picture, command, command_line, positive
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lengths = sorted({row["length"] for rows in results.values() for row in (rows if masked else rows["by_length"])})
     print(accuracy_table(results, lengths) if masked else loss_table(results))
     out = options.out or run_of(options.runs[0]) / "length.png"
-    write_whole(out.with_suffix(".json"), json.dumps(results, indent=1).replace(": NaN", ": null") + "\n")
+    write_json(out.with_suffix(".json"), results)
     (plot_accuracy if masked else plot_loss)(results, out)
     print(out)
     return 0
