@@ -212,6 +212,27 @@ def test_the_script_of_the_page(run: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_loss_of_several_sources_is_drawn(tmp_path: Path) -> None:
+    """A line a source through the steps that hold text of it, and its validation."""
+    metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
+    for step, losses in enumerate(({"loss/A": 3.0}, {"loss/A": 2.5, "loss/B": 5.0}, {"loss/B": 4.0}), start=1):
+        metrics.log(step, {"loss": 3.0, "tokens": 10 * step, **losses})
+    words = 'at("rest").append(JSON.stringify((charts.find((c) => c.sources) ?? { lines: [] }).lines))'
+    assert "by source" in shown_by_node(write_report(tmp_path))
+    metrics.log(3, {"loss": 3.0, "tokens": 30, "loss/A": 2.0, "loss/B": 3.5}, kind="validation")
+    metrics.close()
+    (drawn,) = re.findall(r"^rest (.*)$", shown_by_node(write_report(tmp_path), words), flags=re.M)
+    lines = json.loads(drawn)
+    assert [(line["name"], line["x"], line["y"]) for line in lines] == [
+        ("A", [1, 2], [3.0, 2.5]),
+        ("A, validation", [3], [2.0]),
+        ("B", [2, 3], [5.0, 4.0]),
+        ("B, validation", [3], [3.5]),
+    ]
+    assert lines[0]["color"] == lines[1]["color"] != lines[2]["color"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_of_a_page_without_positive_numbers(tmp_path: Path) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
     metrics.log(1, {"loss": float("nan"), "gradient_norm": 0.0, "tokens": 10})
