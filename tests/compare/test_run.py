@@ -245,6 +245,16 @@ def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) 
     assert container.get_label() == "B"
     assert container[0].get_xdata().tolist() == pytest.approx([-1.0, -3.0])
     assert sources.get_title(loc="left") == "T, large"
+    # A third model is complete in the large size alone.
+    late = Row("c", "C", "large", 1400, 400, {"loss": {1: 4.0}})
+    way = [{"tokens": 10, "loss": 9.0}, {"tokens": 20, "loss": 4.0}]
+    alone: Any = SimpleNamespace(model="c", size="large")
+    draw([*results, Result(alone, way, way[-1], 20, 1.0)], [*rows, late], Path(), "T", "a")
+    legend = drawn["results"].axes[3].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["B", "A", "C"]
+    colors = {line.get_label(): line.get_color() for line in drawn["results"].axes[3].lines}
+    assert [line.get_color() for line in legend.get_lines()] == [colors[name] for name in "BAC"]
+    assert len(set(colors.values())) == 3
     course = next(line for line in drawn["results"].axes[2].lines if line.get_label() == "A")
     assert course.get_xdata().tolist() == [10, 20]
     assert course.get_ydata().tolist() == pytest.approx([10.5, 2.3])

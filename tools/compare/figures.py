@@ -87,9 +87,10 @@ def _results(
             below.set_ylim(min(late) - margin, max(late) + margin)
         below.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M")
         below.set(xlabel="tokens; on the way a part of the text is read", ylabel=words)
-    handles, labels = axes[1, 0].get_legend_handles_labels()
-    if handles:
-        axes[1, -1].legend(handles, labels, loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+    # Not all models are complete in every size.
+    lines = {line.get_label(): line for below in axes[1] for line in below.lines}
+    if lines:
+        axes[1, -1].legend(list(lines.values()), list(lines), loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
     figure.suptitle(title, fontsize=10.5)
     return _save(plt, figure, out)
 
