@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import train
+from data.indexed import IndexedTokens
+from megatron_lite.config import load_config
+from megatron_lite.validation import ValidationSet
+from models.config import ModelConfig
 from tests.cli.conftest import train_lines
 from tools.preprocess_data import main as preprocess
+from tools.run_data import validation_set
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +85,52 @@ def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path
     report = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert report["test"]["loss"] == test["loss"]
     assert f"test loss {test['loss']:.4f} nats/token" in capsys.readouterr().out
+
+
+def test_a_part_of_the_validation_text_is_spread_over_each_source(files):
+    """The whole once, of both ranks together; a part of it with each source's share, from the first sample to the last."""
+    words = [
+        "batch.micro_batch_size=2",
+        "batch.sequence_length=16",
+        "logging.loss_by_source=true",
+        "model.vocab_size=4096",
+    ]
+    config = load_config(["default.yml"], words, model_type=ModelConfig, world_size=1)
+    tokenizer: Any = SimpleNamespace(end_of_document_id=0)
+
+    def validation(rank: int, size: int) -> ValidationSet:
+        grid: Any = SimpleNamespace(data_rank=rank, data_size=size)
+        found = validation_set(config, files["valid"], 1000, tokenizer, grid)
+        assert found is not None
+        return found
+
+    def samples(part: str, limit: int | None, data: ValidationSet) -> list[tuple[list[int], list[float]]]:
+        rows = [zip(batch["tokens"], batch["loss_weight"], strict=True) for batch in data.batches(part, limit)]
+        return [(tokens.tolist(), weight.tolist()) for row in rows for tokens, weight in row]
+
+    alone, ranks = validation(0, 1), [validation(rank, 2) for rank in (0, 1)]
+    weights = {part: sum(sum(weight) for _, weight in samples(part, None, alone)) for part in alone.parts}
+    sizes = IndexedTokens(files["valid"]).sizes  # the sources take turns
+    assert weights == {"Github": sizes[::2].sum(), "ArXiv": sizes[1::2].sum()}
+    assert alone.total_tokens == sizes.sum()
+    assert alone.parts == {part: weight / alone.total_tokens for part, weight in weights.items()}
+    assert alone.total_bytes == 1000
+    for part, weight in weights.items():
+        assert sum(sum(row) for data in ranks for _, row in samples(part, None, data)) == weight
+        every = samples(part, None, alone)
+        limited = samples(part, 5, alone)
+        assert len(limited) == 2 * round(5 * alone.parts[part])
+        places = [every.index(sample) for sample in limited]
+        assert places[0] == 0
+        assert not any(sum(weight) for _, weight in every[places[-1] + 1 :])
+        steps = {after - before for before, after in itertools.pairwise(places)}
+        assert max(steps) - min(steps) <= 1
+        assert len(samples(part, 1, alone)) == 2
+        assert samples(part, round(0.75 * len(every) / alone.parts[part]), alone) == every
+        assert all(len(batch["tokens"]) == 2 for data in ranks for batch in data.batches(part, None))
+    whole = sum(1 for part in weights for _ in alone.batches(part, None))
+    assert alone.micro_batches == whole
+    assert ranks[0].micro_batches == sum(1 for part in weights for _ in ranks[0].batches(part, None))
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
