@@ -233,6 +233,17 @@ def test_the_loss_of_several_sources_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_a_run_that_diverged_does_not_end_with_the_loss_before(tmp_path: Path) -> None:
+    metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
+    for step, loss in ((1, 2.5), (2, float("nan"))):
+        metrics.log(step, {"loss": loss, "tokens": 10 * step})
+        metrics.log(step, {"loss": loss, "perplexity": 12.5 * loss, "tokens": 10 * step}, kind="validation")
+    metrics.close()
+    text = shown_by_node(write_report(tmp_path))
+    assert "numbers NaN validation loss NaN perplexity NaN training loss" in text
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_of_a_page_without_positive_numbers(tmp_path: Path) -> None:
     metrics = MetricsLogger(tmp_path, total_steps=5, progress_bar=False)
     metrics.log(1, {"loss": float("nan"), "gradient_norm": 0.0, "tokens": 10})
