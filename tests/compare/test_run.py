@@ -20,6 +20,7 @@ import yaml
 from megatron_lite.metrics import read_metrics
 from tools.compare.__main__ import main
 from tools.compare.figures import _styles, draw
+from tools.compare.plan import plan_runs, read_comparison
 from tools.compare.results import Result, Row, markdown, tables
 
 WORDS = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
@@ -95,6 +96,7 @@ def test_from_the_file_to_the_table_with_runs_that_fail_on_the_way(place: Path, 
         # The numbers are those of the run's own metrics, read over the whole text at the end.
         last = [line for line in read_metrics(folder / run["run"]) if line["kind"] == "validation"][-1]
         assert run["final"]["loss"] == last["loss"] > 0
+        assert run["parameters"] == run["body_parameters"] + 384 * (32 if run["size"] == "small" else 48) > 0
         assert run["tokens"] == 12 * 2 * 32
     losses = [r["final"]["loss"] for r in results["runs"] if (r["model"], r["size"]) == ("metala", "large")]
     assert f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}" in out
@@ -302,6 +304,17 @@ def test_a_masked_model_beside_a_causal_one_is_drawn_by_its_loss(tmp_path: Path)
         Row("b", "B", "", 1, 1, {"loss": {1: 1.0}}),
     ]
     assert draw([], rows, tmp_path, "T", None) == [tmp_path / "results.png"]
+
+
+def test_the_plan_trains_nothing(place: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(place)
+    assert main(["tiny.yml", "--name", "planned", "--plan", "schedule.train_steps=50000"]) == 0
+    said = capsys.readouterr().out
+    assert "Two tiny models: 8 runs in runs/planned\n" in said
+    for run in plan_runs(read_comparison(Path("tiny.yml"))):
+        cells = [run.label, run.size, f"{run.parameters:,}", f"{run.body:,}", "3.2 M", "1, 2"]
+        assert any(all(f" {cell} " in line for cell in cells) for line in said.splitlines()), cells
+    assert not Path("runs/planned").exists()
 
 
 def test_without_validation_text_nothing_is_trained(place: Path, monkeypatch, capsys) -> None:
