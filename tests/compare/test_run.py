@@ -10,6 +10,7 @@ import signal
 import statistics
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,13 @@ from typing import Any
 import pytest
 import yaml
 
+from data.files import write_whole
 from megatron_lite.metrics import read_metrics
 from tools.compare.__main__ import main
 from tools.compare.figures import _styles, draw
-from tools.compare.plan import plan_runs, read_comparison
+from tools.compare.plan import Run, plan_runs, read_comparison
 from tools.compare.results import Result, Row, markdown, tables
+from tools.compare.run import _Slot, run_all
 
 WORDS = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
 
@@ -171,6 +174,9 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     assert main([*words, f"schedule.train_steps={steps}"]) == 2
     assert "optimizer.weight_decay: not given there, 0.3 here" in capsys.readouterr().err
     (place / "toy.yml").write_text(data)
+    # The table of what is there trains nothing.
+    assert main([*words, f"schedule.train_steps={steps}", "--table"]) == 1
+    assert read_metrics(run)[-1]["step"] == stopped
     assert main([*words, f"schedule.train_steps={steps}", "--minutes", "0.0001"]) == 1
     assert "the 0.0001 minutes are over" in capsys.readouterr().err
     assert main([*words, f"schedule.train_steps={steps}"]) == 0
@@ -304,6 +310,54 @@ def test_a_masked_model_beside_a_causal_one_is_drawn_by_its_loss(tmp_path: Path)
         Row("b", "B", "", 1, 1, {"loss": {1: 1.0}}),
     ]
     assert draw([], rows, tmp_path, "T", None) == [tmp_path / "results.png"]
+
+
+def test_runs_go_out_seed_by_seed_and_the_longest_first(place: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(place)
+    runs = [replace(run, folder=tmp_path / run.name) for run in plan_runs(read_comparison(Path("tiny.yml")))]
+    served: list[tuple[str, bool]] = []
+    trained: list[str] = []
+
+    class Slot:
+        def __init__(self, device: str, tune_kernels: bool) -> None:
+            self.place = device, tune_kernels
+
+        def train(self, run: Run, _threads: int) -> int:
+            trained.append(run.name)
+            write_whole(run.folder / "summary.json", "{}")
+            return 0
+
+        def close(self) -> None:
+            served.append(self.place)
+
+        def kill(self) -> None: ...
+
+    monkeypatch.setattr("tools.compare.run._Slot", Slot)
+    assert not run_all(runs, devices=["0"], tune_kernels=True, progress=False).failed
+    assert served == [("0", True)]
+    models = ["metala-large", "softmax-large", "metala-small", "softmax-small"]
+    assert trained == [f"{model}-seed{seed}" for seed in (1, 2) for model in models]
+    # As many places as runs are left, on all devices first.
+    for run in runs[:3]:
+        (run.folder / "summary.json").unlink()
+    run_all(runs, devices=["0", "1"], workers=2, progress=False)
+    assert sorted(served[1:]) == [("0", False), ("0", False), ("1", False)]
+    assert sorted(trained[8:]) == sorted(run.name for run in runs[:3])
+    run_all(runs, devices=["0"], progress=False)
+    assert len(trained) == 11
+
+
+def test_a_worker_has_its_device_and_its_share_of_the_cores(monkeypatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("subprocess.Popen", lambda words, **more: started.append((words, more["env"])))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    _Slot("3", tune_kernels=False)._start(5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    _Slot("cpu", tune_kernels=True)._start(5)
+    (untuned, gpu), (tuned, cpu) = started
+    assert untuned == [*tuned, "--untuned"]
+    assert (gpu["CUDA_VISIBLE_DEVICES"], gpu["OMP_NUM_THREADS"]) == ("3", "5")
+    assert (cpu["CUDA_VISIBLE_DEVICES"], cpu["OMP_NUM_THREADS"]) == ("", "2")
 
 
 def test_the_plan_trains_nothing(place: Path, monkeypatch, capsys) -> None:
