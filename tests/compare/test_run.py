@@ -20,7 +20,7 @@ import yaml
 
 from data.files import write_whole
 from megatron_lite.metrics import read_metrics
-from tools.compare.__main__ import main
+from tools.compare.__main__ import _devices, main
 from tools.compare.figures import _styles, draw
 from tools.compare.plan import Run, plan_runs, read_comparison
 from tools.compare.results import Result, Row, markdown, tables
@@ -130,6 +130,19 @@ def test_the_workers_of_the_file_are_for_gpus(
     monkeypatch.setattr("tools.compare.run.run_all", run_all)
     assert main([str(tmp_path / "many.yml"), "--name", "many", "--seeds", "1", "--devices", *words]) == 1
     assert given["workers"] == workers
+    assert given["devices"] == words[:1]
+    assert given["tune_kernels"] is False
+
+
+def test_devices_are_those_asked_for_or_those_that_are_visible(monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert _devices([1, "cpu"]) == ["1", "cpu"]
+    assert _devices([]) == ["4", "6"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert _devices(None) == ["0", "1"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert _devices(None) == ["cpu"]
 
 
 def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
@@ -161,6 +174,7 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     captured = capsys.readouterr()
     assert "1 of 1 runs are not complete: metala-small-seed1 at step" in captured.out
     assert "stopped (SIGINT)" in captured.err
+    assert "failed" not in captured.err
     stopped = read_metrics(run)[-1]["step"]
     assert 0 < stopped < steps
     assert (run / "checkpoints" / f"step_{stopped:08d}").is_dir()
