@@ -56,6 +56,7 @@ def test_every_model_size_and_seed_once_with_the_right_values() -> None:
         ("retnet", "m"),
     ]
     assert [run.seed for run in runs] == [1] * 4 + [2] * 4
+    assert [run.label for run in runs[:2]] == ["metala", "RetNet"]
     run = next(run for run in runs if run.folder.name == "retnet-m-seed2")
     assert run.config.model.mixers == ("retnet",)
     assert run.config.model.hidden_size == 128
@@ -133,6 +134,14 @@ def test_the_width_is_the_nearest(mixer: str) -> None:
     assert distance(width) <= min(distance(width - 8), distance(width + 8))
 
 
+def test_the_width_leaves_both_tables_of_untied_embeddings_out() -> None:
+    tied = ModelConfig(**TINY, mixers=("retnet",))
+    body = count_parameters(tied) - 320 * 64
+    assert equal_width(replace(tied, tie_embeddings=False), body) == equal_width(tied, body) == tied.mlp_width
+    with pytest.raises(ValueError, match="the nearest MLP, 16 wide"):
+        equal_width(tied, 1)
+
+
 def test_equal_parameters_of_every_model_and_size() -> None:
     equal = {"reference": "metala", "tolerance": 0.02, "multiple": 8}
     runs = plan_runs(comparison(equal_parameters=equal))
@@ -143,6 +152,8 @@ def test_equal_parameters_of_every_model_and_size() -> None:
     assert widths["retnet"] < widths["metala"]
     retnet = next(run for run in runs if run.model == "retnet")
     assert yaml.safe_load(retnet.text)["model"]["intermediate_size"] == retnet.config.model.intermediate_size
+    odd = plan_runs(comparison(equal_parameters=equal), sizes=["s"], overrides=["model.intermediate_size=100"])
+    assert next(run for run in odd if run.model == "metala").config.model.mlp_width == 100
     # The reference counts though it is not trained itself.
     alone = plan_runs(comparison(equal_parameters=equal), models=["retnet"], sizes=["s"])
     assert alone[0].body == retnet.body
@@ -155,7 +166,12 @@ def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
         plan_runs(comparison(), models=["gla"])
     with pytest.raises(ConfigError, match=r"optimizer.lrr"):
         plan_runs(comparison(), overrides=["optimizer.lrr=1"])
+    with pytest.raises(ConfigError, match=r"optimizer.lr"):
+        plan_runs(comparison(), overrides=["optimizer.lr=[1"])
     file = tmp_path / "bad.yml"
+    file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a: {}}\nequal_parameters: {reference: b}\n")
+    with pytest.raises(ValueError, match=r"equal_parameters.reference = b: no model of this file; there are a"):
+        read_comparison(file)
     file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a: {colour: red}}\n")
     with pytest.raises(
         ValueError, match=r"models.a.colour is an unknown key; allowed are label, files, config .*bad.yml:4"
