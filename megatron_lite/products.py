@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.config_schema import CublasLtConfig
@@ -42,8 +41,6 @@ class Products:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
-        if not x.is_cuda:
-            return F.linear(x, weight, bias)
         return self.mm(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
 
     def _ready(self, device: torch.device) -> bool:

@@ -53,7 +53,7 @@ def test_the_products_of_linears_are_recorded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(matmul, "SMALLEST", 2 * 64 * 32 * 48)
     layer = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32, bias=False), nn.Linear(32, 4)).bfloat16()
     recorder = matmul._Recorder()
-    join_fan_outs(layer, None, recorder)  # type: ignore[arg-type]
+    join_fan_outs(layer, None, recorder)
     memory = torch.randn(64 * 32 + 128, dtype=torch.bfloat16)
     begin = -memory.data_ptr() % 256 // 2
     x = memory[begin : begin + 64 * 32].view(2, 32, 32)

@@ -19,9 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.files import write_whole
+from megatron_lite.config_schema import CublasLtConfig
 from megatron_lite.cublaslt import CublasLt, Product, library
 from megatron_lite.fan_out import join_fan_outs
 from megatron_lite.own_layers import left_to_cublas
+from megatron_lite.products import Products
 
 from .report import table, write_csv
 from .training_subjects import own_batch, own_config, own_engine
@@ -96,20 +98,18 @@ def measured(product: Product) -> tuple[list[bytes], list[float]]:
     return right, [1e6 * total / ROUNDS for total in totals]
 
 
-class _Recorder:
-    """In place of `megatron_lite.products.Products`: PyTorch's products, and which they were."""
+class _Recorder(Products):
+    """PyTorch's products, and which they were."""
 
     def __init__(self) -> None:
+        super().__init__(CublasLtConfig())
         self.counts: Counter[Product] = Counter()
 
     def mm(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         product = Product.of(a, b, bias)
         if product is not None and 2 * product.m * product.k * product.n >= SMALLEST:
             self.counts[product] += 1
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.mm(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
+        return super().mm(a, b, bias)
 
 
 def _products(config: Any, length: int, batch: int) -> Counter[Product]:
@@ -117,15 +117,14 @@ def _products(config: Any, length: int, batch: int) -> Counter[Product]:
     engine = own_engine(
         config, torch.device("cuda"), "bf16" if config.precision.dtype == "auto" else config.precision.dtype
     )
-    recorder: Any = _Recorder()
+    recorder = _Recorder()
     for layer in engine.layers:
         join_fan_outs(layer, None, recorder)
     tokens = torch.randint(0, config.model.vocab_size, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     engine.train_step([own_batch(tokens)], lr=1e-5)
     engine.close()
     torch.cuda.empty_cache()
-    counts: Counter[Product] = recorder.counts
-    return counts
+    return recorder.counts
 
 
 def _operands(product: Product) -> tuple[Tensor, Tensor, Tensor | None]:
