@@ -1,6 +1,6 @@
 """Products of linears by the cuBLASLt algorithms that a configuration names for them (`parallel.cublaslt`).
 
-cuBLAS takes the first algorithm that its heuristics name; of some shapes another is up to 6 % faster, most where the device's
+cuBLAS takes the first algorithm that its heuristics name; of some shapes another is up to 5 % faster, most where the device's
 power is at its cap. The choice is written down once (`python -m tools.benchmark matmul`) instead of made at every start,
 so that a run which is resumed computes the same bits.
 """

@@ -32,6 +32,10 @@ def decays(kind: str, *shape: int, generator: torch.Generator) -> Tensor:
     if kind == "later":
         g[:, shape[1] // 2 :] *= 60.0
         return g * 0.1
+    if kind == "last":
+        # Of every chunk the last token alone makes it strong.
+        g[:, 63::64] = -80.0
+        return g
     g[:, 5::37] = -torch.inf
     return g
 
@@ -99,7 +103,7 @@ def test_shapes(device: str, shape: tuple[int, int, int, int, int], states: bool
     check(device, shape, states=states)
 
 
-@pytest.mark.parametrize("kind", ["none", "middling", "strong", "single", "later", "infinite"])
+@pytest.mark.parametrize("kind", ["none", "middling", "strong", "single", "later", "last", "infinite"])
 def test_every_decay(device: str, kind: str) -> None:
     """Also over chunks that one exponential of a whole chunk's decay would take out of float32."""
     check(device, (1, 130, 1, 16, 16), kind, tolerance=5e-5)

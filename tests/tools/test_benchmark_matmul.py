@@ -84,6 +84,16 @@ def test_nothing_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over
         matmul.run(tmp_path, Path("configs/default.yml"), [override], 64, 1, chosen=tmp_path / "file.yml")
 
 
+def test_no_product_to_choose_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(matmul, "_products", lambda *_: Counter())
+    with pytest.raises(
+        ValueError, match=r"no linear of configs/default.yml .* 16 bits and 1e\+09 FLOPs: precision.dtype"
+    ):
+        matmul.run(tmp_path, Path("configs/default.yml"), [], 64, 1, chosen=tmp_path / "file.yml")
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

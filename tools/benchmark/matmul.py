@@ -47,6 +47,11 @@ def run(
             "are left to cuBLAS: there is nothing to choose"
         )
     counts = _products(config, length, batch)
+    if not counts:
+        raise ValueError(
+            f"no linear of {config_file} computes a product of 16 bits and {SMALLEST:.0e} FLOPs: precision.dtype (bf16 or fp16), "
+            "--shape and the model decide"
+        )
     algorithms, rows = {}, []
     _warm()
     for product in tqdm(sorted(counts, key=lambda one: one.name), unit="product"):
