@@ -24,9 +24,9 @@ _WORKSPACE, ALIGNMENT = 1 << 20, 256
 
 @dataclass(frozen=True)
 class Product:
-    """y = a b, or a b + bias, of one 16-bit dtype, rows one after the other.
+    """y = a b, and with them + bias or + addend, of one 16-bit dtype, rows one after the other.
 
-    a: [m, k], b: [k, n]; `of_transposed`: whether a, b are the transposes of such. bias: [n], or None.
+    a: [m, k], b: [k, n]; `of_transposed`: whether a, b are the transposes of such. bias: [n], addend: [m, n].
     """
 
     m: int
@@ -34,24 +34,28 @@ class Product:
     n: int
     of_transposed: tuple[bool, bool]
     dtype: torch.dtype
-    bias: bool
+    bias: bool = False
+    addend: bool = False
 
     @classmethod
-    def of(cls, a: Tensor, b: Tensor, bias: Tensor | None) -> Product | None:
+    def of(cls, a: Tensor, b: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Product | None:
         """None for tensors that lie otherwise."""
-        if a.dtype not in _TYPES or b.dtype != a.dtype or (bias is not None and bias.dtype != a.dtype):
-            return None
         transposed = not a.is_contiguous(), not b.is_contiguous()
-        lying = a.t() if transposed[0] else a, b.t() if transposed[1] else b, *(() if bias is None else (bias,))
-        if not all(x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 for x in lying):
+        more = [x for x in (bias, addend) if x is not None]
+        lying = [a.t() if transposed[0] else a, b.t() if transposed[1] else b, *more]
+        if not all(x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and x.dtype == a.dtype for x in lying):
             return None
-        return cls(a.shape[0], a.shape[1], b.shape[1], transposed, a.dtype, bias is not None)
+        if a.dtype not in _TYPES:
+            return None
+        return cls(a.shape[0], a.shape[1], b.shape[1], transposed, a.dtype, bias is not None, addend is not None)
 
     @property
     def name(self) -> str:
-        """As in `parallel.cublaslt.algorithms`: "16384x2048x5632 nt bfloat16 bias"; n: a or b as it is, t: of a transpose."""
+        """As in `parallel.cublaslt.algorithms`: "16384x2048x5632 nt bfloat16 bias"; n: a or b as it is, t: of a transpose;
+        sum: with an addend."""
         letters = "".join("nt"[x] for x in self.of_transposed)
-        return f"{self.m}x{self.k}x{self.n} {letters} {str(self.dtype)[6:]}{' bias' if self.bias else ''}"
+        more = " bias" * self.bias + " sum" * self.addend
+        return f"{self.m}x{self.k}x{self.n} {letters} {str(self.dtype)[6:]}{more}"
 
 
 class _Found(ctypes.Structure):
@@ -96,7 +100,15 @@ class CublasLt:
         self._call("cublasLtMatmulPreferenceDestroy", preference)
         return [bytes(one.algorithm) for one in found[: number.value] if one.state == 0]
 
-    def __call__(self, product: Product, algorithm: bytes, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        product: Product,
+        algorithm: bytes,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None = None,
+        addend: Tensor | None = None,
+    ) -> Tensor:
         """y [m, n], on the current stream; no other stream may be computing products here."""
         description, (a_layout, b_layout, y_layout) = self._description(product)
         if bias is not None:
@@ -105,11 +117,12 @@ class CublasLt:
         workspace = self._workspaces.get(a.device)
         if workspace is None:
             workspace = self._workspaces[a.device] = torch.empty(_WORKSPACE, dtype=torch.uint8, device=a.device)
-        one, zero = ctypes.addressof(self._one), ctypes.addressof(self._zero)
+        one, beta = ctypes.addressof(self._one), ctypes.addressof(self._zero if addend is None else self._one)
+        added = y if addend is None else addend
         # The library's matrices go down their columns: it computes the transpose of y, of b and a.
         self._call(
-            "cublasLtMatmul", self._handle, description, one, b.data_ptr(), b_layout, a.data_ptr(), a_layout, zero,
-            y.data_ptr(), y_layout, y.data_ptr(), y_layout, algorithm, workspace.data_ptr(), _WORKSPACE,
+            "cublasLtMatmul", self._handle, description, one, b.data_ptr(), b_layout, a.data_ptr(), a_layout, beta,
+            added.data_ptr(), y_layout, y.data_ptr(), y_layout, algorithm, workspace.data_ptr(), _WORKSPACE,
             torch.cuda.current_stream(a.device).cuda_stream,
         )  # fmt: skip
         return y

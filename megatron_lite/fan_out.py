@@ -26,20 +26,28 @@ if TYPE_CHECKING:
 def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None, products: Products | None = None) -> None:
     """Have the modules of a layer compute their fan-outs here. Not for ZeRO 3, which gathers a linear when it is called.
 
-    A module with `fan_out_is_entry` enters the parallel region here. With `products`, these compute the fan-outs and the
-    linears by themselves.
+    A module with `fan_out_is_entry` enters the parallel region here. With `products`, these compute the fan-outs, the
+    linears by themselves and the sums of one with the residual stream.
     """
     module: Any
     for module in layer.modules():
         if hasattr(module, "fan_out"):
             entry = tensor is not None and getattr(module, "fan_out_is_entry", False)
             module.fan_out = partial(fan_out, tensor if entry else None, products=products)
+        if products is not None and hasattr(module, "add_out"):
+            module.add_out = partial(_add_linear, products)
         if products is not None and type(module) is nn.Linear:
             module.forward = partial(_alone, module, products)  # type: ignore[method-assign]
 
 
 def _alone(linear: nn.Linear, products: Products, x: Tensor) -> Tensor:
     return fan_out(None, x, (linear,), products=products)[0]
+
+
+def _add_linear(products: Products, residual: Tensor, x: Tensor, linear: nn.Linear) -> Tensor:
+    if linear.bias is not None:
+        return residual + linear(x)
+    return _AddLinear.apply(products, residual, x, linear.weight)
 
 
 def fan_out(
@@ -98,6 +106,23 @@ class _FanOut(torch.autograd.Function):
         if work is not None:
             work.wait()
         return dx.view_as(x), None, None, None, None, *of_weights, *of_biases
+
+
+class _AddLinear(torch.autograd.Function):
+    """residual + x weight^T, summed by the product where it can."""
+
+    @staticmethod
+    def forward(ctx: Any, products: Products, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.mm = products.mm
+        return products.linear(x, weight, None, residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        flat, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        return None, gradient, ctx.mm(flat, weight).view_as(x), ctx.mm(flat.t(), rows)
 
 
 def _side_by_side(matrices: Sequence[Tensor], dim: int) -> Tensor | None:

@@ -25,23 +25,25 @@ class Products:
         self._algorithms = {name: bytes.fromhex(text) for name, text in config.algorithms.items()}
         self._library: CublasLt | None = None
 
-    def mm(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """a b + bias. a: [m, k], b: [k, n], bias: [n] or None -> [m, n]."""
-        product = Product.of(a, b, bias) if a.is_cuda else None
+    def mm(self, a: Tensor, b: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+        """a b + bias + addend. a: [m, k], b: [k, n], bias: [n] or None, addend: [m, n] or None -> [m, n]."""
+        product = Product.of(a, b, bias, addend) if a.is_cuda else None
         algorithm = None if product is None else self._algorithms.get(product.name)
         if product is None or algorithm is None or not self._ready(a.device):
-            return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+            y = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+            return y if addend is None else y.add_(addend)
         assert self._library is not None
         try:
-            return self._library(product, algorithm, a, b, bias)
+            return self._library(product, algorithm, a, b, bias, addend)
         except RuntimeError as error:
             raise RuntimeError(
                 f"parallel.cublaslt.algorithms: {product.name}: {error}; python -m tools.benchmark matmul writes them anew"
             ) from error
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [..., in], weight: [out, in], bias: [out] or None -> [..., out]."""
-        return self.mm(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
+        """x: [..., in], weight: [out, in], bias: [out] or None, addend: [..., out] or None -> [..., out]."""
+        rows = None if addend is None else addend.reshape(-1, len(weight))
+        return self.mm(x.reshape(-1, x.shape[-1]), weight.t(), bias, rows).view(*x.shape[:-1], len(weight))
 
     def _ready(self, device: torch.device) -> bool:
         if self._library is None:

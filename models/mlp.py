@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .fan_out import FanOut, apply_each
+from .fan_out import AddOut, FanOut, add_linear, apply_each
 from .forgetting import forgettable
 from .init import linear
 from .kernels import takes
@@ -30,11 +30,13 @@ class SwiGLU(nn.Module):
         self.up_proj = linear(config, size, width, bias=bias)
         self.down_proj = linear(config, width, size, bias=bias, output=True)
         self.fan_out: FanOut = apply_each
+        self.add_out: AddOut = add_linear
         self._flops = 6 * size * width
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., hidden_size] -> the same shape."""
-        return self.down_proj(swiglu(*self.fan_out(x, (self.gate_proj, self.up_proj))))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x, residual: [..., hidden_size] -> the same shape, the sum with the residual where there is one."""
+        y = swiglu(*self.fan_out(x, (self.gate_proj, self.up_proj)))
+        return self.down_proj(y) if residual is None else self.add_out(residual, y, self.down_proj)
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""
@@ -71,14 +73,15 @@ class GELU(nn.Module):
         self.up_proj = linear(config, size, width, bias=bias)
         self.down_proj = linear(config, width, size, bias=bias, output=True)
         self.fan_out: FanOut = apply_each
+        self.add_out: AddOut = add_linear
         self._flops = 4 * size * width
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., hidden_size] -> the same shape."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """As SwiGLU's."""
         (hidden,) = self.fan_out(x, (self.up_proj,))
         activated = F.gelu(hidden)
         forgettable(activated, F.gelu, hidden)
-        return self.down_proj(activated)
+        return self.down_proj(activated) if residual is None else self.add_out(residual, activated, self.down_proj)
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""

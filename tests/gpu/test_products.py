@@ -15,20 +15,20 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("more", ["", "bias", "sum"])
 @pytest.mark.parametrize("of_transposed", [(False, True), (False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("m", "k", "n"), [(512, 256, 384), (4096, 2048, 1024)])
 def test_every_algorithm_computes_the_product(
-    m: int, k: int, n: int, of_transposed: tuple[bool, bool], bias: bool, dtype: torch.dtype
+    m: int, k: int, n: int, of_transposed: tuple[bool, bool], more: str, dtype: torch.dtype
 ) -> None:
-    product = Product(m, k, n, of_transposed, dtype, bias)
-    a, b, addend = matmul._operands(product)
-    assert Product.of(a, b, addend) == product
-    wanted = a.double() @ b.double() + (0 if addend is None else addend.double())
+    product = Product(m, k, n, of_transposed, dtype, more == "bias", more == "sum")
+    a, b, *rest = operands = matmul._operands(product)
+    assert Product.of(*operands) == product
+    wanted = a.double() @ b.double() + sum(x.double() for x in rest if x is not None)
     candidates = library().algorithms(product, 8)
     assert candidates
     for algorithm in candidates:
-        found = library()(product, algorithm, a, b, addend)
+        found = library()(product, algorithm, *operands)
         assert found.dtype == dtype
         assert found.is_contiguous()
         assert ((found.double() - wanted).norm() / wanted.norm()).item() < (4e-3 if dtype == torch.bfloat16 else 5e-4)

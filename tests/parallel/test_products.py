@@ -14,6 +14,8 @@ from megatron_lite.config_schema import ActivationCheckpointingConfig, CublasLtC
 from megatron_lite.cublaslt import Product
 from megatron_lite.fan_out import join_fan_outs
 from megatron_lite.products import Products
+from models.config import ModelConfig
+from models.mlp import MLPS
 
 NAME = "64x32x48 nt bfloat16"
 MADE = CublasLtConfig(device="NVIDIA H200", version=130100, algorithms={NAME: "ab" * 64})
@@ -29,17 +31,16 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, shift: 
 def test_names() -> None:
     x, weight, bias = matrix(64, 32), matrix(48, 32), matrix(1, 48)[0]
     gradient = matrix(64, 48)
-    for a, b, addend, name in (
-        (x, weight.t(), None, NAME),
-        (x, weight.t(), bias, f"{NAME} bias"),
-        (gradient, weight, None, "64x48x32 nn bfloat16"),
-        (gradient.t(), x, None, "48x64x32 tn bfloat16"),
-        (x.half(), weight.half().t(), None, None),
+    for a, b, more, addend, name in (
+        (x, weight.t(), None, None, NAME),
+        (x, weight.t(), bias, None, f"{NAME} bias"),
+        (x, weight.t(), None, gradient, f"{NAME} sum"),
+        (gradient, weight, None, None, "64x48x32 nn bfloat16"),
+        (gradient.t(), x, None, None, "48x64x32 tn bfloat16"),
     ):
-        product = Product.of(a, b, addend)
-        if name is not None:
-            assert product is not None
-            assert (product.name, (product.m, product.k, product.n)) == (name, (*a.shape, b.shape[1]))
+        product = Product.of(a, b, more, addend)
+        assert product is not None
+        assert (product.name, (product.m, product.k, product.n)) == (name, (*a.shape, b.shape[1]))
 
 
 @pytest.mark.parametrize(
@@ -51,10 +52,19 @@ def test_names() -> None:
         (matrix(64, 64)[:, :32], matrix(32, 48), None),
         (matrix(64, 32, shift=8), matrix(32, 48), None),
         (matrix(64, 32), matrix(32, 48), matrix(1, 48, shift=8)[0]),
+        (matrix(64, 32), matrix(32, 48), None, matrix(48, 64).t()),
     ],
-    ids=["float32", "two dtypes", "a float32 bias", "rows apart", "another address", "another address of the bias"],
+    ids=[
+        "float32",
+        "two dtypes",
+        "a float32 bias",
+        "rows apart",
+        "another address",
+        "another address of the bias",
+        "a sum with a transpose",
+    ],
 )
-def test_what_lies_otherwise_has_no_name(operands: tuple[Tensor, Tensor, Tensor | None]) -> None:
+def test_what_lies_otherwise_has_no_name(operands: tuple[Tensor | None, ...]) -> None:
     assert Product.of(*operands) is None
 
 
@@ -67,6 +77,24 @@ def test_on_a_cpu_they_are_pytorchs() -> None:
     assert type(y.grad_fn).__name__.startswith("_FanOut") or "ViewBackward" in type(y.grad_fn).__name__
     for found, right in zip(torch.autograd.grad(y.square().sum(), (x, *layer.parameters())), wanted, strict=True):
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
+def test_the_sum_with_the_residual_stream(mlp: str, bias: bool) -> None:
+    config = ModelConfig(vocab_size=8, num_layers=1, hidden_size=16, num_heads=2, mlp=mlp, mlp_bias=bias)
+    torch.manual_seed(0)
+    layer = MLPS[mlp](config).double()
+    x, residual = (torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    results = []
+    for joined in (False, True):
+        if joined:
+            join_fan_outs(layer, None, Products(MADE))
+        y = layer(x, residual)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), (x, residual, *layer.parameters()))])
+    assert torch.equal(results[0][0], residual + layer(x))
+    for found, wanted in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +124,7 @@ class _Library:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bytes]] = []
 
-    def __call__(self, product: Product, algorithm: bytes, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, product: Product, algorithm: bytes, a: Tensor, b: Tensor, *more: Tensor | None) -> Tensor:
         self.asked.append((product.name, algorithm))
         if algorithm == b"\0" * 64:
             raise RuntimeError("cublasLtMatmul failed with status 15")
