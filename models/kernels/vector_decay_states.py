@@ -67,7 +67,7 @@ def stretches_of(case: Case) -> int:
 
 def scan_config(case: Case) -> tuple[int, int, int, int]:
     """Block of keys, block of values, warps, pipeline stages."""
-    return min(case.block_k, 64), min(case.block_v, 64), 4, 3 if case.dtype != torch.float32 else 1
+    return min(case.block_k, 64), min(case.block_v, 128), 4, 3 if case.dtype != torch.float32 else 1
 
 
 @lru_cache(4096)
