@@ -291,9 +291,9 @@ class ActivationCheckpointingConfig(Section):
 
 
 class CublasLtConfig(Section):
-    """Algorithms of cuBLASLt for the products of linears, as `python -m tools.benchmark matmul` writes them. Left to cuBLAS are
-    products that are not named; all of them on another device or with another version, and with tensor > 1, zero_stage: 3,
-    compile, cuda_graph or selective activation checkpointing."""
+    """Algorithms of cuBLASLt for the products of linears and of the loss, as `python -m tools.benchmark matmul` writes them
+    (`configs/cublaslt`). Left to cuBLAS are products that are not named; all of them on another device or with another
+    version, and with tensor > 1, zero_stage: 3, compile, cuda_graph or selective activation checkpointing."""
 
     device: Text | None = Field(default=None, description="Name of the device that they were measured on.")
     version: int | None = Field(default=None, ge=1, description="What cublasLtGetVersion() is there.")

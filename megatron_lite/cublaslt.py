@@ -6,7 +6,8 @@ Definitions: NVIDIA, cuBLAS library reference, "Using the cublasLt API"; numbers
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from collections.abc import Iterator
+from ctypes import c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,6 +19,11 @@ _COMPUTE_FLOAT32, _FLOAT32 = 68, 0
 _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 3, 4, 7, 8, 26
 _EPILOGUE_BIAS = 4
 _MOST_WORKSPACE = 1
+# Of an algorithm: its tile of the result, its thread blocks that work together (clusters of 1, 2 and 4), a variant of its own;
+# and which tiles and how many variants there are.
+TILE, CLUSTER, CUSTOM = 1, 8, 5
+_CLUSTERS = (2, 3, 4, 5, 6, 8)
+_TILES, _MOST_CUSTOM = 6, 7
 # Bytes of scratch memory; the algorithms that are asked for need no more. And what addresses are multiples of.
 _WORKSPACE, ALIGNMENT = 1 << 20, 256
 
@@ -38,10 +44,12 @@ class Product:
     addend: bool = False
 
     @classmethod
-    def of(cls, a: Tensor, b: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Product | None:
-        """None for tensors that lie otherwise."""
+    def of(
+        cls, a: Tensor, b: Tensor, bias: Tensor | None = None, addend: Tensor | None = None, out: Tensor | None = None
+    ) -> Product | None:
+        """None for tensors that lie otherwise; out: [m, n], where y goes."""
         transposed = not a.is_contiguous(), not b.is_contiguous()
-        more = [x for x in (bias, addend) if x is not None]
+        more = [x for x in (bias, addend, out) if x is not None]
         lying = [a.t() if transposed[0] else a, b.t() if transposed[1] else b, *more]
         if not all(x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 and x.dtype == a.dtype for x in lying):
             return None
@@ -100,6 +108,41 @@ class CublasLt:
         self._call("cublasLtMatmulPreferenceDestroy", preference)
         return [bytes(one.algorithm) for one in found[: number.value] if one.state == 0]
 
+    def varied(self, product: Product, algorithm: bytes, *attributes: int) -> list[bytes]:
+        """The algorithm with every value of TILE, CLUSTER or CUSTOM with which the library takes the product: far more than
+        the heuristics name, and a faster one among them, now and then."""
+        values: dict[int, list[c_uint16] | list[c_uint32]] = {
+            TILE: [c_uint32(tile) for tile in self._capability(algorithm, _TILES)],
+            CLUSTER: [c_uint16(cluster) for cluster in _CLUSTERS],
+            CUSTOM: [c_uint32(custom) for custom in range(self._capability(algorithm, _MOST_CUSTOM)[0] + 1)],
+        }
+        found = [algorithm]
+        for attribute in attributes:
+            found = [
+                other for one in found for value in values[attribute] for other in self._with(one, attribute, value)
+            ]
+        return [one for one in found if self._takes(product, one)]
+
+    def _with(self, algorithm: bytes, attribute: int, value: c_uint16 | c_uint32) -> Iterator[bytes]:
+        """The algorithm with this value, or nothing where it has no such."""
+        changed = ctypes.create_string_buffer(algorithm, len(algorithm))
+        set_to, size = self._library.cublasLtMatmulAlgoConfigSetAttribute, c_size_t(ctypes.sizeof(value))
+        if set_to(changed, attribute, ctypes.byref(value), size) == 0:
+            yield changed.raw
+
+    def _capability(self, algorithm: bytes, attribute: int) -> list[int]:
+        size = c_size_t()
+        self._call("cublasLtMatmulAlgoCapGetAttribute", algorithm, attribute, None, c_size_t(0), ctypes.byref(size))
+        values = (c_int32 * (size.value // 4))()
+        self._call("cublasLtMatmulAlgoCapGetAttribute", algorithm, attribute, values, size, ctypes.byref(size))
+        return list(values)
+
+    def _takes(self, product: Product, algorithm: bytes) -> bool:
+        description, (a, b, y) = self._description(product)
+        found, check = _Found(), self._library.cublasLtMatmulAlgoCheck
+        refused = check(self._handle, description, b, a, y, y, algorithm, ctypes.byref(found))
+        return not refused and found.state == 0 and found.workspace <= _WORKSPACE
+
     def __call__(
         self,
         product: Product,
@@ -108,12 +151,13 @@ class CublasLt:
         b: Tensor,
         bias: Tensor | None = None,
         addend: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """y [m, n], on the current stream; no other stream may be computing products here."""
+        """y [m, n], or out with it, on the current stream; no other stream may be computing products here."""
         description, (a_layout, b_layout, y_layout) = self._description(product)
         if bias is not None:
             self._set(description, _BIAS_POINTER, c_void_p(bias.data_ptr()))
-        y = a.new_empty(product.m, product.n)
+        y = a.new_empty(product.m, product.n) if out is None else out
         workspace = self._workspaces.get(a.device)
         if workspace is None:
             workspace = self._workspaces[a.device] = torch.empty(_WORKSPACE, dtype=torch.uint8, device=a.device)

@@ -27,7 +27,7 @@ def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None, products: Produc
     """Have the modules of a layer compute their fan-outs here. Not for ZeRO 3, which gathers a linear when it is called.
 
     A module with `fan_out_is_entry` enters the parallel region here. With `products`, these compute the fan-outs, the
-    linears by themselves and the sums of one with the residual stream.
+    linears by themselves, the sums of one with the residual stream and the products (`mm`) of the loss.
     """
     module: Any
     for module in layer.modules():
@@ -36,6 +36,8 @@ def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None, products: Produc
             module.fan_out = partial(fan_out, tensor if entry else None, products=products)
         if products is not None and hasattr(module, "add_out"):
             module.add_out = partial(_add_linear, products)
+        if products is not None and hasattr(module, "mm"):
+            module.mm = products.mm
         if products is not None and type(module) is nn.Linear:
             module.forward = partial(_alone, module, products)  # type: ignore[method-assign]
 

@@ -1,6 +1,6 @@
-"""Products of linears by the cuBLASLt algorithms that a configuration names for them (`parallel.cublaslt`).
+"""Products of linears and of the loss by the cuBLASLt algorithms that a configuration names for them (`parallel.cublaslt`).
 
-cuBLAS takes the first algorithm that its heuristics name; of some shapes another is up to 5 % faster, most where the device's
+cuBLAS takes the first algorithm that its heuristics name; of some shapes another is up to 9 % faster, most where the device's
 power is at its cap. The choice is written down once (`python -m tools.benchmark matmul`) instead of made at every start,
 so that a run which is resumed computes the same bits.
 """
@@ -25,16 +25,24 @@ class Products:
         self._algorithms = {name: bytes.fromhex(text) for name, text in config.algorithms.items()}
         self._library: CublasLt | None = None
 
-    def mm(self, a: Tensor, b: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
-        """a b + bias + addend. a: [m, k], b: [k, n], bias: [n] or None, addend: [m, n] or None -> [m, n]."""
-        product = Product.of(a, b, bias, addend) if a.is_cuda else None
+    def mm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None = None,
+        addend: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """a b + bias + addend. a: [m, k], b: [k, n], bias: [n] or None, addend: [m, n] or None -> [m, n], in `out` if given."""
+        product = Product.of(a, b, bias, addend, out) if a.is_cuda else None
         algorithm = None if product is None else self._algorithms.get(product.name)
         if product is None or algorithm is None or not self._ready(a.device):
-            y = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+            y = torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
             return y if addend is None else y.add_(addend)
         assert self._library is not None
         try:
-            return self._library(product, algorithm, a, b, bias, addend)
+            return self._library(product, algorithm, a, b, bias, addend, out)
         except RuntimeError as error:
             raise RuntimeError(
                 f"parallel.cublaslt.algorithms: {product.name}: {error}; python -m tools.benchmark matmul writes them anew"

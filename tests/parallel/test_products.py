@@ -15,6 +15,7 @@ from megatron_lite.cublaslt import Product
 from megatron_lite.fan_out import join_fan_outs
 from megatron_lite.products import Products
 from models.config import ModelConfig
+from models.head import Head
 from models.mlp import MLPS
 
 NAME = "64x32x48 nt bfloat16"
@@ -53,6 +54,7 @@ def test_names() -> None:
         (matrix(64, 32, shift=8), matrix(32, 48), None),
         (matrix(64, 32), matrix(32, 48), matrix(1, 48, shift=8)[0]),
         (matrix(64, 32), matrix(32, 48), None, matrix(48, 64).t()),
+        (matrix(64, 32), matrix(32, 48), None, None, matrix(64, 48, shift=8)),
     ],
     ids=[
         "float32",
@@ -62,6 +64,7 @@ def test_names() -> None:
         "another address",
         "another address of the bias",
         "a sum with a transpose",
+        "to another address",
     ],
 )
 def test_what_lies_otherwise_has_no_name(operands: tuple[Tensor | None, ...]) -> None:
@@ -97,6 +100,26 @@ def test_the_sum_with_the_residual_stream(mlp: str, bias: bool) -> None:
         torch.testing.assert_close(found, wanted)
 
 
+def test_the_products_of_the_loss(library: _Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(vocab_size=24, num_layers=1, hidden_size=16, num_heads=2)
+    torch.manual_seed(0)
+    head = Head(config)
+    hidden, labels = torch.randn(3, 5, 16, requires_grad=True), torch.randint(0, 24, (3, 5))
+    shapes = []
+    products = Products(MADE)
+    mm = products.mm
+    monkeypatch.setattr(products, "mm", lambda a, b, out: shapes.append((*a.shape, b.shape[1])) or mm(a, b, out=out))
+    results = []
+    for joined in (False, True):
+        if joined:
+            join_fan_outs(head, None, products)
+        loss = head(hidden, labels=labels)
+        results.append([loss, *torch.autograd.grad(loss, (hidden, head.weight))])
+    assert shapes == [(15, 16, 24), (15, 24, 16)]
+    for found, wanted in zip(*reversed(results), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("changes", "chosen"),
     [
@@ -123,9 +146,11 @@ class _Library:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, bytes]] = []
+        self.more: tuple[Tensor | None, ...] = ()
 
     def __call__(self, product: Product, algorithm: bytes, a: Tensor, b: Tensor, *more: Tensor | None) -> Tensor:
         self.asked.append((product.name, algorithm))
+        self.more = more
         if algorithm == b"\0" * 64:
             raise RuntimeError("cublasLtMatmul failed with status 15")
         return a @ b
@@ -155,6 +180,18 @@ def test_a_named_product_is_computed_by_its_algorithm_and_no_other(library: _Lib
     products.mm(a, b)
     products.mm(b.t().contiguous(), a.t().contiguous())
     assert library.asked == [(NAME, b"\xab" * 64)]
+    out = matrix(64, 48)
+    products.mm(a, b, out=out)
+    assert library.more == (None, None, out)
+    products.mm(a, b, out=matrix(64, 48, shift=8))
+    assert len(library.asked) == 2
+
+
+def test_what_pytorch_computes_goes_where_it_is_to_go() -> None:
+    x, weight = matrix(64, 32), matrix(48, 32)
+    out = torch.empty(64, 48, dtype=x.dtype)
+    assert Products(MADE).mm(x, weight.t(), out=out) is out
+    assert torch.equal(out, x @ weight.t())
 
 
 def test_another_device_or_version_is_told_and_left_to_pytorch(library: _Library) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import yaml
+from torch import Tensor, nn
 
 from megatron_lite.cublaslt import Product
 from megatron_lite.fan_out import join_fan_outs
@@ -47,6 +49,77 @@ def test_what_is_faster_is_written_and_read_again(
     rows = matmul.run(tmp_path, Path("configs/default.yml"), [], 64, 1, chosen=chosen)
     assert [row["chosen"] for row in rows] == [0, 2]
     assert rows[1]["ms a step less"] == pytest.approx(24 * 1e-3)
+
+
+class _Candidates:
+    """In place of cuBLASLt: an algorithm is its tile, cluster and variant; some tiles are refused or compute something else."""
+
+    refused, wrong = 2, 1
+
+    def __init__(self, clusters: int) -> None:
+        self.clusters = clusters
+
+    def algorithms(self, _: Product, count: int) -> list[bytes]:
+        return [bytes([30, 1, 0]), bytes([20, 1, 0])][:count]
+
+    def varied(self, _: Product, algorithm: bytes, *attributes: int) -> list[bytes]:
+        ranges = {matmul.TILE: range(1, 40), matmul.CLUSTER: range(1, self.clusters + 1), matmul.CUSTOM: range(2)}
+        found = [algorithm]
+        for place, attribute in enumerate((matmul.TILE, matmul.CLUSTER, matmul.CUSTOM)):
+            if attribute in attributes:
+                found = [x[:place] + bytes([value]) + x[place + 1 :] for x in found for value in ranges[attribute]]
+        return found
+
+    def __call__(self, _: Product, algorithm: bytes, a: Tensor, b: Tensor, *__: Tensor | None) -> Tensor:
+        if algorithm[0] == self.refused:
+            raise RuntimeError("cublasLtMatmul failed with status 15")
+        y = a @ b
+        if algorithm[0] == self.wrong:
+            y[3, 5] += 1.0
+        return y
+
+
+@pytest.mark.parametrize(("clusters", "best"), [(3, bytes([3, 3, 1])), (0, bytes([3, 1, 1]))])
+def test_of_all_algorithms_the_fastest_right_one_is_found(
+    clusters: int, best: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smaller the tile's number the faster here, then the larger the cluster's, where there are any, and the variant's."""
+    candidates, operands = _Candidates(clusters), (torch.randn(64, 32), torch.randn(32, 48), None, None)
+
+    def seconds(lt: Any, product: Product, algorithm: bytes, _: Any, calls: int) -> float:
+        lt(product, algorithm, *operands)
+        tile, cluster, custom = algorithm
+        return 1e-3 * tile - 1e-5 * cluster - 1e-6 * custom
+
+    monkeypatch.setattr(matmul, "library", lambda: candidates)
+    monkeypatch.setattr(matmul, "_operands", lambda _: operands)
+    monkeypatch.setattr(matmul, "_seconds", seconds)
+    found, microseconds = matmul.measured(SHAPES[0])
+    assert found[0] == bytes([30, 1, 0])
+    assert found[1] == best
+    assert len(found) == len(microseconds) == matmul.LAST + 1
+    assert microseconds[0] == pytest.approx(29990)
+    assert microseconds[1] == min(microseconds) < 3000
+
+
+def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def until_the_second(product: Product) -> tuple[list[bytes], list[float]]:
+        if product != first:
+            raise KeyboardInterrupt
+        return [b"\1" * 64, b"\2" * 64], [10.0, 9.0]
+
+    first = min(SHAPES, key=lambda one: one.name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(matmul, "library", lambda: SimpleNamespace(version=130100))
+    monkeypatch.setattr(matmul, "_warm", lambda: None)
+    monkeypatch.setattr(matmul, "_products", lambda *_: Counter(SHAPES))
+    monkeypatch.setattr(matmul, "measured", until_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        matmul.run(tmp_path, Path("configs/default.yml"), [], 64, 1, chosen=tmp_path / "chosen.yml")
+    assert len((tmp_path / "matmul.csv").read_text().splitlines()) == 2
+    read = yaml.safe_load((tmp_path / "chosen.yml").read_text())["parallel"]["cublaslt"]
+    assert read["algorithms"] == {first.name: "02" * 64}
 
 
 def test_the_products_of_linears_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,16 @@
 """Which algorithm of cuBLASLt computes each product of a training step's linears the fastest, as a file for `parallel.cublaslt`.
 
-Candidates take turns, each long enough that the device's clock settles to what its power cap allows it: what counts in training
-is the time at that clock. The first candidate is what cuBLAS takes by itself.
+Thousands can compute a large product. One call of each tile, then of the fastest ones with other clusters of thread blocks,
+leaves a few. These take turns, each long enough that the device's clock settles to what its power cap allows it: what counts in
+training is the time at that clock. Among them is what cuBLAS takes by itself.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from tqdm import tqdm
 
 from data.files import write_whole
 from megatron_lite.config_schema import CublasLtConfig
-from megatron_lite.cublaslt import CublasLt, Product, library
+from megatron_lite.cublaslt import CLUSTER, CUSTOM, TILE, CublasLt, Product, library
 from megatron_lite.fan_out import join_fan_outs
 from megatron_lite.own_layers import left_to_cublas
 from megatron_lite.products import Products
@@ -28,7 +30,9 @@ from megatron_lite.products import Products
 from .report import table, write_csv
 from .training_subjects import own_batch, own_config, own_engine
 
-CANDIDATES, ROUNDS, SLICE = 8, 3, 0.15
+# How many the library's heuristics name; are looked at again; take turns.
+NAMED, AGAIN, LAST = 8, 48, 8
+ROUNDS, SLICE = 3, 0.15
 # A smaller product is done in a few microseconds; a smaller gain is within what the same algorithm differs by from time to time.
 SMALLEST, GAIN = 1e9, 0.01
 
@@ -73,13 +77,11 @@ def run(
                 "ms a step less": calls * (microseconds[0] - microseconds[best]) / 1e3,
             }
         )
+        # What was measured before an interruption is kept, and of use.
+        write_csv(output / "matmul.csv", rows)
+        less = sum(row["ms a step less"] for row in rows)
+        _write(chosen, f"{config_file}, {length} x {batch}, {less:.1f} ms a step less", algorithms)
     print(table(rows, f"{config_file.stem}, {length} x {batch}: cuBLASLt {library().version}"))
-    write_csv(output / "matmul.csv", rows)
-    less = sum(row["ms a step less"] for row in rows)
-    device = torch.cuda.get_device_name()
-    section = {"device": device, "version": library().version, "algorithms": algorithms}
-    heading = f"# Products of {config_file}, {length} x {batch}, by python -m tools.benchmark matmul: {less:.1f} ms a step less\n"
-    write_whole(chosen, heading + yaml.safe_dump({"parallel": {"cublaslt": section}}, sort_keys=False, width=200))
     print(
         f"\n{chosen}: for {len(algorithms)} of {len(rows)} products, {less:.1f} ms a step; give it after the configuration:"
     )
@@ -87,20 +89,36 @@ def run(
     return rows
 
 
+def _write(chosen: Path, what: str, algorithms: dict[str, str]) -> None:
+    section = {"device": torch.cuda.get_device_name(), "version": library().version, "algorithms": algorithms}
+    heading = f"# Products of {what}; by python -m tools.benchmark matmul\n"
+    write_whole(chosen, heading + yaml.safe_dump({"parallel": {"cublaslt": section}}, sort_keys=False, width=200))
+
+
 def measured(product: Product) -> tuple[list[bytes], list[float]]:
-    """The candidates, and microseconds of each: the mean over all turns. One whose result is not the first's is left out."""
+    """The candidates, the first of them cuBLAS's own, and microseconds of each: the mean over all turns."""
     lt, operands = library(), _operands(product)
-    candidates = lt.algorithms(product, CANDIDATES)
-    wanted = lt(product, candidates[0], *operands).float()
-    right = [one for one in candidates if _distance(lt(product, one, *operands), wanted) < 1e-2]
-    once = _seconds(lt, product, right[0], operands, 3)
-    calls = max(1, round(SLICE / once))
-    totals = [0.0] * len(right)
+    named = lt.algorithms(product, NAMED)
+    wanted = lt(product, named[0], *operands).float()
+
+    def fastest(candidates: Iterable[bytes], count: int, calls: int) -> list[bytes]:
+        seconds = {}
+        for one in dict.fromkeys(candidates):
+            with suppress(RuntimeError):  # of those that the heuristics do not name the library may refuse one at last
+                seconds[one] = _seconds(lt, product, one, operands, calls)
+        return sorted(seconds, key=seconds.__getitem__)[:count]
+
+    some = fastest([*named, *lt.varied(product, named[0], TILE, CUSTOM)], AGAIN, 1)
+    some = fastest([*some, *(other for one in some for other in lt.varied(product, one, CLUSTER))], AGAIN, 1)
+    right = [one for one in some if _agrees(lt(product, one, *operands), wanted)]
+    last = [named[0], *(one for one in fastest(right, LAST, 8) if one != named[0])]
+    calls = max(1, round(SLICE / _seconds(lt, product, last[0], operands, 3)))
+    totals = [0.0] * len(last)
     for turn in range(ROUNDS):
         # There and back, so that none always follows the same.
-        for i in range(len(right)) if turn % 2 == 0 else reversed(range(len(right))):
-            totals[i] += _seconds(lt, product, right[i], operands, calls)
-    return right, [1e6 * total / ROUNDS for total in totals]
+        for i in range(len(last)) if turn % 2 == 0 else reversed(range(len(last))):
+            totals[i] += _seconds(lt, product, last[i], operands, calls)
+    return last, [1e6 * total / ROUNDS for total in totals]
 
 
 class _Recorder(Products):
@@ -110,11 +128,19 @@ class _Recorder(Products):
         super().__init__(CublasLtConfig())
         self.counts: Counter[Product] = Counter()
 
-    def mm(self, a: Tensor, b: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
-        product = Product.of(a, b, bias, addend)
+    def mm(
+        self,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None = None,
+        addend: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        product = Product.of(a, b, bias, addend, out)
         if product is not None and 2 * product.m * product.k * product.n >= SMALLEST:
             self.counts[product] += 1
-        return super().mm(a, b, bias, addend)
+        return super().mm(a, b, bias, addend, out=out)
 
 
 def _products(config: Any, length: int, batch: int) -> Counter[Product]:
@@ -150,12 +176,14 @@ def _operands(product: Product) -> tuple[Tensor, Tensor, Tensor | None, Tensor |
     return a, b, bias, made(product.m, product.n, False) if product.addend else None
 
 
-def _distance(y: Tensor, wanted: Tensor) -> float:
-    return float((y.float() - wanted).norm() / wanted.norm())
+def _agrees(y: Tensor, wanted: Tensor) -> bool:
+    """Whether no element differs by more than the roundings of its sum and of itself do."""
+    return bool(torch.isclose(y.float(), wanted, rtol=2**-6, atol=2**-6 * float(wanted.std())).all())
 
 
 def _seconds(lt: CublasLt, product: Product, algorithm: bytes, operands: Any, calls: int) -> float:
-    """Of one of so many calls."""
+    """Of one of so many calls, after one that may have to load the algorithm."""
+    lt(product, algorithm, *operands)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(calls):
