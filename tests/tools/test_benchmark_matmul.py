@@ -102,6 +102,26 @@ def test_of_all_algorithms_the_fastest_right_one_is_found(
     assert microseconds[1] == min(microseconds) < 3000
 
 
+def test_a_product_that_the_library_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: object) -> list[bytes]:
+        raise RuntimeError("cublasLtMatmulAlgoGetHeuristic failed with status 15")
+
+    monkeypatch.setattr(matmul, "library", lambda: SimpleNamespace(version=130100, algorithms=refused))
+    monkeypatch.setattr(matmul, "_operands", lambda _: ())
+    assert matmul.measured(SHAPES[0]) == ([], [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr("tools.benchmark.report.machine", lambda: "here")
+    monkeypatch.setattr(matmul, "_warm", lambda: None)
+    monkeypatch.setattr(matmul, "_products", lambda *_: Counter(SHAPES))
+    chosen = tmp_path / "chosen.yml"
+    with pytest.raises(ValueError, match=r"default\.yml: cuBLASLt 130100 takes none of its products"):
+        matmul.run(tmp_path, Path("configs/default.yml"), [], 64, 1, chosen=chosen)
+    found = {SHAPES[0]: ([], []), SHAPES[1]: ([b"\1" * 64], [10.0])}
+    monkeypatch.setattr(matmul, "measured", found.__getitem__)
+    assert len(matmul.run(tmp_path, Path("configs/default.yml"), [], 64, 1, chosen=chosen)) == 1
+
+
 def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def until_the_second(product: Product) -> tuple[list[bytes], list[float]]:
         if product != first:

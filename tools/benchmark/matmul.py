@@ -60,6 +60,8 @@ def run(
     _warm()
     for product in tqdm(sorted(counts, key=lambda one: one.name), unit="product"):
         candidates, microseconds = measured(product)
+        if not candidates:
+            continue
         best = min(range(len(candidates)), key=microseconds.__getitem__)
         if microseconds[best] > (1 - GAIN) * microseconds[0]:
             best = 0
@@ -81,6 +83,10 @@ def run(
         write_csv(output / "matmul.csv", rows)
         less = sum(row["ms a step less"] for row in rows)
         _write(chosen, f"{config_file}, {length} x {batch}, {less:.1f} ms a step less", algorithms)
+    if not rows:
+        raise ValueError(
+            f"{config_file}: cuBLASLt {library().version} takes none of its products: there is nothing to choose"
+        )
     print(table(rows, f"{config_file.stem}, {length} x {batch}: cuBLASLt {library().version}"))
     print(
         f"\n{chosen}: for {len(algorithms)} of {len(rows)} products, {less:.1f} ms a step; give it after the configuration:"
@@ -96,9 +102,14 @@ def _write(chosen: Path, what: str, algorithms: dict[str, str]) -> None:
 
 
 def measured(product: Product) -> tuple[list[bytes], list[float]]:
-    """The candidates, the first of them cuBLAS's own, and microseconds of each: the mean over all turns."""
+    """The candidates, the first of them cuBLAS's own, and microseconds of each: the mean over all turns. None of a product that
+    the library refuses, as of a width that is odd."""
     lt, operands = library(), _operands(product)
-    named = lt.algorithms(product, NAMED)
+    named: list[bytes] = []
+    with suppress(RuntimeError):
+        named = lt.algorithms(product, NAMED)
+    if not named:
+        return [], []
     wanted = lt(product, named[0], *operands).float()
 
     def fastest(candidates: Iterable[bytes], count: int, calls: int) -> list[bytes]:
