@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import shutil
 import statistics
 import sys
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from data.files import read_json, write_whole
+from data.files import read_json, write_json, write_whole
 from tools.arguments import command, command_line, positive, words
 from tools.yaml_file import read_as
 
@@ -124,6 +124,10 @@ class Session:
             for key, value in identity.items():
                 if self.results[key] != value:
                     raise ValueError(f"{self._file} is of another {key}; name another folder with --output")
+            for runs in self.results["runs"].values():
+                for key, scores in runs.items():
+                    # A correlation with what is no number is none either; JSON has null for it.
+                    runs[key] = {metric: math.nan if value is None else value for metric, value in scores.items()}
 
     def run(self, names: Sequence[str], *, chained: bool) -> str:
         """Fine-tune every task with every seed, and return the table, which is also in `output`/glue.md."""
@@ -190,7 +194,7 @@ class Session:
         self._write()
 
     def _write(self) -> None:
-        write_whole(self._file, json.dumps(self.results, indent=1) + "\n")
+        write_json(self._file, self.results)
 
 
 def finetune(
@@ -305,7 +309,8 @@ def table(
         results = [values for key, values in runs[name].items() if key.startswith(f"{chosen}/")]
         columns = {metric: [100 * result[metric] for result in results] for metric in results[0]}
         for metric, values in columns.items():
-            spread = f"{statistics.stdev(values):.2f}" if len(values) > 1 else "-"
+            finite = all(map(math.isfinite, values))
+            spread = f"{statistics.stdev(values):.2f}" if len(values) > 1 and finite else "-"
             mean = statistics.mean(values)
             rows.append(f"| {name} | {chosen} | {metric} | {mean:.2f} | {spread} | {len(values)} |")
         means.append(statistics.mean(statistics.mean(values) for values in columns.values()))

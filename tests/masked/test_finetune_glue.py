@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
 import shutil
 from pathlib import Path
@@ -237,6 +238,22 @@ def test_results_of_a_run_that_trained_on_are_not_mixed(
     latest.write_text(later.name)
     assert finetune_glue.main(arguments) == 2
     assert "is of another checkpoint; name another folder with --output" in capsys.readouterr().err
+
+
+def test_a_correlation_that_is_no_number_is_null_and_goes_into_the_table(
+    masked_run: Path, data: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    scores = iter([{"accuracy": math.nan}, {"accuracy": 0.5}])
+    monkeypatch.setattr(finetune_glue, "finetune", lambda *_, **__: next(scores))
+    out = tmp_path / "out"
+    arguments = [str(masked_run), "--tasks", "rte", "--data", str(data), "--start", "pretrained", "--output", str(out)]
+    assert finetune_glue.main([*arguments, "--seeds", "1"]) == 0
+    assert json.loads((out / "glue.json").read_text())["runs"] == {"rte": {"pretrained/0": {"accuracy": None}}}
+    capsys.readouterr()
+    assert finetune_glue.main([*arguments, "--seeds", "2"]) == 0
+    assert "| rte | pretrained | accuracy | nan |" in capsys.readouterr().out
+    runs = json.loads((out / "glue.json").read_text())["runs"]["rte"]
+    assert runs == {"pretrained/0": {"accuracy": None}, "pretrained/1": {"accuracy": 0.5}}
 
 
 def test_the_table_shows_the_start_that_was_asked() -> None:
