@@ -48,8 +48,12 @@ def write_json(path: Path, content: Any, default: Callable[[Any], Any] | None = 
 
     default: as of `json.dumps`, for values that are none of JSON's.
     """
-    plain = json.loads(json.dumps(content, default=default), parse_constant=lambda _: None)
-    write_whole(path, json.dumps(plain, indent=1, ensure_ascii=False) + "\n")
+    write_whole(path, json.dumps(of_json(content, default), indent=1, ensure_ascii=False) + "\n")
+
+
+def of_json(content: Any, default: Callable[[Any], Any] | None = None) -> Any:
+    """The content as JSON gives it back, with None for NaN and infinities; default: as of `json.dumps`."""
+    return json.loads(json.dumps(content, default=default), parse_constant=lambda _: None)
 
 
 @contextlib.contextmanager

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import eval as command
-from tools.evaluation.harness import Prepared, Request, shots_of
+from tools.evaluation.harness import Prepared, Request, shots_of, write_samples
 from tools.evaluation.outputs import check_output, difference, suite_settings, with_tasks
 
 MODEL = "tools.load_model.read_weights"
@@ -24,6 +26,17 @@ def nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(MODEL, read)
+
+
+def test_samples_are_json_where_a_score_is_no_number(tmp_path: Path) -> None:
+    row = {"doc": {"text": "é"}, "resps": [[np.float32("nan"), False]], "acc": np.int64(1)}
+    write_samples(tmp_path, {"copa": [row, {"acc": -math.inf}]})
+    text = (tmp_path / "samples_copa.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    assert lines[0]["doc"] == {"text": "é"}
+    assert lines[0]["acc"] == 1
+    assert lines[1] == {"acc": None}
+    assert "é" in text
 
 
 KINDS = {

@@ -229,7 +229,8 @@ def write_samples(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]
     from lm_eval.utils import handle_non_serializable
 
     for task, rows in samples.items():
-        lines = [json.dumps(row, ensure_ascii=False, default=handle_non_serializable) + "\n" for row in rows]
+        plain = (files.of_json(row, handle_non_serializable) for row in rows)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in plain]
         write_whole(folder / f"samples_{task}.jsonl", "".join(lines))
 
 
