@@ -139,6 +139,13 @@ def test_devices_are_those_asked_for_or_those_that_are_visible(monkeypatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert _devices([1, "cpu"]) == ["1", "cpu"]
     assert _devices([]) == ["4", "6"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,-1,6")  # as CUDA reads it, which ends at what is no device
+    assert _devices([]) == ["4"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert _devices([]) == ["cpu"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert _devices(None) == ["0", "1"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -270,6 +277,10 @@ def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) 
     assert container[0].get_xdata().tolist() == pytest.approx([-1.1, -3.0])
     assert [round(x, 6) for x, _ in container[2][0].get_segments()[0]] == [-1.2, -1.0]
     assert sources.get_title(loc="left") == "T, large"
+    # In the large size there is nothing to stand beside A yet.
+    drawn.clear()
+    draw(results, [row for row in rows if (row.model, row.size) != ("b", "large")], Path(), "T", "a")
+    assert set(drawn) == {"results", "scaling"}
     # A third model is complete in the large size alone.
     late = Row("c", "C", "large", 1400, 400, {"loss": {1: 4.0}})
     way = [{"tokens": 10, "loss": 9.0}, {"tokens": 20, "loss": 4.0}]

@@ -136,8 +136,10 @@ def _devices(asked: Sequence[int | str] | None) -> list[str]:
         return [str(device) for device in asked]
     import torch
 
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return visible or [str(i) for i in range(torch.cuda.device_count())] or ["cpu"]
+    # Of the names there, those before one of no device (-1) count.
+    count = torch.cuda.device_count()
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name][:count]
+    return visible or [str(i) for i in range(count)] or ["cpu"]
 
 
 def _machine() -> str:

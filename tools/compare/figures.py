@@ -25,8 +25,11 @@ def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path, title: st
         written = [_results(plt, results, rows, styles, folder / "results.png", title)]
         if len({row.size for row in rows}) > 1:
             written.append(_scaling(plt, rows, styles, folder / "scaling.png", title))
-        if len(styles) > 1 and any(len(_sources(row)) > 1 for row in rows):
-            written.append(_by_source(plt, rows, styles, folder / "sources.png", title, reference))
+        largest = max(rows, key=lambda row: row.body).size
+        here = [row for row in rows if row.size == largest]
+        sources = [metric for metric in _sources(here[0]) if all(metric in row.values for row in here)]
+        if len(here) > 1 and len(sources) > 1:
+            written.append(_by_source(plt, here, sources, styles, folder / "sources.png", title, reference))
     return written
 
 
@@ -134,14 +137,17 @@ def _scaling(plt: Any, rows: Sequence[Row], styles: dict[str, Any], out: Path, t
 
 
 def _by_source(
-    plt: Any, rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str, reference: str | None
+    plt: Any,
+    rows: Sequence[Row],
+    sources: Sequence[str],
+    styles: dict[str, Any],
+    out: Path,
+    title: str,
+    reference: str | None,
 ) -> Path:
-    """Loss of every source less the reference's, for the largest size; bars are standard errors over the seeds."""
-    largest = max(rows, key=lambda row: row.body).size
-    here = [row for row in rows if row.size == largest]
-    base = next((row for row in here if row.model == reference), here[0])
-    sources = [metric for metric in _sources(base) if all(metric in row.values for row in here)]
-    others = [row for row in here if row is not base]
+    """Loss of every source less the reference's, of the models of one size; bars are standard errors over the seeds."""
+    base = next((row for row in rows if row.model == reference), rows[0])
+    others = [row for row in rows if row is not base]
     figure, axes = plt.subplots(figsize=(7.2, 1.2 + 0.62 * len(sources)), layout="constrained")
     for number, row in enumerate(others):
         offset = 0.7 * ((number + 0.5) / len(others) - 0.5)
@@ -158,7 +164,7 @@ def _by_source(
     axes.axvline(0, color="#555555", lw=1)
     axes.set_yticks(range(len(sources)), [metric.removeprefix("loss/") for metric in sources])
     axes.set_ylim(len(sources) - 0.4, -0.6)
-    axes.set(xlabel=f"loss less that of {base.label} (nats a token)", title=f"{title}{largest and f', {largest}'}")
+    axes.set(xlabel=f"loss less that of {base.label} (nats a token)", title=f"{title}{base.size and f', {base.size}'}")
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
     return _save(plt, figure, out)
 
