@@ -124,7 +124,7 @@ class Network(Dropping):
         self.model.embedding.lookup = _look_up
         if without_mlp(run):
             for block in self.model.blocks:
-                block.mlp = nn.Identity()
+                block.mlp = _WithoutMLP()
         if run.network.get("head_bias"):
             self.model.head.bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.fp32_residual_connection = bool(run.network.get("fp32_residual_connection"))
@@ -232,6 +232,13 @@ def _through(
         read = _wide_norm(block.norm2, first if block.parallel_residual else x)
         x = x + block.mlp(read.to(narrow))
     return x.to(narrow)
+
+
+class _WithoutMLP(nn.Module):
+    """The identity, as an MLP is called (`models/mlp.py`)."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return x if residual is None else residual + x
 
 
 def _wide_norm(norm: nn.Module, x: Tensor) -> Tensor:
