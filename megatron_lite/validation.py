@@ -52,7 +52,9 @@ def evaluate(
 
     sums = {name: engine.evaluate(watched(data.batches(name, limit))) for name in data.parts}
     # A small part of a masked set may have no masked token, and then says nothing.
-    shares = {name: share for name, share in data.parts.items() if sums[name].weight}
+    weights = {name: part.weight for name, part in sums.items() if part.weight}
+    # Of the whole set every token that is asked for counts alike; a selection stands for the text, with its shares.
+    shares = weights if limit is None else {name: data.parts[name] for name in weights}
     by_part = {f"loss/{name}": sums[name].nll / sums[name].weight for name in shares}
     whole = sum(shares.values()) or math.nan
     loss = sum(share * by_part[f"loss/{name}"] for name, share in shares.items()) / whole

@@ -12,16 +12,18 @@ from megatron_lite.engine import Evaluated
 from megatron_lite.validation import ValidationSet, evaluate
 
 
-def measured(sums: dict[str, Evaluated], shares: dict[str, float], total_bytes: int | None = None) -> dict[str, float]:
-    """Of a set of 100 tokens, of which each part asks for at most 3 micro batches."""
+def measured(
+    sums: dict[str, Evaluated], shares: dict[str, float], total_bytes: int | None = None, limit: int | None = 3
+) -> dict[str, float]:
+    """Of a set of 100 tokens, of which each part is asked for at most `limit` micro batches."""
 
     def part_sums(batches: Any) -> Evaluated:
-        name, limit = batches
-        assert limit == 3
+        name, asked = batches
+        assert asked == limit
         return sums[name]
 
     data = ValidationSet(lambda *batches: batches, shares, total_bytes, total_tokens=100, micro_batches=1)  # type: ignore[arg-type, return-value]
-    return evaluate(SimpleNamespace(evaluate=part_sums), data, 3)  # type: ignore[arg-type]
+    return evaluate(SimpleNamespace(evaluate=part_sums), data, limit)  # type: ignore[arg-type]
 
 
 def test_every_part_counts_by_its_share_of_the_set():
@@ -39,6 +41,14 @@ def test_every_part_counts_by_its_share_of_the_set():
             "evaluated_tokens": 12.0,
         }
     )
+
+
+def test_of_the_whole_set_every_token_that_is_asked_for_counts_alike():
+    """Parts of as many tokens may have masked tokens unevenly: ends of documents are never masked."""
+    sums = {"books": Evaluated(20.0, 10.0, 5.0), "notes": Evaluated(6.0, 2.0, 2.0)}
+    values = measured(sums, {"books": 0.5, "notes": 0.5}, limit=None)
+    assert (values["loss"], values["accuracy"]) == pytest.approx((26 / 12, 7 / 12))
+    assert (values["loss/books"], values["loss/notes"]) == (2.0, 3.0)
 
 
 def test_a_part_in_which_no_token_is_asked_for_has_no_loss_and_leaves_that_of_the_set():
