@@ -28,8 +28,8 @@ from tools.unigram import unigram_baseline
 
 
 def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
-    """The closing text of a run; also draws `loss.png` and then writes `summary.json`, the mark of its end, into the run's
-    folder."""
+    """The closing text of a run; also draws `loss.png`, where a step is logged, and then writes `summary.json`, the mark of
+    its end, into the run's folder."""
     from tools.plot import plot_loss
 
     folder = config.run.path
@@ -80,7 +80,9 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     if samples:
         report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
         lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]
-    plot = plot_loss(folder, baseline=report.get("unigram", {}).get("accuracy"))
+    plot: Path | str = f"none, for no step was logged (logging.interval = {config.logging.interval})"
+    if any(line["kind"] == "train" for line in measured):
+        plot = plot_loss(folder, baseline=report.get("unigram", {}).get("accuracy"))
     write_json(folder / "summary.json", report)
     lines += [
         "",

@@ -74,6 +74,12 @@ def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsy
     assert "embedding.weight: (320, 32) in the checkpoint, (320, 64) in the model" in capsys.readouterr().err
 
 
+def test_a_run_shorter_than_the_interval_of_its_log_comes_to_its_end(arguments, tmp_path, capsys):
+    assert train.main(arguments(**{"logging.interval": 100, "schedule.train_steps": 2})) == 0
+    assert "loss plot    none, for no step was logged (logging.interval = 100)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
 def test_a_run_that_died_after_its_last_step_comes_to_its_end(arguments, tmp_path, capsys):
     def killed(*_: object) -> None:
         raise KeyError("killed")
