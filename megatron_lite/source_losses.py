@@ -40,23 +40,25 @@ def loss_by_source(
 
 
 class SourceLosses:
-    """The loss of each source over the steps since the last line of the log."""
+    """The loss of each source over the steps since the last line of the log.
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self._sums = [[0.0, 0.0] for _ in names]
+    sums: name -> [sum of weight * nll, sum of weight] over these steps. It is kept up to date, for a checkpoint between two
+    lines.
+    """
+
+    def __init__(self, names: Sequence[str], sums: dict[str, list[float]]) -> None:
+        self.names, self._sums = names, sums
 
     def add(self, by_source: Sequence[tuple[float, float]]) -> None:
         """What `loss_by_source` gave for a step; steps that are not finite are left out."""
-        for sums, (nll, weight) in zip(self._sums, by_source, strict=bool(self.names)):
+        for name, (nll, weight) in zip(self.names, by_source, strict=bool(self.names)):
             if math.isfinite(nll):
-                sums[0] += nll
-                sums[1] += weight
+                before = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = [before[0] + nll, before[1] + weight]
 
     def take(self) -> dict[str, float]:
         """`loss/NAME` of the sources that had a share, from here on anew."""
-        values = {
-            f"loss/{name}": nll / weight for name, (nll, weight) in zip(self.names, self._sums, strict=True) if weight
-        }
-        self._sums = [[0.0, 0.0] for _ in self.names]
+        known = ((name, self._sums.get(name, (0.0, 0.0))) for name in self.names)
+        values = {f"loss/{name}": nll / weight for name, (nll, weight) in known if weight}
+        self._sums.clear()
         return values

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -52,6 +52,7 @@ class TrainState:
         seconds: training time so far, over all starts.
         loss_mean: running mean of the spike guard.
         losses_seen: losses that it is of.
+        source_sums: of the steps since the last line of the log, see `SourceLosses`.
         evaluation_due: a signal came first to what is measured after this step; the next start begins with it.
     """
 
@@ -62,6 +63,7 @@ class TrainState:
     seconds: float = 0.0
     loss_mean: float | None = None
     losses_seen: int = 0
+    source_sums: dict[str, list[float]] = field(default_factory=dict)
     evaluation_due: bool = False
 
     @classmethod
@@ -69,7 +71,7 @@ class TrainState:
         """From what a checkpoint stored."""
         # Older ones have no `losses_seen`: every step that was not skipped showed the guard one.
         values = {"losses_seen": values.get("step", 0) - values.get("skipped_steps", 0), **values}
-        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+        return cls(**{known.name: values[known.name] for known in fields(cls) if known.name in values})
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Trainer(Generic[ModelT]):
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._test, self._config_yaml = batches, validation, test, config_yaml
         self._flops_per_token, self._peak_flops, self._sample = flops_per_token, peak_flops, sample
-        self._sources = SourceLosses(sources)
+        self._sources = SourceLosses(sources, state.source_sums)
         self._suites, self._early = suites, early
         self._writer = CheckpointWriter(
             engine,

@@ -87,6 +87,27 @@ def test_a_blend_with_everything_and_its_continuation(arguments, files, tmp_path
     assert f"test loss {test['loss']:.4f} nats/token" in capsys.readouterr().out
 
 
+def test_a_source_has_the_loss_of_all_steps_since_the_last_line_also_where_the_run_was_cut(arguments, files, tmp_path):
+    changes = {
+        "data.corpus": "null",
+        "data.train": files["pile"],
+        "data.order": "reshuffle",
+        "logging.loss_by_source": "true",
+        "logging.interval": 3,
+        "schedule.kind": "constant",
+    }
+    for name, ends in (("whole", [6]), ("parts", [2, 6])):
+        for steps in ends:
+            assert train.main(arguments(name, **changes, **{"schedule.train_steps": steps})) == 0
+    whole, parts = (
+        [{key: line[key] for key in line if key.startswith("loss")} for line in lines(tmp_path / name, "train")]
+        for name in ("whole", "parts")
+    )
+    assert len(whole) == 2
+    assert {"loss/Github", "loss/ArXiv"} <= set(whole[0])
+    assert whole == parts
+
+
 def test_a_part_of_the_validation_text_is_spread_over_each_source(files):
     """The whole once, of both ranks together; a part of it with each source's share, from the first sample to the last."""
     words = [

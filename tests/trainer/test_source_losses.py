@@ -8,10 +8,19 @@ from megatron_lite.source_losses import SourceLosses
 
 
 def test_steps_are_summed_until_they_are_taken():
-    losses = SourceLosses(["books", "web", "code"])
+    losses = SourceLosses(["books", "web", "code"], {})
     losses.add([(6.0, 2.0), (1.0, 1.0), (0.0, 0.0)])
     losses.add([(2.0, 2.0), (math.nan, 5.0), (0.0, 0.0)])  # not finite: left out whole
     losses.add([(4.0, 2.0), (2.0, 2.0), (0.0, 0.0)])
     assert losses.take() == {"loss/books": 2.0, "loss/web": 1.0}  # code had no share
     losses.add([(9.0, 3.0), (0.0, 0.0), (5.0, 1.0)])
     assert losses.take() == {"loss/books": 3.0, "loss/code": 5.0}
+
+
+def test_the_sums_between_two_lines_go_on_from_a_checkpoint():
+    sums = {"books": [6.0, 2.0], "gone": [1.0, 1.0]}  # of another text
+    losses = SourceLosses(["books", "web"], sums)
+    losses.add([(2.0, 2.0), (1.0, 1.0)])
+    assert (sums["books"], sums["web"]) == ([8.0, 4.0], [1.0, 1.0])
+    assert losses.take() == {"loss/books": 2.0, "loss/web": 1.0}
+    assert not sums
