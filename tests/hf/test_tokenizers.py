@@ -90,6 +90,29 @@ def test_sentencepiece_with_a_dummy_prefix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+@pytest.mark.parametrize("spaces", [True, False], ids=["plain", "trimmed"])
+def test_sentencepiece_without_bytes(model_type: str, spaces: bool, tmp_path: Path) -> None:
+    """Names of tokens are found in no text, also where their characters are unknown; of what is at the ends spaces alone go."""
+    import sentencepiece as spm
+
+    rare = str.maketrans("", "", "</>")
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter("\n".join(TEXTS).translate(rare).split("\n")),
+        model_prefix=str(tmp_path / "m"),
+        model_type=model_type,
+        vocab_size=500,
+        normalization_rule_name="identity",
+        add_dummy_prefix=not spaces,
+        remove_extra_whitespaces=not spaces,
+        minloglevel=2,
+    )
+    tokenizer = load_tokenizer("sentencepiece", tmp_path / "m.model")
+    saved(tokenizer, tmp_path / "out")
+    texts = ["</s>", "a</s>b <unk> <s>", "</🙂/>", "a▁b", "\n  a  b \t", " \u3000a \u2028 "]
+    assert check_same_ids(tokenizer, tmp_path / "out", [*texts, *TEXTS, *hard_texts(300)]) > 5000
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_symbols_that_a_user_defined(model_type: str, tmp_path: Path) -> None:
     """SentencePiece takes them whole, wherever they stand, and the spaces at the ends are those of the whole text."""
     import sentencepiece as spm

@@ -8,7 +8,6 @@ classifiers read ([CLS], [SEP]).
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -156,7 +155,7 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
     pieces = [piece.piece.replace("\u2581", space) for piece in proto.pieces]
     if plain and len(set(pieces)) != len(pieces):
         raise ValueError(f"{tokenizer.path} holds pieces with both spaces and U+2581: it cannot be written as JSON")
-    strange: list[str] = []
+    unknowns = None
     has_bytes = any(piece.type == kinds.BYTE for piece in proto.pieces)
     unknown = next(p.piece for p in proto.pieces if p.type == kinds.UNKNOWN)
     if spec.model_type == spec.BPE:
@@ -175,14 +174,15 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
             for piece, entry, is_normal in zip(pieces, proto.pieces, normal, strict=True)
         ]
         core = models.Unigram(scores, unk_id=pieces.index(unknown), byte_fallback=has_bytes)
-        # Characters of theirs that are in no normal piece cost more again: there the text is cut.
+        # A character that is in no normal piece costs more again, so the text is cut at every run of such, which is one unknown
+        # piece or its bytes.
         known = {c for piece, is_normal in zip(pieces, normal, strict=True) if is_normal for c in piece}
-        strange = sorted(set("".join(pieces)) - known)
+        unknowns = Regex(f"[^{_ranges(known)}]+")
     else:
         raise ValueError(f"{tokenizer.path}: only BPE and Unigram models of SentencePiece can be written as JSON")
     model = tokenizers.Tokenizer(core)
-    if strange and has_bytes:
-        model.pre_tokenizer = pre_tokenizers.Split(Regex("[" + "".join(map(re.escape, strange)) + "]"), "isolated")
+    if unknowns is not None:
+        model.pre_tokenizer = pre_tokenizers.Split(unknowns, "isolated")
     whole = [p for p, entry in zip(pieces, proto.pieces, strict=True) if entry.type == kinds.USER_DEFINED]
     if whole and (rules.remove_extra_whitespaces or not plain):
         raise ValueError(
@@ -193,7 +193,11 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
     if rules.precompiled_charsmap:
         steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
     if rules.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        # Spaces alone, and at the end what stands for one.
+        ends = Regex("\\A +|[ \u2581]+\\z")
+        steps += [normalizers.Replace(ends, ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if plain and not has_bytes:  # the trainer's cannot tell the two apart either
+        steps.append(normalizers.Replace("\u2581", " "))
     if not plain:
         if spec.treat_whitespace_as_suffix:
             raise ValueError(f"{tokenizer.path} puts a space after every text: it cannot be written as JSON")
@@ -211,6 +215,13 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
     model.add_special_tokens([tokenizers.AddedToken(piece, special=True, normalized=False) for piece in controls])
     model.add_tokens([tokenizers.AddedToken(piece, special=False, normalized=False) for piece in whole])
     return model
+
+
+def _ranges(characters: set[str]) -> str:
+    """These characters inside the brackets of a regular expression, which takes some 10,000 ranges and no more."""
+    codes = set(map(ord, characters))
+    first, last = (sorted(c for c in codes if c + step not in codes) for step in (-1, 1))
+    return "".join(f"\\x{{{a:X}}}-\\x{{{b:X}}}" for a, b in zip(first, last, strict=True))
 
 
 def _merges(pieces: Sequence[str], scores: Sequence[float], normal: Sequence[bool]) -> list[tuple[str, str]]:
