@@ -111,7 +111,7 @@ class MetalionForCausalLM(_Predicting, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """input_ids: [batch, length] int, or inputs_embeds [batch, length, hidden_size] -> logits [batch, length, vocab].
 
-        attention_mask: [batch, length], or [batch, seen + length] with a cache; 1 for real tokens, padded on either side.
+        attention_mask: [batch, length], or [batch, seen + length] with a cache; 1 for real tokens, padding anywhere.
         past_key_values: what an earlier call returned; it is moved on, not copied. labels: [batch, length] int, not
         shifted, -100 counts nothing; `num_items_in_batch` among kwargs divides the summed loss. logits_to_keep: only the
         last so many positions, 0 for all. hidden_states are the input of every block and the last hidden state after

@@ -121,7 +121,15 @@ class MetalionPreTrainedModel(PreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
-        mask = _mask_of(attention_mask, given.shape[1])
+        mask = asked = _mask_of(attention_mask, given.shape[1])
+        order = _together(mask)
+        if mask is not None and order is not None:
+            rows = torch.arange(len(order), device=order.device)[:, None]
+            mask = mask[rows, order]
+            if input_ids is not None:
+                input_ids = input_ids[rows, order]
+            else:
+                inputs_embeds = given[rows, order]
         cache = past_key_values
         if cache is not None and not isinstance(cache, RecurrentCache):
             raise ValueError(
@@ -147,7 +155,10 @@ class MetalionPreTrainedModel(PreTrainedModel):
         if use_cache and cache is not None:
             cache.states = new_states
             cache.seen += hidden.shape[1]
-        return hidden, mask, cache if use_cache else None, collected
+        if order is not None:
+            back = order.argsort(1)
+            hidden, *collected = (x[rows.to(x.device), back.to(x.device)] for x in (hidden, *collected))
+        return hidden, asked, cache if use_cache else None, collected
 
     def _embed(
         self,
@@ -183,6 +194,15 @@ def _resized(old: Tensor, rows: int, std: float | None) -> nn.Parameter:
     else:
         new[len(old) :] = old.mean(0)
     return nn.Parameter(new, requires_grad=old.requires_grad)
+
+
+def _together(mask: Tensor | None) -> Tensor | None:
+    """[batch, length]: the real positions of every row in their order and then its padding; None where no padding stands
+    between real tokens. Convolutions look at neighbours, and padding there would be one."""
+    if mask is None or torch.compiler.is_compiling():
+        return None
+    begins = torch.cat([mask[:, :1], mask[:, 1:] & ~mask[:, :-1]], 1)
+    return (~mask).int().argsort(dim=1, stable=True) if bool((begins.sum(1) > 1).any()) else None
 
 
 def _mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:

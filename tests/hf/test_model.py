@@ -99,6 +99,23 @@ def test_padding_with_learned_positions() -> None:
         torch.testing.assert_close(logits[1][mask[1].bool()], model(prompts[1][None]).logits[0], rtol=1e-5, atol=1e-5)
 
 
+def test_padding_between_real_tokens() -> None:
+    """As when texts of a batch are padded and text is added to each: also where a cache goes on from there."""
+    model = causal_model()
+    ids, mask = tokens(3, 9), torch.ones(3, 9, dtype=torch.long)
+    mask[0, 2:5] = mask[1, :3] = mask[1, 4] = mask[2, 8] = 0
+    whole = model(ids, attention_mask=mask, output_hidden_states=True)
+    first = model(ids[:, :3], attention_mask=mask[:, :3], use_cache=True)
+    rest = model(ids[:, 3:], attention_mask=mask, past_key_values=first.past_key_values)
+    embeds = F.embedding(ids, model.get_input_embeddings().weight)
+    for row, real in enumerate(mask.bool()):
+        alone = model(ids[row : row + 1, real], output_hidden_states=True)
+        torch.testing.assert_close(whole.logits[row, real], alone.logits[0])
+        torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1)[row, real], alone.logits[0])
+        torch.testing.assert_close(whole.hidden_states[1][row, real], alone.hidden_states[1][0])
+    torch.testing.assert_close(model(inputs_embeds=embeds, attention_mask=mask).logits, whole.logits)
+
+
 def test_a_mask_that_is_too_short() -> None:
     with pytest.raises(ValueError, match=r"attention_mask \[1, 3\]: expected \[batch, 5\]"):
         causal_model()(tokens(1, 5), attention_mask=torch.ones(1, 3))
