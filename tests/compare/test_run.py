@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import signal
@@ -21,9 +20,7 @@ import yaml
 from data.files import write_whole
 from megatron_lite.metrics import read_metrics
 from tools.compare.__main__ import _devices, main
-from tools.compare.figures import _styles, draw
 from tools.compare.plan import Run, plan_runs, read_comparison
-from tools.compare.results import Result, Row, markdown, tables
 from tools.compare.run import _Slot, run_all
 
 WORDS = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
@@ -242,101 +239,6 @@ def test_a_run_that_diverged_stands_last_and_spoils_no_other(place: Path, monkey
         assert run["step_seconds"] == pytest.approx(8 * statistics.mean(logged), abs=0.006)
 
 
-def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Courses: mean and range of the seeds; scaling: parameters without embeddings; sources: less the reference, largest size."""
-    drawn: dict[str, Any] = {}
-
-    def keep(plt: Any, figure: Any, out: Path) -> Path:
-        drawn[out.stem] = figure
-        return out
-
-    monkeypatch.setattr("tools.compare.figures._save", keep)
-    rows, results = [], []
-    for size, body in (("small", 100), ("large", 400)):
-        for model, loss in (("a", 2.0), ("b", 1.0)):
-            ends = {1: loss + 0.1, 2: loss + 0.5}
-            values = {"loss": ends, "loss/x": {1: loss, 2: 1.2 * loss}, "loss/y": dict.fromkeys(ends, 3 * loss + body)}
-            rows.append(Row(model, model.upper(), size, 1000 + body, body, values))
-            for seed, end in ends.items():
-                run: Any = SimpleNamespace(model=model, size=size)
-                course = [{"tokens": 10, "loss": 9.0 + seed}, {"tokens": 20, "loss": end}]
-                results.append(Result(run, course, course[-1], 20, 1.0))
-    draw(results, rows, Path(), "T", "a")
-    (scaling,) = drawn["scaling"].axes
-    found = {container.get_label(): container for container in scaling.containers}
-    for label, loss in (("A", 2.3), ("B", 1.3)):
-        line, _, (bars,) = found[label]
-        assert line.get_xdata().tolist() == [100, 400]
-        assert line.get_ydata().tolist() == pytest.approx([loss, loss])
-        assert [y for _, y in bars.get_segments()[0]] == pytest.approx([loss - 0.2, loss + 0.2])
-    assert scaling.get_xscale() == "log"
-    assert [label.get_text() for label in scaling.get_xticklabels()] == ["0.0001 M", "0.0004 M"]
-    (sources,) = drawn["sources"].axes
-    (container,) = sources.containers
-    assert container.get_label() == "B"
-    assert container[0].get_xdata().tolist() == pytest.approx([-1.1, -3.0])
-    assert [round(x, 6) for x, _ in container[2][0].get_segments()[0]] == [-1.2, -1.0]
-    assert sources.get_title(loc="left") == "T, large"
-    # In the large size there is nothing to stand beside A yet.
-    drawn.clear()
-    draw(results, [row for row in rows if (row.model, row.size) != ("b", "large")], Path(), "T", "a")
-    assert set(drawn) == {"results", "scaling"}
-    # A third model is complete in the large size alone.
-    late = Row("c", "C", "large", 1400, 400, {"loss": {1: 4.0}})
-    way = [{"tokens": 10, "loss": 9.0}, {"tokens": 20, "loss": 4.0}]
-    alone: Any = SimpleNamespace(model="c", size="large")
-    draw([*results, Result(alone, way, way[-1], 20, 1.0)], [*rows, late], Path(), "T", "a")
-    legend = drawn["results"].axes[3].get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == ["B", "A", "C"]
-    colors = {line.get_label(): line.get_color() for line in drawn["results"].axes[3].lines}
-    assert [line.get_color() for line in legend.get_lines()] == [colors[name] for name in "BAC"]
-    assert len(set(colors.values())) == 3
-    course = next(line for line in drawn["results"].axes[2].lines if line.get_label() == "A")
-    assert course.get_xdata().tolist() == [10, 20]
-    assert course.get_ydata().tolist() == pytest.approx([10.5, 2.3])
-    seeds = [line for line in drawn["results"].axes[0].lines if line.get_marker() == "o"]
-    assert [line.get_xdata().tolist() for line in seeds] == [pytest.approx([1.1, 1.5]), pytest.approx([2.1, 2.5])]
-
-
-def test_the_ends_and_the_way_there_of_masked_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Percent of tokens found; the lowest loss on top; the way: at the validations that all complete seeds have."""
-    drawn: dict[str, Any] = {}
-    monkeypatch.setattr("tools.compare.figures._save", lambda _plt, figure, out: drawn.setdefault(out.stem, figure))
-    rows, results = [], []
-    for size, more in (("small", 0.0), ("large", 0.2)):
-        for model, loss in (("a", 2.0), ("b", 1.0)):
-            ends = {1: 0.25 + more, 2: 0.5 + more} if model == "a" else {1: 0.125}
-            rows.append(Row(model, model.upper(), size, 1, 1, {"loss": dict.fromkeys(ends, loss), "accuracy": ends}))
-            for seed, end in ends.items():
-                run: Any = SimpleNamespace(model=model, size=size)
-                points = {1: (10, 20, 30), 2: (20, 25, 30)}[seed] if model == "a" else (30,)
-                course = [{"tokens": at, "loss": 9.0, "accuracy": end * at / 30} for at in points]
-                results.append(Result(run, course, course[-1], 30, 1.0))
-            results.append(Result(run, [{"tokens": 20, "accuracy": 0.0}], None, 20, 1.0))
-    draw(results, rows, Path(), "T", "a")
-    assert set(drawn) == {"results", "scaling"}
-    top, way = drawn["results"].axes[0], drawn["results"].axes[2]
-    assert [label.get_text() for label in top.get_yticklabels()] == ["B", "A"]
-    assert top.get_ylim()[0] > top.get_ylim()[1]
-    assert top.get_xlabel() == "masked tokens found, %; circles: seeds"
-    assert [line.get_xdata() for line in top.lines if line.get_marker() == "|"] == [[12.5], [37.5]]
-    (line,) = way.lines  # of b there is the end alone
-    assert line.get_xdata().tolist() == [20, 30]
-    assert line.get_ydata().tolist() == pytest.approx([25.0, 37.5])
-    (band,) = way.collections
-    corners = {(float(x), round(float(y), 6)) for x, y in band.get_paths()[0].vertices}
-    assert corners == {(20, 16.666667), (20, 33.333333), (30, 25.0), (30, 50.0)}
-    assert way.xaxis.get_major_formatter()(2.5e6) == "2.5 M"
-
-
-def test_a_masked_model_beside_a_causal_one_is_drawn_by_its_loss(tmp_path: Path) -> None:
-    rows = [
-        Row("a", "A", "", 1, 1, {"loss": {1: 2.0}, "accuracy": {1: 0.5}}),
-        Row("b", "B", "", 1, 1, {"loss": {1: 1.0}}),
-    ]
-    assert draw([], rows, tmp_path, "T", None) == [tmp_path / "results.png"]
-
-
 def test_runs_go_out_seed_by_seed_and_the_longest_first(place: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(place)
     runs = [replace(run, folder=tmp_path / run.name) for run in plan_runs(read_comparison(Path("tiny.yml")))]
@@ -403,50 +305,3 @@ def test_without_validation_text_nothing_is_trained(place: Path, monkeypatch, ca
     assert main(["tiny.yml", "--name", "blind", "--data", "all.yml", "--devices", "cpu"]) == 2
     assert "data.validation_fraction above 0" in capsys.readouterr().err
     assert not list(Path("runs/blind").glob("*/train.log"))
-
-
-def test_the_table_of_one_size_and_one_source() -> None:
-    values = {"loss": {1: 2.0, 2: 3.0}, "accuracy": {1: 0.25, 2: 0.75}, "loss/x": {1: 2.0, 2: 3.0}}
-    text = tables([Row("a", "A", "", 4321, 1234, values)])
-    head, _, line = (row.split("|") for row in text.splitlines()[:3])
-    assert dict(zip(map(str.strip, head), map(str.strip, line), strict=True)) == {
-        "": "",
-        "model": "A",
-        "parameters": "4,321",
-        "without embeddings": "1,234",
-        "seeds": "2",
-        "validation loss": "2.5000 ± 0.7071",
-        "less A": "-",
-        "tokens found, %": "50.00 ± 35.36",
-    }
-    assert "#" not in text
-    assert "by source" not in text
-
-
-def test_nine_models_are_told_apart(tmp_path: Path) -> None:
-    styles = _styles([str(number) for number in range(16)]).values()
-    assert len({(style["color"], style["ls"], style["marker"]) for style in styles}) == 16
-    assert len({(style["color"], style["ls"]) for style in styles}) == 16
-    # Of one alone there is no difference to draw.
-    one = Row("a", "A", "", 1, 1, {"loss": {1: 2.0}, "loss/x": {1: 2.0}, "loss/y": {1: 2.0}})
-    assert draw([], [one], tmp_path, "T", None) == [tmp_path / "results.png"]
-
-
-def test_a_bar_in_a_name_is_no_column() -> None:
-    head, _, line = markdown(["model", "loss"], [["a|b", "1"]]).splitlines()
-    assert line == r"| a\|b  |    1 |"
-    assert len(head) == len(line)
-
-
-def test_differences_are_paired_by_seed() -> None:
-    """Over the seeds that both have; one alone has no error."""
-    one, other, third = (
-        Row(name, name, "", 1, 1, {"loss": values})
-        for name, values in (("a", {1: 2.0, 2: 3.0, 3: 5.0}), ("b", {1: 1.0, 4: 0.0, 2: 1.0}), ("c", {3: 4.0}))
-    )
-    assert one.less(other, "loss") == pytest.approx((1.5, statistics.stdev([1, 2]) / math.sqrt(2)))
-    assert other.less(one, "loss")[0] == -1.5
-    change, error = one.less(third, "loss")
-    assert change == 1.0
-    assert math.isnan(error)
-    assert all(map(math.isnan, other.less(third, "loss")))
