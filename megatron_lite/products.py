@@ -35,9 +35,9 @@ class Products:
         out: Tensor | None = None,
     ) -> Tensor:
         """a b + bias + addend. a: [m, k], b: [k, n], bias: [n] or None, addend: [m, n] or None -> [m, n], in `out` if given."""
-        product = Product.of(a, b, bias, addend, out) if a.is_cuda else None
-        algorithm = None if product is None else self._algorithms.get(product.name)
-        if product is None or algorithm is None or not self._ready(a.device):
+        product = Product.of(a, b, bias, addend, out)
+        algorithm = None if product is None else self._algorithm(product, a)
+        if product is None or algorithm is None:
             y = torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
             return y if addend is None else y.add_(addend)
         assert self._library is not None
@@ -52,6 +52,11 @@ class Products:
         """x: [..., in], weight: [out, in], bias: [out] or None, addend: [..., out] or None -> [..., out]."""
         rows = None if addend is None else addend.reshape(-1, len(weight))
         return self.mm(x.reshape(-1, x.shape[-1]), weight.t(), bias, rows).view(*x.shape[:-1], len(weight))
+
+    def _algorithm(self, product: Product, a: Tensor) -> bytes | None:
+        """For this product, whose first matrix is a; None leaves it to PyTorch."""
+        algorithm = self._algorithms.get(product.name) if a.is_cuda else None
+        return algorithm if algorithm is not None and self._ready(a.device) else None
 
     def _ready(self, device: torch.device) -> bool:
         if self._library is None:

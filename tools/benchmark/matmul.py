@@ -139,19 +139,9 @@ class _Recorder(Products):
         super().__init__(CublasLtConfig())
         self.counts: Counter[Product] = Counter()
 
-    def mm(
-        self,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None = None,
-        addend: Tensor | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        product = Product.of(a, b, bias, addend, out)
-        if product is not None and 2 * product.m * product.k * product.n >= SMALLEST:
+    def _algorithm(self, product: Product, a: Tensor) -> None:
+        if 2 * product.m * product.k * product.n >= SMALLEST:
             self.counts[product] += 1
-        return super().mm(a, b, bias, addend, out=out)
 
 
 def _products(config: Any, length: int, batch: int) -> Counter[Product]:
