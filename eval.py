@@ -107,7 +107,7 @@ def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
             f"{options.checkpoint}: perplexity is of a run or a checkpoint, and this is neither; of a Hugging Face folder "
             "python -m tools.convert_hf import FOLDER RUN makes one, and --suite and --tasks take it as it is"
         )
-    from data.corpora import source_files
+    from data.corpus.discovery import source_files
     from data.indexed import IndexedTokens
 
     found = find_model(options.checkpoint, device=options.device, dtype=options.dtype)
@@ -172,7 +172,7 @@ def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[s
 
     Raises ValueError for a file of another kind of results.
     """
-    from data.files import write_json
+    from data.atomic_io import write_json
     from megatron_lite.checkpoint_folder import versions
     from tools.evaluation.outputs import earlier_results
 

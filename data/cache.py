@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import naming
+from .atomic_io import naming
 
 
 def cached_arrays(

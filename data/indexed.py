@@ -28,7 +28,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import naming
+from .atomic_io import naming
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import read_json, written_aside
+from .atomic_io import read_json, written_aside
 from .tokenizer import Tokenizer, load_tokenizer
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import written_aside
+from .atomic_io import written_aside
 
 TOKENIZER_TYPES = ("sentencepiece", "hf", "wordpiece", "bytes")
 

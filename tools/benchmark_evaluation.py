@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
+from data.atomic_io import write_whole
 from tools.arguments import above_zero, command, command_line, positive
 from tools.evaluation.whole_sets import write_whole_sets
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from data.files import read_json, write_json, write_whole
+from data.atomic_io import read_json, write_json, write_whole
 from tools.arguments import command, command_line, positive, words
 from tools.yaml_file import read_as
 

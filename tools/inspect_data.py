@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from data.corpus.document_sources import read_sources
+from data.datasets.sample_index import ORDERS
 from data.indexed import IndexedTokens
 from data.manifest import manifest_tokenizer, read_manifest
-from data.sample_index import ORDERS
-from data.sources import read_sources
 from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
 from tools.arguments import check_picture, command, command_line, from_zero, positive
 
@@ -95,7 +95,7 @@ def _print_document(tokens: IndexedTokens, number: int, tokenizer: Tokenizer | N
 
 
 def _print_sample(options: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
-    from data.causal import CausalDataset
+    from data.datasets.causal import CausalDataset
 
     dataset = CausalDataset(
         options.prefix,

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.files import read_json, write_whole
+from data.atomic_io import read_json, write_whole
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer
 from data.manifest import read_manifest as read_data_manifest
-from data.prepare import Prepared, prepare_corpus
+from data.preprocessing.prepare_corpus import Prepared, prepare_corpus
 from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
 from megatron_lite.checkpoint import CheckpointError, read_config_yaml, read_manifest, read_weights, resolve
 from megatron_lite.config_schema import DataConfig

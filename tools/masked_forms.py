@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files import write_json
+from data.atomic_io import write_json
 from tools.arguments import check_picture, command, command_line, positive
 
 FORMS = ("parallel", "chunked", "recurrent")

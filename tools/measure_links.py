@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.files import write_whole
+from data.atomic_io import write_whole
 from tools.arguments import check_writable, command, command_line, positive
 
 if TYPE_CHECKING:

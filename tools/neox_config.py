@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
+from data.atomic_io import write_whole
 from megatron_lite.config import ConfigError, load_config
 from megatron_lite.config_files import parse_yaml
 from tools.arguments import command_line, positive

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.causal import SequentialDataset
-from data.corpora import source_files
+from data.corpus.discovery import source_files
+from data.corpus.readers import read_documents
+from data.datasets.causal import SequentialDataset
 from data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from data.loader import batches
 from data.manifest import check_tokenizer, read_manifest
-from data.readers import read_documents
 from data.tokenizer import Tokenizer
 from tools.load_model import LoadedModel, data_config, prepare
 

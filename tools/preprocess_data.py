@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data.corpora import source_files
-from data.encode import Recipe
-from data.preprocess import finished, preprocess
-from data.readers import SOURCE_KEY
+from data.corpus.discovery import source_files
+from data.corpus.readers import SOURCE_KEY
+from data.preprocessing.encode import Recipe
+from data.preprocessing.pipeline import finished, preprocess
 from tools.arguments import command, command_line, from_zero, positive, share
 
 # GPT-NeoX's and Megatron-LM's names for what can be read here.

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
+from data.atomic_io import write_whole
 from megatron_lite.metrics import read_metrics
 
 PAGE = Path(__file__).with_name("report_page.html")

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from data.blend import Shares, training_dataset
-from data.causal import Packing, SequentialDataset
+from data.corpus.document_sources import read_sources
+from data.datasets.blend import Shares, training_dataset
+from data.datasets.causal import Packing, SequentialDataset
+from data.datasets.masked import MaskedDataset
+from data.datasets.masking import masking_of
 from data.indexed import IndexedTokens
 from data.loader import Dataset, MicroBatch, ReadAhead, batches
-from data.masked import MaskedDataset
-from data.masking import masking_of
-from data.sources import read_sources
 from data.tokenizer import Tokenizer
 from megatron_lite.config_schema import Config
 from megatron_lite.grid import Grid

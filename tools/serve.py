@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from data.files import read_json
+from data.atomic_io import read_json
 from tools.arguments import command, command_line
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from data.files import write_json
+from data.atomic_io import write_json
 from megatron_lite.agreement import configuration_facts
 from megatron_lite.checkpoint import layout_words, names_own, read_config_yaml, read_manifest, resolve
 from megatron_lite.config import dump_config

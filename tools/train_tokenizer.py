@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.corpora import source_files
-from data.files import read_json, write_whole
-from data.readers import read_documents
-from data.split import TextSample, split_position
+from data.atomic_io import read_json, write_whole
+from data.corpus.discovery import source_files
+from data.corpus.readers import read_documents
+from data.corpus.split import TextSample, split_position
 from data.tokenizer import check_sentencepiece_size, load_tokenizer, train_sentencepiece
 from tools.arguments import command, command_line, positive
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..forgetting import forgettable
-from ..kernels import can_take
 from ..precision import wide
+from . import can_take
 
 
 def metala_epilogue(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from data.files import write_whole
+from data.atomic_io import write_whole
 from megatron_lite.metrics import read_metrics
 from tools.compare.__main__ import _devices, main
 from tools.compare.plan import Run, plan_runs, read_comparison

@@ -1,8 +1,8 @@
 import pytest
 
-from data import preprocess
-from data.corpora import stdlib_files
-from data.readers import read_documents
+from data.corpus.discovery import stdlib_files
+from data.corpus.readers import read_documents
+from data.preprocessing import pipeline as preprocess
 from data.tokenizer import SentencePieceTokenizer, train_sentencepiece
 from tests.data.inline_pool import Inline
 

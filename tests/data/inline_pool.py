@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from data.encode import Recipe, encode_block
-from data.readers import Block
+from data.corpus.readers import Block
+from data.preprocessing.encode import Recipe, encode_block
 from data.tokenizer import load_tokenizer
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import zstandard
 
-from data import encode
-from data.causal import CausalDataset
+from data.datasets.causal import CausalDataset
 from data.indexed import IndexedWriter
 from data.manifest import read_manifest
+from data.preprocessing import encode
 from data.tokenizer import load_tokenizer
 from tools.load_model import prepared_data
 from tools.preprocess_data import main

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.blend import BlendedDataset, Shares, blend_order, normalised, running_counts, training_dataset
-from data.causal import CausalDataset
+from data.datasets.blend import BlendedDataset, Shares, blend_order, normalised, running_counts, training_dataset
+from data.datasets.causal import CausalDataset
 from data.indexed import IndexedWriter
 
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)

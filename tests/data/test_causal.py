@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.cache import cached_arrays
-from data.causal import CausalDataset, SequentialDataset
+from data.datasets.causal import CausalDataset, SequentialDataset
+from data.datasets.masked import MaskedDataset
+from data.datasets.masking import IGNORED_LABEL, masking_of
+from data.datasets.sample_index import build_reshuffled_index, build_sample_index, epochs_needed
 from data.indexed import IndexedTokens, IndexedWriter, bin_path
-from data.masked import MaskedDataset
-from data.masking import IGNORED_LABEL, masking_of
-from data.sample_index import build_reshuffled_index, build_sample_index, epochs_needed
 from data.tokenizer import load_tokenizer
 
 SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from data import readers
-from data.corpora import SourceFile, source_files, stdlib_files
-from data.readers import Document, parse_block, read_blocks, read_documents
+from data.corpus import readers
+from data.corpus.discovery import SourceFile, source_files, stdlib_files
+from data.corpus.readers import Document, parse_block, read_blocks, read_documents
 
 
 def lines(*texts: str, key: str = "text") -> bytes:

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from data.corpora import source_files
-from data.encode import Recipe
+from data.corpus.discovery import source_files
 from data.indexed import IndexedWriter
-from data.prepare import prepare_corpus
-from data.preprocess import preprocess
+from data.preprocessing.encode import Recipe
+from data.preprocessing.pipeline import preprocess
+from data.preprocessing.prepare_corpus import prepare_corpus
 from data.tokenizer import load_tokenizer
 from tools import inspect_data, train_tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from data.files import folder_aside, write_json
+from data.atomic_io import folder_aside, write_json
 
 
 def write(folder: Path, name: str, overwrite: bool = False) -> None:

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.causal import CausalDataset, Packing
+from data.datasets.causal import CausalDataset, Packing
+from data.datasets.masked import MaskedDataset
+from data.datasets.masking import masking_of
 from data.indexed import IndexedWriter
 from data.loader import ReadAhead, batches
-from data.masked import MaskedDataset
-from data.masking import masking_of
 from data.sampler import step_samples
 from data.tokenizer import load_tokenizer
 from megatron_lite.config_schema import BatchConfig, RampConfig

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.corpus.document_sources import SourceTable, write_sources
+from data.datasets.masked import MaskedDataset
+from data.datasets.masking import IGNORED_LABEL, Masking, joints, masking_of, word_numbers
 from data.indexed import IndexedTokens, IndexedWriter
 from data.loader import batches
 from data.manifest import write_manifest
-from data.masked import MaskedDataset
-from data.masking import IGNORED_LABEL, Masking, joints, masking_of, word_numbers
-from data.sources import SourceTable, write_sources
 from data.tokenizer import load_tokenizer
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(30)), "##a", "##b", "."]

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.blend import Shares, training_dataset
-from data.causal import CausalDataset, Packing, Part, SequentialDataset
+from data.corpus.document_sources import SourceTable, read_sources, write_sources
+from data.datasets.blend import Shares, training_dataset
+from data.datasets.causal import CausalDataset, Packing, Part, SequentialDataset
 from data.indexed import IndexedWriter
 from data.loader import batches
 from data.manifest import write_manifest
-from data.sources import SourceTable, read_sources, write_sources
 
 SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any)
 EVERYTHING = Packing(reset_at_documents=True, mask_boundaries=True, sources=True)

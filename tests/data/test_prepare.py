@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from data import prepare
-from data.causal import SequentialDataset
+from data.corpus.split import TextSample
+from data.datasets.causal import SequentialDataset
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, manifest_tokenizer
-from data.prepare import Prepared, prepare_corpus
-from data.split import TextSample
+from data.preprocessing import prepare_corpus as prepare
+from data.preprocessing.prepare_corpus import Prepared, prepare_corpus
 from data.tokenizer import load_tokenizer
 
 

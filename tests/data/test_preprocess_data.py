@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import preprocess as module
-from data import readers
-from data.corpora import SourceFile, source_files
-from data.encode import Recipe
+from data.corpus import readers
+from data.corpus.discovery import SourceFile, source_files
+from data.corpus.document_sources import read_sources, sources_path
+from data.corpus.readers import Document, read_blocks
+from data.corpus.split import split_position
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, read_manifest, write_manifest
-from data.parts import finished_reports
-from data.prepare import prepare_corpus
-from data.preprocess import finished, preprocess
-from data.readers import Document, read_blocks
-from data.sources import read_sources, sources_path
-from data.split import split_position
+from data.preprocessing import pipeline as module
+from data.preprocessing.encode import Recipe
+from data.preprocessing.pipeline import finished, preprocess
+from data.preprocessing.prepare_corpus import prepare_corpus
+from data.preprocessing.shards import finished_reports
 from data.tokenizer import load_tokenizer
 from tests.data.inline_pool import Inline
 from tools.preprocess_data import main

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data.corpora import stdlib_files
-from data.readers import read_documents
+from data.corpus.discovery import stdlib_files
+from data.corpus.readers import read_documents
 from data.tokenizer import load_tokenizer, train_sentencepiece
 
 CODE = st.text(alphabet=" \n\t\r\0abcdef_=():\u2581é漢\U0001f600<|>", max_size=60)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import eval as command
-from data.causal import SequentialDataset
+from data.datasets.causal import SequentialDataset
 from tests.cli.conftest import ROOT, environment
 from tests.parallel.launch import free_port
 from tools import convert_hf

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from data.datasets.masked import MaskedDataset
+from data.datasets.masking import masking_of
 from data.indexed import IndexedWriter
-from data.masked import MaskedDataset
-from data.masking import masking_of
 from tools import masked_forms
 from tools.length import __main__ as length_tool
 from tools.load_model import load_model

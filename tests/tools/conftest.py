@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.causal import CausalDataset, SequentialDataset
+from data.datasets.causal import CausalDataset, SequentialDataset
 from data.loader import batches
 from data.tokenizer import load_tokenizer
 from megatron_lite import engine_checkpoint

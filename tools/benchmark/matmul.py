@@ -20,7 +20,7 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from data.files import write_whole
+from data.atomic_io import write_whole
 from megatron_lite.config_schema import CublasLtConfig
 from megatron_lite.cublaslt import CLUSTER, CUSTOM, TILE, CublasLt, Product, library
 from megatron_lite.fan_out import join_fan_outs

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from data.files import write_whole
+from data.atomic_io import write_whole
 
 
 def machine() -> str:

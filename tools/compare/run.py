@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.files import write_whole
+from data.atomic_io import write_whole
 from megatron_lite.metrics import FILE_NAME
 from tools.compare.plan import Run, differing_keys
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.corpora import source_files
+from data.corpus.discovery import source_files
+from data.corpus.readers import read_documents
 from data.indexed import IndexedTokens
-from data.readers import read_documents
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint import Weights
 from models.config import ModelConfig

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.files import folder_aside
+from data.atomic_io import folder_aside
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint import Weights, read_config_yaml, resolve
 from megatron_lite.tensor_stream import write_tensors

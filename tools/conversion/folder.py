@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from data.files import read_json
+from data.atomic_io import read_json
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.files import folder_aside
+from data.atomic_io import folder_aside
 from data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint_folder import write_weights
 from megatron_lite.config import ConfigError, dump_config, load_config

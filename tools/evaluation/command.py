@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files import read_json, write_whole
+from data.atomic_io import read_json, write_whole
 from tools.evaluation.harness import (
     Prepared,
     Request,

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from data import files
-from data.files import read_json, write_whole
+from data import atomic_io as files
+from data.atomic_io import read_json, write_whole
 from tools.evaluation import multirc
 from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 from tools.evaluation.tasks import LoadedTask, load_tasks

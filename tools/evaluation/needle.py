@@ -329,7 +329,7 @@ def _validation_text(loaded: LoadedModel, tokens: int) -> str:
 
 
 def _write(out: Path, results: dict[str, Any], text: str) -> None:
-    from data.files import write_whole
+    from data.atomic_io import write_whole
     from tools.evaluation.harness import write_json
 
     write_json(out, results)

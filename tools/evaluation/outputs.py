@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.files import read_json
+from data.atomic_io import read_json
 
 # Kind of results -> the key that its files alone have, and what they are.
 KINDS = {

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.causal import SequentialDataset
+from data.datasets.causal import SequentialDataset
 from data.loader import batches
 from models.lm import LanguageModel
 from models.precision import wide

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.readers import decompressed
+from data.corpus.readers import decompressed
 from tools.evaluation.suites import UnknownNameError, nearest
 
 if TYPE_CHECKING:

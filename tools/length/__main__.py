@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.files import write_json
+from data.atomic_io import write_json
 from tools.arguments import check_picture, command, command_line, positive
 
 if TYPE_CHECKING:

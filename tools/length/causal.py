@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.causal import SequentialDataset
+from data.datasets.causal import SequentialDataset
 from tools.evaluation.positions import token_nll
 from tools.load_model import LoadedModel
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from data.masked import MaskedDataset
-from data.masking import masking_of
+from data.datasets.masked import MaskedDataset
+from data.datasets.masking import masking_of
 from tools.length.causal import pieces_read
 from tools.load_model import LoadedModel
 

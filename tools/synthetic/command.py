@@ -174,7 +174,7 @@ def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
 
 
 def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
-    from data.files import write_whole
+    from data.atomic_io import write_whole
 
     from .curves import draw_curves
     from .experiment import sweeps

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data.files import written_aside
+from data.atomic_io import written_aside
 
 from .experiment import Run
 

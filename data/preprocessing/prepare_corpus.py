@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from .cache import built_folder
-from .corpora import Corpus, SourceFile, source_files
-from .files import naming
-from .indexed import IndexedWriter, token_dtype
-from .manifest import describe_tokenizer, write_manifest
-from .readers import SOURCE_KEY, Document, parse_block, read_blocks
-from .sources import SourceTable, write_sources
-from .split import TextSample, split_position, text_digest
-from .tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from ..atomic_io import naming
+from ..cache import built_folder
+from ..corpus.discovery import Corpus, SourceFile, source_files
+from ..corpus.document_sources import SourceTable, write_sources
+from ..corpus.readers import SOURCE_KEY, Document, parse_block, read_blocks
+from ..corpus.split import TextSample, split_position, text_digest
+from ..indexed import IndexedWriter, token_dtype
+from ..manifest import describe_tokenizer, write_manifest
+from ..tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 
 PREPARE_VERSION = 5
 TOKENIZER_SAMPLE = 48 * 2**20

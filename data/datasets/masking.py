@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .tokenizer import Tokenizer
+from ..tokenizer import Tokenizer
 
 IGNORED_LABEL = -100
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .indexed import LONGEST_SEQUENCE, token_dtype
-from .readers import SOURCE_KEY, Block, parse_block
-from .split import split_position, text_digest
-from .tokenizer import Tokenizer
+from ..corpus.readers import SOURCE_KEY, Block, parse_block
+from ..corpus.split import split_position, text_digest
+from ..indexed import LONGEST_SEQUENCE, token_dtype
+from ..tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .corpora import SourceFile
+from ..corpus.discovery import SourceFile
+from ..corpus.readers import Block, read_blocks
+from ..indexed import bin_path, idx_path, token_dtype
+from ..manifest import read_manifest, same_tokenizer
+from ..tokenizer import Tokenizer, load_tokenizer
 from .encode import Encoded, Recipe, encode_block
-from .indexed import bin_path, idx_path, token_dtype
-from .manifest import read_manifest, same_tokenizer
-from .parts import Part, finished_reports, join_parts, read_digests
-from .readers import Block, read_blocks
-from .tokenizer import Tokenizer, load_tokenizer
+from .shards import Part, finished_reports, join_parts, read_digests
 
 PREPROCESS_VERSION = 2
 PART_BLOCKS = 256  # a part is about as many MiB of text

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .indexed import IndexedTokens
+from ..corpus.document_sources import read_sources
+from ..indexed import IndexedTokens
 from .sample_index import cached_sample_index
-from .sources import read_sources
 
 Sample = dict[str, torch.Tensor]
 Part = tuple[int, int, int]  # sequence id, first token, tokens

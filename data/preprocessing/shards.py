@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from .corpora import SourceFile
+from ..atomic_io import written_aside
+from ..corpus.discovery import SourceFile
+from ..corpus.document_sources import SourceTable, sources_path, write_sources
+from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
+from ..manifest import describe_tokenizer, manifest_path, write_manifest
+from ..tokenizer import Tokenizer, padded_vocab_size
 from .encode import Encoded, Recipe
-from .files import written_aside
-from .indexed import IndexedWriter, bin_path, idx_path, token_dtype
-from .manifest import describe_tokenizer, manifest_path, write_manifest
-from .sources import SourceTable, sources_path, write_sources
-from .tokenizer import Tokenizer, padded_vocab_size
 
 DIGEST_BYTES = 17  # the number of the key, then the digest of the text
 

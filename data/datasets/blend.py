@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .cache import cached_arrays
+from ..cache import cached_arrays
+from ..indexed import IndexedTokens
 from .causal import CausalDataset, Packing
-from .indexed import IndexedTokens
 
 BLEND_VERSION = 1
 SHARES_BY = ("tokens", "documents", "weights")

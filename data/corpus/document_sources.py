@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import written_aside
-from .manifest import read_manifest
+from ..atomic_io import written_aside
+from ..manifest import read_manifest
 
 UNKNOWN = "other"
 MOST = np.iinfo(np.int16).max + 1

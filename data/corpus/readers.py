@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .corpora import SourceFile, named_dataset
+from .discovery import SourceFile, named_dataset
 
 BLOCK_BYTES = 1 << 20
 BLOCK_ROWS = 1000

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache import cached_arrays
-from .indexed import IndexedTokens, file_identity
+from ..cache import cached_arrays
+from ..indexed import IndexedTokens, file_identity
 
 INDEX_VERSION = 2
 ORDERS = ("neox", "reshuffle")

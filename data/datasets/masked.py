@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .cache import cached_arrays
+from ..cache import cached_arrays
+from ..corpus.document_sources import read_sources
+from ..indexed import IndexedTokens
+from ..tokenizer import Tokenizer
 from .causal import Sample, cu_seqlens, parts_from, read_parts
-from .indexed import IndexedTokens
 from .masking import IGNORED_LABEL, Masking
 from .sample_index import cached_sample_index
-from .sources import read_sources
-from .tokenizer import Tokenizer
 
 PIECES_VERSION = 1
 LAYOUTS = ("padded", "packed")
