@@ -180,7 +180,7 @@ def _prepare(
     from megatron_lite.metrics import PREVIOUS_FILE_NAME, MetricsLogger
     from megatron_lite.precision import faster_dtype
     from megatron_lite.trainer import Trainer, TrainState
-    from models.lm import LanguageModel
+    from models.language_model import LanguageModel
     from tools.build_engine import build_engine
     from tools.decoding import complete
     from tools.evaluation.training import suite_evaluation

@@ -1,1 +1,2 @@
-"""Plain PyTorch language models over linear-attention mixers. `models.config` describes one, `models.lm` builds it."""
+"""Plain PyTorch language models over linear-attention mixers. `models.config` describes one, `models.language_model`
+builds it."""

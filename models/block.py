@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .layers.mlp import MLPS
+from .layers.norm import Norm
 from .mixers import MIXERS
-from .mlp import MLPS
-from .norm import Norm
-from .recurrence import leave_out_of_graphs
-from .sequence_shards import current_shards, refuse_state
+from .operators.context_parallel import current_shards, refuse_state
+from .operators.gla.gated_linear_attention import leave_out_of_graphs
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 
 Steps = Sequence[Sequence[dict[str, Tensor]]]  # steps of micro batches
 

@@ -119,7 +119,7 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
     from megatron_lite.config import dump_config, load_config
     from megatron_lite.partition import partition_words
     from models.config import ModelConfig
-    from models.lm import LanguageModel
+    from models.language_model import LanguageModel
     from tools.load_model import keep_tokenizer
 
     reader = load_tokenizer("hf", tokenizer)

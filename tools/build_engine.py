@@ -6,9 +6,9 @@ from megatron_lite.config_schema import Config
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid
 from models.config import ModelConfig
-from models.forgetting import forgetting
-from models.lm import build_layer, layer_specs
-from models.sequence_shards import sequence_shards
+from models.language_model import build_layer, layer_specs
+from models.operators.context_parallel import sequence_shards
+from models.recompute import forgetting
 
 
 def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:

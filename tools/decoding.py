@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from data.tokenizer import Tokenizer
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tools.sampling import check_sampling, next_tokens
 
 

@@ -18,7 +18,7 @@ from megatron_lite.layout import Layout
 from megatron_lite.memory import GIB
 from megatron_lite.precision import DTYPES, faster_dtype
 from models.config import ModelConfig
-from models.lm import LayerSpec, layer_specs
+from models.language_model import LayerSpec, layer_specs
 from tools.devices import device_of
 from tools.estimate import layer_flops, memory_of
 

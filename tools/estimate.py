@@ -56,7 +56,7 @@ def layer_flops(config: Config[ModelConfig]) -> list[float]:
     import torch
 
     from megatron_lite.flops import forward_flops
-    from models.lm import build_layer, layer_specs
+    from models.language_model import build_layer, layer_specs
 
     with torch.device("meta"):
         layers: list[Any] = [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(config.model))]
@@ -127,7 +127,7 @@ def layers_of_stages(
 def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) -> Workload:
     """What the model of communication needs to know."""
     from megatron_lite.communication import Workload
-    from models.lm import count_parameters
+    from models.language_model import count_parameters
 
     model, batch = config.model, config.batch
     return Workload(
@@ -152,7 +152,7 @@ def state_elements(model: ModelConfig) -> float:
     import torch
 
     from models.mixers import MIXERS
-    from models.sequence_shards import sequence_shards
+    from models.operators.context_parallel import sequence_shards
     from tools.meta_kernels import kernels_of_cuda
 
     found: dict[str, int] = {}

@@ -23,7 +23,7 @@ from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
 from megatron_lite.checkpoint import CheckpointError, read_config_yaml, read_manifest, read_weights, resolve
 from megatron_lite.config_schema import DataConfig
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tools.devices import device_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

@@ -61,7 +61,7 @@ def compare(run: Path, lengths: Sequence[int], *, batch: int = 1, device: str = 
     import torch
     from tqdm import tqdm
 
-    from models.lm import LanguageModel
+    from models.language_model import LanguageModel
     from models.mixers.lion import Lion
     from tools.load_model import load_model
 

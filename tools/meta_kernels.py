@@ -21,7 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import fla_backend, fla_scan, kernels, recurrence
+from models import backend as kernels
+from models.operators.gla import fla as fla_backend
+from models.operators.gla import gated_linear_attention as recurrence
+from models.operators.scan import fla_scan
 
 
 @contextlib.contextmanager
@@ -89,7 +92,7 @@ class _Launches:
 def _recurrence(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, initial_state: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    """As `models.fla_backend`, which says why a decay of one number a head is expanded."""
+    """As `models.operators.gla.fla`, which says why a decay of one number a head is expanded."""
     if log_decay.shape[-1] == 1 and fla_backend._fixed(log_decay):
         return _SimpleGla.apply(q, k, v)
     log_decay = log_decay.float().clamp_min(-80.0)

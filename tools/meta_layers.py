@@ -20,9 +20,9 @@ from megatron_lite.memory import LayerCost, layer_cost
 from megatron_lite.own_layers import place_layer
 from megatron_lite.tensor_parallel import TensorGroup
 from models.config import ModelConfig
-from models.forgetting import forgetting
-from models.lm import build_layer, layer_specs
-from models.sequence_shards import sequence_shards
+from models.language_model import build_layer, layer_specs
+from models.operators.context_parallel import sequence_shards
+from models.recompute import forgetting
 from tools.meta_kernels import kernels_of_cuda
 
 

@@ -49,7 +49,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     from megatron_lite.layout import Layout, layout_problems, limits_of, nearest_layouts, stage_bounds
     from megatron_lite.partition import shard_of
     from models.config import ModelConfig
-    from models.lm import build_layer, layer_specs
+    from models.language_model import build_layer, layer_specs
     from tools.load_model import data_config
 
     source = checkpoint.resolve(source)

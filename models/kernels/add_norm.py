@@ -1,4 +1,4 @@
-"""Residual sum and norm in one kernel, and their gradients in one. Reference: `models.norm.Norm`.
+"""Residual sum and norm in one kernel, and their gradients in one. Reference: `models.layers.norm.Norm`.
 
     h = x + d      y = norm(h) * weight + bias      dx = dd = dh + (gradient of the norm for dy)
 Statistics and products in float32. The gradients of weight and bias are summed by every program over its own rows, and over
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned
-from .sum_parts import sum_parts
+from .primitives import sum_parts
 
 try:
     import triton

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig, require_at_least, require_divisor
-from ..fan_out import FanOut, apply_each
-from ..init import linear
-from ..segments import check_packed
+from ..layers.init import linear
+from ..layers.projections import FanOut, apply_each
+from ..operators.varlen import check_packed
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig, check_key_width, require_at_least, require_positive
-from ..convolution import CausalConvolution, convolve_input
-from ..head_norm import HEAD_NORM, HEAD_NORM_EPS, gated_head_norm
-from ..init import linear
-from ..padding import without_padding
+from ..layers.gated_norm import HEAD_NORM, HEAD_NORM_EPS, gated_head_norm
+from ..layers.init import linear
+from ..layers.short_convolution import CausalConvolution, convolve_input
+from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.padding import without_padding
 from ..precision import wide
-from ..recurrence import recurrence
 
 
 @dataclass(frozen=True)

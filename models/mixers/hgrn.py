@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..head_norm import gated_head_norm
-from ..init import linear
-from ..padding import without_padding
+from ..layers.gated_norm import gated_head_norm
+from ..layers.init import linear
+from ..operators.padding import without_padding
+from ..operators.scan.linear_scan import scan
 from ..precision import wide
-from ..scan import scan
 
 
 @dataclass(frozen=True)

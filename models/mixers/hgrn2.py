@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig, require_positive
-from ..init import linear
-from ..padding import without_padding
+from ..layers.init import linear
+from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.padding import without_padding
 from ..precision import wide
-from ..recurrence import recurrence
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig, require_at_least
-from ..convolution import CausalConvolution, convolve_input
-from ..init import linear
+from ..layers.init import linear
+from ..layers.short_convolution import CausalConvolution, convolve_input
+from ..operators.gla.normalized import recurrence_with_row_sum
+from ..operators.gla.short_map import short_map
 from ..precision import ROW_SUM_EPS, wide
-from ..row_sum import recurrence_with_row_sum
-from ..short_map import short_map
 
 
 @dataclass(frozen=True)

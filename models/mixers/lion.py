@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bidirectional import ProjectedGate, bidirectional
 from ..config import ModelConfig, require_positive
-from ..fan_out import FanOut, apply_each
-from ..feature_map import feature_map
-from ..init import init_std, linear
-from ..norm import LayerNorm
-from ..padding import without_padding
+from ..layers.init import init_std, linear
+from ..layers.norm import LayerNorm
+from ..layers.projections import FanOut, apply_each
+from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.gla.normalized import recurrence_with_row_sum
+from ..operators.gla.short_map import short_map
+from ..operators.lion.bidirectional_attention import ProjectedGate, bidirectional
+from ..operators.lion.feature_map import feature_map
+from ..operators.padding import without_padding
 from ..precision import ROW_SUM_EPS, wide
-from ..recurrence import recurrence
-from ..row_sum import recurrence_with_row_sum
-from ..short_map import short_map
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig, require_at_least, require_divisor
-from ..convolution import CausalConvolution
-from ..init import init_std, linear
+from ..layers.init import init_std, linear
+from ..layers.short_convolution import CausalConvolution
+from ..operators.scan.selective_scan import selective_scan
 from ..precision import wide
-from ..selective_scan import selective_scan
 
 
 @dataclass(frozen=True)

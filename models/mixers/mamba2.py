@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backend import takes
 from ..config import ModelConfig, require_at_least, require_divisor
-from ..convolution import CausalConvolution
-from ..init import linear
-from ..kernels import takes
+from ..layers.init import linear
+from ..layers.short_convolution import CausalConvolution
+from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.gla.short_map import short_map
 from ..precision import wide
-from ..recurrence import recurrence
-from ..short_map import short_map
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Mamba2(nn.Module):
 def _stepped(dt: Tensor, u: Tensor) -> Tensor:
     """dt u in u's dtype."""
     if takes(u):
-        from ..kernels.mamba2_ends import stepped
+        from ..kernels.mamba2 import stepped
 
         return stepped(dt, u)
     return (dt.unsqueeze(-1) * wide(u)).to(u.dtype)
@@ -165,7 +165,7 @@ def _stepped(dt: Tensor, u: Tensor) -> Tensor:
 def _gated_norm(o: Tensor, u: Tensor, skip: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """w x / rms_head(x), x = (o + D u) SiLU(z), in u's dtype and z's shape."""
     if takes(o) and o.dtype == u.dtype == z.dtype:
-        from ..kernels.mamba2_ends import gated_norm
+        from ..kernels.mamba2 import gated_norm
 
         return gated_norm(o, u, skip, z, weight, eps)
     x = wide(o) + wide(skip).unsqueeze(-1) * wide(u)

@@ -10,19 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backend import takes, vector_decay_takes
 from ..config import ModelConfig, check_key_width, require_at_least, require_positive
-from ..convolution import CausalConvolution, convolve_input
-from ..fan_out import FanOut, apply_each
-from ..forgetting import forgettable
-from ..init import linear
-from ..kernels import takes, vector_decay_takes
-from ..kernels.metala_epilogue import metala_epilogue
-from ..native.metala_core import metala_core as native_core
-from ..native.metala_core import metala_core_takes
-from ..padding import without_padding
+from ..kernels.cpu.metala import metala_core as native_core
+from ..kernels.cpu.metala import metala_core_takes
+from ..layers.init import linear
+from ..layers.projections import FanOut, apply_each
+from ..layers.short_convolution import CausalConvolution, convolve_input
+from ..operators.context_parallel import current_shards
+from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.metala import metala_epilogue
+from ..operators.padding import without_padding
 from ..precision import wide
-from ..recurrence import recurrence
-from ..sequence_shards import current_shards
+from ..recompute import forgettable
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _core(
     if current_shards() is not None:
         return None
     if takes(q) and vector_decay_takes(q, a, v, a):
-        from ..kernels.metala_core import metala_core
+        from ..kernels.metala.fused_layer import metala_core
 
         return metala_core
     if metala_core_takes(q, a, v, aug_weight, gate):
@@ -197,7 +197,7 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
     """log alpha, alpha = sigmoid(a)^(1/16), in float32 (float64 for float64), and k = 1 - alpha in a's dtype."""
     if takes(a):
-        from ..kernels.metala_gate import decay_and_key as kernel
+        from ..kernels.metala.decay_and_key import decay_and_key as kernel
     else:
         kernel = _decay_and_key
     results = kernel(a)

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bidirectional_stretch import from_both_sides
 from ..config import ModelConfig, require_at_least
-from ..convolution import CausalConvolution
-from ..init import linear
-from ..kernels.metala_epilogue import metala_epilogue
-from ..padding import without_padding
+from ..layers.init import linear
+from ..layers.short_convolution import CausalConvolution
+from ..operators.context_parallel import current_shards
+from ..operators.gla.gated_linear_attention import local_recurrence
+from ..operators.lion.context_parallel import from_both_sides
+from ..operators.metala import metala_epilogue
+from ..operators.padding import without_padding
+from ..operators.stretches import packing
 from ..precision import wide
-from ..recurrence import local_recurrence
-from ..sequence_shards import current_shards
-from ..stretches import packing
 from .metala import MetaLA
 
 

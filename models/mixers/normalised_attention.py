@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..init import linear
+from ..layers.init import linear
+from ..operators.gla.gated_linear_attention import recurrence
 from ..precision import wide
-from ..recurrence import recurrence
 
 # 1 / eta with eta at least 1e-6: it comes near 0, and the quotient would leave the range of numbers.
 _INVERSE: dict[str, Callable[[Tensor], Tensor]] = {

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..init import linear
-from ..padding import without_padding
+from ..layers.init import linear
+from ..operators.padding import without_padding
+from ..operators.scan.linear_scan import scan
 from ..precision import wide
-from ..scan import scan
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig, require_at_least, require_divisor, require_positive
-from ..head_norm import HEAD_NORM, HEAD_NORM_EPS, gated_head_norm
-from ..init import head_numbers, linear
-from ..padding import without_padding
-from ..positions import token_positions
+from ..layers.gated_norm import HEAD_NORM, HEAD_NORM_EPS, gated_head_norm
+from ..layers.init import head_numbers, linear
+from ..layers.positions import token_positions
+from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.padding import without_padding
 from ..precision import wide
-from ..recurrence import recurrence
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..decay import running_sum
-from ..init import linear
+from ..layers.init import linear
+from ..operators.context_parallel import SequenceShards, current_shards, refuse_state
+from ..operators.cumulative_decay import running_sum
+from ..operators.scan.linear_scan import local_scan
+from ..operators.stretches import Packing, exchange, left_neighbour, nothing_of, packing
+from ..operators.varlen import check_packed, last, previous, real_bounds, segment_starts
 from ..precision import wide
-from ..scan import local_scan
-from ..segments import check_packed, last, previous, real_bounds, segment_starts
-from ..sequence_shards import SequenceShards, current_shards, refuse_state
-from ..stretches import Packing, exchange, left_neighbour, nothing_of, packing
 
 # The logarithm of a weight of zero, finite so that differences of two stay numbers.
 _NOTHING = -1e30

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig, require_at_least, require_divisor, require_positive
-from ..init import linear
-from ..padding import without_padding
+from ..layers.init import linear
+from ..operators.padding import without_padding
+from ..operators.scan.linear_scan import scan
 from ..precision import wide
-from ..scan import scan
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..init import head_numbers, linear
-from ..padding import without_padding
-from ..positions import token_positions
+from ..layers.init import head_numbers, linear
+from ..layers.positions import token_positions
+from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.padding import without_padding
 from ..precision import wide
-from ..recurrence import recurrence
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.bidirectional import CONVENTIONS, bidirectional
+from models.operators.lion.bidirectional_attention import CONVENTIONS, bidirectional
 from tests.models.shard_threads import over_shards
 
 PLAIN = ("parallel", "recurrent", "chunked")

@@ -12,7 +12,7 @@ import yaml
 import train
 from megatron_lite.config import ConfigError, load_config
 from models.config import ModelConfig
-from models.lm import count_parameters
+from models.language_model import count_parameters
 from tools.compare.__main__ import main
 from tools.compare.plan import Comparison, Run, differing_keys, plan_runs, read_comparison
 from tools.compare.width import equal_width

@@ -12,7 +12,7 @@ import pytest
 from megatron_lite.config import Config, ConfigError, dump_config, load_config
 from megatron_lite.config_files import CONFIGS, read_sources
 from models.config import ModelConfig
-from models.lm import count_parameters
+from models.language_model import count_parameters
 from tools.preprocess_data import _parser
 
 RUNS = sorted(CONFIGS.glob("*.yml"))

@@ -6,7 +6,7 @@ import pytest
 
 from data.tokenizer import load_tokenizer
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.harness import Request, _chance, evaluate, metric_value, prepare_tasks
 

@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 
 from data.tokenizer import load_tokenizer
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.harness import Request, evaluate, prepare_tasks
 from tools.evaluation.masked import PseudoScorer

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tools.evaluation.prefix_tree import build_forest
 from tools.evaluation.scoring import Scorer
 

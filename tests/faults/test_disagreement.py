@@ -64,7 +64,7 @@ def test_the_message_names_the_odd_ones_last():
 
 def test_what_is_compared(tmp_path):
     facts = code_facts(ROOT, ("train.py", "models"))
-    assert {"train.py", "models/lm.py", "models/mixers/metala.py"} <= facts.keys()
+    assert {"train.py", "models/language_model.py", "models/mixers/metala.py"} <= facts.keys()
     assert configuration_facts({"a": {"b": (1, 2), "c": {}}, "d": None}) == {"a.b": "[1, 2]", "a.c": "{}", "d": "null"}
     large = tmp_path / "tokens.bin"
     large.write_bytes(bytes(3 << 20))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.recurrence import recurrence
-from models.row_sum import recurrence_with_row_sum
-from models.short_map import short_map
+from models.operators.gla.gated_linear_attention import recurrence
+from models.operators.gla.normalized import recurrence_with_row_sum
+from models.operators.gla.short_map import short_map
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WHOLE = {"cu_seqlens": None, "initial_state": None, "return_state": False}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.convolution import CausalConvolution
+from models.layers.short_convolution import CausalConvolution
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tools.decode_graph import graphed_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.bidirectional import bidirectional
+from models.operators.lion.bidirectional_attention import bidirectional
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -57,7 +57,7 @@ def test_hooks_hear_of_launches() -> None:
 
 def test_lengths_share_their_kernels() -> None:
     """A count of tokens is no reason to compile: evaluation meets a new one with every batch."""
-    from models.kernels.lion_chunk import _lion_chunk_forward
+    from models.kernels.lion.chunk import _lion_chunk_forward
 
     def compiled() -> int:
         return len(_lion_chunk_forward.device_caches[torch.cuda.current_device()][0])

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.bidirectional import ProjectedGate, bidirectional
-from models.kernels.metala_epilogue import metala_epilogue
+from models.operators.lion.bidirectional_attention import ProjectedGate, bidirectional
+from models.operators.metala import metala_epilogue
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

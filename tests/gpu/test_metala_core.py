@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels.metala_epilogue import metala_epilogue
 from models.mixers.metala import _decay_and_key
-from models.recurrence import local_recurrence
+from models.operators.gla.gated_linear_attention import local_recurrence
+from models.operators.metala import metala_epilogue
 from tests.gpu.test_vector_decay import PACKED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
     ],
 )
 def test_one_step_is_the_three(shape, kind, dtype):
-    from models.kernels.metala_core import metala_core
-    from models.kernels.metala_gate import decay_and_key
-    from models.kernels.vector_decay import vector_decay
+    from models.kernels.gla.gla import vector_decay
+    from models.kernels.metala.decay_and_key import decay_and_key
+    from models.kernels.metala.fused_layer import metala_core
 
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator("cuda").manual_seed(0)

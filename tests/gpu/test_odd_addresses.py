@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

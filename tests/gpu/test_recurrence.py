@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.lm import LanguageModel
-from models.recurrence import recurrence
+from models.language_model import LanguageModel
+from models.operators.gla.gated_linear_attention import recurrence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.scan import scan
+from models.operators.scan.linear_scan import scan
 from tests.models.mixer_cases import assert_close, build, tokens
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

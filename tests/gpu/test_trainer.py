@@ -10,8 +10,8 @@ from megatron_lite.checkpoint_writer import CheckpointWriter
 from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
-from models.forgetting import forgetting
-from models.lm import build_layer, layer_specs
+from models.language_model import build_layer, layer_specs
+from models.recompute import forgetting
 from tests import oracle
 from tests.trainer.conftest import batches, model_config
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels import vector_decay_takes
-from models.recurrence import recurrence
+from models.backend import vector_decay_takes
+from models.operators.gla.gated_linear_attention import recurrence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -64,7 +64,7 @@ PACKED = [0, 0, 1, 60, 188, 188, 300, 400, 400]
     ],
 )
 def test_kernels_equal_the_reference(shape, kind, dtype):
-    from models.kernels.vector_decay import vector_decay
+    from models.kernels.gla.gla import vector_decay
 
     tensors = inputs(shape, kind, dtype)
     cu_seqlens = torch.tensor(PACKED, device="cuda", dtype=torch.int32) if shape[1] == PACKED[-1] else None

@@ -11,7 +11,7 @@ from megatron_lite.checkpoint_folder import write_weights
 from megatron_lite.config import dump_config, load_config
 from megatron_lite.partition import partition_words
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tests.tools.conftest import trained_run
 from tools.convert_hf import main
 

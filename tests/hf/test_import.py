@@ -18,7 +18,7 @@ from data.tokenizer import train_sentencepiece
 from megatron_lite.checkpoint import read_config_yaml, read_weights
 from megatron_lite.config import load_config
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tests.hf.conftest import write_run
 from tests.parallel.launch import train_in_turn
 from tools.conversion.compare import load_export

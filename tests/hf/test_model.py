@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from models.hf import (
+from models.hf.configuration_metalion import MetalionConfig
+from models.hf.modeling_metalion import (
     MetalionForCausalLM,
     MetalionForMaskedLM,
     MetalionForSequenceClassification,
     MetalionModel,
 )
-from models.hf_config import MetalionConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from models.mixers import MIXERS
 
 CAUSAL = sorted(name for name in MIXERS if name != "metala_bidirectional")

@@ -20,7 +20,7 @@ def reference(before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
 @pytest.mark.parametrize("kernel", [1, 2, 3, 4])
 @pytest.mark.parametrize(("batch", "length", "channels"), [(2, 1, 3), (1, 16, 128), (2, 150, 140)])
 def test_values_and_gradients(device: str, batch: int, length: int, channels: int, kernel: int, silu: bool) -> None:
-    from models.kernels.causal_convolution import causal_convolution
+    from models.kernels.causal_conv1d import causal_convolution
 
     generator = torch.Generator().manual_seed(length)
     shapes = [(batch, kernel - 1, channels), (batch, length, channels), (channels, kernel)]
@@ -38,7 +38,7 @@ def test_values_and_gradients(device: str, batch: int, length: int, channels: in
 
 @pytest.mark.parametrize("length", [5, 122])
 def test_nothing_before_is_zeros_before(device: str, length: int) -> None:
-    from models.kernels.causal_convolution import causal_convolution
+    from models.kernels.causal_conv1d import causal_convolution
 
     generator = torch.Generator().manual_seed(length)
     x, weight, dy = (

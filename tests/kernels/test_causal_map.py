@@ -10,9 +10,9 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.mixers import MIXERS
+from models.operators.gla.gated_linear_attention import recurrence
+from models.operators.gla.short_map import short_map
 from models.precision import ROW_SUM_EPS
-from models.recurrence import recurrence
-from models.short_map import short_map
 from tests.kernels.conftest import apart
 
 
@@ -37,7 +37,7 @@ def reference(
 )
 @pytest.mark.parametrize("shape", [(2, 150, 2, 16, 24), (1, 64, 1, 64, 64), (1, 70, 1, 128, 65), (1, 3, 1, 8, 8)])
 def test_outputs_and_gradients(device: str, shape: tuple[int, ...], taylor: bool, scaled: bool, decayed: bool) -> None:
-    from models.kernels.causal_map import causal_map
+    from models.kernels.quadratic_attention import causal_map
 
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator().manual_seed(length + dim_k)
@@ -66,7 +66,7 @@ def test_outputs_and_gradients(device: str, shape: tuple[int, ...], taylor: bool
 @pytest.mark.parametrize("queries", [1, 3])
 def test_as_the_recurrence_with_keys_shared_by_heads(device: str, queries: int) -> None:
     """Mamba-2's, whose keys are copied by no one; decays as strong as they come are nothing special. And keys alone."""
-    from models.kernels.causal_map import causal_map
+    from models.kernels.quadratic_attention import causal_map
 
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 100, heads, 16, generator=generator).to(device).requires_grad_() for heads in (queries, 1))
@@ -88,7 +88,7 @@ def test_as_the_recurrence_with_keys_shared_by_heads(device: str, queries: int) 
 @pytest.mark.parametrize("mixer", ["mamba2", "lion", "linear_attention"])
 def test_mixers_by_the_kernels(device: str, mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's output and gradients, as by the recurrence."""
-    from models.kernels.causal_map import causal_map
+    from models.kernels.quadratic_attention import causal_map
 
     module = sys.modules[f"models.mixers.{mixer}"]
     called = []
@@ -129,7 +129,7 @@ def test_what_a_recurrence_is_for(device: str) -> None:
 
 @pytest.mark.parametrize(("dim_k", "dim_v"), [(129, 128), (128, 129)])
 def test_heads_that_are_too_large_are_refused(device: str, dim_k: int, dim_v: int) -> None:
-    from models.kernels.causal_map import causal_map
+    from models.kernels.quadratic_attention import causal_map
 
     q, v = (torch.zeros(1, 2, 1, dim, device=device) for dim in (dim_k, dim_v))
     with pytest.raises(ValueError, match=f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels take 128 and 128"):

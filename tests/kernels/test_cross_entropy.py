@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models import head
+from models.layers import lm_head as head
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

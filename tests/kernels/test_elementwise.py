@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.feature_map import feature_map
-from models.head_norm import gated_head_norm
+from models.layers.gated_norm import gated_head_norm
+from models.layers.mlp import swiglu
+from models.layers.norm import Norm
 from models.mixers import mamba2
 from models.mixers.metala import decay_and_key
-from models.mlp import swiglu
-from models.norm import Norm
+from models.operators.lion.feature_map import feature_map
 from tests.kernels.conftest import Replace, apart
 
 Function = Callable[..., tuple[Tensor | None, ...]]
@@ -54,7 +54,7 @@ def test_swiglu(device: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", ["silu", "silu_paper"])
 @pytest.mark.parametrize("shape", [(3, 5, 64), (1, 70, 24)])
 def test_feature_map(device: str, name: str, shape: tuple[int, ...]) -> None:
-    from models.kernels.feature_map import normalised_silu
+    from models.kernels.lion.feature_map import normalised_silu
 
     def kernel(x: Tensor) -> tuple[Tensor]:
         return (normalised_silu(x, name, torch.float32),)
@@ -64,7 +64,7 @@ def test_feature_map(device: str, name: str, shape: tuple[int, ...]) -> None:
 
 def test_a_feature_map_of_nothing(device: str) -> None:
     """SiLU(x + 1/2) is 0 in all channels."""
-    from models.kernels.feature_map import normalised_silu
+    from models.kernels.lion.feature_map import normalised_silu
 
     x = torch.full((3, 24), -0.5, device=device)
     assert torch.equal(normalised_silu(x, "silu_paper", torch.float32), torch.zeros_like(x))
@@ -72,13 +72,13 @@ def test_a_feature_map_of_nothing(device: str) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_decay_and_key(device: str, scale: float) -> None:
-    from models.kernels.metala_gate import decay_and_key as kernel
+    from models.kernels.metala.decay_and_key import decay_and_key as kernel
 
     compare(decay_and_key, kernel, [scale * random(3, 700, seed=3, device=device)], 2e-6)
 
 
 def test_decay_and_key_keep_their_digits(device: str) -> None:
-    from models.kernels.metala_gate import decay_and_key as kernel
+    from models.kernels.metala.decay_and_key import decay_and_key as kernel
 
     a = torch.linspace(-90, 80, 3001, device=device)
     for found, wanted in zip(kernel(a), decay_and_key(a.double()), strict=True):
@@ -131,7 +131,7 @@ def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool, re
 
 @pytest.mark.parametrize("shape", [(2, 1, 33), (1, 64, 32), (3, 200, 70), (2, 0, 5)])
 def test_sums_over_programs(device: str, shape: tuple[int, int, int]) -> None:
-    from models.kernels.sum_parts import sum_parts
+    from models.kernels.primitives import sum_parts
 
     parts = random(*shape, seed=9, device=device)
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
@@ -142,8 +142,8 @@ def test_sums_over_programs(device: str, shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 50, 3, 16), (1, 1100, 2, 64), (1, 9, 1, 5)])
 def test_around_mamba2(device: str, shape: tuple[int, int, int, int], replace: Replace) -> None:
-    from models.kernels import mamba2_ends
-    from models.kernels.mamba2_ends import gated_norm, stepped
+    from models.kernels import mamba2 as mamba2_ends
+    from models.kernels.mamba2 import gated_norm, stepped
 
     replace(mamba2_ends, [mamba2_ends._norm_launches], _PROGRAMS=8)
     heads, dim = shape[2:]
@@ -156,7 +156,7 @@ def test_around_mamba2(device: str, shape: tuple[int, int, int, int], replace: R
 
 def test_head_norm(device: str) -> None:
     """GLA's and RetNet's end by MetaLA's kernels."""
-    from models.kernels.metala_epilogue_triton import epilogue
+    from models.kernels.metala.epilogue import epilogue
 
     o, gate = random(2, 30, 3, 16, device=device), random(2, 30, 48, seed=1, device=device)
     compare(

@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from models.chunked import chunked_recurrence
-from models.fla_backend import fla_recurrence
-from models.recurrence import _decay_for_own_kernels
+from models.operators.gla.chunk import chunked_recurrence
+from models.operators.gla.fla import fla_recurrence
+from models.operators.gla.gated_linear_attention import _decay_for_own_kernels
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_heads_of_few_channels_are_widened(
 def test_without_gradients_the_decays_are_summed_chunk_by_chunk(
     kernels: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, length: int, channels: bool
 ) -> None:
-    monkeypatch.setattr("models.fla_backend._scalar_gradient_is_refused", lambda: False)
+    monkeypatch.setattr("models.operators.gla.fla._scalar_gradient_is_refused", lambda: False)
     generator = torch.Generator().manual_seed(length)
     q, k, v, decay = (torch.randn(3, length, 2, 16, generator=generator) for _ in range(4))
     log_decay = -decay.abs()[..., : 16 if channels else 1].contiguous()
@@ -97,8 +97,11 @@ def test_without_gradients_the_decays_are_summed_chunk_by_chunk(
 def test_a_scalar_decay_that_the_package_cannot_differentiate_takes_the_projects_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("models.fla_backend._scalar_gradient_is_refused", lambda: True)
-    monkeypatch.setattr("models.recurrence.vector_decay_takes", lambda q, k, v, decay, **_: decay.shape == q.shape)
+    monkeypatch.setattr("models.operators.gla.fla._scalar_gradient_is_refused", lambda: True)
+    monkeypatch.setattr(
+        "models.operators.gla.gated_linear_attention.vector_decay_takes",
+        lambda q, k, v, decay, **_: decay.shape == q.shape,
+    )
     generator = torch.Generator().manual_seed(0)
     q, k, v, decay = (torch.randn(3, 70, 2, 16, generator=generator) for _ in range(4))
     log_decay = (-decay.abs()[..., :1]).requires_grad_()

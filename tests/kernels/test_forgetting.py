@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_lite.fan_out import join_fan_outs
-from models import kernels
+from models import backend as kernels
 from models.block import Block
 from models.config import ModelConfig
-from models.forgetting import forgetting
+from models.recompute import forgetting
 
 # Norms and SwiGLU; convolution, gate and epilogue; the feature maps of queries and keys in one launch.
 AGAIN = {"metala": 3 + 3, "lion": 3 + 1}
@@ -24,8 +24,8 @@ CORE = 1
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("mixer", [*AGAIN, "metala as one step"])
 def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm: str) -> None:
-    from models.kernels import metala_core
     from models.kernels.launch import Launch
+    from models.kernels.metala import fused_layer as metala_core
 
     shape = {"vocab_size": 8, "num_layers": 1, "hidden_size": 32, "num_heads": 2, "norm": norm}
     core, mixer = mixer not in AGAIN, mixer.split()[0]
@@ -38,7 +38,7 @@ def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm:
         block = block.bfloat16()
     elif core:
         monkeypatch.setattr("models.mixers.metala.vector_decay_takes", lambda *_: True)
-        monkeypatch.setattr("models.kernels.vector_decay._DTYPES", (torch.float32,))
+        monkeypatch.setattr("models.kernels.gla.gla._DTYPES", (torch.float32,))
     inner = metala_core.metala_core
     monkeypatch.setattr(metala_core, "metala_core", lambda *of: taken.append(1) or inner(*of))
     x = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(1)).to(block.norm1.weight)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.bidirectional import ProjectedGate, bidirectional
+from models.operators.lion.bidirectional_attention import ProjectedGate, bidirectional
 from tests.kernels.conftest import Replace, apart
 
 KERNELS = ("triton_tile", "triton_chunk")
@@ -45,7 +45,7 @@ def check(device: str, form: str, shape: tuple[int, int, int, int, int], toleran
 @pytest.mark.parametrize("decay", [None, "log_decay", "gate", "head"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_every_decay(device: str, form: str, decay: str | None, scaled: bool, replace: Replace) -> None:
-    from models.kernels import lion_tile
+    from models.kernels.lion import tile as lion_tile
 
     # The gate's gradient in three turns.
     replace(lion_tile, [lion_tile._backward_launches], _GATE_BLOCK=32)
@@ -74,7 +74,8 @@ def test_a_whole_sequence_in_one_program(
     """The kernels of short 16-bit sequences, which the interpreter can only run in float32."""
     if device == "cuda":
         pytest.skip("tests/gpu runs it with the numbers and the launch that it is made for")
-    from models.kernels import lion_tile, lion_whole
+    from models.kernels.lion import single_tile as lion_whole
+    from models.kernels.lion import tile as lion_tile
 
     request.addfinalizer(lion_whole._backward_launch.cache_clear)
     monkeypatch.setattr(lion_tile, "takes_whole", lambda _: True)
@@ -105,8 +106,8 @@ def test_all_pairs_at_once_where_it_was_the_faster(
     device: str, length: int, dim: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As docs/results.md has it: the kernel that is started, not the answer of the function that chooses."""
-    from models.kernels import lion_whole
-    from models.kernels.lion_common import LOGITS, Case
+    from models.kernels.lion import single_tile as lion_whole
+    from models.kernels.lion.common import LOGITS, Case
 
     monkeypatch.setattr(lion_whole, "_device", lambda _: (132, 227 * 1024))
     case = Case(0, 2, length, 2, dim, dim, torch.bfloat16, torch.bfloat16, LOGITS, True, False)
@@ -127,8 +128,8 @@ def test_all_pairs_at_once_where_it_was_the_faster(
 def test_a_sequence_is_taken_whole_where_that_was_measured_right(
     device: str, length: int, dim: int, dtype: torch.dtype, whole: bool
 ) -> None:
-    from models.kernels.lion_common import LOGITS, Case
-    from models.kernels.lion_whole import takes_whole
+    from models.kernels.lion.common import LOGITS, Case
+    from models.kernels.lion.single_tile import takes_whole
 
     for dims in ((dim, 64), (64, dim)):
         assert takes_whole(Case(0, 2, length, 2, *dims, dtype, dtype, LOGITS, True, False)) is whole
@@ -151,7 +152,7 @@ def test_sequences_cut_into_stretches(
     device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """What long sequences take, here with 5 chunks in stretches of two, of which the fourth is left empty."""
-    from models.kernels import lion_states
+    from models.kernels.lion import chunk_state as lion_states
 
     request.addfinalizer(lion_states._scan.cache_clear)
     monkeypatch.setattr(lion_states, "_stretches", lambda *_: 4)
@@ -194,7 +195,7 @@ def test_gates_in_low_precision_get_gradients_of_their_dtype(device: str, form: 
 def test_a_projected_gate_and_its_gradients(
     device: str, form: str, biased: bool, masked: bool, replace: Replace
 ) -> None:
-    from models.kernels import lion_gate
+    from models.kernels.lion import gate as lion_gate
 
     replace(lion_gate, [lion_gate._project_launch, lion_gate._backward_launches], _CHANNELS=16, _PROGRAMS=2)
     generator = torch.Generator().manual_seed(3)
@@ -251,9 +252,9 @@ def test_tokens_that_forget_all(device: str, form: str) -> None:
 
 def test_the_choice_of_a_kernel(device: str) -> None:
     """As docs/results.md has it; and what none of them takes."""
-    from models.kernels.lion import _case
-    from models.kernels.lion_chunk import CHUNK
-    from models.kernels.lion_tile import TILE
+    from models.kernels.lion.chunk import CHUNK
+    from models.kernels.lion.lion import _case
+    from models.kernels.lion.tile import TILE
 
     def chosen(length: int, dim: int, dtype: torch.dtype, kernel: str = "auto", heads: int = 2) -> object:
         shape = torch.Size((1, length, heads, dim))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels.metala_epilogue import metala_epilogue
 from models.mixers.metala import _decay_and_key
-from models.recurrence import local_recurrence
+from models.operators.gla.gated_linear_attention import local_recurrence
+from models.operators.metala import metala_epilogue
 from tests.kernels.conftest import apart
 
 
@@ -46,7 +46,7 @@ def test_one_step_is_the_three(
     device: str, shape: tuple[int, int, int, int, int], kind: str, cu_seqlens: list[int] | None, states: bool
 ) -> None:
     """Outputs, final states and the gradients of all that goes in."""
-    from models.kernels.metala_core import metala_core
+    from models.kernels.metala.fused_layer import metala_core
 
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator().manual_seed(length + dim_k)
@@ -83,7 +83,7 @@ def test_one_step_is_the_three(
 
 
 def test_a_loss_on_the_final_states_alone(device: str) -> None:
-    from models.kernels.metala_core import metala_core
+    from models.kernels.metala.fused_layer import metala_core
 
     inputs = [torch.randn(1, 70, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     weight, gate = torch.ones(32, device=device), torch.ones(1, 70, 32, device=device)
@@ -103,7 +103,7 @@ def test_a_loss_on_the_final_states_alone(device: str) -> None:
 
 def test_the_gradients_lie_side_by_side(device: str) -> None:
     """Those of q, a, v and gate, in this order: one matrix for the products with the weights behind them."""
-    from models.kernels.metala_core import metala_core
+    from models.kernels.metala.fused_layer import metala_core
 
     leaves = [torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(3)]
     q, a, v = leaves

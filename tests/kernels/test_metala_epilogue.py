@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.kernels.metala_epilogue import metala_epilogue
+from models.operators.metala import metala_epilogue
 from tests.kernels.conftest import Replace, apart
 
 SHAPES = [(2, 7, 3, 8, 16), (1, 33, 2, 24, 48), (1, 70, 4, 64, 128), (1, 1, 1, 4, 4)]
@@ -56,7 +56,7 @@ def test_reference_is_the_equations(augment: bool) -> None:
 def test_kernels_are_the_reference(
     device: str, shape: tuple[int, int, int, int, int], augment: bool, replace: Replace
 ) -> None:
-    from models.kernels import metala_epilogue_triton as kernels
+    from models.kernels.metala import epilogue as kernels
 
     replace(kernels, [kernels._launches], _FORWARD=(512, 8, 1), _BACKWARD=(128, 8, 1))
     tensors = inputs(shape, augment)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.embedding import look_up
+from models.layers.embedding import look_up
 from tests.kernels.conftest import apart
 
 
 @pytest.mark.parametrize(("number", "vocabulary", "size"), [(300, 7, 20), (256, 500, 130), (5, 3, 64)])
 def test_the_gradient_of_repeated_tokens(device: str, number: int, vocabulary: int, size: int) -> None:
-    from models.kernels.repeated_tokens import look_up_repeated
+    from models.kernels.embedding_backward import look_up_repeated
 
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(vocabulary, (1, 2 * number), generator=generator).to(device)[:, ::2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.recurrence import local_recurrence
+from models.operators.gla.gated_linear_attention import local_recurrence
 from tests.kernels.conftest import apart
 
 
@@ -50,7 +50,7 @@ def check(
     scale: float = 0.3,
 ) -> None:
     """Outputs, final states and all gradients; with `states` initial ones, and a loss on the final ones."""
-    from models.kernels.vector_decay import vector_decay
+    from models.kernels.gla.gla import vector_decay
 
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator().manual_seed(length + dim_k)
@@ -131,7 +131,7 @@ def test_sequences_cut_into_stretches(
 ) -> None:
     """What few long sequences take, here with 7 chunks in stretches of two, which one program joins or two; of 6 chunks the
     last stretch is empty, and packed, of up to 10, the last are."""
-    from models.kernels import vector_decay_states as kernels
+    from models.kernels.gla import chunk_state as kernels
 
     request.addfinalizer(kernels._launches.cache_clear)
     kernels._launches.cache_clear()
@@ -143,7 +143,7 @@ def test_sequences_cut_into_stretches(
 
 
 def test_a_loss_on_the_final_states_alone(device: str) -> None:
-    from models.kernels.vector_decay import vector_decay
+    from models.kernels.gla.gla import vector_decay
 
     inputs = [torch.randn(1, 70, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     results = []
@@ -161,7 +161,7 @@ def test_a_loss_on_the_final_states_alone(device: str) -> None:
 
 def test_nan_is_not_hidden(device: str) -> None:
     """A decay that is no number gives no finite output."""
-    from models.kernels.vector_decay import vector_decay
+    from models.kernels.gla.gla import vector_decay
 
     q, k, v = (torch.randn(1, 70, 1, 16, device=device) for _ in range(3))
     g = torch.zeros(1, 70, 1, 16, device=device)
@@ -172,7 +172,7 @@ def test_nan_is_not_hidden(device: str) -> None:
 
 
 def test_what_the_kernels_refuse(device: str) -> None:
-    from models.kernels.vector_decay import vector_decay
+    from models.kernels.gla.gla import vector_decay
 
     def call(dim_k: int, dim_v: int, length: int = 4, dtype: torch.dtype = torch.float32) -> None:
         q = torch.zeros(1, length, 1, dim_k, device=device)

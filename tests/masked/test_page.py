@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.lm import count_parameters
+from models.language_model import count_parameters
 from tests.config.test_config_examples import CONFIGS, MASKED, load
 from tools.conversion.export import export
 

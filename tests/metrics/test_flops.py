@@ -14,7 +14,7 @@ from megatron_lite.flops import (
     training_flops_per_token,
 )
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 
 
 class Product:

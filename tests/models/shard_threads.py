@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.sequence_shards import sequence_shards
+from models.operators.context_parallel import sequence_shards
 
 
 @dataclass

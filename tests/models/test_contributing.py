@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from models.mixers import MIXERS
 
 from .conftest import ROOT

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models import convolution
-from models.convolution import CausalConvolution
+from models.layers import short_convolution as convolution
+from models.layers.short_convolution import CausalConvolution
 
 
 def reference(layer: CausalConvolution, x: torch.Tensor) -> torch.Tensor:

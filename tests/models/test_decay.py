@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.decay import decay_from_start, decay_to_end, running_sum
+from models.operators.cumulative_decay import decay_from_start, decay_to_end, running_sum
 
 
 @pytest.mark.parametrize("length", [1, 5, 128, 129, 300])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_lite.memory import Allocations
 from models.block import Block
 from models.config import ModelConfig
-from models.forgetting import forgettable, forgetting
+from models.recompute import forgettable, forgetting
 from tests.models import mixer_cases
 
 

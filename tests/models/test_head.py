@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from models.config import ModelConfig
-from models.head import cross_entropy_sum
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
+from models.layers.lm_head import cross_entropy_sum
 
 TOKENS, SIZE, VOCAB = 50, 16, 37
 

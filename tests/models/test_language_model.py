@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig
-from models.lm import LanguageModel, build_layer, count_parameters, layer_specs
+from models.language_model import LanguageModel, build_layer, count_parameters, layer_specs
 
 PYTHIA = {
     "mixers": ("attention",),

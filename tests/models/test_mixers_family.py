@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from models.mixers import MIXERS
 from tests.models import mixer_equations as equations
 from tests.models.mixer_cases import CASES, HEADS, LAYERS, SIZE, assert_close, both_ways, build, name_of, tokens

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import models.bidirectional
-import models.recurrence
-import models.scan
-from models.head_norm import gated_head_norm
-from models.row_sum import recurrence_with_row_sum
+import models.operators.gla.gated_linear_attention
+import models.operators.lion.bidirectional_attention
+import models.operators.scan.linear_scan
+from models.layers.gated_norm import gated_head_norm
+from models.operators.gla.normalized import recurrence_with_row_sum
 from tests.models.mixer_cases import CASES, build, name_of, tokens
 from tests.models.shard_threads import over_shards
 
@@ -49,9 +49,9 @@ def test_log_decays_keep_their_digits_in_sixteen_bits(
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(models.recurrence, "check", 3)
-    watch(models.scan, "_check", 1)
-    watch(models.bidirectional, "decays", 0)
+    watch(models.operators.gla.gated_linear_attention, "check", 3)
+    watch(models.operators.scan.linear_scan, "_check", 1)
+    watch(models.operators.lion.bidirectional_attention, "decays", 0)
     build(case).bfloat16()(tokens(70).bfloat16())
     assert seen
     for log_decay in seen:

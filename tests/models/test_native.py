@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.convolution import _by_torch
-from models.head import cross_entropy_sum
-from models.kernels.metala_epilogue import reference as epilogue
+from models.kernels.cpu import build
+from models.kernels.cpu.causal_conv1d import causal_convolution, convolution_takes
+from models.kernels.cpu.cross_entropy import cross_entropy_takes
+from models.kernels.cpu.metala import metala_core, metala_core_takes
+from models.kernels.cpu.swiglu import swiglu as native_swiglu
+from models.kernels.cpu.swiglu import swiglu_takes
+from models.layers.lm_head import cross_entropy_sum
+from models.layers.mlp import swiglu
+from models.layers.short_convolution import _by_torch
 from models.mixers.metala import MetaLA, MetaLAOptions, _core, _decay_and_key
-from models.mlp import swiglu
-from models.native import build
-from models.native.convolution import causal_convolution, convolution_takes
-from models.native.cross_entropy import cross_entropy_takes
-from models.native.metala_core import metala_core, metala_core_takes
-from models.native.swiglu import swiglu as native_swiglu
-from models.native.swiglu import swiglu_takes
-from models.recurrence import recurrence
+from models.operators.gla.gated_linear_attention import recurrence
+from models.operators.metala import reference as epilogue
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 # Where a head's outputs are near zero the norm after the recurrence makes much of the last digits.

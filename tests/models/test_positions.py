@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_lite.optimizer import parameter_kind
 from megatron_lite.tensor_parallel import partition_words
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 
 LONGEST = 24
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import chunked, factorised
-from models.recurrence import recurrence
+from models.operators.gla import chunk as chunked
+from models.operators.gla import chunk_matmul as factorised
+from models.operators.gla.gated_linear_attention import recurrence
 
 FORMS = ("parallel", "chunked")
 HEADS, DIM_K, DIM_V = 3, 5, 7

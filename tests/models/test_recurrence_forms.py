@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import kernels
-from models import recurrence as module
-from models.recurrence import recurrence
+from models import backend as kernels
+from models.operators.gla import gated_linear_attention as module
+from models.operators.gla.gated_linear_attention import recurrence
 
 
 class ChosenError(Exception):
@@ -70,7 +70,7 @@ def form_of(
         "scalar": lambda: torch.zeros(1, length, 2, 1),
         "fixed": lambda: torch.zeros(2)[:, None].expand(1, length, 2, 1),
     }[decay]()
-    monkeypatch.setattr("models.fla_backend._scalar_gradient_is_refused", lambda: hopper)
+    monkeypatch.setattr("models.operators.gla.fla._scalar_gradient_is_refused", lambda: hopper)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda x: cuda))
         bounds = torch.tensor([0, length]) if packed else None

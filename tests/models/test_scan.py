@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.scan import scan
+from models.operators.scan.linear_scan import scan
 
 FORMS = ("recurrent", "chunked")
 

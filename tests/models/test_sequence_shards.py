@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig, check_sequence_shards
-from models.convolution import CausalConvolution
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
+from models.layers.positions import LearnedPositions
+from models.layers.short_convolution import CausalConvolution
 from models.mixers import MIXERS
-from models.positions import LearnedPositions
-from models.recurrence import recurrence
-from models.scan import scan
-from models.selective_scan import selective_scan
-from models.sequence_shards import current_shards, sequence_shards
+from models.operators.context_parallel import current_shards, sequence_shards
+from models.operators.gla.gated_linear_attention import recurrence
+from models.operators.scan.linear_scan import scan
+from models.operators.scan.selective_scan import selective_scan
 from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
 from tests.models.shard_threads import Meeting, Threads, over_shards
 
@@ -70,7 +70,7 @@ def compare(
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Running sums on two levels also over the few tokens of these tests."""
-    monkeypatch.setattr("models.decay._CHUNK", 4)
+    monkeypatch.setattr("models.operators.cumulative_decay._CHUNK", 4)
 
 
 @every_case

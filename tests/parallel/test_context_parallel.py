@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_lite.context_parallel import own_stretch
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tests.models.shard_threads import Meeting, Threads, over_shards
 
 

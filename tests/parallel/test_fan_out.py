@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_lite.fan_out import fan_out
-from models.fan_out import apply_each
+from models.layers.projections import apply_each
 
 
 @pytest.mark.parametrize("again", [False, True])

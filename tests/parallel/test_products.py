@@ -15,8 +15,8 @@ from megatron_lite.cublaslt import Product
 from megatron_lite.fan_out import join_fan_outs
 from megatron_lite.products import Products
 from models.config import ModelConfig
-from models.head import Head
-from models.mlp import MLPS
+from models.layers.lm_head import Head
+from models.layers.mlp import MLPS
 
 NAME = "64x32x48 nt bfloat16"
 MADE = CublasLtConfig(device="NVIDIA H200", version=130100, algorithms={NAME: "ab" * 64})

@@ -13,7 +13,7 @@ import torch
 
 from megatron_lite import checkpoint
 from megatron_lite.partition import Shard
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tests import oracle
 from tests.parallel import layouts
 from tests.parallel.launch import launch

@@ -20,9 +20,9 @@ from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
 from megatron_lite.schedule import learning_rate
 from models.config import ModelConfig
-from models.forgetting import forgetting
-from models.lm import build_layer, layer_specs
-from models.sequence_shards import sequence_shards
+from models.language_model import build_layer, layer_specs
+from models.operators.context_parallel import sequence_shards
+from models.recompute import forgetting
 from tests.parallel import layouts
 from tests.parallel.launch import leave
 from tests.parallel.layouts import LR, STEPS, WARMUP

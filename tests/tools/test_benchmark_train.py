@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from models.config import ModelConfig
+from models.kernels.cpu.build import shared_object
 from models.mixers import MIXERS
-from models.native.build import shared_object
 from tests.tools.conftest import refusal
 from tools.benchmark import training
 from tools.benchmark.__main__ import main

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data.tokenizer import Tokenizer, load_tokenizer
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tools import decoding
 from tools.decoding import TextStream, complete, generate, longest_continuation, prompt_ids
 from tools.generate import main

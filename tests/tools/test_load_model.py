@@ -9,7 +9,7 @@ import torch
 
 from megatron_lite.checkpoint import read_config_yaml, read_weights
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from models.mixers import MIXERS
 from tools.load_model import CheckpointError, build_model, load_model, model_config, read_tokenizer
 

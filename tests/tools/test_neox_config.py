@@ -10,7 +10,7 @@ import yaml
 
 from megatron_lite.config import load_config
 from models.config import ModelConfig
-from models.lm import count_parameters
+from models.language_model import count_parameters
 from tools.neox_config import main
 
 # The shape and recipe of Pythia-410M as GPT-NeoX writes it: dashes and underscores, JSON with commas at the end.

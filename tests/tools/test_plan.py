@@ -17,7 +17,7 @@ from megatron_lite.grid import init_grid
 from megatron_lite.layout import Layout
 from megatron_lite.memory import GIB, Allocations, LayerCost, Setting, step_bytes
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tests.cli.conftest import ROOT
 from tools import measure_memory, plan
 from tools.build_engine import build_engine

@@ -15,8 +15,8 @@ from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, Precisi
 from megatron_lite.engine import Engine
 from megatron_lite.grid import Grid, init_grid
 from models.config import ModelConfig
-from models.forgetting import forgetting
-from models.lm import build_layer, layer_specs
+from models.language_model import build_layer, layer_specs
+from models.recompute import forgetting
 
 VOCAB, LENGTH = 96, 24
 

@@ -114,8 +114,8 @@ def ratios(rows: list[Row]) -> list[str]:
 def _own(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
     import dataclasses
 
-    from models.hf import MetalionForCausalLM
-    from models.hf_config import MetalionConfig
+    from models.hf.configuration_metalion import MetalionConfig
+    from models.hf.modeling_metalion import MetalionForCausalLM
 
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     with torch.device(device):

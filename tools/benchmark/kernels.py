@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from models.bidirectional import ProjectedGate, bidirectional
-from models.kernels.metala_epilogue import metala_epilogue
+from models.operators.lion.bidirectional_attention import ProjectedGate, bidirectional
+from models.operators.metala import metala_epilogue
 from models.precision import ROW_SUM_EPS
 
 from .measure import Measurement, Step, capture, launched_ms, measure

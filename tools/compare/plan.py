@@ -17,7 +17,7 @@ from megatron_lite.config import ConfigError, load_config
 from megatron_lite.config_files import CONFIGS, Sources, parse_yaml, read_sources
 from megatron_lite.config_schema import Config
 from models.config import ModelConfig
-from models.lm import count_parameters
+from models.language_model import count_parameters
 from tools.compare.width import equal_width
 from tools.vocabulary import vocabulary_override
 from tools.yaml_file import read_as

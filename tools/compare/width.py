@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from models.config import ModelConfig
-from models.lm import count_parameters
+from models.language_model import count_parameters
 
 
 def equal_width(config: ModelConfig, wanted: int, *, multiple: int = 16, tolerance: float = 0.01) -> int:

@@ -21,7 +21,7 @@ from data.indexed import IndexedTokens
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint import Weights
 from models.config import ModelConfig
-from models.lm import layer_specs
+from models.language_model import layer_specs
 from tools.load_model import data_config
 
 # Longer than a chunk of the recurrence, and little enough for a large model on a CPU.

@@ -138,7 +138,7 @@ def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, sour
     """ValueError naming tensors that are missing, too many (with the nearest name) or of another shape (both shapes)."""
     import difflib
 
-    from models.lm import LanguageModel
+    from models.language_model import LanguageModel
 
     with torch.device("meta"):
         needed = {name: tuple(p.shape) for name, p in LanguageModel(config).named_parameters()}

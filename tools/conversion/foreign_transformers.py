@@ -16,7 +16,7 @@ from tools.conversion.foreign import Foreign, Source, only
 
 def metalion(config: Mapping[str, Any]) -> Foreign:
     """The same names on both sides."""
-    from models.lm import LanguageModel
+    from models.language_model import LanguageModel
 
     fields = {f.name for f in dataclasses.fields(ModelConfig)}
     shape = {key: config[key] for key in ("vocab_size", "num_layers", "hidden_size", "num_heads")}

@@ -20,7 +20,7 @@ from megatron_lite.checkpoint_folder import write_weights
 from megatron_lite.config import ConfigError, dump_config, load_config
 from megatron_lite.partition import partition_words
 from models.config import ModelConfig
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tools.conversion.compare import real_text
 from tools.conversion.export import TRAINING_FOLDER, check_vocabulary
 from tools.conversion.folder import Tensors, read_config

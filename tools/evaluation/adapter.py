@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from tools.decoding import generate
 from tools.evaluation.answers import AnswerFile
 from tools.evaluation.masked import PseudoScorer

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from models.precision import wide
 from tools.evaluation.prefix_tree import Ids
 

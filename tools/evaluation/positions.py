@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from data.datasets.causal import SequentialDataset
 from data.loader import batches
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 from models.precision import wide
 from tools.load_model import LoadedModel
 from tools.perplexity import TokenText

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.kernels import takes
-from models.lm import LanguageModel
+from models.backend import takes
+from models.language_model import LanguageModel
 from models.precision import wide
 from tools.evaluation.prefix_tree import Ids, Node, build_forest
 

@@ -10,7 +10,7 @@ from typing import Any
 from data.tokenizer import Tokenizer
 from megatron_lite.config_schema import Config
 from megatron_lite.grid import Grid
-from models.lm import LanguageModel
+from models.language_model import LanguageModel
 
 
 def suite_evaluation(

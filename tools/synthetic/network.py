@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.backend import takes
 from models.config import ModelConfig
-from models.embedding import look_up
-from models.head import IGNORED_LABEL
-from models.init import linear
-from models.kernels import takes
-from models.lm import LanguageModel, LayerSpec, build_layer, layer_specs
+from models.language_model import LanguageModel, LayerSpec, build_layer, layer_specs
+from models.layers.embedding import look_up
+from models.layers.init import linear
+from models.layers.lm_head import IGNORED_LABEL
+from models.layers.norm import Norm
 from models.mixers.attention import Attention, dot_product
-from models.norm import Norm
 from tools.yaml_file import nearest
 
 from .experiment import Run
@@ -235,7 +235,7 @@ def _through(
 
 
 class _WithoutMLP(nn.Module):
-    """The identity, as an MLP is called (`models/mlp.py`)."""
+    """The identity, as an MLP is called (`models/layers/mlp.py`)."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return x if residual is None else residual + x
@@ -288,7 +288,7 @@ def _begin_as_pytorch(network: Classifier, seed: int) -> None:
 def _look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
     """Tokens of these tasks are few ids, and most of them one filler."""
     if takes(weight):
-        from models.kernels.repeated_tokens import look_up_repeated
+        from models.kernels.embedding_backward import look_up_repeated
 
         return look_up_repeated(tokens, weight, vectors)
     return look_up(tokens, weight, vectors)

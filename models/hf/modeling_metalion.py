@@ -1,0 +1,256 @@
+"""The model as Transformers loads it: the layers that train, under the names that checkpoints give them.
+
+`MetalionForCausalLM`, `MetalionForMaskedLM`, `MetalionForSequenceClassification` and the bare `MetalionModel` hold
+`embedding`, `blocks` and `head` themselves, so a state dict needs no renaming. An export is this file with the files that
+it imports, a config and weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    SequenceClassifierOutputWithPast,
+)
+
+from ..language_model import LayerSpec
+from .cache import RecurrentCache
+from .configuration_metalion import MetalionConfig
+from .pretrained import MetalionPreTrainedModel
+
+# What only a language model's head has.
+_PREDICTION = [r"^head\.weight$", r"^head\.bias$", r"^head\.transform\."]
+
+
+class MetalionModel(MetalionPreTrainedModel):
+    """Embedding, blocks and the last norm: hidden states."""
+
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [*_PREDICTION, r"^score\."]
+
+    def __init__(self, config: MetalionConfig) -> None:
+        super().__init__(config)
+        self.head = _norm_only(self._specs)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """input_ids: [batch, length] int, or inputs_embeds [batch, length, hidden_size] -> the last hidden states after
+        the norm; arguments as in `MetalionForCausalLM.forward`."""
+        collect = _chosen(output_hidden_states, self.config.output_hidden_states)
+        hidden, _, cache, collected = self._run(
+            input_ids, attention_mask, inputs_embeds, past_key_values, self._caches(use_cache), collect
+        )
+        hidden = self.head.norm(hidden)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=cache,
+            hidden_states=(*collected, hidden) if collect else None,
+        )
+        return output if _chosen(return_dict, self.config.return_dict) else output.to_tuple()
+
+
+class _Predicting(MetalionPreTrainedModel):
+    """A model with the head that training gives it: a score of every entry of the vocabulary."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^score\."]
+
+    def __init__(self, config: MetalionConfig) -> None:
+        super().__init__(config)
+        self.head = self._specs["head"].build()
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head; its `weight` is [vocab_size, hidden_size]."""
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Exchange the output matrix for that of another module."""
+        self.head.weight = new_embeddings.weight
+
+
+class MetalionForCausalLM(_Predicting, GenerationMixin):
+    """The causal language model."""
+
+    def __init__(self, config: MetalionConfig) -> None:
+        super().__init__(config)
+        if not self._causal:
+            raise ValueError(
+                f"model.mixers = {config.mixers} sees what comes after a token: load it with AutoModelForMaskedLM"
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """input_ids: [batch, length] int, or inputs_embeds [batch, length, hidden_size] -> logits [batch, length, vocab].
+
+        attention_mask: [batch, length], or [batch, seen + length] with a cache; 1 for real tokens, padding anywhere.
+        past_key_values: what an earlier call returned; it is moved on, not copied. labels: [batch, length] int, not
+        shifted, -100 counts nothing; `num_items_in_batch` among kwargs divides the summed loss. logits_to_keep: only the
+        last so many positions, 0 for all. hidden_states are the input of every block and the last hidden state after
+        the norm.
+        """
+        collect = _chosen(output_hidden_states, self.config.output_hidden_states)
+        hidden, _, cache, collected = self._run(
+            input_ids, attention_mask, inputs_embeds, past_key_values, self._caches(use_cache), collect
+        )
+        if collect:
+            collected.append(self.head.norm(hidden))
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.head(hidden[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=cache, hidden_states=tuple(collected) if collect else None
+        )
+        return output if _chosen(return_dict, self.config.return_dict) else output.to_tuple()
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: RecurrentCache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As Transformers'; after the prompt no mask is needed, for what is generated is never padding."""
+        if not is_first_iteration and past_key_values is not None and next_sequence_length == 1:
+            attention_mask = None
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+
+class MetalionForMaskedLM(_Predicting):
+    """The masked language model."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput | tuple[Any, ...]:
+        """input_ids: [batch, length] int, or inputs_embeds -> logits [batch, length, vocab_size] of the same positions.
+
+        labels: [batch, length] int, the token that belongs there, -100 where nothing is asked.
+        """
+        collect = _chosen(output_hidden_states, self.config.output_hidden_states)
+        hidden, _, _, collected = self._run(input_ids, attention_mask, inputs_embeds, None, False, collect)
+        if collect:
+            collected.append(self.head.norm(hidden))
+        logits = self.head(hidden)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=tuple(collected) if collect else None)
+        return output if _chosen(return_dict, self.config.return_dict) else output.to_tuple()
+
+
+class MetalionForSequenceClassification(MetalionPreTrainedModel):
+    """A linear map of one pooled hidden state (`config.classifier_pooling`); regression where num_labels is 1."""
+
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = _PREDICTION
+
+    def __init__(self, config: MetalionConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.head = _norm_only(self._specs)
+        self._specs["score"] = LayerSpec("score", self._new_score)
+        self.score = self._new_score()
+        self.post_init()
+
+    def _new_score(self) -> nn.Linear:
+        score = nn.Linear(self.config.hidden_size, self.config.num_labels, bias=False)
+        nn.init.normal_(score.weight, std=0.02)
+        return score
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
+        """input_ids: [batch, length] int, or inputs_embeds -> logits [batch, num_labels].
+
+        attention_mask: [batch, length], 1 for real tokens; without it every position is real. labels: [batch] int, or
+        float for regression, or [batch, num_labels] for several labels at once.
+        """
+        collect = _chosen(output_hidden_states, self.config.output_hidden_states)
+        hidden, mask, _, collected = self._run(input_ids, attention_mask, inputs_embeds, None, False, collect)
+        hidden = self.head.norm(hidden)
+        how = self.config.classifier_pooling or ("last" if self._causal else "first")
+        logits = self.score(_pool(hidden, mask, how))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(pooled_logits=logits, labels=labels, config=self.config, **kwargs)
+        output = SequenceClassifierOutputWithPast(
+            loss=loss, logits=logits, hidden_states=(*collected, hidden) if collect else None
+        )
+        return output if _chosen(return_dict, self.config.return_dict) else output.to_tuple()
+
+
+def _norm_only(specs: dict[str, LayerSpec]) -> nn.Module:
+    """A head without its projection and what BERT's has before it."""
+    head: Any = specs["head"].build()
+    head.weight = head.bias = head.transform = None
+    return head
+
+
+def _pool(hidden: Tensor, mask: Tensor | None, how: str) -> Tensor:
+    """hidden: [batch, length, d] -> [batch, d]: the last or first real token, or the mean over the real ones."""
+    if mask is None:
+        return {"last": hidden[:, -1], "first": hidden[:, 0]}[how] if how != "mean" else hidden.mean(1)
+    if how == "mean":
+        weight = mask.unsqueeze(-1).to(hidden.dtype)
+        return (hidden * weight).sum(1) / weight.sum(1).clamp_min(1)
+    position = torch.arange(mask.shape[1], device=mask.device)
+    place = (mask * position).amax(1) if how == "last" else mask.int().argmax(1)
+    return hidden[torch.arange(len(hidden), device=hidden.device), place]
+
+
+def _chosen(value: bool | None, default: bool | None) -> bool:
+    return bool(default if value is None else value)

@@ -1,0 +1,221 @@
+"""What the Transformers models of `models.hf.modeling_metalion` share: embedding and blocks, padding, cache, gradient
+checkpointing, loading."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..language_model import layer_specs
+from ..layers.embedding import Embedding
+from ..layers.init import init_std
+from ..operators.gla.gated_linear_attention import leave_out_of_graphs
+from .cache import RecurrentCache
+from .configuration_metalion import MetalionConfig
+
+
+class MetalionPreTrainedModel(PreTrainedModel):
+    """Embedding and blocks under a `head` that a subclass adds."""
+
+    config_class = MetalionConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _is_stateful = True
+    embedding: Any
+    head: Any
+
+    def __init__(self, config: MetalionConfig) -> None:
+        super().__init__(config)
+        leave_out_of_graphs()
+        self.gradient_checkpointing = False
+        model_config = config.model_config()
+        self._causal = not model_config.two_sided_mixers()
+        self._specs = {spec.name: spec for spec in layer_specs(model_config)}
+        self.embedding = Embedding(model_config)
+        self.blocks = nn.ModuleList(self._specs[f"blocks.{i}"].build() for i in range(config.num_layers))
+
+    def post_init(self) -> None:
+        """As Transformers', after noting what the layers gave themselves when they were built."""
+        self._buffers_built = {n: b.clone() for n, b in self.named_buffers() if b.device.type != "meta"}
+        for parameter in self.parameters():
+            if parameter.device.type != "meta":
+                parameter._is_hf_initialized = True
+        super().post_init()
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initial values for what a checkpoint did not bring, as the layers draw them when they are built."""
+        for name, buffer in self.named_buffers():
+            buffer.copy_(self._buffers_built[name])
+        for name, spec in self._specs.items():
+            layer = self.get_submodule(name)
+            missing = {n: p for n, p in layer.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
+            if missing and all(parameter.device.type != "meta" for parameter in missing.values()):
+                fresh = dict(spec.build().named_parameters())
+                for parameter_name, parameter in missing.items():
+                    parameter.copy_(fresh[parameter_name])
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding; its `weight` is [vocab_size, hidden_size]."""
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Exchange the embedding for a module with a `weight` of [vocab_size, hidden_size]."""
+        self.embedding.weight = value.weight
+
+    @torch.no_grad()
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Give the embedding, and the head where it has one, rows for `new_num_tokens` tokens (None: as many as there are),
+        rounded up to a multiple of `pad_to_multiple_of`. Returns the embedding.
+
+        Rows that were there stay. New ones are the mean of them, or with mean_resizing False drawn as at the start.
+        Generation draws every one of the tokens, and none of the rows that only round the number up.
+        """
+        before = self.config.vocab_size
+        tokens = before if new_num_tokens is None else new_num_tokens
+        multiple = pad_to_multiple_of or 1
+        rows = -(-tokens // multiple) * multiple
+        if rows < 1:
+            raise ValueError(f"new_num_tokens = {new_num_tokens}: must be at least 1")
+        std = None if mean_resizing else init_std(self.config.model_config())
+        tied = getattr(self.head, "weight", None) is self.embedding.weight
+        self.embedding.weight = _resized(self.embedding.weight, rows, std)
+        for name in ("weight", "bias"):
+            if getattr(self.head, name, None) is not None:
+                setattr(self.head, name, _resized(getattr(self.head, name), rows, std))
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.config.vocab_size = rows
+        settings = getattr(self, "generation_config", None)
+        if settings is not None:
+            suppressed = set(settings.suppress_tokens or ())
+            end = before
+            while end - 1 in suppressed:  # these padded the embedding
+                end -= 1
+                suppressed.discard(end)
+            settings.suppress_tokens = sorted({t for t in suppressed if t < tokens} | {*range(tokens, rows)}) or None
+        return self.embedding
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        # generate() would hand a cache of keys and values to forward, which makes its own instead.
+        return False
+
+    def _run(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        inputs_embeds: Tensor | None,
+        past_key_values: RecurrentCache | None,
+        use_cache: bool,
+        collect: bool,
+    ) -> tuple[Tensor, Tensor | None, RecurrentCache | None, list[Tensor]]:
+        """Embedding and blocks: hidden states before the last norm, the mask of these positions, cache, and the inputs of
+        all blocks if they are to be collected."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, one of the two")
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        mask = asked = _mask_of(attention_mask, given.shape[1])
+        order = _together(mask)
+        if mask is not None and order is not None:
+            rows = torch.arange(len(order), device=order.device)[:, None]
+            mask = mask[rows, order]
+            if input_ids is not None:
+                input_ids = input_ids[rows, order]
+            else:
+                inputs_embeds = given[rows, order]
+        cache = past_key_values
+        if cache is not None and not isinstance(cache, RecurrentCache):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}, which holds no recurrent states: leave it out, or give what an "
+                "earlier call of this model returned"
+            )
+        if use_cache and cache is None:
+            cache = RecurrentCache()
+        before = cache.states if cache is not None and cache.states else [None] * (len(self.blocks) + 1)
+        hidden, new_state = self._embed(input_ids, inputs_embeds, mask, before[0], use_cache)
+        new_states, collected = [new_state], []
+        recompute = self.gradient_checkpointing and self.training
+        for block, state in zip(self.blocks, before[1:], strict=True):
+            if collect:
+                collected.append(hidden)
+            if use_cache:
+                hidden, new_state = block(hidden, mask=mask, state=state, return_state=True)
+                new_states.append(new_state)
+            elif recompute:
+                hidden = self._gradient_checkpointing_func(block.__call__, hidden, mask, None, state)
+            else:
+                hidden = block(hidden, mask=mask, state=state)
+        if use_cache and cache is not None:
+            cache.states = new_states
+            cache.seen += hidden.shape[1]
+        if order is not None:
+            back = order.argsort(1)
+            hidden, *collected = (x[rows.to(x.device), back.to(x.device)] for x in (hidden, *collected))
+        return hidden, asked, cache if use_cache else None, collected
+
+    def _embed(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        mask: Tensor | None,
+        state: dict[str, Tensor] | None,
+        use_cache: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if inputs_embeds is None:
+            if use_cache:
+                return self.embedding(input_ids, mask=mask, state=state, return_state=True)
+            # A tensor alone: Transformers and PEFT put hooks on the embedding that expect one.
+            return self.embedding(input_ids, mask=mask, state=state), {}
+        if self.embedding.positions is None:
+            return inputs_embeds, {}
+        vectors, end = self.embedding.positions(inputs_embeds, mask, None, (state or {}).get("position"))
+        return inputs_embeds + vectors, {"position": end}
+
+    def _caches(self, use_cache: bool | None) -> bool:
+        """A model under training keeps no states, and one that sees both directions has none."""
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return bool(use_cache) and not (self.gradient_checkpointing and self.training) and self._causal
+
+
+def _resized(old: Tensor, rows: int, std: float | None) -> nn.Parameter:
+    """A parameter [rows, ...] that begins as `old` does; further rows are its mean, or with `std` those of a matrix random."""
+    new = old.new_empty(rows, *old.shape[1:])
+    new[: len(old)] = old[:rows]
+    if old.dim() > 1 and std is not None:
+        nn.init.normal_(new[len(old) :], std=std)
+    else:
+        new[len(old) :] = old.mean(0)
+    return nn.Parameter(new, requires_grad=old.requires_grad)
+
+
+def _together(mask: Tensor | None) -> Tensor | None:
+    """[batch, length]: the real positions of every row in their order and then its padding; None where no padding stands
+    between real tokens. Convolutions look at neighbours, and padding there would be one."""
+    if mask is None or torch.compiler.is_compiling():
+        return None
+    begins = torch.cat([mask[:, :1], mask[:, 1:] & ~mask[:, :-1]], 1)
+    return (~mask).int().argsort(dim=1, stable=True) if bool((begins.sum(1) > 1).any()) else None
+
+
+def _mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """[batch, length] bool of the last positions, None where all are real. ValueError for another shape."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] < length:
+        raise ValueError(
+            f"attention_mask {list(attention_mask.shape)}: expected [batch, {length}] with 1 for real tokens, or longer by "
+            "what the cache has seen"
+        )
+    mask = attention_mask[:, -length:].bool()
+    if not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return mask

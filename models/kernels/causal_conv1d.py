@@ -1,0 +1,231 @@
+"""The depthwise causal convolution with its SiLU: one kernel forward, one backward, each reading its inputs once.
+
+Definition and the form in plain PyTorch: `models/layers/short_convolution.py`. torch's own depthwise convolution wants
+the channels
+before the tokens, which costs two copies each way, and leaves the activation to another kernel. The gradient of the
+weight is summed by every program over its own tokens, and over programs afterwards, so that it does not depend on their
+order.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .launch import Launch, aligned
+from .primitives import sum_parts
+from .sigmoid import sigmoid
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the convolution's kernels need Triton: pip install triton") from error
+
+# Tokens and channels of a program, forward and backward; tokens of a tile forward. Backward with the three tokens after its
+# own, which it goes over too, a multiple of the four that it loads at once.
+_FORWARD, _BACKWARD = (64, 128), (61, 256)
+_TILE = 8
+
+
+def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    """y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}), computed in float32.
+
+    before: [batch, kernel - 1, channels], the inputs before x: [batch, length, channels], None for zeros; weight:
+    [channels, kernel <= 4]; f is SiLU or the identity. Returns y in x's shape and dtype.
+    """
+    return _Convolution.apply(before, x, weight, silu)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+        before = None if before is None else aligned(before)
+        x, weight = aligned(x), aligned(weight)
+        y = torch.empty_like(x)
+        if x.numel():
+            forward, _ = _launches(x.device, x.dtype, weight.dtype, x.shape, weight.shape[1], silu, before is not None)
+            forward(x, before, weight, y)
+        ctx.save_for_backward(before, x, weight)
+        ctx.silu = silu
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        before, x, weight = ctx.saved_tensors
+        batch, _, channels = x.shape
+        kernel = weight.shape[1]
+        dx = torch.empty_like(x)
+        d_before = None if before is None else torch.empty_like(before)
+        programs = _programs(x.shape, kernel, before is not None)
+        partial = torch.empty(batch, programs, kernel, channels, dtype=torch.float32, device=x.device)
+        if partial.numel():
+            _, backward = _launches(x.device, x.dtype, weight.dtype, x.shape, kernel, ctx.silu, before is not None)
+            backward(aligned(dy), before, x, weight, d_before, dx, partial)
+        d_weight = sum_parts(partial.view(1, batch * programs, kernel * channels), weight.dtype).view(kernel, channels)
+        return d_before, dx, d_weight.t(), None
+
+
+@lru_cache(4096)
+def _launches(
+    device: torch.device,
+    dtype: torch.dtype,
+    weight: torch.dtype,
+    shape: torch.Size,
+    kernel: int,
+    silu: bool,
+    history: bool,
+) -> tuple[Launch, Launch]:
+    """Forward and backward for x of this shape."""
+    batch, length, channels = shape
+    values = length, channels, kernel, silu, history
+    tokens, columns = _FORWARD
+    grid = triton.cdiv(length, tokens), triton.cdiv(channels, columns), batch
+    forward = Launch(_convolution_forward, grid, *values, tokens, _TILE, columns, num_warps=4)
+    tokens, columns = _BACKWARD
+    grid = _programs(shape, kernel, history), triton.cdiv(channels, columns), batch
+    # With a few registers more, a multiprocessor would hold seven programs instead of eight.
+    registers = None if history else 128
+    return forward, Launch(_convolution_backward, grid, *values, tokens, columns, num_warps=2, maxnreg=registers)
+
+
+def _programs(shape: torch.Size, kernel: int, history: bool) -> int:
+    """Of the backward pass, along the sequence. The tokens before x are tokens of the same problem: they take part in the sums
+    and have a gradient."""
+    return triton.cdiv(shape[1] + (kernel - 1 if history else 0), _BACKWARD[0])
+
+
+@triton.jit
+def _token(x, before, t, column, length, channels, KERNEL: tl.constexpr, HISTORY: tl.constexpr):
+    """Input t of a sequence, from -(KERNEL - 1) on, zero outside, float32."""
+    known = column < channels
+    place = tl.cast(t, tl.int64) * channels
+    value = tl.load(x + place + column, mask=known & (t >= 0) & (t < length), other=0.0).to(tl.float32)
+    if HISTORY:
+        place = (t + (KERNEL - 1)) * channels
+        value += tl.load(before + place + column, mask=known & (t < 0) & (t >= 1 - KERNEL), other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _both(x, dy, before, t, column, length, channels, KERNEL: tl.constexpr, HISTORY: tl.constexpr):
+    """Input t and the gradient of output t."""
+    value = _token(x, before, t, column, length, channels, KERNEL, HISTORY)
+    return value, _token(dy, before, t, column, length, channels, KERNEL, False)
+
+
+@triton.jit
+def _tap(weight, column, channels, J: tl.constexpr, KERNEL: tl.constexpr):
+    """The weight of the input J tokens back."""
+    if J < KERNEL:
+        return tl.load(weight + column * KERNEL + (KERNEL - 1 - J), mask=column < channels, other=0.0).to(tl.float32)
+    return tl.zeros((column.shape[0],), tl.float32)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _convolution_forward(
+    x, before, weight, y, length, channels,
+    KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    batch, row = tl.program_id(2).to(tl.int64), tl.arange(0, TILE)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = (column < channels)[None, :]
+    if HISTORY:
+        before += batch * (KERNEL - 1) * channels
+    w0, w1 = _tap(weight, column, channels, 0, KERNEL), _tap(weight, column, channels, 1, KERNEL)
+    w2, w3 = _tap(weight, column, channels, 2, KERNEL), _tap(weight, column, channels, 3, KERNEL)
+    for tile in range(TOKENS // TILE):
+        first = tl.program_id(0) * TOKENS + tile * TILE
+        place = (batch * length + first) * channels
+        total = tl.zeros((TILE, COLUMNS), tl.float32)
+        for j in tl.static_range(KERNEL):
+            t = first + (row - j)
+            at = (row - j)[:, None] * channels + column[None, :]
+            value = tl.load(x + place + at, mask=((t >= 0) & (t < length))[:, None] & known, other=0.0).to(tl.float32)
+            if HISTORY:
+                at = (t + (KERNEL - 1))[:, None] * channels + column[None, :]
+                value += tl.load(before + at, mask=(t < 0)[:, None] & known, other=0.0).to(tl.float32)
+            total += (w0 if j == 0 else w1 if j == 1 else w2 if j == 2 else w3)[None, :] * value
+        if SILU:
+            total = total * sigmoid(total)
+        inside = (first + row < length)[:, None] & known
+        tl.store(y + place + (row[:, None] * channels + column[None, :]), total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _convolution_backward(
+    dy, before, x, weight, d_before, dx, partial, length, channels,
+    KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Token by token, with the last three inputs and the last three gradients of the sums at hand."""
+    batch = tl.program_id(2).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = column < channels
+    x, dy, dx = x + batch * length * channels, dy + batch * length * channels, dx + batch * length * channels
+    first = tl.program_id(0) * TOKENS
+    if HISTORY:
+        before += batch * (KERNEL - 1) * channels
+        d_before += batch * (KERNEL - 1) * channels
+        first += 1 - KERNEL
+    w0, w1 = _tap(weight, column, channels, 0, KERNEL), _tap(weight, column, channels, 1, KERNEL)
+    w2, w3 = _tap(weight, column, channels, 2, KERNEL), _tap(weight, column, channels, 3, KERNEL)
+    x3 = _token(x, before, first - 3, column, length, channels, KERNEL, HISTORY)
+    x2 = _token(x, before, first - 2, column, length, channels, KERNEL, HISTORY)
+    x1 = _token(x, before, first - 1, column, length, channels, KERNEL, HISTORY)
+    d1, d2, d3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
+    of_w0, of_w1, of_w2, of_w3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)
+    xa, da = _both(x, dy, before, first, column, length, channels, KERNEL, HISTORY)
+    xb, db = _both(x, dy, before, first + 1, column, length, channels, KERNEL, HISTORY)
+    xc, dc = _both(x, dy, before, first + 2, column, length, channels, KERNEL, HISTORY)
+    xd, dd = _both(x, dy, before, first + 3, column, length, channels, KERNEL, HISTORY)
+    for n in range(0, TOKENS + 3, 4):
+        t = first + n
+        # Loaded a turn ahead, so that memory answers while this turn computes.
+        next_xa, next_da = _both(x, dy, before, t + 4, column, length, channels, KERNEL, HISTORY)
+        next_xb, next_db = _both(x, dy, before, t + 5, column, length, channels, KERNEL, HISTORY)
+        next_xc, next_dc = _both(x, dy, before, t + 6, column, length, channels, KERNEL, HISTORY)
+        next_xd, next_dd = _both(x, dy, before, t + 7, column, length, channels, KERNEL, HISTORY)
+        for step in tl.static_range(4):
+            x0 = xa if step == 0 else xb if step == 1 else xc if step == 2 else xd
+            d0 = da if step == 0 else db if step == 1 else dc if step == 2 else dd
+            if SILU:
+                total = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+                gate = sigmoid(total)
+                d0 *= gate * (1.0 + total * (1.0 - gate))
+            # Sums of the three tokens after the program's own are its neighbour's to count.
+            counted = d0 * tl.where(n + step < TOKENS, 1.0, 0.0)
+            of_w0 += counted * x0
+            of_w1 += counted * x1
+            of_w2 += counted * x2
+            of_w3 += counted * x3
+            # The input three tokens back has met all the sums that it is part of.
+            back = t + step - 3
+            d_input = w0 * d3 + w1 * d2 + w2 * d1 + w3 * d0
+            place = tl.cast(back, tl.int64) * channels
+            inside = known & (n + step >= 3) & (back >= 0) & (back < length)
+            tl.store(dx + place + column, d_input.to(dx.dtype.element_ty), mask=inside)
+            if HISTORY:
+                place = (back + (KERNEL - 1)) * channels
+                earlier = known & (n + step >= 3) & (back < 0)
+                tl.store(d_before + place + column, d_input.to(d_before.dtype.element_ty), mask=earlier)
+            x3, x2, x1 = x2, x1, x0
+            d3, d2, d1 = d2, d1, d0
+        xa, xb, xc, xd = next_xa, next_xb, next_xc, next_xd
+        da, db, dc, dd = next_da, next_db, next_dc, next_dd
+    place = partial + (batch * tl.num_programs(0) + tl.program_id(0)) * KERNEL * channels + column
+    tl.store(place + (KERNEL - 1) * channels, of_w0, mask=known)
+    if KERNEL > 1:
+        tl.store(place + (KERNEL - 2) * channels, of_w1, mask=known)
+    if KERNEL > 2:
+        tl.store(place + (KERNEL - 3) * channels, of_w2, mask=known)
+    if KERNEL > 3:
+        tl.store(place + (KERNEL - 4) * channels, of_w3, mask=known)

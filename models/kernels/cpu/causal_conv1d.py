@@ -1,0 +1,53 @@
+"""The causal convolution with its activation in C++, one pass forward and one backward. Reference:
+`models.layers.short_convolution`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .build import run, shared_object, takes
+
+
+def convolution_takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether `causal_convolution` computes with these."""
+    fits = takes(x, weight) and x.shape[-1] % 16 == 0 and weight.shape[1] <= 8 and x.numel() > 0
+    return fits and _shared_object(x, weight, True) is not None
+
+
+def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    """before: [batch, kernel - 1, channels] or None for zeros, x: [batch, length, channels], weight: [channels, kernel] ->
+    x's shape."""
+    if before is None:
+        before = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[2])
+    return _Convolution.apply(before, x, weight, silu)
+
+
+def _shared_object(x: Tensor, weight: Tensor, silu: bool) -> ctypes.CDLL | None:
+    columns = next(width for width in (64, 32, 16) if x.shape[-1] % width == 0)
+    return shared_object("convolution", x.dtype, TAPS=weight.shape[1], SILU=int(silu), COLUMNS=columns)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+        before, x, taps = before.contiguous(), x.contiguous(), weight.float().t().contiguous()
+        ctx.save_for_backward(before, x, weight)
+        ctx.silu = silu
+        y = torch.empty_like(x)
+        run(_shared_object(x, weight, silu), "forward", before, x, taps, y, *x.shape)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        before, x, weight = ctx.saved_tensors
+        taps = weight.float().t().contiguous()
+        d_before, dx, d_taps = torch.empty_like(before), torch.empty_like(x), taps.new_empty(x.shape[0], *taps.shape)
+        compiled = _shared_object(x, weight, ctx.silu)
+        run(compiled, "backward", before, x, taps, dy.contiguous(), d_before, dx, d_taps, *x.shape)
+        return d_before, dx, d_taps.sum(0).t().to(weight.dtype), None

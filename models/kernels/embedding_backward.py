@@ -1,0 +1,76 @@
+"""The look-up of embeddings whose gradient is formed without sorting the tokens: for small vocabularies and many repetitions.
+
+Tokens of a tile that are the same are summed by a product with the matrix of what is equal, so that memory sees one
+addition an id and tile, in float32; the order of these additions, and so the last bits, depend on timing. PyTorch's own
+gradient sorts all tokens and then sums those of an id one after the other: of a text of which most is one filler, as the
+generated tasks', that took a sixth of a training step.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .launch import Launch, aligned
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the kernel of embeddings' gradients needs Triton: pip install triton") from error
+
+# Tokens and channels of a tile.
+_TOKENS, _CHANNELS = 64, 64
+
+
+def look_up_repeated(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
+    """As `models.layers.embedding.look_up`: the rows of weight [vocab_size, hidden_size] for tokens, plus vectors."""
+    rows = _LookUp.apply(tokens, weight)
+    return rows if vectors is None else rows + vectors
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.shape, ctx.dtype = weight.shape, weight.dtype
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (tokens,) = ctx.saved_tensors
+        out = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
+        if grad.numel():
+            tokens = tokens.contiguous()
+            _launch(grad.device, grad.dtype, tokens.dtype, tokens.numel(), ctx.shape[1])(tokens, aligned(grad), out)
+        return None, out.to(ctx.dtype)
+
+
+@lru_cache(4096)
+def _launch(device: torch.device, dtype: torch.dtype, ids: torch.dtype, number: int, size: int) -> Launch:
+    grid = triton.cdiv(number, _TOKENS), triton.cdiv(size, _CHANNELS)
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    return Launch(_look_up_gradient, grid, number, size, _TOKENS, _CHANNELS, precision, num_warps=4)
+
+
+@triton.jit
+def _look_up_gradient(tokens, grad, out, N, D, BT: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
+    i, c = tl.arange(0, BT), tl.program_id(1) * BD + tl.arange(0, BD)
+    t = tl.program_id(0).to(tl.int64) * BT + i
+    # Those beyond the last are like no other.
+    own = tl.load(tokens + t, mask=t < N, other=-1)
+    same = own[:, None] == tl.load(tokens + t, mask=t < N, other=-2)[None, :]
+    rows = tl.load(grad + t[:, None] * D + c[None, :], mask=(t < N)[:, None] & (c < D)[None, :], other=0.0)
+    total = tl.dot(same.to(rows.dtype), rows, input_precision=PRECISION)
+    first = tl.sum((same & (i[None, :] < i[:, None])).to(tl.int32), 1) == 0
+    write = (first & (t < N))[:, None] & (c < D)[None, :]
+    tl.atomic_add(out + own.to(tl.int64)[:, None] * D + c[None, :], total, mask=write, sem="relaxed")

@@ -1,0 +1,244 @@
+"""The recurrence inside one chunk, from the state before it and (backward) the gradient of the state after it.
+
+With g to base 2, b its running sum in the chunk, B its total, m = B/2, Q = scale q e^(b - m), K = k e^(m - b):
+    A = tril(Q K^T)    o = A v + Q (e^m S)           dA = tril(do v^T)    dv = A^T do + K (e^(B - m) dS')
+    dQ = dA K + e^m do S^T      dK = dA^T Q + e^(B - m) v dS'^T      dq = scale e^(b - m) dQ      dk = e^(m - b) dK
+    dg = reverse cumsum of (Q dQ - K dK) + e^B sum_v S dS' + sum_j K_j (e^(B - m) v_j dS'^T)
+The products in dg are of the numbers that the tensor cores were given, so that what cancels there cancels exactly; its
+last two terms are the gradient of B, taken apart so that what a chunk gives to later ones cancels so too.
+In a chunk of strong decay (`vector_decay_common.py`) A and dA are left out here, and Q, K taken relative to 0 and B.
+Triton 3.4 to 3.7.0 forms products of a transposed accumulator wrongly on Hopper: A^T and dA^T are products of their own.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..launch import Launch
+from .common import (
+    CHUNK,
+    MILD,
+    Case,
+    chunk_of,
+    clamped,
+    load,
+    load_apart,
+    load_triangle,
+    of_gate,
+    place,
+    place_apart,
+    references,
+    running_sum,
+    state_at,
+    store,
+    store_apart,
+)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
+
+
+@lru_cache(4096)
+def chunk_launches(case: Case) -> tuple[Launch, Launch]:
+    """Forward and backward."""
+    sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
+    (warps, registers), (backward_warps, backward_registers) = chunk_config(case)
+    forward = Launch(
+        _vector_decay_forward, (case.chunks, -(-case.dim_v // case.block_v), case.rows), *sizes, CHUNK, MILD, *case.flags,
+        num_warps=warps, num_stages=1, maxnreg=registers,
+    )  # fmt: skip
+    backward = Launch(
+        _vector_decay_backward, (case.chunks, case.rows), *sizes, CHUNK, *case.gradient_strides, case.layer, *case.flags,
+        num_warps=backward_warps, num_stages=1, maxnreg=backward_registers,
+    )  # fmt: skip
+    return forward, backward
+
+
+def chunk_config(case: Case) -> tuple[tuple[int, int | None], tuple[int, int | None]]:
+    """Warps and most registers of a thread, forward and backward."""
+    return ((4, None), (4, None)) if case.block_k <= 64 else ((8, None), (8, None))
+
+
+@triton.jit
+def _load_state(states, i, ck, cv, K: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr):
+    address = state_at(states, i, ck, cv, V, K)
+    if EVEN:
+        return tl.load(address)
+    return tl.load(address, mask=(ck < K)[:, None] & (cv < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _vector_decay_forward(
+    q, k, v, g, table, triangle, states, o, strong, T, H: tl.constexpr, N, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, MILD: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    exact: tl.constexpr = q.dtype.element_ty == tl.float32
+    rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
+    n, bv, bh = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, ck, cv = tl.arange(0, C), tl.arange(0, BK), bv * BV + tl.arange(0, BV)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    if start == end:
+        return
+    t = start + row
+    # All loads at once, those that go to other threads first last: a load between two products waits for memory alone.
+    decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    reached = load_triangle(triangle, C)
+    value = load(place(v, bh, T, H, V), t, cv, end, H, V, BV, EVEN).to(rounded)
+    state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    until = running_sum(clamped(decay), reached, False, exact)
+    total = tl.sum(tl.where((row == C - 1)[:, None], until, 0.0), 0)
+    mild = (tl.min(total, 0) >= -MILD).to(tl.int32)
+    near_q, near_k = references(total, mild)
+    query *= tl.exp2(until - near_q[None, :])
+    from_start = (query * tl.exp2(near_q)[None, :]).to(rounded)
+    query = query.to(rounded)
+    key = (key * tl.exp2(near_k[None, :] - until)).to(rounded)
+    a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    a = tl.where((row[:, None] >= row[None, :]) & (mild == 1), a, 0.0).to(rounded)
+    out = tl.dot(from_start, state, input_precision=PRECISION)
+    out = tl.dot(a, value, out, input_precision=PRECISION) * scale
+    store(place(o, bh, T, H, V), out, t, cv, end, H, V, BV, EVEN)
+    if bv == 0:
+        tl.store(strong + bh * N + n, 1 - mild)
+
+
+@triton.jit
+def _vector_decay_backward(
+    do, q, k, v, g, table, triangle, strong, states, d_states, dq, dk, dv, dg, d_strength, aug_weight,
+    T, H: tl.constexpr, N, scale, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    exact: tl.constexpr = q.dtype.element_ty == tl.float32
+    rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
+    n, bh = tl.program_id(0), tl.program_id(1)
+    row, ck, cv = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    v, do = place(v, bh, T, H, V), place(do, bh, T, H, V)
+    dq, dk = place_apart(dq, bh, T, H, K, STRIDE_K), place_apart(dk, bh, T, H, K, STRIDE_K)
+    dv, dg = place_apart(dv, bh, T, H, V, STRIDE_V), place(dg, bh, T, H, K)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    if start == end:
+        return
+    t = start + row
+    # As forward; the first block of values, which for most heads is all, is loaded once.
+    decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
+    reached = load_triangle(triangle, C)
+    value = load(v, t, cv, end, H, V, BV, EVEN).to(rounded)
+    grad = load(do, t, cv, end, H, V, BV, EVEN).to(rounded)
+    d_state = _load_state(d_states, bh * N + n, ck, cv, K, V, EVEN)
+    state = _load_state(states, bh * N + n, ck, cv, K, V, EVEN)
+    query = load(place(q, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
+    decay = clamped(decay)
+    passing = tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+
+    total = tl.sum(decay, 0)
+    until = running_sum(decay, reached, False, exact)
+    # As forward decided, and as `vector_decay_strong.py` reads.
+    mild = 1 - tl.load(strong + bh * N + n)
+    near_q, near_k = references(total, mild)
+    upper = (row[:, None] <= row[None, :]) & (mild == 1)
+    lower = (row[:, None] >= row[None, :]) & (mild == 1)
+    query = (query * tl.exp2(until - near_q[None, :]) * scale).to(rounded)
+    key = (key * tl.exp2(near_k[None, :] - until)).to(rounded)
+    to_end = tl.exp2(total - near_k)[None, :]
+
+    a = tl.dot(key, tl.trans(query), input_precision=PRECISION)
+    a = tl.where(upper, a, 0.0).to(rounded)
+    reach = (key.to(tl.float32) * to_end).to(rounded)
+    # In a layer, dv has that of the augmentation already. Addresses with a zero that the compiler does not know, or it keeps
+    # those of above in registers.
+    zero = tl.load(triangle + 1).to(tl.int32)
+    d_value = _begun(dv, t, cv, end, LAYER, C, BV, STRIDE_V, V, EVEN)
+    d_value = tl.dot(reach, d_state, d_value, input_precision=PRECISION)
+    d_value = tl.dot(a, grad, d_value, input_precision=PRECISION)
+    store_apart(dv, d_value, t + zero, cv, end, STRIDE_V, V, EVEN)
+    d_key = tl.dot(value, tl.trans(d_state), input_precision=PRECISION)
+    da_chunk = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+    for block in tl.static_range(BV, V, BV):
+        d = block + cv
+        other = load(v, t, d, end, H, V, BV, EVEN).to(rounded)
+        other_grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
+        other_state = _load_state(d_states, bh * N + n, ck, d, K, V, EVEN)
+        passing += tl.sum(
+            _load_state(states, bh * N + n, ck, d, K, V, EVEN).to(tl.float32) * other_state.to(tl.float32), 1
+        )
+        d_value = _begun(dv, t, d, end, LAYER, C, BV, STRIDE_V, V, EVEN)
+        d_value = tl.dot(reach, other_state, d_value, input_precision=PRECISION)
+        d_value = tl.dot(a, other_grad, d_value, input_precision=PRECISION)
+        store_apart(dv, d_value, t, d, end, STRIDE_V, V, EVEN)
+        d_key = tl.dot(other, tl.trans(other_state), d_key, input_precision=PRECISION)
+        da_chunk = tl.dot(other, tl.trans(other_grad), da_chunk, input_precision=PRECISION)
+    d_key *= to_end
+    d_total = tl.exp2(total) * passing + tl.sum(key.to(tl.float32) * d_key, 0)
+    d_key = tl.dot(tl.where(upper, da_chunk, 0.0).to(rounded), query, d_key, input_precision=PRECISION)
+    d_decay = -key.to(tl.float32) * d_key
+    if LAYER:
+        # dq = ds w k and dk = ds w q of the augmentation: with one reference for q and k they are parts of dQ and dK. A
+        # strong chunk has two, and leaves them to `vector_decay_strong.py` too.
+        share, weight = _share(d_strength, aug_weight, bh, t + zero, end, mild, scale, ck, T, H, K)
+        d_key += (query.to(tl.float32) * share[:, None]) * weight[None, :]
+    d_key *= tl.exp2(-(until - near_k[None, :]))
+    store_apart(dk, d_key, t, ck, end, STRIDE_K, K, EVEN)
+
+    d_query = tl.dot(grad, tl.trans(state), input_precision=PRECISION)
+    da_chunk = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    for block in tl.static_range(BV, V, BV):
+        d = block + cv
+        other = load(v, t, d, end, H, V, BV, EVEN).to(rounded)
+        other_grad = load(do, t, d, end, H, V, BV, EVEN).to(rounded)
+        other_state = _load_state(states, bh * N + n, ck, d, K, V, EVEN)
+        d_query = tl.dot(other_grad, tl.trans(other_state), d_query, input_precision=PRECISION)
+        da_chunk = tl.dot(other_grad, tl.trans(other), da_chunk, input_precision=PRECISION)
+    d_query *= tl.exp2(near_q)[None, :]
+    d_query = tl.dot(tl.where(lower, da_chunk, 0.0).to(rounded), key, d_query, input_precision=PRECISION)
+    d_decay += query.to(tl.float32) * d_query
+    if LAYER:
+        # Read again, and not kept.
+        share, weight = _share(d_strength, aug_weight, bh, t + zero, end, mild, scale, ck, T, H, K)
+        d_query += (key.to(tl.float32) * weight[None, :]) * share[:, None]
+    # Written otherwise than above, or the compiler keeps the exponentials of above in registers.
+    d_query *= tl.exp2(-(near_q[None, :] - until)) * scale
+    store_apart(dq, d_query, t, ck, end, STRIDE_K, K, EVEN)
+    d_decay = running_sum(d_decay, tl.trans(reached), True, exact) + d_total[None, :]
+    if LAYER:
+        if mild == 1:
+            # What has been written is read again, from the cache: it would not stay in registers until here.
+            tl.debug_barrier()
+            decay = clamped(load(place(g, bh, T, H, K), t + zero, ck, end, H, K, BK, EVEN))
+            d_key = load_apart(dk, t + zero, ck, end, STRIDE_K, K, EVEN).to(tl.float32)
+            store_apart(dk, of_gate(d_decay, d_key, decay), t + zero, ck, end, STRIDE_K, K, EVEN)
+        else:
+            # `vector_decay_strong.py` goes on with them.
+            store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
+    else:
+        store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
+
+
+@triton.jit
+def _begun(
+    dv, t, d, end, LAYER: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, STRIDE: tl.constexpr, V: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """The float32 tile that is summed on: what is in dv, or zeros."""
+    if LAYER:
+        return load_apart(dv, t, d, end, STRIDE, V, EVEN).to(tl.float32)
+    else:
+        return tl.zeros([C, BV], tl.float32)
+
+
+@triton.jit
+def _share(d_strength, aug_weight, bh, t, end, mild, scale, ck, T, H: tl.constexpr, K: tl.constexpr):
+    """ds / scale of every token, 0 in a strong chunk, and w of every channel."""
+    of_token = tl.load(place(d_strength, bh, T, H, 1) + t * H, mask=(t < end) & (mild == 1), other=0.0)
+    of_channel = tl.load(aug_weight + bh % H * K + ck, mask=ck < K, other=0.0)
+    return of_token * (1.0 / scale), of_channel.to(tl.float32)

@@ -1,0 +1,229 @@
+"""States of the recurrence before chunks, from the left (k, v), and gradients of those after them, from the right (q, do).
+
+    S_(n+1) = e^B S_n + sum_j e^(B - b_j) k_j v_j^T        dS_n = e^B dS_(n+1) + sum_i scale e^(b_i) q_i do_i^T
+Few long sequences are cut into stretches, each scanned from nothing; then its states get what the ends of those before it
+bring to them.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..launch import Launch
+from .common import CHUNK, Case, chunk_of, clamped, in_two, load, load_triangle, place, state_at, triangle
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
+
+
+def scan(
+    case: Case, backward: bool, x: Tensor, y: Tensor, g: Tensor, edge: Tensor | None, table: Tensor | None,
+    leave: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The state before (backward: its gradient after) every chunk, `case.kept` [batch * heads, chunks, dk, dv].
+
+    x, y: k and v, or q and do for `backward`; edge: float32 [sequences, heads, head_dim_k, head_dim_v], the initial
+    states or the gradients of the final ones, zero if None; leave: of the same shape, where the states at the other end
+    are written for all sequences that have a token, or None.
+    """
+    stretches = stretches_of(case)
+    states = x.new_empty(case.rows, case.chunks, case.dim_k, case.dim_v, dtype=case.kept)
+    between: tuple[Tensor | None, ...] = (None, None, None)
+    if stretches > 1:
+        # End states and log decays of every stretch; the log decays from its start until every chunk, packed behind it too.
+        sides = 2 if case.segments else 1
+        between = tuple(
+            x.new_empty(case.rows, *shape, dtype=torch.float32)
+            for shape in (
+                (stretches, case.dim_k, case.dim_v),
+                (stretches, case.dim_k),
+                (case.chunks, sides, case.dim_k),
+            )
+        )
+    scanned, joined = _launches(case, backward, edge is not None, leave is not None)
+    scanned(x, y, g, edge, table, triangle(x.device), states, leave, *between)
+    if stretches > 1:
+        joined(*between, table, states, leave)
+    return states
+
+
+@lru_cache(4096)
+def stretches_of(case: Case) -> int:
+    """Going over the states twice pays from four stretches on; 256 programs were the fastest on an H200."""
+    block_k, block_v, _, _ = scan_config(case)
+    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
+    stretches = min(256 // (case.rows * blocks), case.chunks // 8)
+    return stretches if stretches >= 4 else 1
+
+
+def scan_config(case: Case) -> tuple[int, int, int, int]:
+    """Block of keys, block of values, warps, pipeline stages."""
+    return min(case.block_k, 64), min(case.block_v, 128), 4, 3 if case.dtype != torch.float32 else 1
+
+
+@lru_cache(4096)
+def _launches(case: Case, backward: bool, edge: bool, leave: bool) -> tuple[Launch, Launch]:
+    """The scan, and the sums of what passes from stretch to stretch."""
+    stretches = stretches_of(case)
+    block_k, block_v, warps, stages = scan_config(case)
+    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
+    sizes = case.chunks, stretches, case.dim_k, case.dim_v, block_k, block_v
+    scanned = Launch(
+        _vector_decay_states, (blocks, stretches, case.rows),
+        case.length, case.heads, case.scale if backward else 1.0, *sizes, CHUNK, backward, stretches > 1, edge, leave,
+        *case.flags, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    groups = triton.cdiv(triton.cdiv(case.chunks, stretches), _GROUP)
+    joined = Launch(
+        _vector_decay_join, (blocks, stretches * groups, case.rows),
+        case.heads, *sizes, _GROUP, backward, leave, case.segments > 0, num_warps=4,
+    )  # fmt: skip
+    return scanned, joined
+
+
+# Chunks of a program that joins stretches.
+_GROUP = 8
+
+
+@triton.jit
+def _vector_decay_states(
+    x, y, g, edge, table, triangle, states, leave, ends, decays, between, T, H: tl.constexpr, scale, N, S,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BACKWARD: tl.constexpr,
+    CUT: tl.constexpr, EDGE: tl.constexpr, LEAVE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One stretch: where sequences are CUT as if nothing came before it."""
+    blocks_v: tl.constexpr = (V + BV - 1) // BV
+    exact: tl.constexpr = x.dtype.element_ty == tl.float32
+    rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
+    bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
+    stretch, bh = tl.program_id(1), tl.program_id(2)
+    ck, cv, row = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV), tl.arange(0, C)
+    inside = (ck < K)[:, None] & (cv < V)[None, :]
+    x, y, g = place(x, bh, T, H, K), place(y, bh, T, H, V), place(g, bh, T, H, K)
+    begin, count = _stretch(table, stretch, N, S, PACKED)
+    state = tl.zeros([BK, BV], tl.float32)
+    if EDGE and not PACKED:
+        first = stretch == (S - 1 if BACKWARD else 0)
+        state = tl.load(state_at(edge, bh, ck, cv, V, K), mask=inside & first, other=0.0)
+    through = tl.zeros([BK], tl.float32)
+    # Sums over the tokens up to one, or forward over those after it.
+    reached = load_triangle(triangle, C, not BACKWARD)
+    if BACKWARD:
+        reached = tl.trans(reached)
+    for step in range(0, count):
+        n = begin + (count - 1 - step if BACKWARD else step)
+        start, end = chunk_of(table, n, T, C, PACKED)
+        if PACKED:
+            # A sequence's states come in at its first chunk and go out at its last; backward it is the other way.
+            sequence, flags = tl.load(table + n * 4 + 2), tl.load(table + n * 4 + 3)
+            comes, goes = flags & 1, flags & 2
+            if BACKWARD:
+                comes, goes = flags & 2, flags & 1
+            at = sequence * H + bh % H
+            state = tl.where(comes != 0, 0.0, state)
+            through = tl.where(comes != 0, -float("inf"), through)
+            if EDGE:
+                state += tl.load(state_at(edge, at, ck, cv, V, K), mask=inside & (comes != 0), other=0.0)
+        here = state_at(states, bh * N + n, ck, cv, V, K)
+        if EVEN:
+            tl.store(here, state.to(states.dtype.element_ty))
+        else:
+            tl.store(here, state.to(states.dtype.element_ty), mask=inside)
+        t = start + row
+        decay = clamped(load(g, t, ck, end, H, K, BK, EVEN, True))
+        total = tl.sum(decay, 1)
+        if exact:
+            exponent = tl.cumsum(decay, 1) if BACKWARD else tl.cumsum(decay, 1, reverse=True) - decay
+        else:
+            high, low = in_two(decay)
+            exponent = tl.dot(low, reached, tl.dot(high, reached))
+        weight = tl.exp2(exponent) * scale
+        weighted = (load(x, t, ck, end, H, K, BK, EVEN, True).to(tl.float32) * weight).to(rounded)
+        value = load(y, t, cv, end, H, V, BV, EVEN).to(rounded)
+        state = tl.dot(weighted, value, state * tl.exp2(total)[:, None], input_precision=PRECISION)
+        if CUT:
+            # By one program of those of other values: the others' stores are masked, as a branch would end the pipeline.
+            place_of, own = between + (bh * N + n) * ((1 + PACKED) * K) + ck, (ck < K) & (bv == 0)
+            tl.store(place_of, through, mask=own)
+            if PACKED:
+                tl.store(place_of + K, through + total, mask=own)
+            through += total
+        if PACKED and LEAVE:
+            tl.store(state_at(leave, at, ck, cv, V, K), state, mask=inside & (goes != 0))
+    if LEAVE and not PACKED:
+        at_end = (begin == 0 if BACKWARD else begin + count == N) & (count > 0)
+        tl.store(state_at(leave, bh, ck, cv, V, K), state, mask=inside & at_end)
+    if CUT:
+        tl.store(state_at(ends, bh * S + stretch, ck, cv, V, K), state, mask=inside)
+        if bv == 0:
+            tl.store(decays + (bh * S + stretch) * K + ck, through, mask=ck < K)
+
+
+@triton.jit
+def _stretch(table, stretch, N, S, PACKED: tl.constexpr):
+    """First chunk of a stretch and its number of chunks."""
+    chunks = N
+    if PACKED:
+        chunks = tl.load(table + N * 4)
+    size = (chunks + S - 1) // S
+    begin = stretch * size
+    return begin, tl.maximum(tl.minimum(size, chunks - begin), 0)
+
+
+@triton.jit
+def _vector_decay_join(
+    ends, decays, between, table, states, leave, H: tl.constexpr, N, S,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, BACKWARD: tl.constexpr,
+    LEAVE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Adds to the states of some chunks of a stretch what reaches them from the stretches before it."""
+    blocks_v: tl.constexpr = (V + BV - 1) // BV
+    bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
+    stretch, group, bh = tl.program_id(1) % S, tl.program_id(1) // S, tl.program_id(2)
+    ck, cv = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV)
+    inside = (ck < K)[:, None] & (cv < V)[None, :]
+    begin, count = _stretch(table, stretch, N, S, PACKED)
+    before = S - 1 - stretch if BACKWARD else stretch
+    last = tl.minimum(group * GROUP + GROUP, count)
+    if (before > 0) & (group * GROUP < last):
+        state = tl.zeros([BK, BV], tl.float32)
+        for step in range(0, before):
+            at = bh * S + (S - 1 - step if BACKWARD else step)
+            decay = tl.load(decays + at * K + ck, mask=ck < K, other=0.0)
+            state *= tl.exp2(decay)[:, None]
+            state += tl.load(state_at(ends, at, ck, cv, V, K), mask=inside, other=0.0)
+        next_state = tl.load(state_at(states, bh * N + begin + group * GROUP, ck, cv, V, K), mask=inside, other=0.0)
+        for step in range(group * GROUP, last):
+            n = begin + step
+            own = next_state.to(tl.float32)
+            # Loaded a turn ahead, so that memory answers while this turn computes.
+            there = inside & (step + 1 < last)
+            next_state = tl.load(state_at(states, bh * N + n + 1, ck, cv, V, K), mask=there, other=0.0)
+            place_of = between + (bh * N + n) * ((1 + PACKED) * K) + ck
+            decay = tl.load(place_of, mask=ck < K, other=-float("inf"))
+            # Packed, a sequence that begins here has nothing before it.
+            if tl.max(decay, 0) != -float("inf"):
+                here = state_at(states, bh * N + n, ck, cv, V, K)
+                tl.store(here, (own + state * tl.exp2(decay)[:, None]).to(states.dtype.element_ty), mask=inside)
+                if LEAVE:
+                    of, goes = bh, n == (0 if BACKWARD else N - 1)
+                    behind = decays + (bh * S + stretch) * K + ck
+                    if PACKED:
+                        behind = place_of + K
+                        of = tl.load(table + n * 4 + 2) * H + bh % H
+                        goes = (tl.load(table + n * 4 + 3) & (1 if BACKWARD else 2)) != 0
+                    decay = tl.load(behind, mask=ck < K, other=0.0)
+                    final = state_at(leave, of, ck, cv, V, K)
+                    reaching = inside & goes
+                    own_final = tl.load(final, mask=reaching, other=0.0)
+                    tl.store(final, own_final + state * tl.exp2(decay)[:, None], mask=reaching)

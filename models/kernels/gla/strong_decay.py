@@ -1,0 +1,254 @@
+"""What passes between tokens of one chunk of strong decay, exact for every decay, added to what is formed without it.
+
+A chunk is cut into blocks of 16. For j in an earlier block than i, exp(b_i - b_j) is exp(b_i - r) exp(r - b_j) with r the
+sum up to the block of i: both factors are at most 1, and where one of them is no number any more the product is none
+either. Inside a block whose decay is mild, r is half of the block's; else the sums over j < t <= i are formed by adding,
+one j of every block at a time.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..launch import Launch
+from .common import (
+    CHUNK,
+    MILD,
+    Case,
+    chunk_of,
+    clamped,
+    load,
+    load_apart,
+    of_gate,
+    place,
+    place_apart,
+    store,
+    store_apart,
+)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
+
+_SUB = 16
+
+
+@lru_cache(4096)
+def strong_launches(case: Case) -> tuple[Launch, Launch]:
+    """Forward and backward."""
+    # Most programs find nothing to do: one for each chunk would take longer to start than they take.
+    together = min(16, triton.next_power_of_2(max(1, case.chunks * case.rows // 512)))
+    grid = -(-case.chunks // together), case.rows
+    sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
+    constants = CHUNK, _SUB, MILD, together
+    options = {"num_warps": 8, "num_stages": 1}
+    forward = Launch(_strong_forward, grid, *sizes, *constants, *case.flags, **options)
+    backward = Launch(
+        _strong_backward, grid, *sizes, *constants, *case.gradient_strides, case.layer, *case.flags, **options
+    )
+    return forward, backward
+
+
+@triton.jit
+def _next(decay, g, t, row, offset, ck, end, H, K: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr):
+    """The sums over j < t <= i, j the token `offset` of i's block, from those of the token after j."""
+    later = load(g, t - row % SUB + offset + 1, ck, end, H, K, BK, False)
+    return decay + tl.where((row % SUB > offset)[:, None], clamped(later), 0.0)
+
+
+@triton.jit
+def _blocks(decay, C: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr):
+    """Running sums inside of every block less half of the block's total; and the least total of a block."""
+    blocks = tl.reshape(decay, [C // SUB, SUB, BK])
+    total = tl.sum(blocks, 1, keep_dims=True)
+    return tl.reshape(tl.cumsum(blocks, 1) - 0.5 * total, [C, BK]), tl.min(tl.min(tl.min(total, 2), 1), 0)
+
+
+@triton.jit
+def _apart(query, key, until, decay, row, block, SUB: tl.constexpr):
+    """Queries of this block and keys of the ones before relative to the block's first token; the queries' factor."""
+    reference = tl.sum(tl.where((row < block * SUB)[:, None], decay, 0.0), 0)[None, :]
+    here = (row // SUB == block)[:, None]
+    before = (row < block * SUB)[:, None]
+    growth = tl.where(here, tl.exp2(tl.minimum(until - reference, 0.0)), 0.0)
+    shrink = tl.where(before, tl.exp2(tl.minimum(reference - until, 0.0)), 0.0)
+    return query * growth, key * shrink, growth, shrink
+
+
+@triton.jit
+def _any(strong, bh, first, N, TOGETHER: tl.constexpr):
+    """Whether one of these chunks is strong."""
+    n = first + tl.arange(0, TOGETHER)
+    return tl.max(tl.load(strong + bh * N + n, mask=n < N, other=0), 0) != 0
+
+
+@triton.jit
+def _strong_forward(
+    strong, q, k, v, g, table, o, T, H, N, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    MILD: tl.constexpr, TOGETHER: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    first, bh = tl.program_id(0) * TOGETHER, tl.program_id(1)
+    if _any(strong, bh, first, N, TOGETHER):
+        for n in range(first, tl.minimum(first + TOGETHER, N)):
+            if tl.load(strong + bh * N + n) != 0:
+                _forward_of(n, bh, q, k, v, g, table, o, T, H, scale, K, V, BK, BV, C, SUB, MILD, PACKED, PRECISION)
+
+
+@triton.jit
+def _forward_of(
+    n, bh, q, k, v, g, table, o, T, H, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    MILD: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
+    ck, cv, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
+    q, k, g = place(q, bh, T, H, K), place(k, bh, T, H, K), place(g, bh, T, H, K)
+    v, o = place(v, bh, T, H, V), place(o, bh, T, H, V)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    t = start + row
+    query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
+    key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
+    decay = clamped(load(g, t, ck, end, H, K, BK, False))
+    near, least = _blocks(decay, C, BK, SUB)
+    a = tl.zeros([C, C], tl.float32)
+    if least >= -MILD:
+        near_q, near_k = (query * tl.exp2(near)).to(rounded), (key * tl.exp2(-near)).to(rounded)
+        a = tl.dot(near_q, tl.trans(near_k), input_precision=PRECISION)
+        a = tl.where((row[:, None] // SUB == row[None, :] // SUB) & (row[:, None] >= row[None, :]), a, 0.0)
+    else:
+        between = tl.zeros([C, BK], tl.float32)
+        for step in range(0, SUB):
+            offset = SUB - 1 - step
+            between = _next(between, g, t, row, offset, ck, end, H, K, BK, SUB)
+            other = load(k, t - row % SUB + offset, ck, end, H, K, BK, False).to(tl.float32)
+            score = tl.sum(query * other * tl.exp2(between), 1)
+            column = row - row % SUB + offset
+            a = tl.where((row[None, :] == column[:, None]) & (row >= column)[:, None], score[:, None], a)
+    until = tl.cumsum(decay, 0)
+    for block in range(1, C // SUB):
+        near_q, near_k, _growth, _shrink = _apart(query, key, until, decay, row, block, SUB)
+        a += tl.dot(near_q.to(rounded), tl.trans(near_k.to(rounded)), input_precision=PRECISION)
+    for block in range(0, V, BV):
+        d = block + cv
+        value = load(v, t, d, end, H, V, BV, False).to(rounded)
+        out = load(o, t, d, end, H, V, BV, False).to(tl.float32)
+        out = tl.dot(a.to(rounded), value, out, input_precision=PRECISION)
+        store(o, out, t, d, end, H, V, BV, False)
+
+
+@triton.jit
+def _strong_backward(
+    strong, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, aug_weight, T, H, N, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    MILD: tl.constexpr, TOGETHER: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    first, bh = tl.program_id(0) * TOGETHER, tl.program_id(1)
+    if _any(strong, bh, first, N, TOGETHER):
+        for n in range(first, tl.minimum(first + TOGETHER, N)):
+            if tl.load(strong + bh * N + n) != 0:
+                _backward_of(
+                    n, bh, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, aug_weight, T, H, scale,
+                    K, V, BK, BV, C, SUB, MILD, STRIDE_K, STRIDE_V, LAYER, PACKED, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def _backward_of(
+    n, bh, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, aug_weight, T, H, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
+    MILD: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
+    ck, cv, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
+    q, k, g = place(q, bh, T, H, K), place(k, bh, T, H, K), place(g, bh, T, H, K)
+    dq, dk = place_apart(dq, bh, T, H, K, STRIDE_K), place_apart(dk, bh, T, H, K, STRIDE_K)
+    v, do = place(v, bh, T, H, V), place(do, bh, T, H, V)
+    dv, dg = place_apart(dv, bh, T, H, V, STRIDE_V), place(dg, bh, T, H, K)
+    start, end = chunk_of(table, n, T, C, PACKED)
+    t = start + row
+    da = tl.zeros([C, C], tl.float32)
+    for block in range(0, V, BV):
+        grad = load(do, t, block + cv, end, H, V, BV, False).to(rounded)
+        value = load(v, t, block + cv, end, H, V, BV, False).to(rounded)
+        da = tl.dot(grad, tl.trans(value), da, input_precision=PRECISION)
+    query = load(q, t, ck, end, H, K, BK, False).to(tl.float32) * scale
+    key = load(k, t, ck, end, H, K, BK, False).to(tl.float32)
+    raw = load(g, t, ck, end, H, K, BK, False)
+    decay = clamped(raw)
+    near, least = _blocks(decay, C, BK, SUB)
+    a = tl.zeros([C, C], tl.float32)
+    d_query = tl.zeros([C, BK], tl.float32)
+    d_key = tl.zeros([C, BK], tl.float32)
+    # Of the numbers that the products were given, as in `vector_decay_chunk.py`: most of it cancels.
+    d_decay = tl.zeros([C, BK], tl.float32)
+    if least >= -MILD:
+        growth, shrink = tl.exp2(near), tl.exp2(-near)
+        near_q, near_k = (query * growth).to(rounded), (key * shrink).to(rounded)
+        inside = (row[:, None] // SUB == row[None, :] // SUB) & (row[:, None] >= row[None, :])
+        a = tl.where(inside, tl.dot(near_q, tl.trans(near_k), input_precision=PRECISION), 0.0)
+        da_inside = tl.where(inside, da, 0.0).to(rounded)
+        d_query = tl.dot(da_inside, near_k, input_precision=PRECISION)
+        d_key = tl.trans(tl.dot(tl.trans(near_q), da_inside, input_precision=PRECISION))
+        d_decay = near_q.to(tl.float32) * d_query - near_k.to(tl.float32) * d_key
+        d_query *= growth
+        d_key *= shrink
+    else:
+        between = tl.zeros([C, BK], tl.float32)
+        for step in range(0, SUB):
+            offset = SUB - 1 - step
+            between = _next(between, g, t, row, offset, ck, end, H, K, BK, SUB)
+            other = load(k, t - row % SUB + offset, ck, end, H, K, BK, False).to(tl.float32)
+            column = row - row % SUB + offset
+            seen = (row[None, :] == column[:, None]) & (row >= column)[:, None]
+            factor = tl.exp2(between)
+            a = tl.where(seen, tl.sum(query * other * factor, 1)[:, None], a)
+            factor *= tl.sum(tl.where(seen, da, 0.0), 1)[:, None]
+            d_query += other * factor
+            sums = tl.sum(tl.reshape(query * factor, [C // SUB, SUB, BK]), 1, keep_dims=True)
+            sums = tl.reshape(tl.broadcast_to(sums, [C // SUB, SUB, BK]), [C, BK])
+            d_key += tl.where((row % SUB == offset)[:, None], sums, 0.0)
+        d_decay = query * d_query - key * d_key
+    until = tl.cumsum(decay, 0)
+    for block in range(1, C // SUB):
+        near_q, near_k, growth, shrink = _apart(query, key, until, decay, row, block, SUB)
+        near_q, near_k = near_q.to(rounded), near_k.to(rounded)
+        a += tl.dot(near_q, tl.trans(near_k), input_precision=PRECISION)
+        apart = (row // SUB == block)[:, None] & (row < block * SUB)[None, :]
+        da_apart = tl.where(apart, da, 0.0).to(rounded)
+        d_apart = tl.dot(da_apart, near_k, input_precision=PRECISION)
+        d_decay += near_q.to(tl.float32) * d_apart
+        d_query += d_apart * growth
+        d_apart = tl.trans(tl.dot(tl.trans(near_q), da_apart, input_precision=PRECISION))
+        d_decay -= near_k.to(tl.float32) * d_apart
+        d_key += d_apart * shrink
+    for block in range(0, V, BV):
+        d = block + cv
+        grad = load(do, t, d, end, H, V, BV, False).to(rounded)
+        d_value = tl.trans(tl.dot(tl.trans(grad), a.to(rounded), input_precision=PRECISION))
+        d_value += load_apart(dv, t, d, end, STRIDE_V, V, False).to(tl.float32)
+        store_apart(dv, d_value, t, d, end, STRIDE_V, V, False)
+    d_decay = tl.cumsum(d_decay, 0, reverse=True)
+    d_decay += load(dg, t, ck, end, H, K, BK, False)
+    d_decay = tl.where(raw < -80.0, 0.0, d_decay)
+    d_query *= scale
+    if LAYER:
+        share = tl.load(place(d_strength, bh, T, H, 1) + t * H, mask=t < end, other=0.0)[:, None]
+        share *= tl.load(aug_weight + bh % H * K + ck, mask=ck < K, other=0.0).to(tl.float32)[None, :]
+        d_query += key * share
+        d_key += query * share * (1.0 / scale)
+    d_query += load_apart(dq, t, ck, end, STRIDE_K, K, False).to(tl.float32)
+    store_apart(dq, d_query, t, ck, end, STRIDE_K, K, False)
+    d_key += load_apart(dk, t, ck, end, STRIDE_K, K, False).to(tl.float32)
+    if LAYER:
+        store_apart(dk, of_gate(d_decay, d_key, decay), t, ck, end, STRIDE_K, K, False)
+    else:
+        store_apart(dk, d_key, t, ck, end, STRIDE_K, K, False)
+        store(dg, d_decay, t, ck, end, H, K, BK, False)

@@ -1,0 +1,405 @@
+"""LION for long sequences, linear in length: one pass forms the states between chunks, a second one the outputs.
+
+With b, B a chunk's running sum and total of the log decay, v~ = [v, 1], F and G the states from the left and from the
+right (`models.operators.lion.bidirectional_attention`, which is also the reference, form="chunked"):
+    forward     o_i = e^(b_i) q_i F + e^(B - b_i) q_i G + sum_j e^(-|b_i - b_j|) (q_i . k_j) v~_j
+    backward    the same operator with its arguments permuted. With u_i = [dy_i, -(dy_i . y_i)] / den_i and F', G' the
+                states of q and u instead of k and v~:
+                dq = LION(u, v~, k) from F, G     dk = LION(v~, u, q) from F', G'     dv = LION(k, q, u) from F', G'
+                d log decay_t sums W_ij = dA_ij A_ij over the pairs on both sides of t. They are taken apart by where
+                their ends lie: both in this chunk; one here and one to the left or right, from the parts of dq and dk
+                that F, G, F', G' gave; none here, e^B (<F, G'> + <F', G>). So no sum runs over more than a chunk.
+The first pass is `lion_states.py`.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..launch import Launch
+from .chunk_state import chunk_size, states_between_chunks
+from .common import (
+    NO_GATE,
+    Case,
+    Kernel,
+    base,
+    block,
+    decay_factor,
+    empty_gate_gradient,
+    load_rows,
+    load_scale,
+    load_sums,
+    per_token,
+    running_sum,
+    signed,
+    store_gate_gradient,
+    store_rows,
+)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
+
+
+def chunk(case: Case) -> int | None:
+    """As `lion_tile.chunk`."""
+    return chunk_size(case.dtype)
+
+
+def forward(
+    case: Case,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    b: Tensor | None,
+    segments: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """As `lion_tile.forward`.
+
+    The states are kept for the backward pass where they are no larger than k and v, and else formed again.
+    """
+    running, outputs = _forward_launches(case)
+    if case.mode != NO_GATE and b is None:
+        b = per_token(case, q)
+        running(b, gate, bias)
+    states, sums = states_between_chunks(case, False, k, v, b, segments)
+    # Allocated only now: for short sequences the device waits for the host's way to the launches.
+    y = torch.empty_like(v)
+    den = per_token(case, q) if case.scaled else None
+    outputs(q, k, v, b, segments, states, sums, y, den)
+    small = states.nbytes <= k.nbytes + v.nbytes
+    return y, (den, b, states if small else None, sums if small else None)
+
+
+def backward(
+    case: Case,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    segments: Tensor | None,
+    y: Tensor,
+    saved: tuple[Tensor | None, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `lion_tile.backward`."""
+    den, b, states, sums = saved
+    delta = None if den is None else torch.empty_like(den)
+    if states is None:
+        states, sums = states_between_chunks(case, False, k, v, b, segments)
+    d_states, d_sums = states_between_chunks(case, True, q, dy, b, segments, y, den, delta)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dgate = empty_gate_gradient(case, q, gate, -(-case.length // chunk_size(case.dtype)))
+    _backward_launch(case)(
+        dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate
+    )
+    return dq, dk, dv, dgate
+
+
+@lru_cache(4096)
+def _forward_launches(case: Case) -> tuple[Launch, Launch]:
+    size, largest, warps, registers = _config(case.dim_k, case.dim_v, case.dtype)
+    block_k, block_v = block(case.dim_k, largest), block(case.dim_v, largest)
+    outputs = Launch(
+        _lion_chunk_forward, (-(-case.length // size), -(-case.dim_v // block_v), case.batch * case.heads),
+        *case.sizes(), case.dim_k, case.dim_v, block_k, block_v, size, *case.flags(),
+        num_warps=warps, num_stages=1, maxnreg=registers,
+    )  # fmt: skip
+    return running_sum(case, size), outputs
+
+
+@lru_cache(4096)
+def _backward_launch(case: Case) -> Launch:
+    size, largest, warps, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
+    return Launch(
+        _lion_chunk_backward, (-(-case.length // size), case.batch * case.heads),
+        *case.sizes(), case.dim_k, case.dim_v, block(case.dim_k, largest), block(case.dim_v, largest), size,
+        *case.flags(), num_warps=warps, num_stages=1, maxnreg=registers,
+    )  # fmt: skip
+
+
+def _config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
+    """Tokens of a chunk, most channels of a tile, warps, most registers of a thread."""
+    size = chunk_size(dtype)
+    if dtype != torch.bfloat16:
+        return size, 64, 4, None
+    return (size, 64, 4, 168) if max(dim_k, dim_v) <= 64 else (size, 128, 4, None)
+
+
+def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
+    """As `_config`, with chunks of the same size."""
+    return chunk_size(dtype), 64, 4, None
+
+
+@triton.jit
+def _load_state(states, here, rows, columns, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """A tile [keys, values] of the state at `here`."""
+    address = states + here * (K * V) + rows[:, None] * V + columns[None, :]
+    if K % BK == 0 and V % BV == 0:
+        return tl.load(address)
+    return tl.load(address, mask=(rows < K)[:, None] & (columns < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _take(held, x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
+    """`held` where it is the only tile of its channels, else the tile of channels d.
+
+    Tiles are loaded at the start of a kernel, all at once: a load between two products waits for memory alone.
+    """
+    if D <= BD:
+        return held
+    else:
+        return load_rows(x, t, d, T, H, D, BD)
+
+
+@triton.jit
+def _take_state(
+    held, states, here, rows, columns, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr
+):
+    if K <= BK and V <= BV:
+        return held
+    else:
+        return _load_state(states, here, rows, columns, K, V, BK, BV)
+
+
+@triton.jit
+def _load_column(sums, here, rows, K: tl.constexpr, SCALED: tl.constexpr):
+    """Row sums' column of the state at `here`."""
+    if SCALED:
+        return tl.load(sums + here * K + rows, mask=rows < K, other=0.0)
+    else:
+        return tl.zeros([rows.shape[0]], tl.float32)
+
+
+@triton.jit
+def _take_column(held, sums, here, rows, K: tl.constexpr, BK: tl.constexpr):
+    if K <= BK:
+        return held
+    else:
+        return _load_column(sums, here, rows, K, True)
+
+
+@triton.jit
+def _edges(b, segments, n, t, T, C: tl.constexpr, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Factors of what comes to tokens t from the left and from the right of chunk n; and of what passes through it."""
+    left = tl.where(t < T, 1.0, 0.0)
+    right = left
+    through = 1.0
+    if GATE != 0:
+        until, total = tl.load(b + t, mask=t < T, other=0.0), tl.load(b + tl.minimum(n * C + C, T) - 1)
+        left, right = left * tl.exp2(until), right * tl.exp2(total - until)
+        through = tl.exp2(total)
+    if SEGMENTS:
+        s = tl.load(segments + t, mask=t < T, other=-1)
+        before = tl.load(segments + n * C - 1, mask=n > 0, other=-2)
+        after = tl.load(segments + n * C + C, mask=n * C + C < T, other=-3)
+        left, right = tl.where(s == before, left, 0.0), tl.where(s == after, right, 0.0)
+        through = tl.where(before == after, through, 0.0)
+    return left, right, through
+
+
+@triton.jit(do_not_specialize=["T"])
+def _lion_chunk_forward(
+    q, k, v, b, segments, states, sums, y, den, T, H, eps,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    n, bh = tl.program_id(0), tl.program_id(2)
+    t, ck, cv = n * C + tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    q, k = base(q, bh, T, H, K), base(k, bh, T, H, K)
+    if GATE != 0:
+        b += bh.to(tl.int64) * T
+    here = bh.to(tl.int64) * tl.num_programs(0) + n
+    there = here + tl.num_programs(2).to(tl.int64) * tl.num_programs(0)
+    query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
+    value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV)
+    held_left = _load_state(states, here, ck, cv, K, V, BK, BV)
+    held_right = _load_state(states, there, ck, cv, K, V, BK, BV)
+    column_left, column_right = _load_column(sums, here, ck, K, SCALED), _load_column(sums, there, ck, K, SCALED)
+    left, right, _ = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
+    a = tl.zeros([C, C], tl.float32)
+    for block_k in range(0, K, BK):
+        d = block_k + ck
+        a = tl.dot(
+            _take(query, q, t, d, T, H, K, BK),
+            tl.trans(_take(key, k, t, d, T, H, K, BK)),
+            a,
+            input_precision=PRECISION,
+        )
+    until = load_sums(b, t, T, GATE)
+    a *= decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS)
+    total = tl.sum(a, 1)
+    out = tl.dot(a.to(value.dtype), value, input_precision=PRECISION)
+    for side in tl.static_range(2):
+        near, held, column_held = (here, held_left, column_left) if side == 0 else (there, held_right, column_right)
+        part, part_total = tl.zeros([C, BV], tl.float32), tl.zeros([C], tl.float32)
+        for block_k in range(0, K, BK):
+            d = block_k + ck
+            tile = _take(query, q, t, d, T, H, K, BK)
+            state = _take_state(held, states, near, d, cv, K, V, BK, BV)
+            part = tl.dot(tile.to(state.dtype), state, part, input_precision=PRECISION)
+            if SCALED:
+                column = _take_column(column_held, sums, near, d, K, BK)
+                part_total += tl.sum(tile * column[None, :], 1)
+        weight = left if side == 0 else right
+        out += part * weight[:, None]
+        total += part_total * weight
+    if SCALED:
+        out = out / (total + eps)[:, None]
+        if tl.program_id(1) == 0:
+            tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
+    store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV)
+
+
+@triton.jit
+def _lion_chunk_backward(
+    dy, q, k, v, gate, bias, b, segments, states, sums, d_states, d_sums, den, delta, dq, dk, dv, dgate, T, H, eps,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All gradients of a chunk. Tiles of pairs are [queries, keys]; dk and dv from inside are formed transposed."""
+    n, bh = tl.program_id(0), tl.program_id(1)
+    t, ck, cv = n * C + tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    q, k, v, dy = base(q, bh, T, H, K), base(k, bh, T, H, K), base(v, bh, T, H, V), base(dy, bh, T, H, V)
+    if GATE != 0:
+        b += bh.to(tl.int64) * T
+    here = bh.to(tl.int64) * tl.num_programs(0) + n
+    there = here + tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
+    grad, value = load_rows(dy, t, cv, T, H, V, BV), load_rows(v, t, cv, T, H, V, BV)
+    query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
+    held_left = _load_state(states, here, ck, cv, K, V, BK, BV)
+    held_right = _load_state(states, there, ck, cv, K, V, BK, BV)
+    d_held_left = _load_state(d_states, here, ck, cv, K, V, BK, BV)
+    d_held_right = _load_state(d_states, there, ck, cv, K, V, BK, BV)
+    column_left, column_right = _load_column(sums, here, ck, K, SCALED), _load_column(sums, there, ck, K, SCALED)
+    d_column_left = _load_column(d_sums, here, ck, K, SCALED)
+    d_column_right = _load_column(d_sums, there, ck, K, SCALED)
+    left, right, through = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
+    scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
+    until = load_sums(b, t, T, GATE)
+    if GATE != 0:
+        passed, passed_column = tl.zeros([BK, BV], tl.float32), tl.zeros([BK], tl.float32)
+        for side in tl.static_range(2):
+            near, far = (here, there) if side == 0 else (there, here)
+            held, d_held = (held_left, d_held_right) if side == 0 else (held_right, d_held_left)
+            column_held, d_column_held = (column_left, d_column_right) if side == 0 else (column_right, d_column_left)
+            for block_k in range(0, K, BK):
+                d_k = block_k + ck
+                for block_v in range(0, V, BV):
+                    d_v = block_v + cv
+                    state = _take_state(held, states, near, d_k, d_v, K, V, BK, BV).to(tl.float32)
+                    d_state = _take_state(d_held, d_states, far, d_k, d_v, K, V, BK, BV)
+                    passed += state * d_state.to(tl.float32)
+                if SCALED:
+                    d_column = _take_column(d_column_held, d_sums, far, d_k, K, BK)
+                    passed_column += _take_column(column_held, sums, near, d_k, K, BK) * d_column
+        passing = tl.sum(tl.sum(passed, 1) + passed_column, 0)
+
+    a, ds = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for block_k in range(0, K, BK):
+        d_k = block_k + ck
+        a = tl.dot(
+            _take(query, q, t, d_k, T, H, K, BK),
+            tl.trans(_take(key, k, t, d_k, T, H, K, BK)),
+            a,
+            input_precision=PRECISION,
+        )
+    for block_v in range(0, V, BV):
+        d_v = block_v + cv
+        ds = tl.dot(
+            _take(grad, dy, t, d_v, T, H, V, BV),
+            tl.trans(_take(value, v, t, d_v, T, H, V, BV)),
+            ds,
+            input_precision=PRECISION,
+        )
+    factor = decay_factor(until, until, segments, t, t, T, GATE, SEGMENTS) * scale[:, None]
+    p = (a * factor).to(dy.dtype.element_ty)
+    ds = (ds - inner[:, None]) * factor
+    if GATE != 0:
+        w = signed(a * ds, t, t)
+        d_inside = tl.sum(w, 1) - tl.sum(w, 0)
+        d_left, d_right = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    ds = ds.to(q.dtype.element_ty)
+
+    for block_v in range(0, V, BV):
+        d_v = block_v + cv
+        inside = tl.dot(tl.trans(_take(grad, dy, t, d_v, T, H, V, BV)), p, input_precision=PRECISION)
+        d_value = tl.trans(inside)
+        for side in tl.static_range(2):
+            near, held = (here, d_held_left) if side == 0 else (there, d_held_right)
+            part = tl.zeros([C, BV], tl.float32)
+            for block_k in range(0, K, BK):
+                d_k = block_k + ck
+                state = _take_state(held, d_states, near, d_k, d_v, K, V, BK, BV)
+                tile = _take(key, k, t, d_k, T, H, K, BK).to(state.dtype)
+                part = tl.dot(tile, state, part, input_precision=PRECISION)
+            d_value += part * (left if side == 0 else right)[:, None]
+        store_rows(base(dv, bh, T, H, V), d_value, t, d_v, T, H, V, BV)
+
+    for block_k in range(0, K, BK):
+        d_k = block_k + ck
+        again = load_rows(k, t, d_k, T, H, K, BK)
+        inside = tl.dot(tl.trans(_take(query, q, t, d_k, T, H, K, BK)), ds, input_precision=PRECISION)
+        d_key = tl.trans(inside)
+        for side in tl.static_range(2):
+            near, held = (here, d_held_left) if side == 0 else (there, d_held_right)
+            part = tl.zeros([C, BK], tl.float32)
+            for block_v in range(0, V, BV):
+                d_v = block_v + cv
+                state = _take_state(held, d_states, near, d_k, d_v, K, V, BK, BV)
+                tile = _take(value, v, t, d_v, T, H, V, BV).to(state.dtype)
+                part = tl.dot(tile, tl.trans(state), part, input_precision=PRECISION)
+            if SCALED:
+                column_held = d_column_left if side == 0 else d_column_right
+                part += _take_column(column_held, d_sums, near, d_k, K, BK)[None, :]
+            part *= (left if side == 0 else right)[:, None]
+            d_key += part
+            if GATE != 0:
+                edge = tl.sum(again * part, 1)
+                if side == 0:
+                    d_left += edge
+                else:
+                    d_right += edge
+        store_rows(base(dk, bh, T, H, K), d_key, t, d_k, T, H, K, BK)
+
+    for block_k in range(0, K, BK):
+        d_k = block_k + ck
+        again = load_rows(q, t, d_k, T, H, K, BK)
+        d_query = tl.dot(ds, _take(key, k, t, d_k, T, H, K, BK), input_precision=PRECISION)
+        for side in tl.static_range(2):
+            near, held = (here, held_left) if side == 0 else (there, held_right)
+            part = tl.zeros([C, BK], tl.float32)
+            for block_v in range(0, V, BV):
+                d_v = block_v + cv
+                state = _take_state(held, states, near, d_k, d_v, K, V, BK, BV)
+                tile = _take(grad, dy, t, d_v, T, H, V, BV).to(state.dtype)
+                part = tl.dot(tile, tl.trans(state), part, input_precision=PRECISION)
+            if SCALED:
+                column_held = column_left if side == 0 else column_right
+                part -= inner[:, None] * _take_column(column_held, sums, near, d_k, K, BK)[None, :]
+            part *= ((left if side == 0 else right) * scale)[:, None]
+            d_query += part
+            if GATE != 0:
+                edge = tl.sum(again * part, 1)
+                if side == 0:
+                    d_left += edge
+                else:
+                    d_right += edge
+        store_rows(base(dq, bh, T, H, K), d_query, t, d_k, T, H, K, BK)
+    if GATE != 0:
+        d_decay = passing * through + tl.cumsum(d_inside + d_left, 0, reverse=True) + tl.cumsum(d_right, 0) - d_right
+        store_gate_gradient(dgate, gate, bias, bh, d_decay, t, T, H, GATE, n, tl.num_programs(0))
+
+
+CHUNK = Kernel(chunk, forward, backward)

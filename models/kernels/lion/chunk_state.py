@@ -1,0 +1,241 @@
+"""LION's chunk kernel, first pass: the states between chunks, from both directions, of either pass.
+
+    forward     F_(n+1) = e^B F_n + sum_j e^(B - b_j) k_j v~_j        G_(n-1) = e^B G_n + sum_j e^(b_j) k_j v~_j
+    backward    the same of q and u_i = [dy_i, -(dy_i . y_i)] / den_i
+They are stored as bfloat16 for bfloat16 inputs (what the tensor cores would round them to) and float32 otherwise.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..launch import Launch
+from .common import (
+    NO_GATE,
+    Case,
+    base,
+    block,
+    load_columns,
+    load_rows,
+    load_scale,
+    row_inner,
+    row_scale,
+)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
+
+
+def chunk_size(dtype: torch.dtype) -> int:
+    """Tokens of a chunk."""
+    return 32 if dtype == torch.float32 else 64
+
+
+def states_between_chunks(
+    case: Case,
+    backward: bool,
+    x: Tensor,
+    y: Tensor,
+    b: Tensor | None,
+    segments: Tensor | None,
+    out: Tensor | None = None,
+    den: Tensor | None = None,
+    delta: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """States before each chunk from the left [0] and from the right [1]: of k and [v, 1], or (backward) of q and u.
+
+    Backward also fills delta, dy . y a row.
+    Returns [2, batch * heads, chunks, head_dim_k, head_dim_v] and, when scaled, the last column of v~ or u, float32
+    [2, batch * heads, chunks, head_dim_k].
+    """
+    scan = _scan(case, backward)
+    states = x.new_empty((*scan.shape, case.dim_v), dtype=scan.dtype)
+    sums = x.new_empty(scan.shape, dtype=torch.float32) if case.scaled else None
+    if scan.inner is not None:
+        scan.inner(y, out, delta)
+    if scan.stretches == 1:
+        scan.launches[0](x, y, b, segments, out, den, delta, None, None, states, sums)
+        return states, sums
+    stretches, words = (*scan.shape[:2], scan.stretches), case.dim_k * (case.dim_v + 1)
+    ends = x.new_empty((*stretches, words), dtype=torch.float32)
+    passing = x.new_empty(stretches, dtype=torch.float32)
+    first, carry, second = scan.launches
+    first(x, y, b, segments, out, den, delta, ends, passing, None, None)
+    carry(ends, passing)
+    second(x, y, b, segments, None, den, delta, ends, None, states, sums)
+    return states, sums
+
+
+class _Scan(NamedTuple):
+    """Of one pass of one case: stretches of a sequence, shape of the states but for values, their dtype, delta's launch
+    where no program of the state kernel can form it, and the state kernels' launches."""
+
+    stretches: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    inner: Launch | None
+    launches: tuple[Launch, ...]
+
+
+def _inner_inside(case: Case) -> bool:
+    """Whether a program of the state kernel sees all channels of dy, and so can form delta."""
+    return case.dim_v <= _state_config(case.dim_k, case.dim_v, case.dtype)[1]
+
+
+def _stretches(chunks: int, programs: int) -> int:
+    """Reading everything twice pays from four stretches on; 512 programs fill an H200."""
+    stretches = min(512 // programs, chunks // 8)
+    return stretches if stretches >= 4 else 1
+
+
+@lru_cache(4096)
+def _scan(case: Case, backward: bool) -> _Scan:
+    """A sequence is cut into stretches, so that few long ones fill the device too.
+
+    With one stretch that is a scan over its chunks. With more, each is scanned from nothing for its end state, the end
+    states are carried from stretch to stretch, and each is scanned again from what came to it.
+    """
+    size = chunk_size(case.dtype)
+    block_k, block_v, warps, stages, registers = _state_config(case.dim_k, case.dim_v, case.dtype)
+    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
+    chunks, programs = -(-case.length // size), 2 * case.batch * case.heads
+    stretches = _stretches(chunks, programs * blocks)
+    mode, *flags = case.flags()
+    inside = backward and _inner_inside(case)
+
+    def scan(ends: bool, inner: bool) -> Launch:
+        return Launch(
+            _lion_states, (blocks, 2 * stretches, case.batch * case.heads),
+            *case.sizes(), chunks, stretches, case.dim_k, case.dim_v, block_k, block_v, size, stretches > 1, ends,
+            backward, inner, mode != NO_GATE, *flags, num_warps=warps, num_stages=stages, maxnreg=registers,
+        )  # fmt: skip
+
+    launches: tuple[Launch, ...] = (scan(False, inside),)
+    if stretches > 1:
+        words, heads = case.dim_k * (case.dim_v + 1), case.batch * case.heads
+        carry = Launch(_lion_states_carry, (-(-words // 512), programs), stretches, words, heads, 512, num_warps=4)
+        launches = scan(True, inside), carry, scan(False, False)
+    dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
+    inner = row_inner(case) if backward and case.scaled and not inside else None
+    return _Scan(stretches, (2, case.batch * case.heads, chunks, case.dim_k), dtype, inner, launches)
+
+
+def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int, int | None]:
+    """Block of keys, block of values, warps, pipeline stages, most registers of a thread.
+
+    A scan is a chain of waits: with 128 registers, which spill next to nothing, four share a multiprocessor, with the
+    175 that the compiler would take two.
+    """
+    if dtype == torch.bfloat16:
+        return block(dim_k, 64), block(dim_v, 128), 4, *((2, 128) if dim_v <= 64 else (3, None))
+    return block(dim_k, 64), block(dim_v, 64), 4, 2, None
+
+
+@triton.jit(do_not_specialize=["T"])
+def _lion_states(
+    x, y, b, segments, out, den, delta, ends, passing, states, sums, T, H, eps, N, S,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, CUT: tl.constexpr,
+    ENDS: tl.constexpr, BACKWARD: tl.constexpr, INNER: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr,
+    SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One direction of one of S stretches of N chunks. ENDS: its end state alone, from nothing. Otherwise its states,
+    from nothing or, where a sequence is CUT, from what came to the stretch, which then stands in `ends`.
+    """
+    blocks_v: tl.constexpr = (V + BV - 1) // BV
+    rounded: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
+    bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
+    from_right, stretch, bh = tl.program_id(1) // S, tl.program_id(1) % S, tl.program_id(2)
+    ck, cv = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV)
+    x, y = base(x, bh, T, H, K), base(y, bh, T, H, V)
+    if INNER and SCALED:
+        out = base(out, bh, T, H, V)
+    if GATE:
+        b += bh.to(tl.int64) * T
+    direction = (from_right * tl.num_programs(2) + bh).to(tl.int64)
+    here = direction * N
+    inside = (ck < K)[:, None] & (cv < V)[None, :]
+    state = tl.zeros([BK, BV], tl.float32)
+    column = tl.zeros([BK], tl.float32)
+    begin, count = 0, N
+    if CUT:
+        size = (N + S - 1) // S
+        begin = stretch * size
+        count = tl.minimum(size, N - begin)
+        ends += (direction * S + stretch) * (K * V + K)
+        if not ENDS:
+            state = tl.load(ends + ck[:, None] * V + cv[None, :], mask=inside, other=0.0)
+            column = tl.load(ends + K * V + ck, mask=ck < K, other=0.0)
+    through = tl.full([], 1.0, tl.float32)
+    for step in range(0, count):
+        n = begin + tl.where(from_right == 0, step, count - 1 - step)
+        if not ENDS:
+            tl.store(
+                states + (here + n) * (K * V) + ck[:, None] * V + cv[None, :],
+                state.to(states.dtype.element_ty),
+                mask=inside,
+            )
+            if SCALED and bv == 0:
+                tl.store(sums + (here + n) * K + ck, column, mask=ck < K)
+        first, last = n * C, tl.minimum(n * C + C, T) - 1
+        t = first + tl.arange(0, C)
+        tile = load_columns(x, t, ck, T, H, K, BK)
+        value = load_rows(y, t, cv, T, H, V, BV)
+        if INNER and SCALED:
+            inner = tl.sum(value.to(tl.float32) * load_rows(out, t, cv, T, H, V, BV).to(tl.float32), 1)
+            if from_right == 0 and bk == 0:
+                tl.store(delta + bh.to(tl.int64) * T + t, inner, mask=t < T)
+        value = value.to(rounded)
+        weight = tl.where(t < T, 1.0, 0.0)
+        keep = 1.0
+        if GATE:
+            total, until = tl.load(b + last), tl.load(b + t, mask=t < T, other=0.0)
+            weight = tl.exp2(tl.where(from_right == 0, total - until, until))
+            keep = tl.exp2(total)
+        if SEGMENTS:
+            # A state belongs to the segment at its chunk's edge, and dies where that segment ends.
+            edge = tl.load(segments + tl.where(from_right == 0, last, first))
+            outer = tl.where(from_right == 0, first - 1, last + 1)
+            neighbour = tl.load(segments + outer, mask=(outer >= 0) & (outer < T), other=-1)
+            weight = tl.where(tl.load(segments + t, mask=t < T, other=-1) == edge, weight, 0.0)
+            keep = tl.where(neighbour == edge, keep, 0.0)
+        if BACKWARD:
+            if INNER and SCALED:
+                scale = row_scale(den, bh, t, T, eps)
+            else:
+                scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
+            weight *= scale
+        weighted = tile * weight[None, :]
+        state = tl.dot(weighted.to(rounded), value, state * keep, input_precision=PRECISION)
+        if SCALED:
+            if BACKWARD:
+                weighted *= -inner[None, :]
+            column = column * keep + tl.sum(weighted, 1)
+        through *= keep
+    if ENDS:
+        tl.store(ends + ck[:, None] * V + cv[None, :], state, mask=inside)
+        if bv == 0:
+            tl.store(ends + K * V + ck, column, mask=ck < K)
+            tl.store(passing + direction * S + stretch, through)
+
+
+@triton.jit
+def _lion_states_carry(ends, passing, S, N, BH, B: tl.constexpr):
+    """End states of N words, [directions * BH, S, N] -> what comes to each stretch, in place."""
+    direction = tl.program_id(1)
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    state = tl.zeros([B], tl.float32)
+    for step in range(0, S):
+        place = direction.to(tl.int64) * S + tl.where(direction < BH, step, S - 1 - step)
+        end = tl.load(ends + place * N + i, mask=i < N, other=0.0)
+        tl.store(ends + place * N + i, state, mask=i < N)
+        state = state * tl.load(passing + place) + end

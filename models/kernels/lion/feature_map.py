@@ -1,0 +1,144 @@
+"""LION's feature map of queries and keys, one kernel forward and one backward, computed in float32.
+
+    s = SiLU(x) + 1/2, or SiLU(x + 1/2)      y = s / |s|      dx = (dy - (y . dy) y) / |s| s'(x)
+Reference: `models.operators.lion.feature_map`. By PyTorch's kernels the float32 values in between are read and written
+some ten times.
+Applied within LION's kernels to what they read it was the slower: they compute as long as memory takes, these wait for it.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..launch import Launch, aligned
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("LION's kernels need Triton (pip install triton)") from error
+
+# By the names of `models.operators.lion.feature_map`; 0 means none.
+PHI = {"silu": 1, "silu_paper": 2}
+# Elements of a program.
+_BLOCK = 2048
+
+
+def normalised_silu(x: Tensor, phi: str, dtype: torch.dtype) -> Tensor:
+    """x: [..., head_dim] -> the same shape in `dtype`. phi: a key of `PHI`."""
+    return _NormalisedSiLU.apply(x, PHI[phi], dtype)
+
+
+def both(q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
+    """Of two tensors of one shape and dtype as `aligned` makes them, without gradients. phi: a value of `PHI`."""
+    y, z = torch.empty_like(q), torch.empty_like(k)
+    if q.numel():
+        _launches(q.device, q.dtype, q.dtype, q.numel(), q.shape[-1], phi, 2)[0](q, y, k, z)
+    return y, z
+
+
+def both_gradients(dy: Tensor, dz: Tensor, q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
+    """Those of `both`'s q and k, in the place of dy and dz."""
+    if q.numel():
+        _launches(q.device, q.dtype, q.dtype, q.numel(), q.shape[-1], phi, 2)[1](dy, q, dy, dz, k, dz)
+    return dy, dz
+
+
+class _NormalisedSiLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, phi: int, dtype: torch.dtype) -> Tensor:
+        x = aligned(x)
+        y = torch.empty_like(x, dtype=dtype)
+        if x.numel():
+            _launches(x.device, x.dtype, dtype, x.numel(), x.shape[-1], phi, 1)[0](x, y, None, None)
+        ctx.save_for_backward(x)
+        ctx.phi, ctx.dtype = phi, dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        if x.numel():
+            launch = _launches(x.device, x.dtype, ctx.dtype, x.numel(), x.shape[-1], ctx.phi, 1)[1]
+            launch(aligned(dy), x, dx, None, None, None)
+        return dx, None, None
+
+
+@lru_cache(4096)
+def _launches(
+    device: torch.device, dtype: torch.dtype, out: torch.dtype, numel: int, dim: int, phi: int, tensors: int
+) -> tuple[Launch, Launch]:
+    """Forward and backward."""
+    rows, block = numel // dim, triton.next_power_of_2(dim)
+    tile = max(1, _BLOCK // block)
+    values = rows, dim, block, tile, phi
+    forward, backward = (
+        Launch(kernel, (triton.cdiv(rows, tile), tensors), *values, num_warps=4)
+        for kernel in (_normalised_silu_forward, _normalised_silu_backward)
+    )
+    return forward, backward
+
+
+@triton.jit
+def _tile(rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Addresses of the program's rows and which of them exist."""
+    row, channel = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK)
+    mask = (row < rows)[:, None]
+    if dim != BLOCK:
+        mask = mask & (channel < dim)[None, :]
+    return row[:, None] * dim + channel[None, :], mask
+
+
+@triton.jit
+def _silu(x, mask, PHI: tl.constexpr):
+    """s, 0 outside the rows, its derivative, and 1 / |s| a row."""
+    x = x.to(tl.float32)
+    if PHI == 2:
+        x += 0.5
+    # The sigmoid in a GPU's fewest instructions.
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    gate = root * root
+    s = x * gate
+    slope = gate + s * (1.0 - gate)
+    if PHI == 1:
+        s += 0.5
+    s = tl.where(mask, s, 0.0)
+    return s, slope, tl.rsqrt(tl.maximum(tl.sum(s * s, 1), 1e-24))[:, None]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _normalised_silu_forward(
+    x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr
+):
+    """Of x, and of x_2 by the programs of a second row."""
+    if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)
+        if tl.program_id(1) == 1:
+            x, y = x_2, y_2
+    at, mask = _tile(rows, dim, BLOCK, TILE)
+    s, _, inverse = _silu(tl.load(x + at, mask=mask, other=0.0), mask, PHI)
+    tl.store(y + at, (s * inverse).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _normalised_silu_backward(
+    dy, x, dx, dy_2, x_2, dx_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr
+):  # fmt: skip
+    if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)
+        if tl.program_id(1) == 1:
+            dy, x, dx = dy_2, x_2, dx_2
+    at, mask = _tile(rows, dim, BLOCK, TILE)
+    s, slope, inverse = _silu(tl.load(x + at, mask=mask, other=0.0), mask, PHI)
+    d = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    y = s * inverse
+    d = (d - y * tl.sum(d * y, 1)[:, None]) * (inverse * slope)
+    tl.store(dx + at, d.to(dx.dtype.element_ty), mask=mask)

@@ -1,0 +1,138 @@
+"""LION-s' gate from the layer's input: its projection and the running sum of its log decay in one kernel, and backward.
+
+    gate = x W^T (+ b)      dx = dgate W      dW = dgate^T x      db = sum of dgate
+The projection to a few heads moves x once and computes next to nothing; so does each direction here. dW and db are
+summed by every program over its own tokens and over programs afterwards: their order does not depend on timing.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..launch import Launch
+from .common import Case, block, log_decay, per_token
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
+
+# Channels of a tile; programs over which the tokens of the backward pass are spread.
+_CHANNELS, _PROGRAMS = 128, 32
+
+
+def project(
+    case: Case, chunk: int | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """gate [batch, length, heads] in x's dtype; with `chunk`, a power of two, also `lion_common.running_sum` of it."""
+    gate = x.new_empty((case.batch, case.length, case.heads))
+    sums = None if chunk is None else per_token(case, x)
+    _project_launch(case, chunk, x.shape[-1])(x, weight, bias, gate, sums)
+    return gate, sums
+
+
+def project_backward(
+    case: Case, dgate: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x, weight and bias."""
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    dbias = None if bias is None else torch.empty_like(bias)
+    gradients, reduce, programs = _backward_launches(case, x.shape[-1])
+    partial = x.new_empty((programs, weight.numel() + case.heads), dtype=torch.float32)
+    gradients(dgate, x, weight, dx, partial)
+    reduce(partial, dweight, dbias)
+    return dx, dweight, dbias
+
+
+@lru_cache(4096)
+def _project_launch(case: Case, chunk: int | None, size: int) -> Launch:
+    rows = chunk or 64
+    return Launch(
+        _lion_gate_forward, (-(-case.length // rows), case.batch), case.length, case.heads, size, block(case.heads),
+        min(_CHANNELS, block(size)), rows, case.mode, chunk is not None, case.flags()[-1],
+        num_warps=4, num_stages=3 if _sixteen_bits(case) else 2,
+    )  # fmt: skip
+
+
+@lru_cache(4096)
+def _backward_launches(case: Case, size: int) -> tuple[Launch, Launch, int]:
+    tokens, rows, channels = case.batch * case.length, 64, min(_CHANNELS, block(size))
+    programs = min(-(-tokens // rows), _PROGRAMS)
+    gradients = Launch(
+        _lion_gate_backward, (programs, -(-size // channels)), tokens, case.heads, size, block(case.heads), channels,
+        rows, case.flags()[-1], num_warps=4, num_stages=3 if _sixteen_bits(case) else 2,
+    )  # fmt: skip
+    numbers = case.heads * size
+    reduce = Launch(_lion_gate_reduce, (-(-(numbers + case.heads) // 64),), numbers, case.heads, programs, num_warps=4)
+    return gradients, reduce, programs
+
+
+def _sixteen_bits(case: Case) -> bool:
+    return case.gate_dtype is not None and case.gate_dtype.itemsize == 2
+
+
+@triton.jit(do_not_specialize=["T"])
+def _lion_gate_forward(
+    x, weight, bias, gate, sums, T, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
+    GATE: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    t, h, d = tl.program_id(0) * C + tl.arange(0, C), tl.arange(0, BH), tl.arange(0, BS)
+    row = tl.program_id(1).to(tl.int64) * T + t
+    logits = tl.zeros([C, BH], tl.float32)
+    for start in range(0, S, BS):
+        s = start + d
+        tile = tl.load(x + row[:, None] * S + s[None, :], mask=(t < T)[:, None] & (s < S)[None, :], other=0.0)
+        w = tl.load(weight + h[None, :] * S + s[:, None], mask=(h < H)[None, :] & (s < S)[:, None], other=0.0)
+        logits = tl.dot(tile, w, logits, input_precision=PRECISION)
+    logits = logits.to(gate.dtype.element_ty)
+    inside = (t < T)[:, None] & (h < H)[None, :]
+    tl.store(gate + row[:, None] * H + h[None, :], logits, mask=inside)
+    if SUM:
+        value = logits.to(tl.float32)
+        if GATE == 3:
+            value += tl.load(bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+        total = tl.cumsum(tl.where((t < T)[:, None], log_decay(value, GATE), 0.0), 0)
+        address = sums + (tl.program_id(1).to(tl.int64) * H + h[None, :]) * T + t[:, None]
+        tl.store(address, total, mask=inside)
+
+
+@triton.jit
+def _lion_gate_backward(
+    dgate, x, weight, dx, partial, N, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """partial: [program][of the weight, of the bias], the latter filled by the programs of the first channels."""
+    h, s = tl.arange(0, BH), tl.program_id(1) * BS + tl.arange(0, BS)
+    of_weight = (h < H)[:, None] & (s < S)[None, :]
+    w = tl.load(weight + h[:, None] * S + s[None, :], mask=of_weight, other=0.0)
+    total, of_bias = tl.zeros([BH, BS], tl.float32), tl.zeros([BH], tl.float32)
+    for start in range(tl.program_id(0) * BT, N, tl.num_programs(0) * BT):
+        t = start + tl.arange(0, BT)
+        row = t.to(tl.int64)[:, None]
+        of_x = (t < N)[:, None] & (s < S)[None, :]
+        tile = tl.load(x + row * S + s[None, :], mask=of_x, other=0.0)
+        d = tl.load(dgate + row * H + h[None, :], mask=(t < N)[:, None] & (h < H)[None, :], other=0.0)
+        tl.store(dx + row * S + s[None, :], tl.dot(d, w, input_precision=PRECISION).to(dx.dtype.element_ty), mask=of_x)
+        total = tl.dot(tl.trans(d), tile, total, input_precision=PRECISION)
+        of_bias += tl.sum(d.to(tl.float32), 0)
+    partial += tl.program_id(0) * (H * S + H)
+    tl.store(partial + h[:, None] * S + s[None, :], total, mask=of_weight)
+    if tl.program_id(1) == 0:
+        tl.store(partial + H * S + h, of_bias, mask=h < H)
+
+
+@triton.jit
+def _lion_gate_reduce(partial, dweight, dbias, N, H, P):
+    i, rows = tl.program_id(0) * 64 + tl.arange(0, 64), tl.arange(0, 32)
+    address = partial + rows[:, None] * (N + H) + i[None, :]
+    total = tl.sum(tl.load(address, mask=(rows < P)[:, None] & (i < N + H)[None, :], other=0.0), 0)
+    tl.store(dweight + i, total.to(dweight.dtype.element_ty), mask=i < N)
+    if dbias is not None:
+        tl.store(dbias + i - N, total.to(dbias.dtype.element_ty), mask=(i >= N) & (i < N + H))

@@ -1,0 +1,258 @@
+"""LION for sequences of up to 128 tokens in 16-bit numbers: one program takes a whole sequence of a head.
+
+Log decay and its running sum are formed inside. Notation, equations and reference: `lion_tile`.
+"""
+
+# Kernels take pointers and scalars that have no Python type.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..launch import Launch
+from .common import (
+    Case,
+    base,
+    block,
+    inside_segments,
+    load_log_decay,
+    load_rows,
+    load_sums,
+    row_scale,
+    store_columns,
+    store_gate_gradient,
+    store_rows,
+)
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
+
+LONGEST = 128
+# Bytes of shared memory that hold the next sequence's tiles beside this one's, forward and backward.
+_TWO_FORWARD, _TWO_BACKWARD = 120 * 1024, 184 * 1024
+# Keys of a tile of the backward pass where it does not take all pairs at once. Blocks of 32 are right with 8 warps and
+# heads up to 64; with 4 warps, or with heads of 128, Triton 3.6 compiled them to something else on an H200.
+_KEYS = 32
+
+
+def takes_whole(case: Case) -> bool:
+    """Whether the case is one that these kernels were measured right and faster for."""
+    return case.length <= LONGEST and max(case.dim_k, case.dim_v) <= 64 and case.dtype != torch.float32
+
+
+@lru_cache(4096)
+def forward_whole(case: Case) -> Launch:
+    """(q, k, v, gate, bias, c, segments, y, den). Programs stay on the device and take one sequence after the other."""
+    sequences, rows = case.batch * case.heads, block(case.length)
+    multiprocessors, memory = _device(case.device)
+    return Launch(
+        _lion_whole_forward, (min(sequences, 2 * multiprocessors),),
+        *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows,
+        *case.flags(), _even(case, rows), 2 if memory >= _TWO_FORWARD else 1, num_warps=8, num_stages=1, maxnreg=128,
+    )  # fmt: skip
+
+
+def backward_whole(
+    case: Case,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    c: Tensor | None,
+    segments: Tensor | None,
+    y: Tensor,
+    den: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dgate: Tensor | None,
+) -> None:
+    """Fills dq, dk, dv and dgate."""
+    of_keys = None if c is None or all_pairs_at_once(case) else torch.empty_like(c)
+    _backward_launch(case)(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)
+
+
+def all_pairs_at_once(case: Case) -> bool:
+    """Whether the backward pass takes a sequence's pairs at once, as is faster for no more tokens than a head has channels."""
+    return max(_KEYS, block(case.length)) <= max(block(case.dim_k), block(case.dim_v))
+
+
+@lru_cache(4096)
+def _backward_launch(case: Case) -> Launch:
+    """(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)."""
+    sequences, rows = case.batch * case.heads, max(_KEYS, block(case.length))
+    sizes = *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows
+    if all_pairs_at_once(case):
+        multiprocessors, memory = _device(case.device)
+        return Launch(
+            _lion_whole_backward, (min(sequences, 2 * multiprocessors),), *sizes, *case.flags(), _even(case, rows),
+            2 if memory >= _TWO_BACKWARD else 1, num_warps=8, num_stages=1, maxnreg=128,
+        )  # fmt: skip
+    return Launch(
+        _lion_whole_backward_by_keys, (sequences,), *sizes, _KEYS, *case.flags(), _even(case, rows),
+        num_warps=8, num_stages=1, maxnreg=128,
+    )  # fmt: skip
+
+
+def _even(case: Case, rows: int) -> bool:
+    """Whether tokens and channels fill their tiles."""
+    return case.length == rows and case.dim_k == block(case.dim_k) and case.dim_v == block(case.dim_v)
+
+
+@lru_cache
+def _device(device: int) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a program can have."""
+    if device < 0:
+        # Triton's interpreter computes on the CPU.
+        return 1, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 0)
+
+
+@triton.jit
+def _factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
+    """`lion_common.decay_factor` for the device's fastest instructions here: a product with -1 is an operand's sign."""
+    if GATE != 0:
+        factor = tl.exp2(tl.abs(c_a[:, None] - c_b[None, :]) * -1.0)
+    else:
+        factor = tl.full([a.shape[0], b.shape[0]], 1.0, tl.float32)
+    if SEGMENTS:
+        factor = inside_segments(factor, segments, a, b, T)
+    return factor
+
+
+@triton.jit
+def _lion_whole_forward(
+    q, k, v, gate, bias, c, segments, y, den, T, H, eps, N,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Every num_programs-th of N sequences, the next one's tiles on their way while one is computed."""
+    t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
+    for step in tl.range(0, tl.cdiv(N - tl.program_id(0), tl.num_programs(0)), num_stages=STAGES):
+        bh = tl.program_id(0) + step * tl.num_programs(0)
+        query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
+        key = load_rows(base(k, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
+        value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+        c_t = tl.zeros([BM], tl.float32)
+        if GATE != 0:
+            c_t = tl.cumsum(load_log_decay(gate, bias, bh, t, T, H, GATE), 0)
+            tl.store(c + bh.to(tl.int64) * T + t, c_t, mask=t < T)
+        a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        a *= _factor(c_t, c_t, segments, t, t, T, GATE, SEGMENTS)
+        total = tl.sum(a, 1)
+        out = tl.dot(a.to(value.dtype), value, input_precision=PRECISION)
+        if SCALED:
+            out = out / (total + eps)[:, None]
+            tl.store(den + bh.to(tl.int64) * T + t, total, mask=t < T)
+        store_rows(base(y, bh, T, H, V), out, t, cv, T, H, V, BV, EVEN)
+
+
+@triton.jit
+def _lion_whole_backward(
+    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_lion_whole_forward`; of_keys is not used."""
+    t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
+    for step in tl.range(0, tl.cdiv(N - tl.program_id(0), tl.num_programs(0)), num_stages=STAGES):
+        bh = tl.program_id(0) + step * tl.num_programs(0)
+        query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
+        key = load_rows(base(k, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
+        value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+        grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+        if SCALED:
+            out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+            inner = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+            scale = row_scale(den, bh, t, T, eps)
+        a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        ds = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+        c_t = load_sums(c + bh.to(tl.int64) * T if GATE != 0 else c, t, T, GATE)
+        factor = _factor(c_t, c_t, segments, t, t, T, GATE, SEGMENTS)
+        if SCALED:
+            factor *= scale[:, None]
+            ds -= inner[:, None]
+        p = (a * factor).to(grad.dtype)
+        ds *= factor
+        d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
+        store_columns(base(dv, bh, T, H, V), d_value, t, cv, T, H, V, BV, EVEN)
+        if GATE != 0:
+            # The diagonal takes part in both sums and cancels.
+            w = a * ds
+            w = tl.where(t[:, None] >= t[None, :], w, w * -1.0)
+            dc = tl.cumsum(tl.sum(w, 1) - tl.sum(w, 0), 0, reverse=True)
+            store_gate_gradient(dgate, gate, bias, bh, dc, t, T, H, GATE)
+        ds = ds.to(query.dtype)
+        d_query = tl.dot(ds, key, input_precision=PRECISION)
+        store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK, EVEN)
+        d_key = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
+        store_columns(base(dk, bh, T, H, K), d_key, t, ck, T, H, K, BK, EVEN)
+
+
+@triton.jit
+def _lion_whole_backward_by_keys(
+    dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys, T, H, eps, N,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """All queries of a sequence at once, its keys BN at a time. of_keys: their part of dc on its way to rows."""
+    bh = tl.program_id(0)
+    t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
+    k, dk, v, dv = base(k, bh, T, H, K), base(dk, bh, T, H, K), base(v, bh, T, H, V), base(dv, bh, T, H, V)
+    query = load_rows(base(q, bh, T, H, K), t, ck, T, H, K, BK, EVEN)
+    grad = load_rows(base(dy, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+    first = tl.arange(0, BN)
+    key, value = load_rows(k, first, ck, T, H, K, BK, EVEN), load_rows(v, first, cv, T, H, V, BV, EVEN)
+    if GATE != 0:
+        c += bh.to(tl.int64) * T
+        of_keys += bh.to(tl.int64) * T
+    c_t = load_sums(c, t, T, GATE)
+    if SCALED:
+        out = load_rows(base(y, bh, T, H, V), t, cv, T, H, V, BV, EVEN)
+        inner = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+        scale = row_scale(den, bh, t, T, eps)
+    dc = tl.zeros([BM], tl.float32)
+    d_query = tl.zeros([BM, BK], tl.float32)
+    for begin in range(0, BM if EVEN else T, BN):
+        u = begin + tl.arange(0, BN)
+        # Loaded a turn ahead, so that memory answers while this turn computes; the last turn's is not used.
+        after = (begin + BN) % BM + tl.arange(0, BN) if EVEN else u + BN
+        next_key, next_value = load_rows(k, after, ck, T, H, K, BK, EVEN), load_rows(v, after, cv, T, H, V, BV, EVEN)
+        a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        ds = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+        factor = _factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
+        if SCALED:
+            factor *= scale[:, None]
+            ds -= inner[:, None]
+        p = (a * factor).to(grad.dtype)
+        ds *= factor
+        d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
+        if GATE != 0:
+            # The diagonal takes part in both sums and cancels.
+            w = a * ds
+            w = tl.where(t[:, None] >= u[None, :], w, w * -1.0)
+            dc += tl.sum(w, 1)
+            tl.store(of_keys + u, tl.sum(w, 0), mask=u < T)
+        store_columns(dv, d_value, u, cv, T, H, V, BV, EVEN)
+        ds = ds.to(query.dtype)
+        d_query = tl.dot(ds, key, d_query, input_precision=PRECISION)
+        d_key = tl.dot(tl.trans(query), ds, input_precision=PRECISION)
+        store_columns(dk, d_key, u, ck, T, H, K, BK, EVEN)
+        key, value = next_key, next_value
+    store_rows(base(dq, bh, T, H, K), d_query, t, ck, T, H, K, BK, EVEN)
+    if GATE != 0:
+        tl.debug_barrier()
+        dc -= tl.load(of_keys + t, mask=t < T, other=0.0)
+        store_gate_gradient(dgate, gate, bias, bh, tl.cumsum(dc, 0, reverse=True), t, T, H, GATE)

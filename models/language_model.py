@@ -1,0 +1,111 @@
+"""A language model, causal or masked, as a list of layers and as one module."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .block import Block
+from .config import ModelConfig
+from .layers.embedding import Embedding
+from .layers.lm_head import Head
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: its canonical name, how to build it, and the layer whose `weight` it shares, if any."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    tied_to: str | None = None
+
+
+def layer_specs(config: ModelConfig) -> list[LayerSpec]:
+    """The model from input to output: "embedding", "blocks.0", ..., "head"."""
+    blocks = [LayerSpec(f"blocks.{i}", partial(Block, config, i)) for i in range(config.num_layers)]
+    tied_to = "embedding" if config.tie_embeddings else None
+    return [
+        LayerSpec("embedding", partial(Embedding, config)),
+        *blocks,
+        LayerSpec("head", partial(Head, config), tied_to),
+    ]
+
+
+def build_layer(spec: LayerSpec, index: int, seed: int | None) -> nn.Module:
+    """Build layer `index` under a random stream of its own, so that its weights depend on (seed, index) alone.
+
+    The weights are drawn on the default device (`with torch.device("cuda")`), whose streams differ from the CPU's. seed
+    None draws from the current stream. The global random state is left as it was.
+    """
+    if seed is None:
+        return spec.build()
+    device = torch.get_default_device()
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        value = int.from_bytes(digest[:8], "little") >> 1
+        torch.default_generator.manual_seed(value)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(value)
+        return spec.build()
+
+
+class LanguageModel(nn.Module):
+    """The whole model in one process: `embedding`, `blocks`, `head`."""
+
+    def __init__(self, config: ModelConfig, seed: int | None = None, layers: Sequence[nn.Module] | None = None) -> None:
+        """Layers are built from `seed`, or taken as they are (in the order of `layer_specs`) where they are given."""
+        super().__init__()
+        self.config = config
+        specs = layer_specs(config)
+        if layers is None:
+            layers = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
+        self.embedding, *blocks, self.head = layers
+        self.blocks = nn.ModuleList(blocks)
+        if specs[-1].tied_to is not None:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_weight: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: list[dict[str, Tensor]] | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, list[dict[str, Tensor]]]:
+        """tokens: [batch, length] int -> logits [batch, length, vocab_size], or with `labels` sum(loss_weight * nll).
+
+        labels: [batch, length] int, already shifted, -100 counts nothing. mask: [batch, length] bool, True for real
+        tokens (left or right padding). cu_seqlens: [segments + 1] int, with batch 1. state: what an earlier call with
+        return_state=True gave back; one dict a layer, embedding and head included.
+        """
+        layers: list[nn.Module] = [self.embedding, *self.blocks]
+        states: list[dict[str, Tensor] | None] = [None] * (len(layers) + 1) if state is None else list(state)
+        new_states: list[dict[str, Tensor]] = []
+        x = tokens
+        for layer, layer_state in zip(layers, states[:-1], strict=True):
+            x = layer(x, mask=mask, cu_seqlens=cu_seqlens, state=layer_state, return_state=return_state)
+            if return_state:
+                x, new_state = x
+                new_states.append(new_state)
+        out = self.head(x, labels=labels, loss_weight=loss_weight)
+        return (out, [*new_states, {}]) if return_state else out
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token at this sequence length, two a multiply-add."""
+        layers = [self.embedding, *self.blocks, self.head]
+        return sum(layer.flops_per_token(length) for layer in layers)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Parameters of the model, a tied matrix counted once. Allocates nothing."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in LanguageModel(config).parameters())

@@ -1,0 +1,28 @@
+"""The end of several mixers before their output map: every head normed by itself, without a gain, then a SiLU gate."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..backend import takes
+from ..precision import wide
+
+# What the options of a mixer say of it.
+HEAD_NORM = "Norm of every head before the gate, without gain; rmsnorm in flash-linear-attention's models."
+HEAD_NORM_EPS = "Added to the variance (or mean square) in that norm."
+
+
+def gated_head_norm(o: Tensor, gate: Tensor, *, norm: str = "layernorm", eps: float = 1e-5) -> Tensor:
+    """SiLU(gate) * norm(o), in gate's dtype; the output map, which follows, takes the place of the norm's gain.
+
+    o: [batch, length, heads, head_dim]; gate: [batch, length, heads * head_dim], as the result. norm: "layernorm" or
+    "rmsnorm".
+    """
+    if norm == "layernorm" and takes(o) and o.dtype == gate.dtype:
+        from ..kernels.metala.epilogue import epilogue
+
+        # MetaLA's end is this after its self-augmentation, for which it reads q, k and v.
+        return epilogue(o, o, o, o, None, gate, eps)
+    normed = (F.layer_norm if norm == "layernorm" else F.rms_norm)(wide(o), o.shape[-1:], eps=eps)
+    return (F.silu(wide(gate)) * normed.flatten(-2)).to(gate.dtype)

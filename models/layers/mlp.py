@@ -1,0 +1,91 @@
+"""The channel mixers: SwiGLU and GELU."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..backend import takes
+from ..config import ModelConfig
+from ..kernels.cpu.swiglu import swiglu as native_swiglu
+from ..kernels.cpu.swiglu import swiglu_takes
+from ..recompute import forgettable
+from .init import linear
+from .projections import AddOut, FanOut, add_linear, apply_each
+
+
+class SwiGLU(nn.Module):
+    """down( SiLU(gate x) * up x ). Shazeer 2020 (arXiv 2002.05202), Eq. 6."""
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+    fan_out_is_entry: ClassVar[bool] = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, width, bias = config.hidden_size, config.mlp_width, config.mlp_bias
+        self.gate_proj = linear(config, size, width, bias=bias)
+        self.up_proj = linear(config, size, width, bias=bias)
+        self.down_proj = linear(config, width, size, bias=bias, output=True)
+        self.fan_out: FanOut = apply_each
+        self.add_out: AddOut = add_linear
+        self._flops = 6 * size * width
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x, residual: [..., hidden_size] -> the same shape, the sum with the residual where there is one."""
+        y = swiglu(*self.fan_out(x, (self.gate_proj, self.up_proj)))
+        return self.down_proj(y) if residual is None else self.add_out(residual, y, self.down_proj)
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add."""
+        return self._flops
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up."""
+    if takes(up) and gate.dtype == up.dtype:
+        from ..kernels.swiglu import swiglu as kernel
+    elif swiglu_takes(gate, up):
+        kernel = native_swiglu
+    else:
+        kernel = _swiglu
+    y = kernel(gate, up)
+    forgettable(y, kernel, gate, up)
+    return y
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+class GELU(nn.Module):
+    """down( GELU(up x) ) with the exact (erf) GELU, as in GPT-NeoX and Pythia."""
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"up_proj": "column", "down_proj": "row"}
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+    fan_out_is_entry: ClassVar[bool] = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, width, bias = config.hidden_size, config.mlp_width, config.mlp_bias
+        self.up_proj = linear(config, size, width, bias=bias)
+        self.down_proj = linear(config, width, size, bias=bias, output=True)
+        self.fan_out: FanOut = apply_each
+        self.add_out: AddOut = add_linear
+        self._flops = 4 * size * width
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """As SwiGLU's."""
+        (hidden,) = self.fan_out(x, (self.up_proj,))
+        activated = F.gelu(hidden)
+        forgettable(activated, F.gelu, hidden)
+        return self.down_proj(activated) if residual is None else self.add_out(residual, activated, self.down_proj)
+
+    def flops_per_token(self, length: int) -> int:
+        """Forward FLOPs a token, two a multiply-add."""
+        return self._flops
+
+
+MLPS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}

@@ -1,0 +1,78 @@
+"""LayerNorm and RMSNorm with float32 statistics."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..backend import takes
+from ..config import ModelConfig
+from ..recompute import forgettable
+
+# Channels of a row that one program of the kernel holds.
+_LARGEST = 16384
+
+
+class Norm(nn.Module):
+    """Norm over the last axis; statistics in float32 for 16-bit inputs, in float64 for float64.
+
+    LayerNorm: Ba, Kiros and Hinton 2016. RMSNorm: Zhang and Sennrich 2019.
+    """
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated", "bias": "replicated"}
+    parameter_kinds: ClassVar[dict[str, str]] = {"weight": "norm", "bias": "norm"}
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.centred = config.norm == "layernorm"
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(size)) if config.norm_affine else None
+        self.bias = nn.Parameter(torch.zeros(size)) if config.norm_affine and self.centred else None
+
+    def forward(
+        self, x: Tensor, delta: Tensor | None = None, return_sum: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of h = x + delta, or of x, and h when asked for: both [..., hidden_size] in x's dtype.
+
+        A residual stream that goes on with the h of here has its two gradients added where the norm's is formed.
+        """
+        how = self.weight, self.bias, self.eps, self.centred
+        if takes(x) and x.shape[-1] <= _LARGEST:
+            from ..kernels.add_norm import add_norm
+
+            h, y = add_norm(x, delta, *how)
+            forgettable(y, lambda *of: add_norm(*of)[1], h, None, *how)
+        else:
+            h = x if delta is None else x + delta
+            y = _normalised(h, *how)
+            forgettable(y, _normalised, h, *how)
+        return (y, h) if return_sum else y
+
+
+def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+    if centred:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    wide = x if x.dtype == torch.float64 else x.float()
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight
+    return y.to(x.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's, by the kernel of `Norm` where it applies; for norms that every setting of `model.norm` leaves as they are."""
+
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated", "bias": "replicated"}
+    parameter_kinds: ClassVar[dict[str, str]] = {"weight": "norm", "bias": "norm"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> the same shape."""
+        if takes(x) and x.shape[-1] <= _LARGEST:
+            from ..kernels.add_norm import add_norm
+
+            return add_norm(x, None, self.weight, self.bias, self.eps, True)[1]
+        return super().forward(x)

@@ -1,0 +1,264 @@
+"""Depthwise causal convolution along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..backend import takes
+from ..kernels.cpu.causal_conv1d import causal_convolution as native_convolution
+from ..kernels.cpu.causal_conv1d import convolution_takes
+from ..operators.context_parallel import SequenceShards, current_shards, refuse_state
+from ..operators.stretches import left_neighbour, packing
+from ..operators.varlen import check_packed, real_bounds
+from ..precision import wide
+from ..recompute import forgettable
+
+# Elements of a tile on a CPU: 2^17 float32 are 512 KiB, and about four such tensors live at a time.
+_TILE_ELEMENTS = 1 << 17
+# Of the weights that the kernels take.
+_LONGEST = 4
+
+
+class CausalConvolution(nn.Module):
+    """y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}), a channel at a time; before the sequence x is zero.
+
+    weight: [channels, kernel], U(-1/sqrt(kernel), 1/sqrt(kernel)) as torch.nn.Conv1d with groups = channels; no bias.
+    f is SiLU or the identity. How the weight is partitioned is for the mixer's plan to say.
+    """
+
+    parameter_kinds: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, channels: int, kernel: int, *, silu: bool) -> None:
+        super().__init__()
+        self.silu = silu
+        self.weight = nn.Parameter(torch.empty(channels, kernel))
+        nn.init.uniform_(self.weight, -(kernel**-0.5), kernel**-0.5)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        history: Tensor | None = None,
+        return_history: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x: [batch, length, channels] -> the same shape, and the last kernel - 1 real inputs when asked for.
+
+        mask: [batch, length] bool, True for real tokens; padding counts as the outside of the sequence.
+        cu_seqlens: [segments + 1], batch 1, every segment starts anew. history: [batch or segments, kernel - 1,
+        channels], what an earlier call returned. Inside `models.operators.context_parallel.sequence_shards` x is a stretch of the
+        sequence, at least kernel - 1 tokens, but cu_seqlens that of the whole, and there is no history.
+        Raises ValueError for cu_seqlens that do not cover x, a history of another shape, one where there is none, and a
+        stretch that is too short.
+        """
+        shards = current_shards()
+        if shards is not None:
+            if history is not None or return_history:
+                refuse_state()
+            return self._over_shards(shards, x, mask, cu_seqlens), None
+        if cu_seqlens is not None:
+            check_packed(x, cu_seqlens)
+        past = self.weight.shape[1] - 1
+        expected = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, past, x.shape[2]
+        if history is not None and tuple(history.shape) != expected:
+            raise ValueError(
+                f"history {list(history.shape)}: expected [batch or segments, kernel - 1, channels] = {list(expected)}; give "
+                "what a call for the same sequences returned"
+            )
+        if cu_seqlens is not None:
+            return self._packed(x, mask, cu_seqlens, history, return_history)
+        if x.shape[1] == 0:
+            mask = None  # which has no first token and no last one
+        if mask is not None:
+            x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+        before = None if history is None else history.to(x.dtype)
+        if mask is not None and before is not None:
+            # The history belongs directly before the first real token.
+            padded = F.pad(x, (0, 0, past, 0)).scatter(1, _window(mask.int().argmax(1), before), before)
+            before, x = padded[:, :past], padded[:, past:]
+        y = _convolve(before, x, self.weight, self.silu)
+        if not return_history:
+            return y, None
+        padded = _behind(before, x, past)
+        if mask is None:
+            return y, padded[:, x.shape[1] :]
+        end = (mask * torch.arange(1, x.shape[1] + 1, device=x.device)).amax(1)
+        return y, padded.gather(1, _window(end, padded[:, :past]))
+
+    def _over_shards(self, shards: SequenceShards, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """The stretch on the left sends its last kernel - 1 inputs."""
+        past = self.weight.shape[1] - 1
+        if x.shape[1] < past:
+            raise ValueError(
+                f"a stretch of {x.shape[1]} tokens is shorter than the {past} before it that the convolution reads: use "
+                f"fewer sequence shards"
+            )
+        if mask is not None:
+            x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+        before = left_neighbour(shards, x[:, x.shape[1] - past :]) if past else x[:, :0]
+        if cu_seqlens is None:
+            return _convolve(before, x, self.weight, self.silu)
+        packed = packing(cu_seqlens, x.shape[1], shards)
+        # Of the tokens before, those of the sequence that the stretch begins in.
+        own = torch.arange(past, 0, -1, device=x.device) <= packed.age
+        history = x.new_zeros(len(cu_seqlens) - 1, past, x.shape[2])
+        history = history.index_copy(0, packed.first, before * own[None, :, None])
+        return self._packed(x, None, packed.cu_seqlens, history, False)[0]
+
+    def _packed(
+        self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor, history: Tensor | None, return_history: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Every segment is laid out behind kernel - 1 places that hold its history."""
+        past = self.weight.shape[1] - 1
+        if mask is not None:
+            x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        segments = len(starts)
+        segment = torch.arange(segments, device=x.device)
+        length = x.shape[1]
+        token = torch.arange(length, device=x.device)
+        token = token + past * (1 + torch.repeat_interleave(segment, ends - starts, output_size=length))
+        padded = x.new_zeros(length + segments * past, x.shape[2]).index_copy(0, token, x[0])
+        window = torch.arange(past, device=x.device) + (segment * past)[:, None]
+        if mask is not None:
+            # Histories belong directly before the first real token and end with the last.
+            starts, ends = real_bounds(mask, cu_seqlens)
+        if history is not None:
+            padded = padded.index_copy(0, (window + starts[:, None]).flatten(), history.to(x.dtype).flatten(0, 1))
+        y = _convolve(padded[None, :past], padded[None, past:], self.weight, self.silu).index_select(1, token - past)
+        return y, padded[window + ends[:, None]] if return_history else None
+
+
+def convolve_input(
+    conv: CausalConvolution | None,
+    x: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Mapping[str, Tensor],
+    return_state: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A mixer's input through its convolution, if it has one, and the beginning of its new state: "conv", when asked for."""
+    if conv is None:
+        return x, {}
+    x, history = conv(x, mask, cu_seqlens, state.get("conv"), return_state)
+    return x, {} if history is None else {"conv": history}
+
+
+def _window(start: Tensor, like: Tensor) -> Tensor:
+    """Indices start_b, start_b + 1, ... in the shape of `like` [batch, places, channels]."""
+    places = start[:, None] + torch.arange(like.shape[1], device=start.device)
+    return places.unsqueeze(-1).expand(like.shape)
+
+
+def _behind(before: Tensor | None, x: Tensor, past: int) -> Tensor:
+    """x behind the inputs before it, zeros if None: [batch, past + length, channels]."""
+    return F.pad(x, (0, 0, past, 0)) if before is None else torch.cat([before, x], 1)
+
+
+def _convolve(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    """before: [batch, kernel - 1, channels] or None for zeros, x: [batch, length, channels] -> x's shape."""
+    if takes(x) and weight.shape[1] <= _LONGEST:
+        from ..kernels.causal_conv1d import causal_convolution as form
+    elif convolution_takes(x, weight):
+        form = native_convolution
+    elif x.device.type == "cpu" and not torch.compiler.is_compiling():
+        form = _in_tiles
+    else:
+        form = _by_torch
+    y = form(before, x, weight, silu)
+    forgettable(y, form, before, x, weight, silu)
+    return y
+
+
+def _by_torch(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    padded = _behind(before, x, weight.shape[1] - 1).transpose(1, 2)
+    y = F.conv1d(padded, weight.unsqueeze(1), groups=weight.shape[0]).transpose(1, 2)
+    return F.silu(y) if silu else y
+
+
+def _in_tiles(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+    past = weight.shape[1] - 1
+    return _Convolve.apply(x.new_zeros(x.shape[0], past, x.shape[2]) if before is None else before, x, weight, silu)
+
+
+class _Convolve(torch.autograd.Function):
+    """The same on a CPU, where torch's depthwise convolution is slow and wants the channels first.
+
+    A tile of tokens at a time, of several short rows or a part of a long one, so that it stays in the cache; in float32
+    (float64 for float64); the sum before the activation is recomputed in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, before: Tensor, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
+        ctx.save_for_backward(before, x, weight)
+        ctx.silu = silu
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        taps = wide(weight).t().contiguous()
+        for rows, tile in _tiles_of(x, taps):
+            total = _weighted(_window_of(before, x, rows, tile, taps), taps)
+            y[rows, tile] = F.silu(total, inplace=True) if silu else total
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        before, x, weight = ctx.saved_tensors
+        # Where there are no tokens, no tile writes it.
+        d_before = torch.empty_like(before) if x.shape[1] else torch.zeros_like(before)
+        d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+        taps = wide(weight).t().contiguous()
+        d_taps = torch.zeros_like(taps)
+        past = len(taps) - 1
+        carry = None
+        for rows, tile in reversed(list(_tiles_of(x, taps))):
+            window = _window_of(before, x, rows, tile, taps)
+            size = window.shape[1] - past
+            d_total = wide(d_y[rows, tile])
+            if ctx.silu:
+                d_total = torch.ops.aten.silu_backward(d_total, _weighted(window, taps))
+            d_window = torch.zeros_like(window)
+            if carry is not None:
+                # What the tile after this one gave to the tokens before it.
+                d_window[:, size:] = carry
+            for j, tap in enumerate(taps):
+                d_window[:, j : j + size].addcmul_(d_total, tap)
+                d_taps[j] += (d_total * window[:, j : j + size]).sum((0, 1))
+            d_x[rows, tile] = d_window[:, past:]
+            carry = d_window[:, :past]
+            if tile.start == 0:
+                d_before[rows] = carry
+                carry = None
+        return d_before, d_x, d_taps.t().to(weight.dtype), None
+
+
+def _tiles_of(x: Tensor, taps: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Tiles of the batch's rows; none but a row's last is shorter than the convolution's past."""
+    batch, length, channels = x.shape
+    step = max(len(taps), _TILE_ELEMENTS // channels)
+    together = max(1, step // max(1, length))
+    for row in range(0, batch, together):
+        for start in range(0, length, step):
+            yield slice(row, min(row + together, batch)), slice(start, min(start + step, length))
+
+
+def _window_of(before: Tensor, x: Tensor, rows: slice, tile: slice, taps: Tensor) -> Tensor:
+    """The inputs that the tile's outputs read: [rows, past + tile, channels] in the dtype of taps."""
+    past = len(taps) - 1
+    window = torch.empty(rows.stop - rows.start, past + tile.stop - tile.start, x.shape[2], dtype=taps.dtype)
+    window[:, :past] = x[rows, tile.start - past : tile.start] if tile.start else before[rows]
+    window[:, past:] = x[rows, tile]
+    return window
+
+
+def _weighted(window: Tensor, taps: Tensor) -> Tensor:
+    size = window.shape[1] - len(taps) + 1
+    total = window[:, :size] * taps[0]
+    for j in range(1, len(taps)):
+        total.addcmul_(window[:, j : j + size], taps[j])
+    return total

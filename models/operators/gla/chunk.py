@@ -1,0 +1,168 @@
+"""The recurrence in chunks: linear in length, matrix products inside a chunk, one state passed from chunk to chunk.
+
+With b the sum of log decays from the start of a chunk (inclusive) and B its total, a chunk that begins in state S is
+
+    o_i = scale q_i ( exp(b_i) S + sum_{j <= i} exp(b_i - b_j) k_j v_j^T )
+    S'  = exp(B) S + sum_j exp(B - b_j) k_j v_j^T
+
+Where the total decay of every chunk allows it, exp(b_i - b_j) is the product exp(b_i - m) exp(m - b_j), m = b in the
+middle of the chunk, and everything is a matrix product. Where it does not (decays of -60 a step, or -inf), the sums
+over j < t <= i are formed by adding, a pair at a time, in smaller chunks: slower, and exact for every decay.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..cumulative_decay import pairwise_decay, sum_after
+from .chunk_matmul import factorised_recurrence, spans_of
+
+# Chunk lengths that are tried from the longest; the last is also the chunk of the pairwise form.
+_CHUNKS = (64, 32, 16)
+# No factor is above exp(80) = 6e34, inside float32, even where a chunk lies across two of the measured windows.
+_LARGEST_DECAY = 40.0
+
+
+def chunked_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As `models.operators.gla.gated_linear_attention.recurrence`, whose checks it relies on."""
+    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dtype = v.dtype
+    batch, length, heads, dim_k = q.shape
+    bounds = None if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
+    sequences = batch if bounds is None else len(bounds) - 1
+    if initial_state is None:
+        state = torch.zeros(sequences, heads, dim_k, v.shape[-1], dtype=wide, device=v.device)
+    else:
+        state = initial_state.to(wide)
+    if length == 0:
+        return v, state
+    chunk, factorise = _plan(log_decay)
+    if factorise:
+        return factorised_recurrence(q, k, v, log_decay, state, scale, spans_of(v, bounds), chunk)
+    index, runs = _packing(bounds, chunk, v.device)
+    q, k, v, log_decay = (_cut(x.to(wide), chunk, index) for x in (q, k, v, log_decay))
+    o, state = _pairwise(q * scale, k, v, log_decay, state, runs)
+    o = o.movedim(1, 3).flatten(1, 2)
+    o = o[:, :length] if index is None else o[:, index >= 0]
+    return o.to(dtype), state
+
+
+def _plan(log_decay: Tensor) -> tuple[int, bool]:
+    """Chunk length, and whether the decay inside a chunk may be factorised."""
+    largest, smallest = _CHUNKS[0], _CHUNKS[-1]
+    if log_decay.shape[-1] == 1 or not log_decay.numel():
+        return largest, False
+    with torch.no_grad():
+        # In windows from the first token, whatever the segments: a chunk of a segment lies inside two of them.
+        steps = F.pad(log_decay, (0, 0, 0, 0, 0, -log_decay.shape[1] % largest)).unflatten(1, (-1, smallest))
+        totals = steps.sum(2)
+        allowed = smallest
+        for chunk in reversed(_CHUNKS):
+            # Written so that nan refuses.
+            if not float(totals.unflatten(1, (-1, chunk // smallest)).sum(2).min()) >= -_LARGEST_DECAY:
+                return allowed, chunk > smallest
+            allowed = chunk
+    return largest, True
+
+
+def _packing(
+    bounds: list[int] | None, chunk: int, device: torch.device
+) -> tuple[Tensor | None, list[tuple[int, int]] | None]:
+    """Where packed segments go when each begins at a chunk of its own.
+
+    Returns the token index of every slot (-1 for none) and the chunks [first, last) of every segment.
+    """
+    if bounds is None:
+        return None, None
+    slots: list[Tensor] = []
+    runs = []
+    first = 0
+    for start, end in pairwise(bounds):
+        count = -(-(end - start) // chunk)
+        slots += [torch.arange(start, end), torch.full((count * chunk - (end - start),), -1)]
+        runs.append((first, first + count))
+        first += count
+    return torch.cat(slots).to(device), runs
+
+
+def _cut(x: Tensor, chunk: int, index: Tensor | None) -> Tensor:
+    """[batch, length, heads, dim] -> [batch, heads, chunks, chunk, dim], zeros where there is no token."""
+    if index is None:
+        x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
+    else:
+        x = F.pad(x, (0, 0, 0, 0, 0, 1)).index_select(1, torch.where(index < 0, x.shape[1], index))
+    return x.unflatten(1, (-1, chunk)).movedim(3, 1)
+
+
+def _pairwise(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, runs: list[tuple[int, int]] | None
+) -> tuple[Tensor, Tensor]:
+    b = log_decay.cumsum(3)
+    updates = (k * sum_after(log_decay, 3).exp()).transpose(-1, -2) @ v
+    states, final = _StateScan.apply(updates, b[:, :, :, -1:].exp().transpose(-1, -2), state, runs)
+    weights = pairwise_decay(log_decay, 3)
+    if log_decay.shape[-1] == 1:
+        scores = (q @ k.transpose(-1, -2)) * weights.squeeze(-1)
+    else:
+        scores = (q.unsqueeze(4) * weights * k.unsqueeze(3)).sum(-1)
+    return scores @ v + (q * b.exp()) @ states, final
+
+
+class _StateScan(torch.autograd.Function):
+    """S_{n+1} = decay_n S_n + update_n over chunks: updates [batch, heads, chunks, dk, dv], decay [..., dk or 1, 1].
+
+    Returns the state at the start of every chunk and the final state of every sequence (`runs`: chunks of each
+    segment, batch 1).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, updates: Tensor, decay: Tensor, initial: Tensor, runs: list[tuple[int, int]] | None
+    ) -> tuple[Tensor, Tensor]:
+        states = torch.empty_like(updates)
+        final = initial.clone()
+        for sequence, chunks in _walk(updates.shape[2], runs):
+            s = final[sequence]
+            for n in chunks:
+                states[:, :, n] = s
+                s.mul_(decay[:, :, n]).add_(updates[:, :, n])
+        ctx.save_for_backward(states, decay)
+        ctx.runs = runs
+        return states, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_states: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        states, decay = ctx.saved_tensors
+        d_updates = torch.empty_like(states)
+        d_initial = d_final.clone()
+        for sequence, chunks in _walk(states.shape[2], ctx.runs):
+            d = d_initial[sequence]
+            for n in reversed(chunks):
+                d_updates[:, :, n] = d
+                d.mul_(decay[:, :, n]).add_(d_states[:, :, n])
+        d_decay = (d_updates * states).sum(-1, keepdim=True)
+        if decay.shape[-2] == 1:
+            d_decay = d_decay.sum(-2, keepdim=True)
+        return d_updates, d_decay, d_initial, None
+
+
+def _walk(chunks: int, runs: list[tuple[int, int]] | None) -> list[tuple[slice, range]]:
+    """The sequences of the state tensor and the chunks that each walks through."""
+    if runs is None:
+        return [(slice(None), range(chunks))]
+    return [(slice(s, s + 1), range(*run)) for s, run in enumerate(runs)]

@@ -1,0 +1,320 @@
+"""The bidirectional operator of LION (arXiv 2502.16249): Y = scale(Q K^T * M) V with M_ij = exp(-|c_i - c_j|).
+
+c is the running sum of the log decay. Three exact forms: "parallel" (the formula, quadratic in length), "recurrent"
+(two directions, constant state) and "chunked" (linear in length). With v~ = [v, 1] and b, B a chunk's running sum and
+total of the log decay (Eq. 16-17, 61-64, 83-91 of the paper, written without 1/2 terms):
+
+    recurrent   S_i = e^(g_i) S_(i-1) + k_i v~_i     R_i = e^(g_(i+1)) (R_(i+1) + k_(i+1) v~_(i+1))     o_i = q_i (S_i + R_i)
+    chunked     F_(n+1) = e^B F_n + sum_j e^(B - b_j) k_j v~_j        G_(n-1) = e^B G_n + sum_j e^(b_j) k_j v~_j
+                o_i = e^(b_i) q_i F_n + e^(B - b_i) q_i G_n + sum_(j in chunk) e^(-|b_i - b_j|) (q_i . k_j) v~_j
+
+No exponent is positive and the diagonal is counted once. A decay may also be a vector over head_dim_k: then
+o_i = sum_j (sum_c q_ic k_jc e^(-|c_ic - c_jc|)) v_j, the bidirectional form of MetaLA and GLA.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...backend import can_take
+from ...precision import ROW_SUM_EPS, wide
+from ..context_parallel import SequenceShards, current_shards
+from ..stretches import left_neighbour, packing
+from ..varlen import check_covers
+from .chunk import chunk_size, chunked, decays, heads_first, recurrent, values_of
+from .context_parallel import from_both_sides
+from .feature_map import feature_map
+
+FORMS = ("auto", "parallel", "recurrent", "chunked", "triton_tile", "triton_chunk")
+CONVENTIONS = ("eq17", "shifted")
+
+
+class ProjectedGate(NamedTuple):
+    """A gate that is a projection of the layer's input: x weight^T + bias, as LION-s has it.
+
+    x: [batch, length, size], weight: [heads, size], bias: [heads] or None. The kernels take the projection and its
+    gradients into their own autograd node.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def logits(self) -> Tensor:
+        """[batch, length, heads], from the bias on in float32 (float64 for float64)."""
+        logits = wide(F.linear(self.x, self.weight))
+        return logits if self.bias is None else logits + wide(self.bias)
+
+
+def bidirectional(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    gate: Tensor | ProjectedGate | None = None,
+    phi: str | None = None,
+    scaled: bool = True,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask_convention: str = "eq17",
+    form: str = "auto",
+) -> Tensor:
+    """Apply (Q K^T * M) V, each row divided by its sum when `scaled`.
+
+    q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v].
+    log_decay: [batch, length, heads] (or a last dimension of 1) for one decay a head, [..., head_dim_k] for a vector;
+    None for no decay. -inf at a token cuts both directions there.
+    gate: instead of it, [batch, length, heads], [heads] for every token, or a `ProjectedGate`: log_decay =
+    logsigmoid(gate).
+    phi: a name of `models.operators.lion.feature_map`, applied to q and k first and rounded to v's dtype; None where
+    it already is.
+    scaled: y = num / (row sum + 1e-6); q and k must be positive for that to be sensible (as phi makes them).
+    mask: [batch, length] bool, True for real tokens; padding never changes real tokens, and its own output is 0.
+    cu_seqlens: [segments + 1], batch 1: no segment sees another; empty segments are legal.
+    mask_convention: "eq17", symmetric; "shifted" delays the decay of the forward direction by one token.
+    form: "parallel", "recurrent", "chunked" in plain PyTorch, computed in float32 (float64 for float64 inputs);
+    "triton_tile", "triton_chunk": the kernels for short and long sequences, one decay a head; "auto" takes the faster
+    of the two on CUDA where they apply and "chunked" elsewhere.
+    Returns [batch, length, heads, head_dim_v] in v's dtype. Raises ValueError for arguments that do not fit together.
+
+    Inside `models.operators.context_parallel.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
+    the whole.
+    """
+    shards = current_shards()
+    if shards is not None:
+        if phi is not None:
+            q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
+        return _over_shards(shards, q, k, v, log_decay, gate, scaled, mask, cu_seqlens, mask_convention, form)
+    return local_bidirectional(
+        q,
+        k,
+        v,
+        log_decay,
+        gate=gate,
+        phi=phi,
+        scaled=scaled,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        mask_convention=mask_convention,
+        form=form,
+    )
+
+
+def local_bidirectional(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    gate: Tensor | ProjectedGate | None = None,
+    phi: str | None = None,
+    scaled: bool = True,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    mask_convention: str = "eq17",
+    form: str = "auto",
+) -> Tensor:
+    """As `bidirectional`, of these tokens alone, also where they are a stretch of a longer sequence."""
+    _check(q, k, v, log_decay, gate, mask, cu_seqlens, mask_convention, form)
+    # No tokens at all are for the chunked form.
+    triton = form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention))
+    if triton and q.numel():
+        return _on_kernels(q, k, v, log_decay, gate, phi, scaled, mask, cu_seqlens, form.removeprefix("triton_"))
+    if phi is not None:
+        q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
+    gate = _of_every_token(gate, q)
+    forward, backward, segments = decays(q, log_decay, gate, mask, cu_seqlens, mask_convention)
+    q_, k_, v_ = heads_first(q), heads_first(k), values_of(v, scaled)
+    if mask is not None:
+        q_, k_ = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (q_, k_))
+    if form == "recurrent" and q.shape[1]:
+        o = recurrent(q_, k_, v_, forward, backward, segments)
+    else:
+        size = q.shape[1] if form == "parallel" else chunk_size(q.shape[1], forward)
+        o = chunked(q_, k_, v_, forward, backward, segments, max(size, 1))
+    if scaled:
+        o = o[..., :-1] / (o[..., -1:] + ROW_SUM_EPS)
+    return o.transpose(1, 2).to(v.dtype)
+
+
+def _on_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gate: Tensor | ProjectedGate | None,
+    phi: str | None,
+    scaled: bool,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kernel: str,
+) -> Tensor:
+    from ...kernels.lion.lion import lion
+
+    if phi == "elu":
+        q, k, phi = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype), None
+    if isinstance(gate, ProjectedGate):
+        # One product of one dtype is what the kernels' node takes over; autocast and mixtures stay with PyTorch.
+        if gate.x.dtype == gate.weight.dtype and not torch.is_autocast_enabled():
+            return lion(
+                q, k, v, projection=(gate.x, gate.weight), bias=gate.bias, phi=phi, scaled=scaled,
+                mask=mask, cu_seqlens=cu_seqlens, kernel=kernel,
+            )  # fmt: skip
+        gate = gate.logits()
+    decay, bias = log_decay if gate is None else gate, None
+    if gate is not None and gate.ndim == 1:
+        decay, bias = None, gate
+    return lion(
+        q, k, v, decay, bias=bias, logits=gate is not None, phi=phi, scaled=scaled, mask=mask, cu_seqlens=cu_seqlens,
+        kernel=kernel,
+    )  # fmt: skip
+
+
+def _of_every_token(gate: Tensor | ProjectedGate | None, q: Tensor) -> Tensor | None:
+    """[batch, length, heads] (or a last dimension of 1)."""
+    if isinstance(gate, ProjectedGate):
+        return gate.logits()
+    return gate if gate is None or gate.ndim > 1 else wide(gate).expand(q.shape[:3])
+
+
+def _over_shards(
+    shards: SequenceShards,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gate: Tensor | ProjectedGate | None,
+    scaled: bool,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mask_convention: str,
+    form: str,
+) -> Tensor:
+    """Numerators and row sums of the stretch, by any form, and of the rest of the sequence; only then the quotient."""
+    gate = _of_every_token(gate, q)
+    packed = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], shards)
+    inside = None if packed is None else packed.cu_seqlens
+    # Sums over a long stretch, and their gradients, may not fit into float16.
+    dtype = torch.float32 if scaled and v.dtype == torch.float16 else v.dtype
+
+    def stretch(values: Tensor) -> Tensor:
+        o = local_bidirectional(
+            q.to(dtype),
+            k.to(dtype),
+            values.to(dtype),
+            log_decay,
+            gate=gate,
+            scaled=False,
+            mask=mask,
+            cu_seqlens=inside,
+            mask_convention=mask_convention,
+            form=form,
+        )
+        return wide(o)
+
+    # A kernel wants head sizes that are powers of two: row sums go by themselves.
+    parts = [v, torch.ones_like(v[..., :1])] if scaled else [v]
+    if scaled and not q.is_cuda:
+        parts = [torch.cat(parts, -1)]
+    o = torch.cat([stretch(part) for part in parts], -1)
+    forward, backward = (x.transpose(1, 2) for x in decays(q, log_decay, gate, mask, None, mask_convention)[:2])
+    if mask_convention == "shifted":
+        before = left_neighbour(shards, backward[:, -1:])
+        forward = torch.cat([before, backward[:, :-1]], 1)
+    if mask is not None:
+        q, k = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (q, k))
+    # Rows of 16 bytes for the products.
+    values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if v.is_cuda else 0)) if scaled else v
+    o = o + from_both_sides(shards, q, k, values, forward, backward, packed)[..., : o.shape[-1]]
+    if scaled:
+        o = o[..., :-1] / (o[..., -1:] + ROW_SUM_EPS)
+    return o.to(v.dtype)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gate: Tensor | ProjectedGate | None,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mask_convention: str,
+    form: str,
+) -> None:
+    if isinstance(gate, ProjectedGate):
+        gate_shape = None
+        _check_projection(q.shape, gate.x.shape, gate.weight.shape, None if gate.bias is None else gate.bias.shape)
+    else:
+        gate_shape = None if gate is None else gate.shape
+    if log_decay is not None and gate is not None:
+        raise ValueError("log_decay and gate are both given: gate means log_decay = logsigmoid(gate); give one")
+    _check_shapes(
+        q.shape, k.shape, v.shape, None if log_decay is None else log_decay.shape, gate_shape,
+        None if mask is None else mask.shape, cu_seqlens is not None, mask_convention, form,
+        v.dtype,
+    )  # fmt: skip
+    if cu_seqlens is not None:
+        check_covers(cu_seqlens, q.shape[1])
+
+
+@lru_cache(4096)
+def _check_projection(q: torch.Size, x: torch.Size, weight: torch.Size, bias: torch.Size | None) -> None:
+    if x[:-1] != q[:2] or weight != (q[2], x[-1]) or (bias is not None and bias != q[2:3]):
+        raise ValueError(
+            f"gate x {tuple(x)}, weight {tuple(weight)}, bias {bias and tuple(bias)}: expected [batch, length, size] with "
+            f"[batch, length] = {tuple(q[:2])}, [{q[2]}, size] and [{q[2]}] or None"
+        )
+
+
+# Looked at once for every combination: a short sequence's kernels take no longer than these checks.
+@lru_cache(4096)
+def _check_shapes(
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    log_decay: torch.Size | None,
+    gate: torch.Size | None,
+    mask: torch.Size | None,
+    packed: bool,
+    mask_convention: str,
+    form: str,
+    dtype: torch.dtype,
+) -> None:
+    shape = tuple(q[:3])
+    if len(q) != 4 or k != q or len(v) != 4 or tuple(v[:3]) != shape:
+        raise ValueError(
+            f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}: expected [batch, length, heads, head_dim_k] "
+            "twice and [batch, length, heads, head_dim_v]"
+        )
+    for name, x, last in (("log_decay", log_decay, (1, q[3])), ("gate", gate, (1,))):
+        of_all = name == "gate" and x == shape[2:]
+        if x is not None and not of_all and tuple(x) != shape and tuple(x) not in [(*shape, n) for n in last]:
+            raise ValueError(f"{name} {tuple(x)}: expected {shape}, or that and a last dimension of {last}")
+    if mask is not None and tuple(mask) != shape[:2]:
+        raise ValueError(f"mask {tuple(mask)}: expected [batch, length] = {shape[:2]}")
+    if packed and shape[0] != 1:
+        raise ValueError(f"cu_seqlens with batch {shape[0]}: packed segments need batch 1; reshape to [1, tokens, ...]")
+    if mask_convention not in CONVENTIONS:
+        raise ValueError(f"mask_convention {mask_convention!r}: allowed are {', '.join(CONVENTIONS)}")
+    if form not in FORMS:
+        raise ValueError(f"form {form!r}: allowed are {', '.join(FORMS)}")
+    if form.startswith("triton"):
+        vector = log_decay is not None and len(log_decay) == 4 and log_decay[-1] > 1
+        if vector or mask_convention == "shifted" or dtype == torch.float64:
+            raise ValueError(
+                f"form {form!r} takes one decay a head, mask_convention 'eq17' and no float64; use form='chunked'"
+            )
+
+
+def _kernels_apply(q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str) -> bool:
+    if not can_take(v) or mask_convention != "eq17":
+        return False
+    vector = log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
+    return not vector and max(q.shape[-1], v.shape[-1]) <= 256

@@ -1,0 +1,173 @@
+"""The bidirectional operator in plain PyTorch: parallel and chunked forms, which are one, and the recurrent form.
+
+Here tensors are [batch, heads, length, dim] and wide, padding is 0 in q and k, and nothing is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...precision import wide
+
+# A log decay at or under this forgets everything: e^-100 is below the smallest normal float32.
+_CUT = {torch.float32: -100.0, torch.float64: -700.0}
+
+
+@dataclass(frozen=True)
+class Segments:
+    """ids: [1, length] number of each token's segment; last: the number of the last segment."""
+
+    ids: Tensor
+    last: int
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forward: Tensor,
+    backward: Tensor,
+    segments: Segments,
+    size: int,
+) -> Tensor:
+    """q, k, v: [batch, heads, length, ...], decays [batch, heads, length, 1 or head_dim_k] -> [batch, heads, length, v]."""
+    length = q.shape[2]
+    # One chunk where there is no token.
+    padding = -length % size if length else size
+    # Running sums of long stretches, or past gates that close, lose digits that the exponent of a small difference needs.
+    q, k, v, forward, backward = (
+        F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (q, k, v, forward.double(), backward.double())
+    )
+    ids = F.pad(segments.ids, (0, padding), value=segments.last).unflatten(1, (-1, size))
+    bf, bb = forward.cumsum(3), backward.cumsum(3)
+    weights = _weights(q, k, bf, bb, (ids[..., :, None] == ids[..., None, :])[:, None])
+    first, last = ids[..., 0], ids[..., -1]
+    before = F.pad(last[:, :-1], (1, 0), value=0)
+    after = F.pad(first[:, 1:], (0, 1), value=segments.last)
+
+    def where(one: Tensor, other: Tensor) -> Tensor:
+        """Equality of two [1, chunks, size or 1] as a factor for [batch, heads, chunks, size, channels]."""
+        return (one == other)[:, None, :, :, None].to(q.dtype)
+
+    def exp(x: Tensor) -> Tensor:
+        return x.to(q.dtype).exp()
+
+    to_right = (k * exp(bf[..., -1:, :] - bf) * where(ids, last[..., None])).transpose(-1, -2) @ v
+    to_left = (k * exp(bb) * where(ids, first[..., None])).transpose(-1, -2) @ v
+    carry_right = exp(bf[..., -1, :]) * (before == last)[:, None, :, None]
+    carry_left = exp(bb[..., -1, :]) * (after == first)[:, None, :, None]
+    from_left = torch.stack(_states(to_right.unbind(2), carry_right.unbind(2)), 2)
+    from_right = torch.stack(_states(to_left.unbind(2)[::-1], carry_left.unbind(2)[::-1])[::-1], 2)
+    o = (
+        weights @ v
+        + (q * exp(bf) * where(ids, before[..., None])) @ from_left
+        + (q * exp(bb[..., -1:, :] - bb) * where(ids, after[..., None])) @ from_right
+    )
+    return o.flatten(2, 3)[:, :, :length]
+
+
+def _weights(q: Tensor, k: Tensor, bf: Tensor, bb: Tensor, same: Tensor) -> Tensor:
+    """q_i . k_j M_ij inside chunks: [..., size, head_dim_k] -> [..., size, size], 0 between segments."""
+    size = q.shape[-2]
+    below = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()[:, :, None]
+    # Negated before they are spread over pairs, for the backward pass too.
+    from_left = (bf[..., :, None, :] + -bf[..., None, :, :]).to(q.dtype)
+    from_right = (bb[..., None, :, :] + -bb[..., :, None, :]).to(q.dtype)
+    decay = torch.where(below, from_left, from_right).exp()
+    if decay.shape[-1] == 1:
+        return (q @ k.transpose(-1, -2)) * decay.squeeze(-1) * same
+    return torch.einsum("...ic,...jc,...ijc->...ij", q, k, decay) * same
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forward: Tensor,
+    backward: Tensor,
+    segments: Segments,
+) -> Tensor:
+    """As `chunked`, token by token. A step is few operations: on a GPU the host's way to each takes longer than it does."""
+    ids = segments.ids[0]
+    before = F.pad(ids[:-1], (1, 0), value=0)
+    after = F.pad(ids[1:], (0, 1), value=segments.last)
+    queries, keys, values = (x.flatten(0, 1).unbind(1) for x in (q.unsqueeze(3), k.unsqueeze(4), v.unsqueeze(3)))
+    state = v.new_zeros(v.shape[0] * v.shape[1], k.shape[-1], v.shape[-1])
+    o: list[Tensor] = []
+    left = state
+    for query, key, value, keep in zip(queries, keys, values, _kept(forward, ids == before), strict=True):
+        left = torch.addcmul(left * keep, key, value)
+        o.append(torch.bmm(query, left))
+    # What comes to a token from the right has passed the token after it.
+    right, passed = state, _kept(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == after)
+    for i in reversed(range(q.shape[2])):
+        right = right * passed[i]
+        o[i] = torch.baddbmm(o[i], queries[i], right)
+        right = torch.addcmul(right, keys[i], values[i])
+    return torch.cat(o, 1).unflatten(0, q.shape[:2])
+
+
+def _kept(decay: Tensor, same: Tensor) -> tuple[Tensor, ...]:
+    """Of each token the share of a state that it keeps, [batch * heads, 1 or head_dim_k, 1]; same: [length], else none."""
+    return (decay.exp() * same[:, None]).flatten(0, 1).unsqueeze(-1).unbind(1)
+
+
+def _states(additions: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
+    """The state before each addition of state <- factor * state + addition from zero; factor: [..., 1 or head_dim_k]."""
+    state, states = torch.zeros_like(additions[0]), []
+    for addition, factor in zip(additions, factors, strict=True):
+        states.append(state)
+        state = factor[..., None] * state + addition
+    return states
+
+
+def decays(
+    q: Tensor,
+    log_decay: Tensor | None,
+    gate: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mask_convention: str,
+) -> tuple[Tensor, Tensor, Segments]:
+    """Log decays of both directions, [batch, heads, length, 1 or head_dim_k], and each token's segment."""
+    length, dtype = q.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
+    if gate is not None:
+        log_decay = F.logsigmoid(wide(gate))
+    if log_decay is None:
+        log_decay = torch.zeros(q.shape[:3], dtype=dtype, device=q.device)
+    if log_decay.ndim == 3:
+        log_decay = log_decay[..., None]
+    decay = log_decay.to(dtype)
+    decay = decay.clamp(min=_CUT[decay.dtype])
+    if mask is not None:
+        decay = decay.masked_fill(~mask[:, :, None, None], 0.0)
+    decay = decay.transpose(1, 2)
+    forward = decay if mask_convention == "eq17" else F.pad(decay, (0, 0, 1, 0))[:, :, :length]
+    ids, last = torch.zeros(1, length, dtype=torch.long, device=q.device), 0
+    if cu_seqlens is not None:
+        positions = torch.arange(length, device=q.device)
+        ids = torch.searchsorted(cu_seqlens[1:].to(positions), positions, right=True)[None]
+        last = len(cu_seqlens) - 2
+    return forward, decay, Segments(ids, last)
+
+
+def chunk_size(length: int, decay: Tensor) -> int:
+    """Tokens of a chunk for decays [..., 1] or [..., head_dim]."""
+    # A vector decay needs a factor for every pair and channel inside a chunk.
+    return min(64 if decay.shape[-1] == 1 else 16, length)
+
+
+def values_of(v: Tensor, scaled: bool) -> Tensor:
+    """v [batch, length, heads, head_dim_v] with heads first in float32; scaled: with a channel of ones, for row sums."""
+    v = heads_first(v)
+    return F.pad(v, (0, 1), value=1.0) if scaled else v
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """[batch, length, heads, dim] -> [batch, heads, length, dim] in float32, or float64 when it is."""
+    return wide(x).transpose(1, 2)

@@ -1,0 +1,37 @@
+"""LION's feature maps of queries and keys (arXiv 2502.16249): positive, so that rows can be divided by their sum.
+
+silu  (SiLU(x) + 1/2) / norm        silu_paper  SiLU(x + 1/2) / norm, as printed        elu  elu(x) + 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...backend import takes
+from ...precision import wide
+from ...recompute import forgettable
+
+
+def feature_map(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """x: [..., head_dim] -> the same shape, computed in float32 (float64 for float64) and kept so, or rounded to `dtype`."""
+    form: Callable[..., Tensor] = _plain
+    if name != "elu" and takes(x):
+        from ...kernels.lion.feature_map import normalised_silu
+
+        form, dtype = normalised_silu, dtype or torch.float32
+    y = form(x, name, dtype)
+    forgettable(y, form, x, name, dtype)
+    return y
+
+
+def _plain(x: Tensor, name: str, dtype: torch.dtype | None) -> Tensor:
+    x = wide(x)
+    if name == "elu":
+        y = F.elu(x) + 1
+    else:
+        y = F.normalize(F.silu(x) + 0.5 if name == "silu" else F.silu(x + 0.5), dim=-1)
+    return y if dtype is None else y.to(dtype)
