@@ -173,7 +173,7 @@ def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[s
     Raises ValueError for a file of another kind of results.
     """
     from data.atomic_io import write_json
-    from megatron_lite.checkpoint_folder import versions
+    from megatron_lite.checkpoint.storage import versions
     from tools.evaluation.outputs import earlier_results
 
     checkpoint = str(loaded.checkpoint.resolve())

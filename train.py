@@ -12,13 +12,13 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.config import dump_config, explain_config, load_config
-from megatron_lite.config_schema import Config
-from megatron_lite.resilience import StopSignal
+from megatron_lite.config.loader import dump_config, explain_config, load_config
+from megatron_lite.config.schema import Config
+from megatron_lite.fault_tolerance.guards import StopSignal
 from tools.arguments import FAILED, command_line, interrupted, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
-    from megatron_lite.grid import Grid
+    from megatron_lite.parallel.grid import Grid
     from megatron_lite.trainer import Steps
     from models.config import ModelConfig
     from tools.load_model import PreparedData
@@ -95,12 +95,12 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
 def _train(
     config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], held: ExitStack, early: StopSignal
 ) -> int:
-    from megatron_lite.agreement import code_facts, configuration_facts, require_agreement
-    from megatron_lite.checkpoint import CheckpointError
-    from megatron_lite.checkpoint_folder import versions
-    from megatron_lite.grid import init_grid
-    from megatron_lite.resilience import TooManySkippedSteps
-    from megatron_lite.run_lock import RunInUse
+    from megatron_lite.checkpoint.reader import CheckpointError
+    from megatron_lite.checkpoint.storage import versions
+    from megatron_lite.fault_tolerance.guards import TooManySkippedSteps
+    from megatron_lite.fault_tolerance.rank_consistency import code_facts, configuration_facts, require_agreement
+    from megatron_lite.fault_tolerance.run_lock import RunInUse
+    from megatron_lite.parallel.grid import init_grid
 
     try:
         grid = init_grid(config.run.device)
@@ -136,7 +136,7 @@ def _hold_folders(config: Config[Any], held: ExitStack) -> None:
 
     Raises RunInUse and OSError.
     """
-    from megatron_lite.run_lock import RunLock
+    from megatron_lite.fault_tolerance.run_lock import RunLock
 
     run, checkpoints = config.run.path, Path(config.checkpoint.directory)
     for key, folder in (("run.directory", run), ("checkpoint.directory", checkpoints)):
@@ -173,12 +173,13 @@ def _prepare(
     CheckpointError for what cannot run."""
     import torch
 
-    from megatron_lite import checkpoint, engine_checkpoint
-    from megatron_lite.agreement import file_facts, require_agreement
-    from megatron_lite.checkpoint_folder import rewind
-    from megatron_lite.flops import peak_flops, training_flops_per_token
-    from megatron_lite.metrics import PREVIOUS_FILE_NAME, MetricsLogger
-    from megatron_lite.precision import faster_dtype
+    from megatron_lite.checkpoint import engine_state as engine_checkpoint
+    from megatron_lite.checkpoint import reader as checkpoint
+    from megatron_lite.checkpoint.storage import rewind
+    from megatron_lite.engine.precision import faster_dtype
+    from megatron_lite.fault_tolerance.rank_consistency import file_facts, require_agreement
+    from megatron_lite.metrics.logger import PREVIOUS_FILE_NAME, MetricsLogger
+    from megatron_lite.planning.flops import peak_flops, training_flops_per_token
     from megatron_lite.trainer import Trainer, TrainState
     from models.language_model import LanguageModel
     from tools.build_engine import build_engine
@@ -299,7 +300,8 @@ def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool, bo
     None for a new run, for which resume=never moves old checkpoints aside. What a run starts from is for its first start:
     later ones find checkpoints of its own.
     """
-    from megatron_lite import checkpoint, checkpoint_folder
+    from megatron_lite.checkpoint import reader as checkpoint
+    from megatron_lite.checkpoint import storage as checkpoint_folder
 
     folder = Path(config.checkpoint.directory)
 
@@ -325,7 +327,7 @@ def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool, bo
 
 def _asked_start(config: Config[Any]) -> str:
     """`checkpoint.resume`; auto where a launcher starts the command again that has written a checkpoint since it was given."""
-    from megatron_lite import checkpoint
+    from megatron_lite.checkpoint import reader as checkpoint
 
     folder, resume = Path(config.checkpoint.directory), config.checkpoint.resume
     # torchrun --max-restarts; a job that SLURM queued again.
@@ -339,7 +341,7 @@ def _asked_start(config: Config[Any]) -> str:
 
 def _on_main(grid: Grid, function: Callable[[], Any]) -> Any:
     """What the function returns on the main process, on every process; its error too, so that none is left waiting."""
-    from megatron_lite.grid import broadcast
+    from megatron_lite.parallel.grid import broadcast
 
     value: Any = None
     error: Exception | None = None

@@ -16,17 +16,17 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from megatron_lite.checkpoint_folder import prune
-from megatron_lite.checkpoint_writer import CheckpointWriter
-from megatron_lite.config_schema import Config
-from megatron_lite.engine import Batch, Engine
-from megatron_lite.grid import any_process
-from megatron_lite.heartbeat import Heartbeat, shorten_timeouts
-from megatron_lite.metrics import MetricsLogger
-from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
-from megatron_lite.schedule import learning_rate
-from megatron_lite.source_losses import SourceLosses
-from megatron_lite.spread import SpreadMeter
+from megatron_lite.checkpoint.storage import prune
+from megatron_lite.checkpoint.writer import CheckpointWriter
+from megatron_lite.config.schema import Config
+from megatron_lite.engine.engine import Batch, Engine
+from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
+from megatron_lite.fault_tolerance.heartbeat import Heartbeat, shorten_timeouts
+from megatron_lite.fault_tolerance.straggler_detection import SpreadMeter
+from megatron_lite.metrics.logger import MetricsLogger
+from megatron_lite.metrics.per_source_loss import SourceLosses
+from megatron_lite.optim.lr_schedule import learning_rate
+from megatron_lite.parallel.grid import any_process
 from megatron_lite.validation import ValidationSet, evaluate
 
 ModelT = TypeVar("ModelT")

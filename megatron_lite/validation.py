@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_lite.engine import Batch, Engine
+from megatron_lite.engine.engine import Batch, Engine
 
 
 @dataclass(frozen=True)

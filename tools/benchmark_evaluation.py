@@ -115,9 +115,9 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
     import torch
 
     from data.tokenizer import load_tokenizer, padded_vocab_size
-    from megatron_lite.checkpoint_folder import write_weights
-    from megatron_lite.config import dump_config, load_config
-    from megatron_lite.partition import partition_words
+    from megatron_lite.checkpoint.storage import write_weights
+    from megatron_lite.config.loader import dump_config, load_config
+    from megatron_lite.parallel.sharding_plan import partition_words
     from models.config import ModelConfig
     from models.language_model import LanguageModel
     from tools.load_model import keep_tokenizer

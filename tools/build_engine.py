@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_lite.config_schema import Config
-from megatron_lite.engine import Engine
-from megatron_lite.grid import Grid
+from megatron_lite.config.schema import Config
+from megatron_lite.engine.engine import Engine
+from megatron_lite.parallel.grid import Grid
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
 from models.operators.context_parallel import sequence_shards

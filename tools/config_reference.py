@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config_checks import DERIVED_KEYS, EQUATION
-from megatron_lite.config_fields import REQUIRED, Key, keys_of, leaves
-from megatron_lite.config_files import CONFIGS
-from megatron_lite.config_schema import Config
+from megatron_lite.config.checks import DERIVED_KEYS, EQUATION
+from megatron_lite.config.describe import REQUIRED, Key, keys_of, leaves
+from megatron_lite.config.files import CONFIGS
+from megatron_lite.config.schema import Config
 from tools.arguments import command, command_line
 
 INTRODUCTION = f"""\

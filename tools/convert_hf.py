@@ -45,7 +45,7 @@ def _export(options: argparse.Namespace) -> int:
 def _import(options: argparse.Namespace) -> int:
     import torch
 
-    from megatron_lite.checkpoint import Weights
+    from megatron_lite.checkpoint.reader import Weights
     from tools.conversion.compare import real_text, rows_of, trainer_logits
     from tools.conversion.importing import import_folder, original_logits, processes_of_a_copy
 

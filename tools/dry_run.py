@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron_lite.config_schema import Config
-from megatron_lite.layout import Layout
-from megatron_lite.memory import GIB
-from megatron_lite.precision import DTYPES, faster_dtype
+from megatron_lite.config.schema import Config
+from megatron_lite.engine.precision import DTYPES, faster_dtype
+from megatron_lite.parallel.layout import Layout
+from megatron_lite.planning.memory import GIB
 from models.config import ModelConfig
 from models.language_model import LayerSpec, layer_specs
 from tools.devices import device_of

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from torch import Tensor
 
-    from megatron_lite.communication import Workload
-    from megatron_lite.config_schema import Config
-    from megatron_lite.layout import Layout
-    from megatron_lite.memory import LayerCost
+    from megatron_lite.config.schema import Config
+    from megatron_lite.parallel.layout import Layout
+    from megatron_lite.planning.communication_cost import Workload
+    from megatron_lite.planning.memory import LayerCost
     from models.config import ModelConfig
 
 
 def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
     """The configuration for so many processes. Accumulation follows from the layout where both batch sizes are given."""
-    from megatron_lite.config import ConfigError, load_config
+    from megatron_lite.config.loader import ConfigError, load_config
     from models.config import ModelConfig
     from tools.vocabulary import vocabulary_override
 
@@ -35,7 +35,7 @@ def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
 def any_layout(words: Sequence[str], gpus: int) -> tuple[Config[ModelConfig], list[str], Exception | None]:
     """The configuration, the words that hold its batch in every layout, and why its own layout cannot run, if so: the
     batch may divide in others. Raises ConfigError for what no layout mends."""
-    from megatron_lite.config import ConfigError
+    from megatron_lite.config.loader import ConfigError
 
     problem = None
     try:
@@ -55,7 +55,7 @@ def layer_flops(config: Config[ModelConfig]) -> list[float]:
     """Forward FLOPs a token of every layer."""
     import torch
 
-    from megatron_lite.flops import forward_flops
+    from megatron_lite.planning.flops import forward_flops
     from models.language_model import build_layer, layer_specs
 
     with torch.device("meta"):
@@ -75,7 +75,7 @@ def memory(
     released: bool = True,
 ) -> dict[str, float]:
     """Bytes by part of the fullest process: of the stages of a pipeline, the first holds most micro batches."""
-    from megatron_lite.memory import Setting, step_bytes
+    from megatron_lite.planning.memory import Setting, step_bytes
 
     steps = config.batch.gradient_accumulation_steps
     replicas = config.batch.data_ranks * layout.context
@@ -89,8 +89,8 @@ def memory(
 
 def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> dict[str, float]:
     """Bytes by part of the fullest process of this configuration's layout: on GPUs, or on a CPU, whose layers are computed."""
-    from megatron_lite.layout import Layout
-    from megatron_lite.precision import DTYPES
+    from megatron_lite.engine.precision import DTYPES
+    from megatron_lite.parallel.layout import Layout
     from tools.meta_layers import layer_costs
 
     parallel = config.parallel
@@ -112,7 +112,7 @@ def layers_of_stages(
     layers: list[LayerCost], flops: Sequence[float], config: Config[ModelConfig], layout: Layout
 ) -> list[tuple[list[LayerCost], int]]:
     """The layers of every pipeline stage, and the micro batches whose activations it holds at once."""
-    from megatron_lite.layout import stage_bounds
+    from megatron_lite.parallel.layout import stage_bounds
 
     bounds = stage_bounds(flops, layout.pipeline)
     stages = []
@@ -126,7 +126,7 @@ def layers_of_stages(
 
 def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) -> Workload:
     """What the model of communication needs to know."""
-    from megatron_lite.communication import Workload
+    from megatron_lite.planning.communication_cost import Workload
     from models.language_model import count_parameters
 
     model, batch = config.model, config.batch

@@ -221,7 +221,7 @@ def finetune(
     )
     from transformers.utils import logging
 
-    from megatron_lite.optimizer import build_optimizer, parameter_kind
+    from megatron_lite.optim.param_groups import build_optimizer, parameter_kind
     from tools.glue_tasks import TASKS, score
 
     logging.set_verbosity_error()
@@ -352,7 +352,7 @@ def _weights_hash(checkpoint: Path) -> str | None:
         from tools.evaluation.huggingface import folder_hash
 
         return folder_hash(str(checkpoint))
-    from megatron_lite.checkpoint import resolve
+    from megatron_lite.checkpoint.reader import resolve
     from tools.evaluation.opening import checkpoint_hash
 
     return checkpoint_hash(resolve(checkpoint))

@@ -20,8 +20,8 @@ from data.manifest import check_tokenizer
 from data.manifest import read_manifest as read_data_manifest
 from data.preprocessing.prepare_corpus import Prepared, prepare_corpus
 from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
-from megatron_lite.checkpoint import CheckpointError, read_config_yaml, read_manifest, read_weights, resolve
-from megatron_lite.config_schema import DataConfig
+from megatron_lite.checkpoint.reader import CheckpointError, read_config_yaml, read_manifest, read_weights, resolve
+from megatron_lite.config.schema import DataConfig
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.devices import device_of

@@ -21,8 +21,8 @@ from data.atomic_io import write_whole
 from tools.arguments import check_writable, command, command_line, positive
 
 if TYPE_CHECKING:
-    from megatron_lite.communication import Links
-    from megatron_lite.grid import Grid
+    from megatron_lite.parallel.grid import Grid
+    from megatron_lite.planning.communication_cost import Links
 
 SIZES = [1 << power for power in range(16, 31, 2)]  # 64 KiB to 1 GiB
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_writable(options.output, "--output")
     import warnings
 
-    from megatron_lite.grid import init_grid
+    from megatron_lite.parallel.grid import init_grid
 
     warnings.filterwarnings("ignore", message=r".*torch\.distributed.* is deprecated", category=FutureWarning)
     grid = init_grid(options.device)
@@ -127,7 +127,7 @@ def read_links(path: Path | None, machine: int) -> Links:
 
     Raises OSError, or ValueError for a file that this tool did not write.
     """
-    from megatron_lite.communication import Links
+    from megatron_lite.planning.communication_cost import Links
 
     links = replace(Links(), machine=machine)
     if path is None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_lite.config_schema import Config
-from megatron_lite.engine import Engine
-from megatron_lite.grid import Grid, init_grid
-from megatron_lite.memory import GIB, Allocations
+from megatron_lite.config.schema import Config
+from megatron_lite.engine.engine import Engine
+from megatron_lite.parallel.grid import Grid, init_grid
+from megatron_lite.planning.memory import GIB, Allocations
 from models.config import ModelConfig
 from tools.build_engine import build_engine
 from tools.estimate import memory_of, read_config

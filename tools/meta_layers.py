@@ -11,14 +11,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_lite import context_parallel, fan_out, grid, tensor_parallel
-from megatron_lite.activation_checkpointing import checkpointed, mode_of
-from megatron_lite.config_schema import ParallelConfig
-from megatron_lite.context_parallel import ContextShards
-from megatron_lite.layout import Layout
-from megatron_lite.memory import LayerCost, layer_cost
-from megatron_lite.own_layers import place_layer
-from megatron_lite.tensor_parallel import TensorGroup
+from megatron_lite.config.schema import ParallelConfig
+from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
+from megatron_lite.engine.model_shard import place_layer
+from megatron_lite.parallel import context_parallel, grid, tensor_parallel
+from megatron_lite.parallel import fused_projections as fan_out
+from megatron_lite.parallel.context_parallel import ContextShards
+from megatron_lite.parallel.layout import Layout
+from megatron_lite.parallel.tensor_parallel import TensorGroup
+from megatron_lite.planning.memory import LayerCost, layer_cost
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
 from models.operators.context_parallel import sequence_shards

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import write_whole
-from megatron_lite.config import ConfigError, load_config
-from megatron_lite.config_files import parse_yaml
+from megatron_lite.config.files import parse_yaml
+from megatron_lite.config.loader import ConfigError, load_config
 from tools.arguments import command_line, positive
 from tools.neox_translation import Translation, translate, underscored
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lite.neox_keys import NEOX_KEYS
+from megatron_lite.config.neox_hints import NEOX_KEYS
 
 # Same meaning, same value: GPT-NeoX's key and the key here, which is the one that its users are told.
 SAME = (

@@ -14,10 +14,10 @@ from tools.arguments import above_zero, above_zero_to_one, command, command_line
 from tools.estimate import any_layout, layer_flops, memory, read_config, workload
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
-    from megatron_lite.communication import Links
-    from megatron_lite.config_schema import Config
-    from megatron_lite.layout import Layout
-    from megatron_lite.memory import LayerCost
+    from megatron_lite.config.schema import Config
+    from megatron_lite.parallel.layout import Layout
+    from megatron_lite.planning.communication_cost import Links
+    from megatron_lite.planning.memory import LayerCost
     from models.config import ModelConfig
 
 EPILOG = """
@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("python -m tools.plan", __doc__, EPILOG)
     parser.add_argument("config", nargs="+", metavar="FILE.yml | key.sub=value", help="as for train.py")
     parser.add_argument("--gpus", type=positive, default=1, help="processes of the run (default 1)")
-    parser.add_argument("--gpu", default="H200", help="name as in megatron_lite/flops.py, for the peak (default H200)")
+    parser.add_argument(
+        "--gpu", default="H200", help="name as in megatron_lite/planning/flops.py, for the peak (default H200)"
+    )
     parser.add_argument("--gpu-memory", type=above_zero, default=141.0, metavar="GB", help="of one GPU (default 141)")
     parser.add_argument(
         "--mfu", type=above_zero_to_one, default=0.4, help="share of the peak that one GPU reaches (default 0.4)"
@@ -86,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Print the table."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # only its arithmetic is used; it would look for one and say so
-    from megatron_lite.flops import PEAK_TERAFLOPS, listed_peak_flops
+    from megatron_lite.planning.flops import PEAK_TERAFLOPS, listed_peak_flops
     from tools.measure_links import read_links
 
     config, words, problem = any_layout(options.config, options.gpus)
@@ -124,9 +126,9 @@ def layouts(
     """Every legal layout with every ZeRO stage that it can take, and its cost."""
     from tqdm import tqdm
 
-    from megatron_lite.communication import step_seconds
-    from megatron_lite.config import ConfigError
-    from megatron_lite.layout import legal_layouts, limits_of
+    from megatron_lite.config.loader import ConfigError
+    from megatron_lite.parallel.layout import legal_layouts, limits_of
+    from megatron_lite.planning.communication_cost import step_seconds
 
     limits = limits_of(config.model, config.batch.sequence_length)
     found = legal_layouts(gpus, limits)
@@ -178,7 +180,7 @@ def header(config: Config[ModelConfig], gpus: int, dtype: str) -> str:
 
 def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str:
     """The rows as text."""
-    from megatron_lite.memory import GIB
+    from megatron_lite.planning.memory import GIB
 
     lines = [
         "tensor  pipe  context  data  ZeRO  micro |  weights  gradients  optimizer  activations     sum |"
@@ -204,7 +206,7 @@ def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str
 
 
 def _layers(config: Config[ModelConfig], layout: Layout, dtype: str, stage: int) -> list[LayerCost]:
-    from megatron_lite.precision import DTYPES
+    from megatron_lite.engine.precision import DTYPES
     from tools.meta_layers import layer_costs
 
     return layer_costs(

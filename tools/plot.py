@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.metrics import read_metrics
+from megatron_lite.metrics.logger import read_metrics
 from tools.arguments import check_picture, command, command_line
 
 # Okabe and Ito (2008): told apart by every kind of colour vision, and in print.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import write_whole
-from megatron_lite.metrics import read_metrics
+from megatron_lite.metrics.logger import read_metrics
 
 PAGE = Path(__file__).with_name("report_page.html")
 PLACEHOLDER = '"the data of the run"'

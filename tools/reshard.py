@@ -43,11 +43,11 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     """
     from tqdm import tqdm
 
-    from megatron_lite import checkpoint
-    from megatron_lite.checkpoint_folder import rewrite
-    from megatron_lite.flops import forward_flops
-    from megatron_lite.layout import Layout, layout_problems, limits_of, nearest_layouts, stage_bounds
-    from megatron_lite.partition import shard_of
+    from megatron_lite.checkpoint import reader as checkpoint
+    from megatron_lite.checkpoint.storage import rewrite
+    from megatron_lite.parallel.layout import Layout, layout_problems, limits_of, nearest_layouts, stage_bounds
+    from megatron_lite.parallel.sharding_plan import shard_of
+    from megatron_lite.planning.flops import forward_flops
     from models.config import ModelConfig
     from models.language_model import build_layer, layer_specs
     from tools.load_model import data_config

@@ -16,8 +16,8 @@ from data.datasets.masking import masking_of
 from data.indexed import IndexedTokens
 from data.loader import Dataset, MicroBatch, ReadAhead, batches
 from data.tokenizer import Tokenizer
-from megatron_lite.config_schema import Config
-from megatron_lite.grid import Grid
+from megatron_lite.config.schema import Config
+from megatron_lite.parallel.grid import Grid
 from megatron_lite.validation import ValidationSet
 from tools.load_model import PreparedData
 

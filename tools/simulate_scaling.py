@@ -4,7 +4,7 @@
   torchrun --nproc-per-node 4 -m tools.measure_links -o links.json
   python -m tools.simulate_scaling configs/metala_1.4b.yml --links links.json -o docs/figures/scaling.png
 
-The model is megatron_lite/communication.py; docs/scaling.md says what it assumes.
+The model is megatron_lite/planning/communication_cost.py; docs/scaling.md says what it assumes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.output is not None:
         check_picture(options.output, "--output")
-    from megatron_lite.communication import scaling
-    from megatron_lite.layout import Layout, layout_problems, limits_of
+    from megatron_lite.parallel.layout import Layout, layout_problems, limits_of
+    from megatron_lite.planning.communication_cost import scaling
     from tools.estimate import any_layout, layer_flops, workload
     from tools.measure_links import read_links
 

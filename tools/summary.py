@@ -16,12 +16,12 @@ from typing import Any
 import yaml
 
 from data.atomic_io import write_json
-from megatron_lite.agreement import configuration_facts
-from megatron_lite.checkpoint import layout_words, names_own, read_config_yaml, read_manifest, resolve
-from megatron_lite.config import dump_config
-from megatron_lite.config_schema import Config
-from megatron_lite.engine import Engine
-from megatron_lite.metrics import read_metrics
+from megatron_lite.checkpoint.reader import layout_words, names_own, read_config_yaml, read_manifest, resolve
+from megatron_lite.config.loader import dump_config
+from megatron_lite.config.schema import Config
+from megatron_lite.engine.engine import Engine
+from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
+from megatron_lite.metrics.logger import read_metrics
 from megatron_lite.trainer import FitResult, TrainState
 from tools.load_model import PreparedData
 from tools.unigram import unigram_baseline

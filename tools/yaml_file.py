@@ -10,8 +10,8 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_lite.config_fields import Key, keys_of
-from megatron_lite.config_files import ConfigError, Sources, read_sources
+from megatron_lite.config.describe import Key, keys_of
+from megatron_lite.config.files import ConfigError, Sources, read_sources
 
 Schema = TypeVar("Schema", bound=BaseModel)
 

@@ -1,7 +1,7 @@
 """SiLU(gate) * up as one kernel forward and one backward, computed in float32. Reference: `models.layers.mlp.swiglu`.
 
 The gradients of gate and up lie side by side, so that the products with the weights behind them can be one
-(`megatron_lite/fan_out.py`).
+(`megatron_lite/parallel/fused_projections.py`).
 """
 
 # Kernels take pointers and scalars that have no Python type.

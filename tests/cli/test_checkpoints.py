@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import train
-from megatron_lite import checkpoint
-from megatron_lite.run_lock import RunLock
+from megatron_lite.checkpoint import reader as checkpoint
+from megatron_lite.fault_tolerance.run_lock import RunLock
 from megatron_lite.trainer import Trainer
 from tests.cli.conftest import ROOT, start, train_lines, wait_for
 
@@ -89,7 +89,11 @@ def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(argumen
 
 @pytest.mark.parametrize(
     ("place", "step"),
-    [("megatron_lite.grid.init_grid", 1), ("tools.run_data.training_samples", 1), ("tools.summary.summary", 3)],
+    [
+        ("megatron_lite.parallel.grid.init_grid", 1),
+        ("tools.run_data.training_samples", 1),
+        ("tools.summary.summary", 3),
+    ],
 )
 def test_the_signal_of_a_time_limit_outside_of_the_loop_ends_nothing(arguments, tmp_path, monkeypatch, place, step):
     """Before it, one step is done and saved; after it the run is complete. By itself SIGUSR1 ends a process with 138."""

@@ -13,7 +13,7 @@ import pytest
 
 import train
 from data.indexed import IndexedTokens
-from megatron_lite.config import load_config
+from megatron_lite.config.loader import load_config
 from megatron_lite.validation import ValidationSet
 from models.config import ModelConfig
 from tests.cli.conftest import train_lines

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import train
-from megatron_lite import checkpoint
+from megatron_lite.checkpoint import reader as checkpoint
 from tests.cli.conftest import ROOT, assert_same_run, environment, run_words
 from tests.parallel.launch import free_port, train_in_turn
 

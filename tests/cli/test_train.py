@@ -15,10 +15,10 @@ import yaml
 
 import train
 from data.loader import ReadAhead
-from megatron_lite import checkpoint
-from megatron_lite.config import load_config
-from megatron_lite.grid import init_grid
-from megatron_lite.metrics import MetricsLogger, read_metrics
+from megatron_lite.checkpoint import reader as checkpoint
+from megatron_lite.config.loader import load_config
+from megatron_lite.metrics.logger import MetricsLogger, read_metrics
+from megatron_lite.parallel.grid import init_grid
 from megatron_lite.trainer import Trainer
 from models.config import ModelConfig
 from tests.cli.conftest import ROOT

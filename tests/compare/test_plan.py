@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import train
-from megatron_lite.config import ConfigError, load_config
+from megatron_lite.config.loader import ConfigError, load_config
 from models.config import ModelConfig
 from models.language_model import count_parameters
 from tools.compare.__main__ import main

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from data.atomic_io import write_whole
-from megatron_lite.metrics import read_metrics
+from megatron_lite.metrics.logger import read_metrics
 from tools.compare.__main__ import _devices, main
 from tools.compare.plan import Run, plan_runs, read_comparison
 from tools.compare.run import _Slot, run_all

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.config import Config, ConfigError, dump_config, explain_config, load_config
+from megatron_lite.config.loader import Config, ConfigError, dump_config, explain_config, load_config
 
 from .stand_in import LEAST, StandIn
 

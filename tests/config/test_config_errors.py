@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.config import ConfigError, load_config
+from megatron_lite.config.loader import ConfigError, load_config
 
 from .stand_in import LEAST, StandIn
 

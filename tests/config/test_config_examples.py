@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.config import Config, ConfigError, dump_config, load_config
-from megatron_lite.config_files import CONFIGS, read_sources
+from megatron_lite.config.files import CONFIGS, read_sources
+from megatron_lite.config.loader import Config, ConfigError, dump_config, load_config
 from models.config import ModelConfig
 from models.language_model import count_parameters
 from tools.preprocess_data import _parser

@@ -11,7 +11,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from megatron_lite.config import Config, ConfigError, load_config
+from megatron_lite.config.loader import Config, ConfigError, load_config
 
 from .stand_in import LEAST, StandIn
 
@@ -181,7 +181,7 @@ def test_steps_of_the_schedule_follow_from_its_length() -> None:
 
 def test_importing_the_configuration_is_light() -> None:
     code = (
-        "import sys; from megatron_lite.config import load_config; "
+        "import sys; from megatron_lite.config.loader import load_config; "
         "print([m for m in ('torch', 'deepspeed', 'numpy', 'transformers', 'models', 'data') if m in sys.modules])"
     )
     root = Path(__file__).parents[2]

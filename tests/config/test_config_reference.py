@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.config import Config
-from megatron_lite.config_fields import keys_of, leaves
-from megatron_lite.config_files import CONFIGS
+from megatron_lite.config.describe import keys_of, leaves
+from megatron_lite.config.files import CONFIGS
+from megatron_lite.config.loader import Config
 from models.config import ModelConfig
 from models.mixers import MIXERS
 from tools import config_reference as tool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lite.config import ConfigError, load_config
-from megatron_lite.config_files import CONFIGS
+from megatron_lite.config.files import CONFIGS
+from megatron_lite.config.loader import ConfigError, load_config
 from models.config import ModelConfig
 
 FILES = ("data.corpus=null", "data.train=[a, b]", "data.tokenizer.type=bytes")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lite.config import ConfigError, load_config
-from megatron_lite.layout import Layout, Limits, layout_problems, legal_layouts, nearest_layouts
+from megatron_lite.config.loader import ConfigError, load_config
+from megatron_lite.parallel.layout import Layout, Limits, layout_problems, legal_layouts, nearest_layouts
 from models.config import ModelConfig
 
 MODEL = (

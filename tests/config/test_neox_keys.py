@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lite.config import Config, ConfigError, load_config
-from megatron_lite.config_fields import keys_of, leaves
-from megatron_lite.neox_keys import NEOX_KEYS
+from megatron_lite.config.describe import keys_of, leaves
+from megatron_lite.config.loader import Config, ConfigError, load_config
+from megatron_lite.config.neox_hints import NEOX_KEYS
 from models.config import ModelConfig
 from models.mixers import MIXERS
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from data.tokenizer import padded_vocab_size
-from megatron_lite.config_files import CONFIGS
+from megatron_lite.config.files import CONFIGS
 from tools.estimate import read_config
 from tools.vocabulary import vocabulary_override
 

@@ -19,7 +19,7 @@ from data.indexed import IndexedWriter
 from data.loader import ReadAhead, batches
 from data.sampler import step_samples
 from data.tokenizer import load_tokenizer
-from megatron_lite.config_schema import BatchConfig, RampConfig
+from megatron_lite.config.schema import BatchConfig, RampConfig
 
 
 class Numbers:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import train
-from megatron_lite.metrics import read_metrics
+from megatron_lite.metrics.logger import read_metrics
 from tests.cli.conftest import arguments, corpus, run_words
 from tests.parallel.launch import train_in_turn
 from tools.evaluation import adapter

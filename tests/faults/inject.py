@@ -11,7 +11,7 @@ import time
 from itertools import takewhile
 from typing import Any
 
-from megatron_lite import checkpoint_writer
+from megatron_lite.checkpoint import writer as checkpoint_writer
 from models.block import Block
 
 SECONDS = {"pace": 0.05, "slow": 0.1}

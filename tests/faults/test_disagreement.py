@@ -9,7 +9,13 @@ import sys
 import numpy as np
 
 from data.indexed import IndexedWriter
-from megatron_lite.agreement import code_facts, configuration_facts, difference, file_facts, rank_words
+from megatron_lite.fault_tolerance.rank_consistency import (
+    code_facts,
+    configuration_facts,
+    difference,
+    file_facts,
+    rank_words,
+)
 from tests.cli.conftest import ROOT
 
 ODD = ("--no-python", "bash", "-c")

@@ -11,7 +11,7 @@ import signal
 import pytest
 
 import train
-from megatron_lite import checkpoint
+from megatron_lite.checkpoint import reader as checkpoint
 from tests.cli.conftest import assert_same_run, run_words, train_lines, wait_for
 from tests.faults.conftest import reached, worker
 from tests.parallel import launch as processes

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.captured import Captured
-from megatron_lite.engine import Engine
-from megatron_lite.grid import Grid, init_grid
+from megatron_lite.engine.cuda_graph import Captured
+from megatron_lite.engine.engine import Engine
+from megatron_lite.parallel.grid import Grid, init_grid
 from tests.gpu.test_trainer import LR, engine_on, run
 from tests.trainer.conftest import batches, model_config
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.config import load_config
-from megatron_lite.cublaslt import CLUSTER, CUSTOM, TILE, Product, library
+from megatron_lite.config.loader import load_config
+from megatron_lite.engine.cublaslt import CLUSTER, CUSTOM, TILE, Product, library
 from tools.benchmark import matmul
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite import engine_checkpoint
-from megatron_lite.checkpoint_writer import CheckpointWriter
-from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
-from megatron_lite.engine import Engine
-from megatron_lite.grid import Grid, init_grid
+from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from megatron_lite.checkpoint.writer import CheckpointWriter
+from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.engine.engine import Engine
+from megatron_lite.parallel.grid import Grid, init_grid
 from models.language_model import build_layer, layer_specs
 from models.recompute import forgetting
 from tests import oracle
@@ -42,7 +42,7 @@ def engine_on(grid: Grid, config, dtype: str, stage: int = 1, seed: int = 11, **
 
 
 def run(engine: Engine, steps) -> list[tuple[float, float]]:
-    from megatron_lite.schedule import learning_rate
+    from megatron_lite.optim.lr_schedule import learning_rate
 
     out = []
     for index, step in enumerate(steps):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.checkpoint_folder import write_weights
-from megatron_lite.config import dump_config, load_config
-from megatron_lite.partition import partition_words
+from megatron_lite.checkpoint.storage import write_weights
+from megatron_lite.config.loader import dump_config, load_config
+from megatron_lite.parallel.sharding_plan import partition_words
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.tools.conftest import trained_run

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_lite import engine_checkpoint
-from megatron_lite.config import dump_config, load_config
-from megatron_lite.grid import init_grid
+from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from megatron_lite.config.loader import dump_config, load_config
+from megatron_lite.parallel.grid import init_grid
 from models.config import ModelConfig
 from tests.parallel.launch import leave
 from tests.parallel.worker import engine_of, own

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import tools.conversion.export as exporting
-from megatron_lite.checkpoint import read_weights
+from megatron_lite.checkpoint.reader import read_weights
 from models.config import ModelConfig
 from tests.hf.conftest import write_run
 from tools.conversion.card import model_card

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import train
 from data.tokenizer import train_sentencepiece
-from megatron_lite.checkpoint import read_config_yaml, read_weights
-from megatron_lite.config import load_config
+from megatron_lite.checkpoint.reader import read_config_yaml, read_weights
+from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.hf.conftest import write_run

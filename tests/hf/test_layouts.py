@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.checkpoint import read_manifest, read_weights, resolve
-from megatron_lite.config import load_config
+from megatron_lite.checkpoint.reader import read_manifest, read_weights, resolve
+from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 from tests.hf.layout_worker import LAYOUTS, micro_batches
 from tests.parallel.launch import launch

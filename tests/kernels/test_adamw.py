@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatron_lite.engine
-from megatron_lite import bf16_step
-from megatron_lite.grid import init_grid
+import megatron_lite.engine.engine
+from megatron_lite.optim import bf16_optimizer as bf16_step
+from megatron_lite.parallel.grid import init_grid
 from tests.trainer.conftest import batches, build, model_config
 from tests.trainer.test_bf16_step import check_parts, check_steps
 
@@ -35,7 +35,7 @@ def scattered(sizes: list[int], dtype: torch.dtype, device: str, seed: int = 0) 
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["vectors", "odd sizes"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_ten_updates_are_those_of_torch(device: str, dtype: torch.dtype, sizes: list[int]) -> None:
-    from megatron_lite.adamw import Pieces
+    from megatron_lite.optim.fused_adamw import Pieces
 
     # An epsilon that shows whether it is added before or after the moment's correction.
     values = {"betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
@@ -67,7 +67,7 @@ def test_ten_updates_are_those_of_torch(device: str, dtype: torch.dtype, sizes: 
 
 
 def test_without_a_factor_nothing_changes(device: str) -> None:
-    from megatron_lite.adamw import Pieces
+    from megatron_lite.optim.fused_adamw import Pieces
 
     flats = [torch.full((64,), float(value), device=device) for value in range(4)]
     before = [flat.clone() for flat in flats]
@@ -80,7 +80,7 @@ def test_without_a_factor_nothing_changes(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_squares_of_what_is_there_and_counts(device: str, dtype: torch.dtype) -> None:
-    from megatron_lite.adamw import Pieces
+    from megatron_lite.optim.fused_adamw import Pieces
 
     gradients: list[Tensor | None] = [*scattered(EVEN + ODD, dtype, device)]
     gradients[1] = None
@@ -95,7 +95,7 @@ def test_squares_of_what_is_there_and_counts(device: str, dtype: torch.dtype) ->
 
 
 def test_sums_over_micro_batches(device: str) -> None:
-    from megatron_lite.adamw import Pieces
+    from megatron_lite.optim.fused_adamw import Pieces
 
     pieces = Pieces(ODD, torch.device(device))
     total = torch.full((sum(ODD),), math.nan, device=device)
@@ -124,11 +124,11 @@ def test_steps_where_some_have_no_gradient(
 def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One micro batch a step and several, one step vetoed and one with a gradient that is not finite."""
     steps = [*batches(2, accumulation=1), *batches(2), *batches(3, accumulation=1)]
-    changed = megatron_lite.engine.spare_gradients
+    changed = megatron_lite.engine.engine.spare_gradients
     results, first = [], []
     for kernels in (False, True):
         monkeypatch.setattr(
-            megatron_lite.engine,
+            megatron_lite.engine.engine,
             "spare_gradients",
             lambda *args, by=kernels, **_: changed(*args, release=True, kernels=by),
         )
@@ -168,11 +168,11 @@ def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch
 
 def test_steps_with_all_in_bf16_are_those_of_deepspeed(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [*batches(2, accumulation=1), *batches(2), *batches(2, accumulation=1)]
-    changed = megatron_lite.engine.spare_gradients
+    changed = megatron_lite.engine.engine.spare_gradients
     results = []
     for kernels in (False, True):
         monkeypatch.setattr(
-            megatron_lite.engine,
+            megatron_lite.engine.engine,
             "spare_gradients",
             lambda *args, by=kernels, **_: changed(*args, release=True, kernels=by),
         )

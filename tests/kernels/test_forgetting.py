@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.fan_out import join_fan_outs
+from megatron_lite.parallel.fused_projections import join_fan_outs
 from models import backend as kernels
 from models.block import Block
 from models.config import ModelConfig

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from megatron_lite.flops import (
+from megatron_lite.planning.flops import (
     PEAK_TERAFLOPS,
     forward_flops,
     listed_peak_flops,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.metrics import MetricsLogger, _Progress, read_metrics
+from megatron_lite.metrics.logger import MetricsLogger, _Progress, read_metrics
 
 
 def log_steps(directory: Path, first: int, last: int, **arguments: object) -> None:
@@ -200,7 +200,7 @@ def test_of_suites_the_averages_are_shown_where_there_are_some() -> None:
 @pytest.mark.parametrize("size", [(24, 120), (0, 0)], ids=["120 columns", "size unknown"])
 def test_on_a_terminal_there_is_one_bar(tmp_path: Path, size: tuple[int, int]) -> None:
     script = (
-        "import sys; from pathlib import Path; from megatron_lite.metrics import MetricsLogger\n"
+        "import sys; from pathlib import Path; from megatron_lite.metrics.logger import MetricsLogger\n"
         "logger = MetricsLogger(Path(sys.argv[1]), total_steps=40, initial_step=10)\n"
         "for step in range(11, 41): logger.log(step, {'loss': 2.5, 'tokens_per_second': 5000.0})\n"
         "for _ in range(9): logger.show_share('validation', 0.25)\n"
@@ -285,7 +285,7 @@ def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_trackers_are_not_imported_when_off(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from megatron_lite.metrics import MetricsLogger\n"
+        "import sys; from pathlib import Path; from megatron_lite.metrics.logger import MetricsLogger\n"
         "logger = MetricsLogger(Path(sys.argv[1]), total_steps=1, wandb={'enabled': False})\n"
         "logger.log(1, {'loss': 1.0}); logger.close()\n"
         "assert not {'wandb', 'torch', 'tensorboard', 'matplotlib'} & set(sys.modules), 'imported for nothing'\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.memory import Allocations
+from megatron_lite.planning.memory import Allocations
 from models.block import Block
 from models.config import ModelConfig
 from models.recompute import forgettable, forgetting

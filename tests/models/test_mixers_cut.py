@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lite.optimizer import parameter_kind
-from megatron_lite.partition import partition_words
+from megatron_lite.optim.param_groups import parameter_kind
+from megatron_lite.parallel.sharding_plan import partition_words
 from models.mixers import MIXERS
 from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.optimizer import parameter_kind
-from megatron_lite.tensor_parallel import partition_words
+from megatron_lite.optim.param_groups import parameter_kind
+from megatron_lite.parallel.tensor_parallel import partition_words
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_lite import engine_checkpoint
+from megatron_lite.checkpoint import engine_state as engine_checkpoint
 from tests.parallel import layouts
 from tests.parallel.launch import leave
 from tests.parallel.worker import engine_of, grid_of, own, rate

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from megatron_lite.context_parallel import own_stretch
+from megatron_lite.parallel.context_parallel import own_stretch
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.models.shard_threads import Meeting, Threads, over_shards

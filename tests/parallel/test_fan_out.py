@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.fan_out import fan_out
+from megatron_lite.parallel.fused_projections import fan_out
 from models.layers.projections import apply_each
 
 

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lite.config_schema import ParallelConfig
-from megatron_lite.fan_out import fan_out
-from megatron_lite.grid import init_grid
-from megatron_lite.halves import Halves, parts_of
-from megatron_lite.tensor_parallel import TensorGroup
+from megatron_lite.config.schema import ParallelConfig
+from megatron_lite.engine.tensor_overlap import Halves, parts_of
+from megatron_lite.parallel.fused_projections import fan_out
+from megatron_lite.parallel.grid import init_grid
+from megatron_lite.parallel.tensor_parallel import TensorGroup
 
 
 class TwoParts(nn.Module):

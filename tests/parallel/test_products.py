@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite import own_layers
-from megatron_lite import products as module
-from megatron_lite.config_schema import ActivationCheckpointingConfig, CublasLtConfig, ParallelConfig
-from megatron_lite.cublaslt import Product
-from megatron_lite.fan_out import join_fan_outs
-from megatron_lite.products import Products
+from megatron_lite.config.schema import ActivationCheckpointingConfig, CublasLtConfig, ParallelConfig
+from megatron_lite.engine import model_shard as own_layers
+from megatron_lite.engine import tuned_matmul as module
+from megatron_lite.engine.cublaslt import Product
+from megatron_lite.engine.tuned_matmul import Products
+from megatron_lite.parallel.fused_projections import join_fan_outs
 from models.config import ModelConfig
 from models.layers.lm_head import Head
 from models.layers.mlp import MLPS

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite import checkpoint
-from megatron_lite.partition import Shard
+from megatron_lite.checkpoint import reader as checkpoint
+from megatron_lite.parallel.sharding_plan import Shard
 from models.language_model import LanguageModel
 from tests import oracle
 from tests.parallel import layouts

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
-from megatron_lite.engine import Engine
-from megatron_lite.grid import Grid, init_grid
-from megatron_lite.schedule import learning_rate
+from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.engine.engine import Engine
+from megatron_lite.optim.lr_schedule import learning_rate
+from megatron_lite.parallel.grid import Grid, init_grid
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
 from models.operators.context_parallel import sequence_shards
@@ -145,7 +145,7 @@ def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
 
 
 def bf16_steps(parallel: dict[str, Any], *, replaced: bool) -> list[Tensor]:
-    """Four steps in bf16, the second vetoed, by `megatron_lite.bf16_step` or by DeepSpeed's own: their losses, their
+    """Four steps in bf16, the second vetoed, by `megatron_lite.optim.bf16_optimizer` or by DeepSpeed's own: their losses, their
     gradient norms, and what this process has afterwards: master weights, moments, 16-bit weights."""
     grid = grid_of(parallel)
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lite.config_files import ConfigError
+from megatron_lite.config.files import ConfigError
 from tools.synthetic.batches import generate, on_device
 from tools.synthetic.experiment import Run, load_experiment, plan, sweeps
 from tools.synthetic.network import Network, model_config

@@ -11,10 +11,10 @@ import pytest
 from data.datasets.causal import CausalDataset, SequentialDataset
 from data.loader import batches
 from data.tokenizer import load_tokenizer
-from megatron_lite import engine_checkpoint
-from megatron_lite.config import dump_config, load_config
-from megatron_lite.grid import init_grid
-from megatron_lite.metrics import MetricsLogger
+from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from megatron_lite.config.loader import dump_config, load_config
+from megatron_lite.metrics.logger import MetricsLogger
+from megatron_lite.parallel.grid import init_grid
 from models.config import ModelConfig
 from tools.benchmark import __main__ as benchmark
 from tools.build_engine import build_engine

@@ -12,8 +12,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from megatron_lite.cublaslt import Product
-from megatron_lite.fan_out import join_fan_outs
+from megatron_lite.engine.cublaslt import Product
+from megatron_lite.parallel.fused_projections import join_fan_outs
 from tools.benchmark import matmul
 from tools.benchmark.__main__ import main
 from tools.benchmark.training_subjects import own_config
@@ -151,7 +151,7 @@ def test_the_products_of_linears_are_recorded(monkeypatch: pytest.MonkeyPatch) -
     begin = -memory.data_ptr() % 256 // 2
     x = memory[begin : begin + 64 * 32].view(2, 32, 32)
     wanted = torch.nn.functional.linear(x, layer[0].weight, layer[0].bias)
-    monkeypatch.setattr("megatron_lite.cublaslt.ALIGNMENT", 1)
+    monkeypatch.setattr("megatron_lite.engine.cublaslt.ALIGNMENT", 1)
     assert torch.equal(layer[0](x), wanted)
     layer(x).sum().backward()
     names = {product.name: count for product, count in recorder.counts.items()}

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lite.communication import Links, Workload, scaling, step_seconds, volumes
-from megatron_lite.layout import Layout
-from megatron_lite.memory import GIB
+from megatron_lite.parallel.layout import Layout
+from megatron_lite.planning.communication_cost import Links, Workload, scaling, step_seconds, volumes
+from megatron_lite.planning.memory import GIB
 from models.config import ModelConfig
 from models.mixers import MIXERS
 from tests.cli.conftest import ROOT, environment
@@ -191,7 +191,7 @@ def test_speeds_are_those_of_what_a_ring_sends(monkeypatch, capsys):
     monkeypatch.setattr(measure_links.time, "perf_counter", lambda: now[0])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     grid = SimpleNamespace(device=torch.device("cpu"), world_size=4, rank=0, is_main=True)
-    monkeypatch.setattr("megatron_lite.grid.init_grid", lambda _: grid)
+    monkeypatch.setattr("megatron_lite.parallel.grid.init_grid", lambda _: grid)
     assert measure_links.main(["--largest", "65536"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "4 processes on cpu; GB/s of each process, one direction (bus)"

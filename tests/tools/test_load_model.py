@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.checkpoint import read_config_yaml, read_weights
+from megatron_lite.checkpoint.reader import read_config_yaml, read_weights
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from models.mixers import MIXERS

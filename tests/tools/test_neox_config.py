@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_lite.config import load_config
+from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 from models.language_model import count_parameters
 from tools.neox_config import main

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite import own_layers
-from megatron_lite.config_schema import ParallelConfig
-from megatron_lite.flops import listed_peak_flops
-from megatron_lite.grid import init_grid
-from megatron_lite.layout import Layout
-from megatron_lite.memory import GIB, Allocations, LayerCost, Setting, step_bytes
+from megatron_lite.config.schema import ParallelConfig
+from megatron_lite.engine import model_shard as own_layers
+from megatron_lite.parallel.grid import init_grid
+from megatron_lite.parallel.layout import Layout
+from megatron_lite.planning.flops import listed_peak_flops
+from megatron_lite.planning.memory import GIB, Allocations, LayerCost, Setting, step_bytes
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.cli.conftest import ROOT

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_lite.metrics import MetricsLogger
+from megatron_lite.metrics.logger import MetricsLogger
 from tools import plot
 from tools.plot import COLORS, distinct_names, main, plot_loss, plot_runs, smooth
 

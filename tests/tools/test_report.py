@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpoint import read_weights
-from megatron_lite.metrics import MetricsLogger, read_metrics
+from megatron_lite.checkpoint.reader import read_weights
+from megatron_lite.metrics.logger import MetricsLogger, read_metrics
 from tools.plot import main
 from tools.report import PAGE, collect, columns, write_report
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import megatron_lite.checkpoint_folder as writing
-from megatron_lite import checkpoint
+import megatron_lite.checkpoint.storage as writing
+from megatron_lite.checkpoint import reader as checkpoint
 from tests.hf.conftest import write_run
 from tools.reshard import main
 

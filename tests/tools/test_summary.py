@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.config import load_config
+from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 from tools import summary
 from tools.summary import _duration, command, compressed_bits_per_byte, is_complete

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import megatron_lite.engine
-from megatron_lite.config_schema import OptimizerConfig, ParallelConfig, PrecisionConfig
-from megatron_lite.engine import Engine
-from megatron_lite.grid import Grid, init_grid
+import megatron_lite.engine.engine
+from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.engine.engine import Engine
+from megatron_lite.parallel.grid import Grid, init_grid
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
 from models.recompute import forgetting
@@ -53,15 +53,15 @@ def leave_bf16_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_it_comes(engine: Any, zero: Any, replicas: int, **_: Any) -> None:
         zero.skip_next = lambda: zero.fp32_groups_gradient_flat_partition[0].fill_(math.nan)
 
-    monkeypatch.setattr(megatron_lite.engine, "spare_gradients", as_it_comes)
+    monkeypatch.setattr(megatron_lite.engine.engine, "spare_gradients", as_it_comes)
     reduce_in_float32(monkeypatch)
 
 
 def reduce_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = megatron_lite.engine.deepspeed_config
+    settings = megatron_lite.engine.engine.deepspeed_config
     exact = {"communication_data_type": "fp32"}
     monkeypatch.setattr(
-        megatron_lite.engine, "deepspeed_config", lambda *args, **words: settings(*args, **words) | exact
+        megatron_lite.engine.engine, "deepspeed_config", lambda *args, **words: settings(*args, **words) | exact
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite import engine_checkpoint
+from megatron_lite.checkpoint import engine_state as engine_checkpoint
 from tests.trainer.conftest import batches, model_config
 
 LR = 3e-4

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_lite import bf16_step
-from megatron_lite.deepspeed_setup import import_deepspeed
+from megatron_lite.engine.deepspeed import import_deepspeed
+from megatron_lite.optim import bf16_optimizer as bf16_step
 
 # Of two groups. Over three replicas, the second's tensors are cut, the third has of the second group padding alone.
 SHAPES = [[(5, 7), (40,), (3,), (9, 5)], [(2,), (1,)]]

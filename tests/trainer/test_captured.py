@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite import captured
-from megatron_lite.captured import Captured
+from megatron_lite.engine import cuda_graph as captured
+from megatron_lite.engine.cuda_graph import Captured
 
 SMALL, LARGE = torch.zeros(2, 3, requires_grad=True), torch.zeros(4, 3, requires_grad=True)
 

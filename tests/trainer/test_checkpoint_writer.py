@@ -6,9 +6,11 @@ import threading
 
 import pytest
 
-from megatron_lite import checkpoint, checkpoint_writer, engine_checkpoint
-from megatron_lite.checkpoint import CheckpointError
-from megatron_lite.checkpoint_writer import CheckpointWriter
+from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from megatron_lite.checkpoint import reader as checkpoint
+from megatron_lite.checkpoint import writer as checkpoint_writer
+from megatron_lite.checkpoint.reader import CheckpointError
+from megatron_lite.checkpoint.writer import CheckpointWriter
 from tests.trainer.conftest import batches, model_config
 
 LR = 3e-4

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-import megatron_lite.engine
-from megatron_lite import checkpoint, engine_checkpoint
-from megatron_lite.checkpoint import CheckpointError
-from megatron_lite.deepspeed_setup import import_deepspeed
-from megatron_lite.engine import StepResult
-from megatron_lite.optimizer_state import OptimizerState
-from megatron_lite.precision import faster_dtype
-from megatron_lite.resilience import SpikeGuard
-from megatron_lite.schedule import learning_rate
+import megatron_lite.engine.engine
+from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from megatron_lite.checkpoint import reader as checkpoint
+from megatron_lite.checkpoint.reader import CheckpointError
+from megatron_lite.engine.deepspeed import import_deepspeed
+from megatron_lite.engine.engine import StepResult
+from megatron_lite.engine.precision import faster_dtype
+from megatron_lite.fault_tolerance.guards import SpikeGuard
+from megatron_lite.optim.lr_schedule import learning_rate
+from megatron_lite.optim.zero_state import OptimizerState
 from tests import oracle
 from tests.trainer.conftest import batches, leave_bf16_steps, model_config
 
@@ -98,7 +99,7 @@ def test_selective_checkpointing_goes_with_weights_that_zero_3_gathers_for_every
     [("metala", 1, "bf16"), ("metala", 3, "fp32"), ("lion", 2, "fp32"), ("attention", 3, "bf16")],
 )
 def test_what_is_forgotten_changes_no_bit(build, monkeypatch, mixer, stage, dtype):
-    settings = megatron_lite.engine.deepspeed_config
+    settings = megatron_lite.engine.engine.deepspeed_config
 
     def none_persists(*args: Any, **words: Any) -> dict[str, Any]:
         """ZeRO 3 takes the small weights away too, which norms and convolutions have."""
@@ -106,7 +107,7 @@ def test_what_is_forgotten_changes_no_bit(build, monkeypatch, mixer, stage, dtyp
         found["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return found
 
-    monkeypatch.setattr(megatron_lite.engine, "deepspeed_config", none_persists)
+    monkeypatch.setattr(megatron_lite.engine.engine, "deepspeed_config", none_persists)
     config = model_config((mixer,), mlp="gelu" if mixer == "attention" else "swiglu")
     outcomes = []
     for mode in ("none", "elementwise"):
@@ -151,8 +152,10 @@ def test_gradients_in_bf16_are_summed_as_deepspeed_sums_them(build, monkeypatch,
     with monkeypatch.context() as patch:
         leave_bf16_steps(patch)
         expected, expected_weights = train()
-    spare = megatron_lite.engine.spare_gradients
-    monkeypatch.setattr(megatron_lite.engine, "spare_gradients", lambda *args, **_: spare(*args, release=release))
+    spare = megatron_lite.engine.engine.spare_gradients
+    monkeypatch.setattr(
+        megatron_lite.engine.engine, "spare_gradients", lambda *args, **_: spare(*args, release=release)
+    )
     results, weights = train()
     assert results[3].skipped
     assert repr(results) == repr(expected)
@@ -334,7 +337,7 @@ def test_another_architecture_is_refused_with_the_first_differing_shapes(build, 
 def test_a_parameter_without_a_partition_word_is_refused(build):
     import torch.nn as nn
 
-    from megatron_lite.partition import partition_words
+    from megatron_lite.parallel.sharding_plan import partition_words
 
     class Wordless(nn.Module):
         def __init__(self) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite import gradient_reduction
+from megatron_lite.optim import gradient_reduction
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_lite.grid import Grid
+from megatron_lite.parallel.grid import Grid
 
 
 def test_replicas_are_numbered_in_the_order_of_their_processes():

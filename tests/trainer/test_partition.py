@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.partition import Shard, partition_words, shard_of
+from megatron_lite.parallel.sharding_plan import Shard, partition_words, shard_of
 
 
 class Inner(nn.Module):

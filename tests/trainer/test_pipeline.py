@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.pipeline import Stage
+from megatron_lite.engine.pipeline_stage import Stage
 
 
 @pytest.mark.parametrize("last", [False, True])

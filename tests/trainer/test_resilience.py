@@ -14,9 +14,9 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron_lite import checkpoint
-from megatron_lite.checkpoint_folder import prune, publish, rewind, set_aside
-from megatron_lite.resilience import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
+from megatron_lite.checkpoint import reader as checkpoint
+from megatron_lite.checkpoint.storage import prune, publish, rewind, set_aside
+from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
 from megatron_lite.trainer import TrainState
 from tests.cli.conftest import ROOT
 
@@ -104,7 +104,7 @@ def test_the_dump_holds_a_hundred_steps_and_all_that_were_skipped(tmp_path, limi
 def test_the_watchdog_prints_the_stack_of_a_step_that_hangs():
     code = (
         "import sys, time\n"
-        "from megatron_lite.resilience import Watchdog\n"
+        "from megatron_lite.fault_tolerance.guards import Watchdog\n"
         "def a_step_that_hangs():\n"
         "    time.sleep(1.5)\n"
         "with Watchdog(0.005) as dog:\n"
@@ -123,7 +123,7 @@ def test_the_watchdog_prints_the_stack_of_a_step_that_hangs():
 def test_the_watchdog_prints_where_no_thread_of_python_runs_and_not_before_its_delay():
     code = (
         "import ctypes, time\n"
-        "from megatron_lite.resilience import Watchdog\n"
+        "from megatron_lite.fault_tolerance.guards import Watchdog\n"
         "def a_call_that_holds_the_interpreter():\n"
         "    ctypes.PyDLL(None).usleep(1_300_000)\n"
         "with Watchdog(0.002, delay=0.8) as dog:\n"
@@ -140,7 +140,7 @@ def test_the_watchdog_prints_where_no_thread_of_python_runs_and_not_before_its_d
 def test_the_watchdog_stays_silent_while_steps_end():
     code = (
         "import time\n"
-        "from megatron_lite.resilience import Watchdog\n"
+        "from megatron_lite.fault_tolerance.guards import Watchdog\n"
         "with Watchdog(0.02) as dog:\n"
         "    for _ in range(20):\n"
         "        time.sleep(0.1); dog.kick()\n"

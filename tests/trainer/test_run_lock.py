@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from megatron_lite.run_lock import FILE_NAME, RunInUse, RunLock
+from megatron_lite.fault_tolerance.run_lock import FILE_NAME, RunInUse, RunLock
 from tests.cli.conftest import ROOT
 
 
@@ -43,7 +43,7 @@ def test_the_key_of_the_folder_is_named(tmp_path):
 
 def test_a_killed_holder_hinders_nobody(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from megatron_lite.run_lock import RunLock\n"
+        "import sys, time; from pathlib import Path; from megatron_lite.fault_tolerance.run_lock import RunLock\n"
         "lock = RunLock(Path(sys.argv[1])); lock.acquire(); print('has it', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lite.schedule import learning_rate
+from megatron_lite.optim.lr_schedule import learning_rate
 
 COMMON = {"peak": 1.0, "warmup_steps": 10, "decay_steps": 110, "min_ratio": 0.1}
 

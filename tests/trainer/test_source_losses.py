@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_lite.source_losses import SourceLosses
+from megatron_lite.metrics.per_source_loss import SourceLosses
 
 
 def test_steps_are_summed_until_they_are_taken():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lite.grid import Grid
-from megatron_lite.spread import Spread, SpreadMeter
+from megatron_lite.fault_tolerance.straggler_detection import Spread, SpreadMeter
+from megatron_lite.parallel.grid import Grid
 
 STAGES = (0, 0, 1, 1)
 

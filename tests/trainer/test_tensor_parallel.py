@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_lite import tensor_parallel
-from megatron_lite.tensor_parallel import TensorGroup
+from megatron_lite.parallel import tensor_parallel
+from megatron_lite.parallel.tensor_parallel import TensorGroup
 
 
 def test_the_sum_is_formed_in_the_memory_of_the_product(grid) -> None:

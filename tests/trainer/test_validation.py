@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.engine import Evaluated
+from megatron_lite.engine.engine import Evaluated
 from megatron_lite.validation import ValidationSet, evaluate
 
 

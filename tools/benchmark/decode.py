@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_lite.config_files import ConfigError, read_sources
+from megatron_lite.config.files import ConfigError, read_sources
 from models.config import ModelConfig
 from tools.devices import device_of
 

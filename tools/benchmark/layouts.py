@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_lite.config import load_config
+from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 
 from .report import machine, plot_bars, table, write_csv
@@ -122,7 +122,7 @@ def _launch(config: Path, group: Sequence[Case], processes: int, steps: int) -> 
 
 def worker(config_file: str, steps: int, group: Sequence[Case]) -> None:
     """One process: measures every case; rank 0 prints a line of JSON for each."""
-    from megatron_lite.grid import init_grid
+    from megatron_lite.parallel.grid import init_grid
 
     for case in group:
         shape = {key: case.parallel.get(key, 1) for key in ("tensor", "pipeline", "context")}
@@ -137,7 +137,7 @@ def worker(config_file: str, steps: int, group: Sequence[Case]) -> None:
 def _measure(case: Case, config_file: str, grid: Any, steps: int) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from megatron_lite.config_schema import ParallelConfig
+    from megatron_lite.config.schema import ParallelConfig
     from tools.build_engine import build_engine
 
     settings = [

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_lite.config import ConfigError, load_config
+from megatron_lite.config.loader import ConfigError, load_config
 from models.config import ModelConfig
 
 from .report import machine, plot_lines, table, write_csv
@@ -75,7 +75,7 @@ def run(
 
 
 def _measure(name: str, size: str, length: int, batch: int, steps: int, overrides: Sequence[str]) -> Timing:
-    from megatron_lite.grid import init_grid
+    from megatron_lite.parallel.grid import init_grid
     from tools.build_engine import build_engine
 
     file = CONFIGS / f"{name}_{size}.yml"

@@ -21,11 +21,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.atomic_io import write_whole
-from megatron_lite.config_schema import CublasLtConfig
-from megatron_lite.cublaslt import CLUSTER, CUSTOM, TILE, CublasLt, Product, library
-from megatron_lite.fan_out import join_fan_outs
-from megatron_lite.own_layers import left_to_cublas
-from megatron_lite.products import Products
+from megatron_lite.config.schema import CublasLtConfig
+from megatron_lite.engine.cublaslt import CLUSTER, CUSTOM, TILE, CublasLt, Product, library
+from megatron_lite.engine.model_shard import left_to_cublas
+from megatron_lite.engine.tuned_matmul import Products
+from megatron_lite.parallel.fused_projections import join_fan_outs
 
 from .report import table, write_csv
 from .training_subjects import own_batch, own_config, own_engine

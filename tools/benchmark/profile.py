@@ -62,7 +62,7 @@ def run(
 
     ValueError for a configuration that cannot run, and as `device_of`.
     """
-    from megatron_lite.precision import faster_dtype
+    from megatron_lite.engine.precision import faster_dtype
 
     place = device_of(device)
     device = place.type

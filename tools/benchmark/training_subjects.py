@@ -87,7 +87,7 @@ def build(name: str, settings: Settings, device: torch.device) -> Training:
 
 def own_config(config: str, overrides: Sequence[str], length: int, batch: int) -> Any:
     """The configuration with one micro batch of `batch` sequences a step. ValueError for one that cannot run."""
-    from megatron_lite.config import ConfigError, load_config
+    from megatron_lite.config.loader import ConfigError, load_config
     from models.config import ModelConfig
 
     settings = [
@@ -108,7 +108,7 @@ def own_config(config: str, overrides: Sequence[str], length: int, batch: int) -
 
 def own_engine(config: Any, device: torch.device, dtype: str) -> Any:
     """What train.py builds for this configuration, of one process."""
-    from megatron_lite.grid import init_grid
+    from megatron_lite.parallel.grid import init_grid
     from tools.build_engine import build_engine
 
     return build_engine(config, init_grid(device.type), dtype)
@@ -121,7 +121,7 @@ def own_batch(tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _own(settings: Settings, device: torch.device, *, changes: tuple[str, ...]) -> Training:
-    from megatron_lite.flops import training_flops_per_token
+    from megatron_lite.planning.flops import training_flops_per_token
 
     config = own_config(settings.config, (*settings.overrides, *changes), settings.length, settings.batch)
     dtype = settings.dtype if config.precision.dtype == "auto" else config.precision.dtype

@@ -106,8 +106,8 @@ def _machine(device: torch.device, task: dict[str, Any]) -> dict[str, Any]:
     """Its name and versions, the number format to train in, and the FLOP/s that a matrix product reaches in it."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from megatron_lite.flops import measure_peak_flops
-    from megatron_lite.precision import faster_dtype
+    from megatron_lite.engine.precision import faster_dtype
+    from megatron_lite.planning.flops import measure_peak_flops
 
     from .report import machine
 

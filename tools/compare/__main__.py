@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
     """Prints the tables, and writes them, the figures and every number of the complete runs beside the runs."""
     from data.atomic_io import write_whole
-    from megatron_lite.checkpoint_folder import versions
-    from megatron_lite.metrics import finite
+    from megatron_lite.checkpoint.storage import versions
+    from megatron_lite.metrics.logger import finite
     from tools.compare.figures import draw
     from tools.compare.results import plan_table, progress_note, read_results, rows_of, tables
 

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_lite.agreement import configuration_facts
-from megatron_lite.config import ConfigError, load_config
-from megatron_lite.config_files import CONFIGS, Sources, parse_yaml, read_sources
-from megatron_lite.config_schema import Config
+from megatron_lite.config.files import CONFIGS, Sources, parse_yaml, read_sources
+from megatron_lite.config.loader import ConfigError, load_config
+from megatron_lite.config.schema import Config
+from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
 from models.config import ModelConfig
 from models.language_model import count_parameters
 from tools.compare.width import equal_width

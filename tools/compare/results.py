@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.metrics import FILE_NAME, read_metrics
+from megatron_lite.metrics.logger import FILE_NAME, read_metrics
 from tools.compare.plan import Run
 from tools.compare.run import steps_done
 

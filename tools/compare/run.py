@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.atomic_io import write_whole
-from megatron_lite.metrics import FILE_NAME
+from megatron_lite.metrics.logger import FILE_NAME
 from tools.compare.plan import Run, differing_keys
 
 _ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.metrics import FILE_NAME, read_metrics
+from megatron_lite.metrics.logger import FILE_NAME, read_metrics
 from models.config import ModelConfig
 
 _CITATIONS = {

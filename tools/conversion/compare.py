@@ -19,7 +19,7 @@ from data.corpus.discovery import source_files
 from data.corpus.readers import read_documents
 from data.indexed import IndexedTokens
 from data.tokenizer import Tokenizer
-from megatron_lite.checkpoint import Weights
+from megatron_lite.checkpoint.reader import Weights
 from models.config import ModelConfig
 from models.language_model import layer_specs
 from tools.load_model import data_config

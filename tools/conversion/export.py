@@ -18,8 +18,8 @@ from torch import Tensor
 
 from data.atomic_io import folder_aside
 from data.tokenizer import Tokenizer
-from megatron_lite.checkpoint import Weights, read_config_yaml, resolve
-from megatron_lite.tensor_stream import write_tensors
+from megatron_lite.checkpoint.reader import Weights, read_config_yaml, resolve
+from megatron_lite.checkpoint.safetensors_stream import write_tensors
 from models.config import ModelConfig
 from tools.conversion.card import model_card
 from tools.conversion.compare import real_text

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from data.atomic_io import folder_aside
 from data.tokenizer import Tokenizer, load_tokenizer
-from megatron_lite.checkpoint_folder import write_weights
-from megatron_lite.config import ConfigError, dump_config, load_config
-from megatron_lite.partition import partition_words
+from megatron_lite.checkpoint.storage import write_weights
+from megatron_lite.config.loader import ConfigError, dump_config, load_config
+from megatron_lite.parallel.sharding_plan import partition_words
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.conversion.compare import real_text

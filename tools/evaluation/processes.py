@@ -57,7 +57,7 @@ class Processes:
 def join_processes(device: str) -> tuple[Processes, str]:
     """The processes that torchrun started, or this one alone; and the device of this one.
 
-    Raises ValueError as `megatron_lite.grid.init_grid`.
+    Raises ValueError as `megatron_lite.parallel.grid.init_grid`.
     """
     import os
 
@@ -65,7 +65,7 @@ def join_processes(device: str) -> tuple[Processes, str]:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         return Processes(), device
-    from megatron_lite.grid import init_grid
+    from megatron_lite.parallel.grid import init_grid
 
     grid = init_grid(device if device in ("auto", "cpu") else "cuda")
     return Processes(grid.rank, grid.world_size), str(grid.device)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from data.tokenizer import Tokenizer
-from megatron_lite.config_schema import Config
-from megatron_lite.grid import Grid
+from megatron_lite.config.schema import Config
+from megatron_lite.parallel.grid import Grid
 from models.language_model import LanguageModel
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.synthetic.listops import CLASSES
-from megatron_lite.fan_out import join_fan_outs
+from megatron_lite.parallel.fused_projections import join_fan_outs
 from models.layers.lm_head import IGNORED_LABEL
 
 from .experiment import Run

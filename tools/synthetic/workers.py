@@ -251,7 +251,7 @@ class Trainer:
     def _about(self) -> dict[str, Any]:
         import torch
 
-        from megatron_lite.checkpoint_folder import versions
+        from megatron_lite.checkpoint.storage import versions
 
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else platform.machine()
         date = datetime.now(UTC).isoformat(timespec="seconds")

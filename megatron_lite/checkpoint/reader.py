@@ -1,0 +1,261 @@
+"""Checkpoints that do not know the layout that wrote them.
+
+A checkpoint is a folder `step_00000100/` with
+
+- `manifest.json`: format version, step, trainer state, layout, software versions, command line; every tensor's shape,
+  partition word and the pieces it is stored in; every file's size and SHA-256;
+- `config.yml`: the resolved configuration;
+- `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: what rank R owned, as flat float32 pieces of the tensors.
+  Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names.
+
+A piece is `numel` elements from `start` on of the flattened tensor, or of its part `shard` = [dimension, index, count]
+where tensor parallelism cut it. Each process writes what it owns; reading assembles any part of any tensor, so any
+number of processes in any layout can read it. The folder is written under another name, flushed and renamed; the text
+file `latest` beside it is then replaced in one step. A process killed at any moment leaves the previous checkpoint
+loadable and `latest` on a complete one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_lite.parallel.sharding_plan import Shard
+
+FORMAT = "metalion-checkpoint"
+VERSION = 2  # 1 had no shards, and is read
+OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read; the message is for a person."""
+
+
+def resolve(path: Path | str) -> Path:
+    """The step folder that a path means: itself, or the newest one of a checkpoints or run folder.
+
+    Raises:
+        CheckpointError: there is none; says what was looked for.
+    """
+    path = Path(path)
+    if (path / "manifest.json").is_file():
+        return path
+    for folder in (path, path / "checkpoints"):
+        latest = folder / "latest"
+        if latest.is_file():
+            step = folder / latest.read_text().strip()
+            if (step / "manifest.json").is_file():
+                return step
+            raise CheckpointError(
+                f"{latest} names {step.name}, which is no complete checkpoint; name another step folder beside it "
+                f"(for a run: checkpoint.resume=FOLDER)"
+            )
+    if not path.exists():
+        near = sorted(str(p) for p in path.parent.glob("*") if p.is_dir())[:5] if path.parent.is_dir() else []
+        beside = f" (beside it: {', '.join(near)})" if near else ""
+        raise CheckpointError(f"{path} does not exist{beside}: {_NEEDED}")
+    raise CheckpointError(f"{path} is no checkpoint: {_NEEDED}")
+
+
+_NEEDED = "a run folder, a checkpoints folder with the file 'latest', or a step folder with manifest.json is needed"
+
+
+def exists(path: Path) -> bool:
+    """Whether a run or checkpoints folder has a finished checkpoint."""
+    return any((folder / "latest").is_file() for folder in (path, path / "checkpoints"))
+
+
+def names_own(resume: str, directory: Path) -> bool:
+    """Whether `checkpoint.resume` names a run's own checkpoints folder, which is `directory`, or a step folder of it, also one
+    that is not there: each start takes the run back to it. Any other path is what a run without checkpoints starts from."""
+    if resume in ("auto", "never"):
+        return False
+    path = Path(resume).resolve()
+    return directory.resolve() in (path, path.parent, (path / "checkpoints").resolve())
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a step folder, with every file that it lists checked to be there in full.
+
+    Raises:
+        CheckpointError: unreadable, another format or version, or a file that is missing or short (named).
+    """
+    file = path / "manifest.json"
+    try:
+        manifest = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}); {_OTHER}") from error
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{file} is damaged (it holds no keys); {_OTHER}")
+    if manifest.get("format") != FORMAT or manifest.get("version") not in range(1, VERSION + 1):
+        raise CheckpointError(
+            f"{path}: format {manifest.get('format')!r} version {manifest.get('version')!r}; this program reads "
+            f"{FORMAT!r} up to version {VERSION}"
+        )
+    if missing := [key for key in ("step", "state", "layout", "tensors", "files") if key not in manifest]:
+        raise CheckpointError(f"{file} is damaged (it has no key {missing[0]!r}); {_OTHER}")
+    for name, entry in manifest["files"].items():
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size != entry["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes of {entry['bytes']}"
+            raise CheckpointError(f"{path}: the file {name} {found}; {_OTHER}")
+    return manifest
+
+
+_OTHER = "resume from another step folder beside it (checkpoint.resume=FOLDER)"
+
+
+def read_weights(path: Path | str) -> dict[str, Tensor]:
+    """All weights of a checkpoint at full size: canonical name to float32 tensor on the CPU.
+
+    Raises:
+        CheckpointError: as `resolve` and `read_manifest`, or a file whose checksum differs.
+    """
+    return dict(Weights(path).items())
+
+
+class Weights(Mapping[str, Tensor]):
+    """The weights of a checkpoint by canonical name, at full size in float32 on the CPU.
+
+    Each is read when it is asked for, so that a large model never stands in memory whole.
+
+    Raises:
+        CheckpointError: as `resolve` and `read_manifest`, or a file whose checksum differs.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = resolve(path)
+        manifest = read_manifest(self.path)
+        self.shapes = {name: tuple(entry["shape"]) for name, entry in manifest["tensors"].items()}
+        self._reader = Reader(self.path, manifest)
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        return self._reader.read("weight", name, Shard(), 0, math.prod(shape)).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def read_config_yaml(path: Path | str) -> dict[str, Any]:
+    """The resolved configuration that a checkpoint was trained with, as plain YAML values.
+
+    Raises:
+        CheckpointError: as `resolve`, or a file that is missing or damaged.
+    """
+    import yaml
+
+    file = resolve(path) / "config.yml"
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{file} is damaged ({' '.join(str(error).split())}); {_OTHER}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} is damaged (it holds no sections); {_OTHER}")
+    return config
+
+
+@dataclass(frozen=True)
+class Part:
+    """`numel` elements from `start` on of the flattened `shard` of the tensor `name`."""
+
+    name: str
+    shard: Shard
+    start: int
+    numel: int
+
+    def entry(self, rank: int) -> dict[str, Any]:
+        """The piece as the manifest lists it, in the file of `rank`."""
+        piece: dict[str, Any] = {"rank": rank, "start": self.start, "numel": self.numel}
+        if self.shard.count > 1:
+            piece["shard"] = [self.shard.dim, self.shard.index, self.shard.count]
+        return piece
+
+
+def layout_words(layout: Mapping[str, Any]) -> str:
+    """A manifest's layout for a person: "4 processes: data 2 x tensor 2, ZeRO 1, bf16"."""
+    sizes = [f"{key} {layout[key]}" for key in ("data", "tensor", "pipeline", "context") if layout.get(key, 1) > 1]
+    count = layout["world_size"]
+    words = f"{count} process{'es' if count > 1 else ''}" + (f": {' x '.join(sizes)}" if sizes else "")
+    return words + (f", ZeRO {layout['zero_stage']}" if "zero_stage" in layout else "") + f", {layout['dtype']}"
+
+
+class Reader:
+    """Parts of tensors out of the pieces of one checkpoint; checks the checksum of a file when it is first opened."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        self._path, self._manifest = path, manifest
+        self._open: dict[str, Any] = {}
+        self._assembled: tuple[tuple[str, str], Tensor] | None = None
+
+    def read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of the flattened shard of a tensor, float32 on the CPU."""
+        if kind != "weight" and self._manifest.get("optimizer") == "none":  # weights from elsewhere
+            return torch.zeros(numel, dtype=torch.float32)
+        entry = self._manifest["tensors"][name]
+        size = math.prod(entry["shape"])
+        pieces = [(piece, Shard(*piece.get("shard", (0, 0, 1)))) for piece in entry["pieces"]]
+        if all(stored.dim == 0 for _, stored in pieces) and shard.dim == 0:
+            # Parts along the first dimension are ranges of the flattened tensor.
+            placed = [(piece, stored.index * (size // stored.count) + piece["start"]) for piece, stored in pieces]
+            return self._range(kind, name, placed, shard.index * (size // shard.count) + start, numel)
+        if all((stored.dim, stored.count) == (shard.dim, shard.count) for _, stored in pieces):
+            own = [(piece, piece["start"]) for piece, stored in pieces if stored == shard]
+            return self._range(kind, name, own, start, numel)
+        return shard.cut(self._whole(kind, name, pieces)).flatten()[start : start + numel]
+
+    def _whole(self, kind: str, name: str, pieces: list[tuple[dict[str, Any], Shard]]) -> Tensor:
+        if self._assembled is None or self._assembled[0] != (kind, name):
+            shape = tuple(self._manifest["tensors"][name]["shape"])
+            whole = torch.empty(shape, dtype=torch.float32)
+            for shard in dict.fromkeys(stored for _, stored in pieces):
+                own = [(piece, piece["start"]) for piece, stored in pieces if stored == shard]
+                view = shard.cut(whole)
+                view.copy_(self._range(kind, name, own, 0, view.numel()).reshape(view.shape))
+            self._assembled = (kind, name), whole
+        return self._assembled[1]
+
+    def _range(self, kind: str, name: str, placed: list[tuple[dict[str, Any], int]], start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) out of pieces, each with the place of its first element."""
+        out = torch.empty(numel, dtype=torch.float32)
+        covered = 0
+        for piece, place in placed:
+            low, high = max(start, place), min(start + numel, place + piece["numel"])
+            if low < high:
+                stem = "weights" if kind == "weight" else "optimizer"
+                file = self._file(f"{stem}-{piece['rank']:05d}.safetensors")
+                view = file.get_slice(f"{kind}/{name}")
+                out[low - start : high - start] = view[low - place : high - place]
+                covered += high - low
+        if covered != numel:
+            raise CheckpointError(
+                f"{self._path}: {kind} of {name} has {covered} of the {numel} elements from {start} on"
+            )
+        return out
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            if file_sha256(self._path / name) != self._manifest["files"][name]["sha256"]:
+                raise CheckpointError(
+                    f"{self._path}: the file {name} is corrupted (its SHA-256 is not the manifest's); {_OTHER}"
+                )
+            self._open[name] = safe_open(self._path / name, framework="pt")
+        return self._open[name]
+
+
+def file_sha256(path: Path) -> str:
+    """In hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

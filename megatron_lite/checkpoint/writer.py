@@ -1,0 +1,271 @@
+"""Writing checkpoints of an engine, while training goes on where that is asked for.
+
+Every process copies what it owns to host memory, and its files are written from the copy. When all processes have written
+theirs, the first one adds the manifest, gives the folder its name and moves `latest`. Each of the two parts runs in a
+thread; that all threads are done is agreed on at the end of a later step, with a number that the processes exchange there
+anyway. The format: `megatron_lite.checkpoint.reader`.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpoint.reader import FORMAT, OPTIMIZER_KEYS, VERSION, CheckpointError, Part
+from megatron_lite.checkpoint.storage import publish, versions, write_file
+from megatron_lite.engine.engine import Engine
+from megatron_lite.parallel.grid import barrier, broadcast, gather
+
+
+class Written(NamedTuple):
+    """What one process wrote: why it could not ("" where it could), pieces by tensor, the manifest's entries of its files."""
+
+    problem: str
+    pieces: dict[str, list[dict[str, Any]]]
+    files: dict[str, dict[str, Any]]
+
+
+@dataclass
+class _Save:
+    """A save on its way: `work` is what this process does for it now, in a thread."""
+
+    step: int
+    path: Path
+    aside: Path
+    manifest: dict[str, Any]
+    config_yaml: str
+    work: Future[Any]
+    begin: float
+    stopped_seconds: float = 0.0
+    is_written: bool = False
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint.
+
+    Attributes:
+        seconds: from its beginning to its end.
+        stopped_seconds: of these, how long training stood still on this process.
+    """
+
+    step: int
+    path: Path
+    seconds: float
+    stopped_seconds: float
+
+
+class CheckpointWriter:
+    """Writes checkpoints, one at a time: `begin`, then `settle` after every step until it is complete, or `finish`.
+
+    Every process of the run calls the same methods after the same steps.
+
+    Args:
+        directory: the checkpoints folder of the run, on a disk that all processes share.
+        asynchronous: write in a thread, from a copy that stays allocated for the next one.
+        afterwards: called on the main process when a checkpoint is complete, in that thread.
+
+    Attributes:
+        last: the last complete checkpoint.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        directory: Path,
+        *,
+        asynchronous: bool = False,
+        afterwards: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._engine, self._directory, self._asynchronous = engine, directory, asynchronous
+        self._afterwards = afterwards
+        self._save: _Save | None = None
+        self._copies: dict[str, Tensor] = {}
+        self.last: Saved | None = None
+
+    def begin(self, *, step: int, state: Mapping[str, Any], config_yaml: str) -> None:
+        """Copy the state of this step and start to write `directory/step_XXXXXXXX`, which `latest` will name.
+
+        Args:
+            state: the trainer's state, as JSON values; returned by `engine_checkpoint.load`.
+
+        Raises:
+            ValueError: a former save is not complete.
+        """
+        if self._save is not None:
+            raise ValueError(f"step {self._save.step} is not written yet: call finish before the next save")
+        begin = time.perf_counter()
+        path, aside = self._directory / f"step_{step:08d}", self._directory / f".step_{step:08d}.writing"
+        problem = self._make_room(aside)
+        barrier(self._engine.grid)
+        manifest = _manifest(self._engine, step, state)
+        pieces, groups = self._copied()
+        work = self._start(lambda: self._write(aside, pieces, groups, problem))
+        self._save = _Save(step, path, aside, manifest, config_yaml, work, begin, time.perf_counter() - begin)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this process is writing."""
+        return self._save is not None and not self._save.work.done()
+
+    def settle(self, any_busy: bool) -> bool:
+        """Take a save on its way a part further, without waiting. Returns whether it is complete now.
+
+        Args:
+            any_busy: whether any process `is_busy`; the same on all of them.
+
+        Raises:
+            CheckpointError: on every process, when one of them could not write (a full disk, say). Nothing is left behind.
+        """
+        save = self._save
+        if save is None or any_busy:
+            return False
+        begin = time.perf_counter()
+        try:
+            return self._publish(save) if not save.is_written else self._end(save)
+        finally:
+            save.stopped_seconds += time.perf_counter() - begin
+
+    def finish(self) -> bool:
+        """Wait until a save on its way is complete. Returns whether there was one. Raises as `settle`."""
+        complete = False
+        while self._save is not None:
+            begin = time.perf_counter()
+            self._save.work.exception()  # waits; `settle` raises it
+            self._save.stopped_seconds += time.perf_counter() - begin
+            complete = self.settle(any_busy=False)
+        return complete
+
+    def _publish(self, save: _Save) -> bool:
+        """All files are written: start to complete the folder."""
+        everyone: list[Written] = gather(save.work.result(), self._engine.grid)
+        save.is_written = True
+        problem = next((written.problem for written in everyone if written.problem), "")
+        main = self._engine.grid.is_main
+        save.work = self._start(lambda: self._complete(save, everyone) if main and not problem else problem)
+        return False
+
+    def _end(self, save: _Save) -> bool:
+        problem = broadcast(save.work.result(), self._engine.grid)
+        self._save = None
+        if not problem:
+            self.last = Saved(save.step, save.path, time.perf_counter() - save.begin, save.stopped_seconds)
+            return True
+        if self._engine.grid.is_main:
+            shutil.rmtree(save.aside, ignore_errors=True)
+        free = shutil.disk_usage(self._directory).free / 2**30 if self._directory.exists() else math.nan
+        raise CheckpointError(
+            f"could not write the checkpoint {save.path}: {problem} ({free:.2f} GiB free on that disk). "
+            f"Earlier checkpoints are untouched; free space or set checkpoint.directory elsewhere, then resume"
+        )
+
+    def _start(self, work: Callable[[], Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        if self._asynchronous:
+            # A daemon: a run that ends by an error does not wait for it, and half a checkpoint has another name.
+            threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        else:
+            run()
+        return done
+
+    def _make_room(self, aside: Path) -> str:
+        if self._engine.grid.is_main:
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                for leftover in self._directory.glob(".step_*.writing"):  # of a save that was killed
+                    shutil.rmtree(leftover)
+                aside.mkdir()
+            except OSError as error:
+                return str(error)
+        return ""
+
+    def _copied(self) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Tensor]]]:
+        """The pieces of this process, and copies of them by file."""
+        groups: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
+        pieces: dict[str, list[dict[str, Any]]] = {}
+        rank = self._engine.grid.rank
+        for fragment in self._engine.optimizer_state.fragments():
+            numel = fragment.tensors["weight"].numel()
+            if not numel or not fragment.primary:
+                continue
+            part = Part(fragment.name, fragment.shard, fragment.start, numel)
+            pieces.setdefault(fragment.name, []).append(part.entry(rank))
+            for key in ("weight", *OPTIMIZER_KEYS):
+                stem, name = "weights" if key == "weight" else "optimizer", f"{key}/{fragment.name}"
+                groups[stem][name] = self._copy(name, fragment.tensors[key])
+        if self._engine.grid.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.grid.device)
+        return pieces, groups
+
+    def _copy(self, name: str, view: Tensor) -> Tensor:
+        # A copy also on the CPU: safetensors refuses tensors that share memory, and fragments are views of one buffer.
+        if not self._asynchronous:
+            return torch.empty(view.shape, dtype=torch.float32).copy_(view.detach())
+        if name not in self._copies:
+            self._copies[name] = torch.empty(view.shape, dtype=torch.float32, pin_memory=view.is_cuda)
+        return self._copies[name].copy_(view.detach(), non_blocking=True)
+
+    def _write(
+        self,
+        aside: Path,
+        pieces: dict[str, list[dict[str, Any]]],
+        groups: Mapping[str, dict[str, Tensor]],
+        problem: str,
+    ) -> Written:
+        files: dict[str, dict[str, Any]] = {}
+        try:
+            for stem, group in groups.items() if not problem else ():
+                files |= write_file(aside / f"{stem}-{self._engine.grid.rank:05d}.safetensors", group)
+        except OSError as error:
+            problem = str(error)
+        return Written(problem, pieces, files)
+
+    def _complete(self, save: _Save, everyone: list[Written]) -> str:
+        for written in everyone:
+            for name, entries in written.pieces.items():
+                save.manifest["tensors"][name]["pieces"].extend(entries)
+            save.manifest["files"] |= written.files
+        try:
+            publish(save.aside, save.path, save.manifest, save.config_yaml)
+            self._afterwards()
+        except OSError as error:
+            return str(error)
+        return ""
+
+
+def _manifest(engine: Engine, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """All of the manifest that does not depend on what the processes own."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "optimizer_steps": engine.optimizer_state.steps,
+        "state": dict(state),
+        "loss_scale": engine.optimizer_state.loss_scaler,
+        "layout": engine.layout,
+        "versions": versions(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "tensors": {
+            name: {"shape": list(shape), "partition": engine.words[name], "pieces": []}
+            for name, shape in engine.parameter_shapes().items()
+        },
+        "files": {},
+    }

@@ -1,0 +1,275 @@
+"""What the keys of a configuration owe one another: values that follow from others, and combinations that cannot run.
+
+`derived_values` works on the raw tree, before its types are checked, and leaves alone what it cannot use.
+`problems_of` works on a finished `Config`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..parallel.layout import Layout, Limits, layout_problems, limits_of, nearest_layouts
+from .data_checks import data_problems
+from .files import KeyPath
+from .schema import CheckpointConfig, Config, RunConfig
+
+DERIVED_KEYS: tuple[tuple[str, str], ...] = (
+    ("run", "directory"),
+    ("checkpoint", "directory"),
+    ("batch", "gradient_accumulation_steps"),
+    ("batch", "global_batch_size"),
+    ("batch", "micro_batch_size"),
+    ("parallel", "tensor_overlap"),
+    ("schedule", "warmup_steps"),
+    ("schedule", "decay_steps"),
+)
+BATCH_KEYS = ("micro_batch_size", "global_batch_size", "gradient_accumulation_steps")
+EQUATION = "global_batch_size = micro_batch_size x gradient_accumulation_steps x data ranks"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A key and what is wrong with it, in words that follow the key."""
+
+    path: KeyPath
+    text: str
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value that follows from others, and how."""
+
+    value: Any
+    reason: str
+
+
+def derived_values(tree: Mapping[str, Any], world_size: int) -> tuple[dict[KeyPath, Derived], list[Problem]]:
+    """The keys that `tree` leaves open and that follow from the rest, and what has no solution.
+
+    world_size: processes of the run; those of one data rank read the same samples.
+    """
+    derived: dict[KeyPath, Derived] = {}
+
+    def given(section: str, key: str) -> Any:
+        return (tree.get(section) or {}).get(key)
+
+    name = given("run", "name") or RunConfig.model_fields["name"].default
+    directory = given("run", "directory") or RunConfig.model_fields["directory"].default
+    checkpoints = given("checkpoint", "directory") or CheckpointConfig.model_fields["directory"].default
+    if isinstance(name, str) and isinstance(directory, str) and isinstance(checkpoints, str):
+        directory = directory.replace("{name}", name)
+        checkpoints = checkpoints.replace("{run.directory}", directory).replace("{name}", name)
+        derived["run", "directory"] = Derived(directory, "run.name")
+        derived["checkpoint", "directory"] = Derived(checkpoints, "run.directory")
+
+    steps = given("schedule", "train_steps")
+    if _count(steps):
+        if given("schedule", "decay_steps") is None:
+            derived["schedule", "decay_steps"] = Derived(steps, "schedule.train_steps")
+        fraction = given("schedule", "warmup_fraction")
+        if given("schedule", "warmup_steps") is None and isinstance(fraction, int | float) and 0 <= fraction <= 1:
+            derived["schedule", "warmup_steps"] = Derived(round(fraction * steps), "schedule.warmup_fraction")
+
+    problems = []
+    if given("schedule", "warmup_steps") is not None and given("schedule", "warmup_fraction") is not None:
+        text = "and schedule.warmup_fraction both given: one of them is allowed; set the other to null"
+        problems.append(Problem(("schedule", "warmup_steps"), text))
+    sizes = {key: given("parallel", key) for key in ("tensor", "pipeline", "context")}
+    sizes = {key: size for key, size in sizes.items() if _count(size)}
+    model_ranks = math.prod(sizes.values())
+    batch: dict[KeyPath, Derived] | Problem
+    if world_size % model_ranks:
+        batch = _does_not_divide(sizes, world_size, tree.get("model") or {}, given("batch", "sequence_length"))
+    else:
+        where = f"{world_size} from WORLD_SIZE" if model_ranks == 1 else f"WORLD_SIZE {world_size} / {model_ranks}"
+        batch = _solve_batch(
+            {key: given("batch", key) for key in BATCH_KEYS}, world_size // model_ranks, where=f"{EQUATION} ({where})"
+        )
+    if isinstance(batch, Problem):
+        problems.append(batch)
+    else:
+        derived.update(batch)
+        if given("parallel", "tensor_overlap") is None and sizes.get("tensor", 1) > 1:
+            micro = given("batch", "micro_batch_size")
+            if micro is None and ("batch", "micro_batch_size") in derived:
+                micro = derived["batch", "micro_batch_size"].value
+            against = _against_overlap({**(tree.get("parallel") or {}), **sizes}, micro)
+            if not given("parallel", "cuda_graph"):
+                against = "parallel.cuda_graph = false"
+            reason = against or "parallel.cuda_graph, parallel.tensor and an even micro batch"
+            derived["parallel", "tensor_overlap"] = Derived(not against, reason)
+    return derived, problems
+
+
+def problems_of(config: Config[Any]) -> Iterator[Problem]:
+    """Combinations of legal values that cannot run."""
+    schedule, checkpoint = config.schedule, config.checkpoint
+    if schedule.warmup_steps > schedule.train_steps:
+        text = f"= {schedule.warmup_steps}: at most schedule.train_steps = {schedule.train_steps} is allowed"
+        yield Problem(("schedule", "warmup_steps"), text)
+    elif schedule.warmup_steps > schedule.decay_steps:
+        text = f"= {schedule.decay_steps}: at least schedule.warmup_steps = {schedule.warmup_steps} is allowed"
+        yield Problem(("schedule", "decay_steps"), text)
+    elif schedule.kind == "wsd" and (
+        # Rounded as `schedule.learning_rate` does: 10 of 100 steps of warmup do go with a fraction of 0.9.
+        round(schedule.wsd_decay_fraction * schedule.decay_steps) > schedule.decay_steps - schedule.warmup_steps
+    ):
+        most = math.floor((1 - schedule.warmup_steps / schedule.decay_steps) * 1000 + 1e-6) / 1000
+        text = (
+            f"= {schedule.wsd_decay_fraction} of {schedule.decay_steps} steps begins before the warmup of "
+            f"{schedule.warmup_steps} ends: at most {most:g} is allowed"
+        )
+        yield Problem(("schedule", "wsd_decay_fraction"), text)
+    if late := [step for step in checkpoint.extra_steps if step > schedule.train_steps]:
+        text = f"holds {', '.join(map(str, late))}: at most schedule.train_steps = {schedule.train_steps} is allowed"
+        yield Problem(("checkpoint", "extra_steps"), text)
+    yield from _layout_problems(config)
+    if config.precision.dtype == "fp16" and config.run.device == "cpu":
+        text = "= fp16 does not train on the cpu (run.device = cpu): auto, bf16 and fp32 are allowed"
+        yield Problem(("precision", "dtype"), text)
+    if config.precision.optimizer_state == "bf16" and config.precision.dtype != "bf16":
+        text = f"= bf16 with precision.dtype = {config.precision.dtype}: fp32 is allowed, or set precision.dtype=bf16"
+        yield Problem(("precision", "optimizer_state"), text)
+    length, positions = config.batch.sequence_length, getattr(config.model, "max_positions", None)
+    if positions is not None and length > positions:
+        text = f"= {length}: at most model.max_positions = {positions} is allowed"
+        yield Problem(("batch", "sequence_length"), text)
+    if 0 < config.run.spike_factor <= 1:
+        text = f"= {config.run.spike_factor} would skip ordinary steps: 0 (off) or a number above 1 is allowed"
+        yield Problem(("run", "spike_factor"), text)
+    yield from itertools.starmap(Problem, data_problems(config))
+
+
+def _layout_problems(config: Config[Any]) -> Iterator[Problem]:
+    parallel, length = config.parallel, config.batch.sequence_length
+    recomputed = parallel.activation_checkpointing
+    if recomputed.others != "none" and recomputed.every == 1:
+        text = f"= {recomputed.others} with every = 1, which leaves no others: set every, or mode={recomputed.others} for all"
+        yield Problem(("parallel", "activation_checkpointing", "others"), text)
+    if parallel.pipeline > 1 and parallel.zero_stage > 1:
+        yield Problem(
+            ("parallel", "zero_stage"),
+            f"= {parallel.zero_stage} does not run with parallel.pipeline = {parallel.pipeline}, whose stages keep "
+            "gradients over many micro batches: 0 and 1 are allowed, or parallel.pipeline = 1",
+        )
+    chosen = parallel.cublaslt
+    for key in ("device", "version"):
+        if chosen.algorithms and getattr(chosen, key) is None:
+            yield Problem(
+                ("parallel", "cublaslt", key), "is needed with algorithms: they hold for one device and version alone"
+            )
+    against = _against_overlap(parallel.model_dump(), config.batch.micro_batch_size)
+    if parallel.tensor_overlap and against:
+        yield Problem(("parallel", "tensor_overlap"), f"= true does not go with {against}: set it to false, or to null")
+    against = _against_graphs(config)
+    if parallel.cuda_graph and against:
+        yield Problem(("parallel", "cuda_graph"), f"= true does not go with {against}: set it to false")
+    wanted = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
+    limits = limits_of(config.model, length)
+    found = list(layout_problems(wanted, limits))
+    for index, (key, text) in enumerate(found):
+        if index == len(found) - 1:
+            near = nearest_layouts(wanted, config.batch.data_ranks * parallel.model_ranks, limits)
+            text += f"; nearest legal layouts: {' or '.join(map(str, near))}"
+        yield Problem(("parallel", key), text)
+
+
+def _against_overlap(parallel: Mapping[str, Any], micro_batch_size: Any) -> str:
+    """The key and value against which a micro batch cannot be worked on in two halves; empty where it can."""
+    values = {"tensor": 1, "context": 1, "zero_stage": 1, "sequence_parallel": False, "compile": False}
+    values |= {key: parallel[key] for key in values if parallel.get(key) is not None}
+    against = {
+        "tensor": values["tensor"] == 1,
+        "context": values["context"] != 1,
+        "zero_stage": values["zero_stage"] == 3,
+        "sequence_parallel": values["sequence_parallel"],
+        "compile": values["compile"],
+    }
+    for key, bad in against.items():
+        if bad:
+            return f"parallel.{key} = {str(values[key]).lower()}"
+    return (
+        f"batch.micro_batch_size = {micro_batch_size}, which is odd"
+        if _count(micro_batch_size) and micro_batch_size % 2
+        else ""
+    )
+
+
+def _against_graphs(config: Config[Any]) -> str:
+    """The key and value with which blocks cannot be recorded; empty where they can."""
+    parallel = config.parallel
+    against = {
+        f"parallel.pipeline = {parallel.pipeline}, which has several micro batches in flight": parallel.pipeline > 1,
+        f"parallel.context = {parallel.context}": parallel.context > 1,
+        "parallel.zero_stage = 3, which moves the weights": parallel.zero_stage == 3,
+        "parallel.compile = true": parallel.compile,
+        "run.device = cpu": config.run.device == "cpu",
+    }
+    return next((text for text, bad in against.items() if bad), "")
+
+
+def _does_not_divide(sizes: Mapping[str, int], world_size: int, model: Mapping[str, Any], length: Any) -> Problem:
+    """model, length: as they were given; what of them is a number bounds the layouts that are named instead."""
+    product = math.prod(sizes.values())
+    named = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+    wanted = Layout(sizes.get("tensor", 1), sizes.get("pipeline", 1), sizes.get("context", 1))
+    cut_sizes = {key: model[key] for key in ("num_heads", "intermediate_size", "vocab_size") if _count(model.get(key))}
+    layers: Any = model.get("num_layers")
+    refused = "" if wanted.context > 1 else "not asked for"
+    limits = Limits(cut_sizes, layers if _count(layers) else 1, length if _count(length) else 1 << 30, refused)
+    near = nearest_layouts(wanted, world_size, limits)
+    return Problem(
+        ("parallel",),
+        f"{named} = {product} processes hold one copy of the model: the run must have a multiple of {product}, and "
+        f"WORLD_SIZE is {world_size}; start it with torchrun --nproc-per-node {product} (WORLD_SIZE={product} shows "
+        f"the configuration without a start), or take {' or '.join(map(str, near))}",
+    )
+
+
+def _solve_batch(given: Mapping[str, Any], ranks: int, *, where: str) -> dict[KeyPath, Derived] | Problem:
+    """The open one of the three batch sizes; nothing where one has a wrong type, which is reported elsewhere."""
+    known = {key: value for key, value in given.items() if value is not None}
+    if not all(map(_count, known.values())):
+        return {}
+    if len(known) < 2:
+        return Problem(("batch",), f"needs two of {', '.join(BATCH_KEYS)}: {where}")
+    micro, total, accumulation = (given[key] for key in BATCH_KEYS)
+    reason = f"{EQUATION}, {ranks} data rank" + ("s" if ranks > 1 else "")
+    if total is None:
+        return {("batch", "global_batch_size"): Derived(micro * accumulation * ranks, reason)}
+    if micro is not None and accumulation is not None:
+        product = micro * accumulation * ranks
+        if product == total:
+            return {}
+        text = (
+            f"= {total} is not {micro} x {accumulation} x {ranks} = {product}: {where}; "
+            f"set batch.global_batch_size={product}, or set one of the three to null and it is derived"
+        )
+        return Problem(("batch", "global_batch_size"), text)
+    open_key, fixed_key, fixed = (
+        ("gradient_accumulation_steps", "micro_batch_size", micro)
+        if accumulation is None
+        else ("micro_batch_size", "gradient_accumulation_steps", accumulation)
+    )
+    if total % (fixed * ranks) == 0:
+        return {("batch", open_key): Derived(total // (fixed * ranks), reason)}
+    unit = fixed * ranks
+    below = total // unit * unit
+    choices = [f"batch.global_batch_size={choice}" for choice in (below, below + unit) if choice]
+    if total % ranks == 0:
+        divisors = (number for number in range(1, total // ranks + 1) if total // ranks % number == 0)
+        nearest = min(divisors, key=lambda number: (abs(number - fixed), number))
+        choices.append(f"batch.{fixed_key}={nearest}")
+    text = (
+        f"= {total} is no multiple of {fixed_key} {fixed} x {ranks} data ranks = {unit}: {where}; "
+        f"nearest: {' or '.join(choices)}"
+    )
+    return Problem(("batch", "global_batch_size"), text)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

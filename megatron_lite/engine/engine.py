@@ -1,0 +1,380 @@
+"""From a list of layers to a DeepSpeed engine: one training step, one evaluation step, and the pieces of its state.
+
+The rest of the trainer sees only `Engine`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.engine.activation_checkpointing import checkpointed
+from megatron_lite.engine.cuda_graph import Captured
+from megatron_lite.engine.deepspeed import deepspeed_config, import_deepspeed, restore_linear, share_weights
+from megatron_lite.engine.model_shard import LayerSpec, OwnLayers
+from megatron_lite.engine.sequential import Batch, Sequential, one_after_another
+from megatron_lite.engine.tensor_overlap import Halves, parts_of
+from megatron_lite.metrics.per_source_loss import loss_by_source, traced
+from megatron_lite.optim.bf16_optimizer import spare_gradients
+from megatron_lite.optim.param_groups import build_optimizer
+from megatron_lite.optim.zero_state import OptimizerState
+from megatron_lite.parallel.context_parallel import ContextShards, context_shards, own_stretch
+from megatron_lite.parallel.grid import Grid, begin_sum, reduce_sum
+from megatron_lite.planning.memory import Setting
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one training step did.
+
+    Attributes:
+        loss: sum(weight * nll) / sum(weight) over all micro batches and data ranks, nats a token; NaN where no token has a
+            weight.
+        gradient_norm: global L2 norm before clipping; infinite when the step was skipped for a non-finite gradient.
+        skipped: the parameters were left alone.
+        loss_scale: 1 unless fp16.
+        by_source: for every source of the text (sum of weight * nll, sum of weight); empty unless asked for.
+        accuracy: share of the weight on tokens that were predicted right; None unless the engine counts them.
+    """
+
+    loss: float
+    gradient_norm: float
+    skipped: bool
+    loss_scale: float
+    by_source: tuple[tuple[float, float], ...] = ()
+    accuracy: float | None = None
+
+
+class Evaluated(NamedTuple):
+    """Sums over the micro batches of all data ranks: of weight * nll, of the weight, and of the weight of the tokens that
+    were predicted right (None unless the engine counts them)."""
+
+    nll: float
+    weight: float
+    right: float | None
+
+
+class Engine:
+    """A model under DeepSpeed: tensor and sequence parallelism by our own cut, pipelines by its 1F1B engine with ZeRO
+    1, anything else by its plain engine with ZeRO 1 to 3.
+
+    Args:
+        specs: the layers, in order.
+        build_layer: (spec, index, seed) -> the layer at full width, with the same weights in every layout.
+        dtype: "bf16", "fp16" or "fp32".
+        sequence_length: of the samples, to share the layers out over the stages by what they cost.
+        split_sequence: a context in which the layers take their sequences for one process's stretch; needed with
+            context parallelism.
+        forgetting: a context in which the layers make again what is cheap instead of keeping it; needed with activation
+            checkpointing of mode "elementwise".
+        count_right: also count the tokens that are predicted right, in training and evaluation.
+        asked_share: of the tokens at which a token is to be predicted, for what the last layer costs.
+
+    Attributes:
+        model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
+        layers: the layers of this process's stage, cut.
+        words: partition word of every parameter of the model, by canonical name.
+        optimizer_state: master weights, moments and loss scale of this process.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        build_layer: Callable[[Any, int, int], nn.Module],
+        *,
+        seed: int,
+        grid: Grid,
+        dtype: str,
+        micro_batch_size: int,
+        accumulation: int,
+        optimizer: OptimizerConfig,
+        parallel: ParallelConfig,
+        precision: PrecisionConfig,
+        sequence_length: int = 2048,
+        split_sequence: Callable[[ContextShards], contextlib.AbstractContextManager[None]] | None = None,
+        forgetting: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+        count_right: bool = False,
+        asked_share: float = 1.0,
+    ) -> None:
+        if dtype == "fp16" and grid.device.type == "cpu":
+            raise ValueError("precision.dtype: fp16 does not train on a CPU; use bf16 or fp32")
+        self.grid, self.dtype, self.accumulation = grid, dtype, accumulation
+        self._right = torch.zeros((), dtype=torch.float64, device=grid.device) if count_right else None
+        deepspeed = import_deepspeed()
+        self._own = own = OwnLayers(
+            specs,
+            build_layer,
+            seed=seed,
+            grid=grid,
+            parallel=parallel,
+            sequence_length=sequence_length,
+            asked_share=asked_share,
+        )
+        self.model, self.layers, self.words = own.model, list(own.layers.values()), own.words
+        self._shards = context_shards(grid)
+        if self._shards is not None and split_sequence is None:
+            raise ValueError(
+                "context parallelism needs `split_sequence`: the layers' own way to take part of a sequence"
+            )
+
+        def around(layer: nn.Module) -> Callable[..., Tensor]:
+            if self._shards is None or split_sequence is None:
+                return layer
+            shards = self._shards
+
+            def call(hidden: Tensor, **context: Any) -> Tensor:
+                with split_sequence(shards):
+                    return layer(hidden, **context)
+
+            return call
+
+        filler = nn.Parameter(torch.zeros(1, device=grid.device)) if grid.pipe_size > 1 else None
+        client = build_optimizer(
+            own.parameters_with_kind(),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            no_weight_decay=optimizer.no_weight_decay,
+            filler=filler,
+        )
+        if parallel.compile:
+            for index, layer in own.layers.items():
+                if 0 < index < len(specs) - 1:
+                    layer.compile()
+        settings = deepspeed_config(
+            self.layers,
+            grid=grid,
+            dtype=dtype,
+            micro_batch_size=micro_batch_size,
+            accumulation=accumulation,
+            clipping=optimizer.gradient_clipping,
+            parallel=parallel,
+            precision=precision,
+        )
+        # Inside the checkpointed call, because a layer that is computed again is so in a thread of the backward pass.
+        calls = {
+            index: checkpointed(around(layer), index, len(specs), parallel, forgetting)
+            for index, layer in own.layers.items()
+        }
+        blocks = {index: layer for index, layer in own.layers.items() if 0 < index < len(specs) - 1}
+        graph = parallel.cuda_graph and grid.device.type == "cuda"
+        if blocks and (parallel.tensor_overlap or graph):
+            whole = together = one_after_another([calls[index] for index in blocks])
+            if parallel.tensor_overlap:
+                parts = [parts_of(layer, index, len(specs), parallel, forgetting) for index, layer in blocks.items()]
+                parameters = [parameter for layer in blocks.values() for parameter in layer.parameters()]
+                together = Halves(parts, parameters, grid.device)
+            if graph:
+                # The bf16 optimizer adds gradients to its sums after every backward pass, others keep them.
+                setting = Setting(dtype, parallel.zero_stage, grid.replicas, optimizer_state=precision.optimizer_state)
+                together = Captured(together, whole, list(blocks.values()), lasting=setting.lasting)
+            calls = {index: together if index == min(blocks) else call for index, call in calls.items()}
+            for index in list(blocks)[1:]:
+                del calls[index]
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints memory statistics while it builds
+            model, unit = self._module(calls)
+            if any(parameter is filler for group in client.param_groups for parameter in group["params"]):
+                model.register_parameter("filler", filler)
+            self._engine, zero, _, _ = deepspeed.initialize(model=model, optimizer=client, config=settings, mpu=unit)
+        share_weights(zero)
+        cuda = grid.device.type == "cuda"
+        kernels = cuda and find_spec("triton") is not None
+        spare_gradients(self._engine, zero, grid.replicas, release=cuda, kernels=kernels)
+        self.zero_stage = max(1, parallel.zero_stage)
+        self.optimizer_state = OptimizerState(
+            zero, client, list(own.placed_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid
+        )
+
+    def train_step(
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        lr: float,
+        veto: Callable[[float], bool] | None = None,
+        num_sources: int = 0,
+    ) -> StepResult:
+        """One optimizer step over this process's micro batches.
+
+        Args:
+            micro_batches: any number of them, the same on every process.
+            lr: the learning rate of this step.
+            veto: called with the step's loss before the update; True skips the update, as a non-finite gradient does.
+            num_sources: above 0, the loss is told apart by `source` of the batches, int64 like the labels.
+        """
+        self.optimizer_state.set_learning_rate(lr)
+        self._accumulate(len(micro_batches))
+        batches = [self._own_part(batch) for batch in micro_batches]
+        # Before they are on the device, which may still be at the last update.
+        (weight,) = reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in batches)], self.grid)
+        if num_sources:
+            batches = [traced(self._to_device(batch)) for batch in batches]
+        # DeepSpeed averages over micro batches and replicas. Undoing that here makes the loss sum(weight * nll) over
+        # the global sum(weight), whatever the layout; a micro batch without any weight then adds zero instead of NaN.
+        scale = self.accumulation * self.grid.replicas / max(weight, 1e-30)
+        if not self._engine.module.training:  # telling every module takes a while
+            self._engine.train()
+        loss, right, vetoed, scaler = math.nan, 0.0, False, self.optimizer_state.loss_scaler
+        if self._right is not None:
+            self._right.zero_()
+
+        def decide(sums: Callable[[], list[float]]) -> None:
+            nonlocal loss, right, vetoed
+            loss, right = (value / (weight or math.nan) for value in sums())  # no loss where no token is asked for
+            vetoed = veto is not None and veto(loss)
+            if vetoed:
+                self.optimizer_state.poison_gradients()
+
+        if self._stage is not None:
+            own = [self._to_device(batch) for batch in batches]
+            self._stage.train_step(self._engine, own, scale, lambda nll: decide(self._sums(nll)))
+        else:
+            total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
+            for index, batch in enumerate(batches):
+                nll = self._engine(self._to_device(batch))
+                total += nll.detach()
+                last = index == len(batches) - 1
+                # Fetched as soon as the loss is there: the host goes on while the device is at the backward pass.
+                sums = self._sums(total) if last else None
+                self._engine.backward(nll * scale)
+                if sums is not None:
+                    decide(sums)
+                self._engine.step()
+        if vetoed:  # no overflow: the loss scale stays
+            self.optimizer_state.loss_scaler = scaler
+        skipped = not self._engine.was_step_applied()
+        norm = self._engine.get_global_grad_norm()
+        by_source = loss_by_source(batches, num_sources, loss * weight, self.grid) if num_sources else ()
+        loss_scale = self.optimizer_state.loss_scale
+        return StepResult(loss, float(norm), skipped, loss_scale, by_source, None if self._right is None else right)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients, for forward passes of any length through `layers` (one stage only)."""
+        self._engine.eval()
+        tensor = self._own.tensor
+        sequence = tensor is not None and tensor.sequence
+        if tensor is not None:
+            tensor.sequence = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            if tensor is not None:
+                tensor.sequence = sequence
+            self._engine.train()
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> Evaluated:
+        """Sums over the micro batches of all data ranks."""
+        self._engine.eval()
+        self._take_right()
+        nll = weight = 0.0
+        with torch.no_grad():
+            for batch in map(self._own_part, micro_batches):
+                weight += batch["loss_weight"].double().sum().item()
+                batch = self._to_device(batch)
+                nll += (
+                    self._engine(batch) if self._stage is None else self._stage.evaluate(self._engine, batch)
+                ).item()
+        self._engine.train()
+        nll, weight, right = reduce_sum([nll, weight, self._take_right()], self.grid)
+        return Evaluated(nll, weight, None if self._right is None else right)
+
+    def measure_step_seconds(self, micro_batches: Sequence[Batch]) -> float:
+        """Seconds that a training step of these micro batches takes here, without changing any weight."""
+        times: list[float] = []
+        while len(times) < 4 or sum(times[2:]) < 3.0:
+            start = time.perf_counter()
+            self.train_step(micro_batches, lr=0.0, veto=lambda _: True)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[2:])  # the first ones allocate, and compile what this machine has not run before
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Sizes of the parallel dimensions, ZeRO stage and number format, as a checkpoint records them."""
+        grid = self.grid
+        return {
+            "world_size": grid.world_size,
+            "data": grid.data_size,
+            "tensor": grid.tensor_size,
+            "pipeline": grid.pipe_size,
+            "context": grid.context_size,
+            "zero_stage": self.zero_stage,
+            "dtype": self.dtype,
+        }
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name to full shape of every parameter of the model, a tied one once."""
+        return dict(self._own.shapes)
+
+    def close(self) -> None:
+        """Release DeepSpeed's hooks and buffers, so that another engine can be built in this process."""
+        self._engine.destroy()
+        import deepspeed
+
+        # DeepSpeed hangs methods of a parameter on the parameter itself. Such a circle is never collected, and with it
+        # go weights and float32 gradients.
+        for _, parameter, _ in self._own.named_parameters():
+            for name, value in list(vars(parameter).items()):
+                if getattr(value, "__self__", None) is parameter:
+                    delattr(parameter, name)
+
+        deepspeed.utils.groups.mpu = None
+        restore_linear()
+
+    def _module(self, calls: Mapping[int, Callable[..., Tensor]]) -> tuple[nn.Module, Any]:
+        """What DeepSpeed wraps, and its "model parallel unit" where that is not the module's own."""
+        self._stage: Any = None
+        if self.grid.pipe_size > 1:
+            from megatron_lite.engine.pipeline_stage import Stage
+
+            own = self._own
+            self._stage = Stage(own.layers, calls, bounds=own.bounds, grid=self.grid, tied=bool(own.tied))
+            return self._stage, None
+        unit = None
+        if self.grid.tensor_size > 1:
+            from megatron_lite.engine.pipeline_stage import model_parallel_unit
+
+            unit = model_parallel_unit(self.grid)
+        return Sequential(self.layers, list(calls.values())), unit
+
+    def _accumulate(self, micro_batches: int) -> None:
+        """Have so many micro batches make a step: a batch may grow during a run."""
+        if micro_batches != self.accumulation:
+            self.accumulation = micro_batches
+            ranks = self._engine.dp_world_size
+            self._engine.set_train_batch_size(micro_batches * self._engine.train_micro_batch_size_per_gpu() * ranks)
+            self._engine.micro_steps = 0  # DeepSpeed counts to the end of a step by the remainder
+
+    def _own_part(self, batch: Batch) -> Batch:
+        """The part of a micro batch that this process computes: all of it, or its stretch of the sequence."""
+        return batch if self._shards is None else own_stretch(batch, self._shards)
+
+    def _sums(self, nll: Tensor) -> Callable[[], list[float]]:
+        """Begin to sum nll, a float64 scalar, and the weight of the right predictions over the replicas, and to fetch
+        them."""
+        right = torch.zeros_like(nll) if self._right is None else self._right
+        return begin_sum(torch.stack([nll, right]), self.grid)
+
+    def _take_right(self) -> float:
+        """The weight of this process's right predictions since the last call; 0 where none are counted."""
+        if self._right is None:
+            return 0.0
+        value = self._right.item()
+        self._right.zero_()
+        return value
+
+    def _to_device(self, batch: Batch) -> dict[str, Tensor]:
+        counted = {} if self._right is None else {"right": self._right}
+        return {key: value.to(self.grid.device, non_blocking=True) for key, value in batch.items()} | counted

@@ -1,0 +1,139 @@
+"""The layers of the model that this process holds, built whole from a seed, then cut and tied; its parameters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from megatron_lite.config.schema import ParallelConfig
+from megatron_lite.engine.tuned_matmul import Products
+from megatron_lite.optim.param_groups import parameter_kind
+from megatron_lite.optim.zero_state import Placed
+from megatron_lite.parallel.fused_projections import join_fan_outs
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.layout import stage_bounds
+from megatron_lite.parallel.sharding_plan import partition_words, shard_of
+from megatron_lite.parallel.tensor_parallel import TensorGroup, cut_layer
+from megatron_lite.planning.flops import forward_flops
+
+
+class LayerSpec(Protocol):
+    """One layer of the model, not built yet: a canonical name, how to build it, and whose weight it shares."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tied_to(self) -> str | None: ...
+
+
+class OwnLayers:
+    """The layers of this process's pipeline stage, cut to its part of the tensor group.
+
+    Args:
+        specs: the layers of the model, in order.
+        build_layer: (spec, index, seed) -> the layer at full width, with the same weights in every layout.
+        sequence_length, asked_share: what the layers' costs depend on, by which they are shared out over the stages.
+
+    Attributes:
+        model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
+        bounds: first layer of every stage, and one past the last.
+        layers: index in the model -> layer, of this stage.
+        tensor: the processes that share these layers; None where each is whole.
+        tied: name of a layer -> name of the layer whose `weight` it shares.
+        shapes, words: full shape and partition word of every parameter of the model by canonical name, a tied one once.
+
+    Raises:
+        ValueError: as `cut_layer`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        build_layer: Callable[[Any, int, int], nn.Module],
+        *,
+        seed: int,
+        grid: Grid,
+        parallel: ParallelConfig,
+        sequence_length: int,
+        asked_share: float,
+    ) -> None:
+        self._grid = grid
+        with torch.device("meta"):
+            self.model: list[Any] = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
+        self._describe(specs)
+        self.bounds = stage_bounds(forward_flops(self.model, sequence_length, asked_share), grid.pipe_size)
+        self.tensor: TensorGroup | None = None
+        if grid.tensor_group is not None:
+            self.tensor = TensorGroup(
+                grid.tensor_group,
+                grid.tensor_rank,
+                grid.tensor_size,
+                sequence=parallel.sequence_parallel,
+                products_kept=parallel.activation_checkpointing.mode == "selective",
+            )
+        self.layers: dict[int, Any] = {}
+        for index in range(self.bounds[grid.pipe_rank], self.bounds[grid.pipe_rank + 1]):
+            with grid.device:
+                self.layers[index] = build_layer(specs[index], index, seed)
+            place_layer(self.layers[index], self.tensor, parallel)
+        self._by_name = {specs[index].name: layer for index, layer in self.layers.items()}
+        self.tied = {spec.name: spec.tied_to for spec in specs if spec.tied_to is not None}
+        for name, tied_to in self.tied.items():
+            if name in self._by_name and tied_to in self._by_name:
+                self._by_name[name].weight = self._by_name[tied_to].weight
+
+    def named_parameters(self) -> Iterator[tuple[str, Any, bool]]:
+        """(canonical name, parameter, whether it is the first copy) of this stage's parameters, a shared one once."""
+        seen: set[int] = set()
+        for prefix, layer in self._by_name.items():
+            for key, parameter in layer.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    copy = prefix in self.tied and key == "weight"
+                    yield f"{self.tied[prefix] if copy else prefix}.{key}", parameter, not copy
+
+    def parameters_with_kind(self) -> list[tuple[nn.Parameter, str]]:
+        """This stage's parameters, each with its kind, which decides its weight decay."""
+        return [(parameter, self._kinds[name]) for name, parameter, _ in self.named_parameters()]
+
+    def placed_parameters(self) -> Iterator[Placed]:
+        """This stage's parameters, each with its part of the full tensor."""
+        rank, size = self._grid.tensor_rank, self._grid.tensor_size
+        for name, parameter, first in self.named_parameters():
+            shard = shard_of(self.words[name], self.shapes[name], rank, size)
+            yield Placed(name, parameter, shard, primary=first and (shard.count > 1 or rank == 0))
+
+    def _describe(self, specs: Sequence[LayerSpec]) -> None:
+        """Shapes, partition words and kinds of every parameter of the model, by canonical name."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.words: dict[str, str] = {}
+        self._kinds: dict[str, str] = {}
+        for spec, layer in zip(specs, self.model, strict=True):
+            words = partition_words(layer)
+            for key, parameter in layer.named_parameters():
+                if spec.tied_to is not None and key == "weight":
+                    continue
+                name = f"{spec.name}.{key}"
+                self.shapes[name], self.words[name] = tuple(parameter.shape), words[key]
+                self._kinds[name] = parameter_kind(layer, key)
+
+
+def place_layer(layer: nn.Module, tensor: TensorGroup | None, parallel: ParallelConfig) -> None:
+    """Cut a whole layer in place to this process's part, and join its fan-outs where they can be. Raises as `cut_layer`."""
+    if tensor is not None:
+        cut_layer(layer, tensor)
+    # ZeRO 3 gathers a module's weights when it is called, and torch.compile makes kernels of its own.
+    if parallel.zero_stage < 3 and not parallel.compile:
+        chosen = bool(parallel.cublaslt.algorithms) and not left_to_cublas(parallel)
+        join_fan_outs(layer, tensor, Products(parallel.cublaslt) if chosen else None)
+
+
+def left_to_cublas(parallel: ParallelConfig) -> bool:
+    """Whether something else decides how the products of linears are computed than `parallel.cublaslt`."""
+    # Selective checkpointing has to see a product to keep it; halves of a micro batch, or a recorded graph and what runs
+    # beside it, would share scratch memory.
+    selective = parallel.activation_checkpointing.mode == "selective"
+    return parallel.tensor > 1 or parallel.zero_stage == 3 or parallel.compile or parallel.cuda_graph or selective

@@ -1,0 +1,234 @@
+"""Who is missing: every process says that it lives, so that a run that cannot go on ends with the name of the culprit.
+
+A process that dies leaves its peers inside a collective. gloo notices a closed connection; NCCL waits for its time-out;
+neither says which rank is gone. Here a thread of each process writes a beat into the store of the process group (rank,
+step, what its main thread is doing) and watches the next rank in the circle, so the traffic is one write and one read
+a process and interval, however many there are. The thread runs while the main thread hangs in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_lite.fault_tolerance.rank_consistency import rank_words
+from megatron_lite.parallel.grid import Grid, barrier, broadcast
+
+GONE_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may well succeed
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a process says of itself.
+
+    Attributes:
+        number: counts up as long as the process lives.
+        state: "running"; "waiting" (a collective failed here, for want of a peer); "done"; or "failed: ..." with the error.
+        at: where its main thread is, file:line function.
+    """
+
+    number: int
+    step: int
+    host: str
+    pid: int
+    state: str
+    at: str
+
+
+class Heartbeat:
+    """Beats while the loop runs; names the processes that are missing when it cannot go on. A context manager.
+
+    Args:
+        seconds: a process that is silent for so long is taken for dead, and the run ends; 0: off.
+        step: steps done, to be kept up to date by the loop (`heartbeat.step = ...`).
+    """
+
+    def __init__(self, grid: Grid, seconds: float, step: int = 0) -> None:
+        self.step = step
+        self._grid, self._seconds = grid, seconds
+        self._interval = min(5.0, seconds / 6)
+        self._active = bool(seconds) and grid.world_size > 1
+        self._over = threading.Event()
+        self._state = "running"
+        self._number = 0
+        self._main = threading.get_ident()
+        self._host = socket.gethostname()
+
+    def __enter__(self) -> Heartbeat:
+        if self._active:
+            # A connection of its own: that of the process group may be busy for minutes. And a name of its own: the
+            # launcher's store may outlive this attempt.
+            self._prefix = f"heartbeat/{broadcast(time.time_ns(), self._grid)}"
+            self._store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                timeout=timedelta(seconds=max(5.0, self._seconds)),
+            )
+            self._beat()
+            barrier(self._grid)  # from here on every rank has a beat
+            self._peers = self._table()
+            self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if not self._active:
+            return
+        if error is None:
+            self._state = "done"
+        elif _is_of_a_collective(error):
+            self._state = "waiting"
+            self._explain()
+        else:
+            self._state = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        self._over.set()
+        self._thread.join(timeout=self._seconds)
+        with contextlib.suppress(dist.DistError):  # the process that holds the store may have ended already
+            self._beat()
+
+    def _run(self) -> None:
+        """Beat and watch, until the loop is over or the run has no future."""
+        watched = self._next(self._grid.rank)
+        seen, since, reached = -1, time.monotonic(), time.monotonic()
+        while not self._over.wait(self._interval):
+            now = time.monotonic()
+            try:
+                self._beat()
+                beat = self._table([watched])[watched]
+                ended = self._store.check([f"{self._prefix}/ended"])
+                reached = now
+            except dist.DistError:
+                # Rank 0, or torchrun on its machine, holds the store.
+                if now - reached > self._seconds:
+                    self._end(f"the store at {os.environ['MASTER_ADDR']} is gone, and {self._name(0)} with it")
+                continue
+            if beat.state == "done":
+                watched, seen, since = self._next(watched), -1, now
+            elif beat.number != seen:
+                seen, since, self._peers[watched] = beat.number, now, beat
+            elif beat.state.startswith("failed") and now - since > self._interval:
+                self._end(f"{self._name(watched)} {_why(beat)}")
+            elif now - since > self._seconds:
+                self._end(f"{self._name(watched)} has been silent for {now - since:.0f} s: killed, frozen or cut off")
+            if ended:
+                self._end("")
+
+    def _end(self, reason: str) -> None:
+        """Say why, give the main thread some time to end by itself, then end the process and, by the store, the others."""
+        if reason:
+            with contextlib.suppress(dist.DistError):
+                self._store.set(f"{self._prefix}/ended", reason)
+            self._say(reason)
+        if not self._over.wait(2 * self._interval + 1):
+            os._exit(GONE_STATUS)
+
+    def _explain(self) -> None:
+        """After a failed collective: find out who did not come, and say it once for the run."""
+        beats = dict(self._peers)
+        culprits: dict[int, str] = {}
+        try:
+            self._beat()
+            first = self._table()
+            end = time.monotonic() + 4 * self._interval + 1
+            while not culprits and time.monotonic() < end:
+                time.sleep(min(0.5, self._interval))
+                beats = self._table()
+                culprits = {
+                    rank: _KILLED if not beat.state.startswith("failed") else _why(beat)
+                    for rank, beat in beats.items()
+                    if beat.state.startswith("failed") or self._has_ended(beat)
+                }
+            for rank, beat in beats.items() if not culprits else ():
+                if beat.state == "running":
+                    culprits[rank] = _KILLED if beat.number == first[rank].number else _why(beat)
+        except dist.DistError:
+            culprits = {0: f"holds the store at {os.environ['MASTER_ADDR']}, which is gone"}
+        text = "; ".join(f"{self._name(rank, beats[rank])} {why}" for rank, why in culprits.items())
+        waiting = [rank for rank, beat in beats.items() if beat.state == "waiting"] or [self._grid.rank]
+        self._say(f"{rank_words(waiting)} waited in vain: {text or 'every process is alive and waits'}")
+
+    def _say(self, reason: str) -> None:
+        """Print it, unless another process of the run has said why already."""
+        with contextlib.suppress(dist.DistError):
+            if self._store.add(f"{self._prefix}/spoken", 1) > 1:
+                return
+        stream = sys.__stderr__ or sys.stderr
+        stream.write(f"\nerror: {reason}. {_ADVICE}\n")
+        stream.flush()
+
+    def _has_ended(self, beat: Beat) -> bool:
+        """Whether a process of this machine is no more; of other machines nothing is known but their silence."""
+        if beat.host != self._host or beat.state != "running":
+            return False
+        try:
+            with open(f"/proc/{beat.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
+
+    def _beat(self) -> None:
+        self._number += 1
+        beat = Beat(self._number, self.step, self._host, os.getpid(), self._state, _where(self._main))
+        self._store.set(f"{self._prefix}/{self._grid.rank}", json.dumps(asdict(beat)))
+
+    def _table(self, ranks: list[int] | None = None) -> dict[int, Beat]:
+        ranks = list(range(self._grid.world_size)) if ranks is None else ranks
+        values = self._store.multi_get([f"{self._prefix}/{rank}" for rank in ranks])
+        return {rank: Beat(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
+
+    def _next(self, rank: int) -> int:
+        return (rank + 1) % self._grid.world_size
+
+    def _name(self, rank: int, beat: Beat | None = None) -> str:
+        beat = beat or self._peers[rank]
+        return f"rank {rank} ({beat.host}, process {beat.pid}, after step {beat.step})"
+
+
+_KILLED = "was killed, is frozen or is cut off"
+_ADVICE = (
+    "The run ends; its last checkpoint is whole: give the same command again "
+    "(torchrun --max-restarts and tools/slurm/train.sbatch do so by themselves)"
+)
+
+
+def shorten_timeouts(seconds: float) -> None:
+    """Let every collective of every group fail after so long. Before the first step is done, compiling and loading take
+    longer than any step does later (as torchtitan does)."""
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection", "timed out"))
+    )
+
+
+def _where(thread: int) -> str:
+    frame: Any = sys._current_frames().get(thread)
+    if frame is None:
+        return "no longer running"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _why(beat: Beat) -> str:
+    if beat.state.startswith("failed"):
+        return f"ended with an error ({beat.state.removeprefix('failed: ')})"
+    return f"is alive and did not come: {beat.at}"

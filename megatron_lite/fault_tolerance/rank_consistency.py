@@ -1,0 +1,131 @@
+"""Processes that do not run the same thing are refused before they exchange a single number.
+
+One machine with an older checkout, another environment or a stale copy of the data would train without an error, and
+wrongly. Every process says what it has; what differs is named, with the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.parallel.grid import Grid, gather
+
+Facts = Mapping[str, Mapping[str, str]]
+
+
+class DisagreementError(ValueError):
+    """The processes of the run differ; the message says in what."""
+
+
+def require_agreement(facts: Facts, grid: Grid) -> None:
+    """Compare facts over all processes; every process calls this. One small message a process, where all agree.
+
+    Args:
+        facts: subject ("configuration", "code", ...) -> name -> value.
+
+    Raises:
+        DisagreementError: on every process, naming the ranks and what differs.
+    """
+    if grid.world_size == 1:
+        return
+    digests = {subject: _digest(json.dumps(values, sort_keys=True).encode()) for subject, values in facts.items()}
+    everyone = gather(digests, grid)
+    differing = [subject for subject in facts if len({digest[subject] for digest in everyone}) > 1]
+    if differing:
+        hosts, values = zip(
+            *gather((socket.gethostname(), {subject: facts[subject] for subject in differing}), grid), strict=True
+        )
+        raise DisagreementError(difference(values, hosts))
+
+
+def difference(facts: Sequence[Facts], hosts: Sequence[str], limit: int = 8) -> str:
+    """What differs between the facts of the ranks, in words: at most `limit` names a subject."""
+    lines = ["the processes of this run are not alike; nothing was started:"]
+    for subject in facts[0]:
+        names = sorted({name for values in facts for name in values[subject]})
+        found = [
+            (name, given)
+            for name in names
+            if len(set(given := [values[subject].get(name, "absent") for values in facts])) > 1
+        ]
+        for name, given in found[:limit]:
+            (usual, _), *_ = Counter(given).most_common(1)
+            groups: dict[str, list[int]] = {}
+            for rank, value in enumerate(given):
+                groups.setdefault(value, []).append(rank)
+            parts = [
+                f"{rank_words(ranks)} ({', '.join(sorted({hosts[rank] for rank in ranks}))}) {_shown(value)}"
+                for value, ranks in sorted(groups.items(), key=lambda group: (group[0] != usual, group[1]))
+            ]
+            lines.append(f"  {subject}: {name}: {'; '.join(parts)}")
+        if len(found) > limit:
+            lines.append(f"  {subject}: and {len(found) - limit} more")
+    lines.append("Start every process with the same command, checkout, environment and data, then again")
+    return "\n".join(lines)
+
+
+def configuration_facts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted key -> value, as JSON, of a nested configuration."""
+    facts: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            facts |= {f"{key}.{name}": text for name, text in configuration_facts(value).items()}
+        else:
+            facts[key] = json.dumps(value, sort_keys=True, default=str)
+    return facts
+
+
+def code_facts(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """Relative path -> SHA-256 of every Python file under `root/name` (a file or a folder)."""
+    facts = {}
+    for name in names:
+        path = root / name
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            facts[file.relative_to(root).as_posix()] = _digest(file.read_bytes())
+    return facts
+
+
+def file_facts(paths: Iterable[Path | None]) -> dict[str, str]:
+    """Path -> size and SHA-256 of the first and last MiB: enough to tell two versions of large files apart at once."""
+    facts = {}
+    for path in paths:
+        if path is None:
+            continue
+        if not path.is_file():
+            facts[str(path)] = "no such file"
+            continue
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            ends = file.read(1 << 20)
+            file.seek(max(0, size - (1 << 20)))
+            ends += file.read()
+        facts[str(path)] = f"{size:,} bytes, SHA-256 {_digest(ends)[:12]}"
+    return facts
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """ "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _shown(value: str) -> str:
+    if len(value) == 64 and all(letter in "0123456789abcdef" for letter in value):
+        return f"SHA-256 {value[:12]}"
+    return value if len(value) <= 100 else value[:97] + "..."

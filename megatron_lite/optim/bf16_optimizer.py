@@ -1,0 +1,310 @@
+"""What DeepSpeed's bf16 optimizer does after a backward pass, in few large kernels and without its detours.
+
+As it comes, it adds every gradient to float32 sums by way of a float32 copy, zeroes these sums twice a step and the gradients
+before every backward pass, flattens, reduces (which rounds sums over micro batches to bf16) and unflattens all of them on every
+process, a single one too, takes the norm of each, multiplies each, asks the device twice before it goes on, and writes the
+16-bit weights in a pass of their own. What is computed stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf, isfinite, nan
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.optim.gradient_reduction import average_own
+from megatron_lite.parallel.host_copy import host_copy
+
+
+def spare_gradients(engine: Any, zero: Any, replicas: int, *, release: bool, kernels: bool = False) -> None:
+    """Have DeepSpeed's bf16 optimizer read, write and keep its gradients less; other optimizers are left alone.
+
+    Afterwards `zero.skip_next()` has the next step change nothing, as a non-finite gradient does.
+
+    Args:
+        replicas: processes whose gradients are summed.
+        release: give the memory of the float32 sums back after each step. Of use with an allocator that keeps it for others,
+            as CUDA's.
+        kernels: by Triton, which also spares the float32 sums where there is nothing to sum: one process, one micro batch. One
+            process with ZeRO 1 and all state in bf16, whose sums are autograd's, has the same step then.
+    """
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    pipeline = hasattr(engine, "pipeline_enable_backward_allreduce")
+    narrow = getattr(zero, "bf16_master_weights_and_gradients", False) and hasattr(zero, "bit16_groups")
+    narrow = narrow and kernels and replicas == 1 and not pipeline and not zero.partition_gradients
+    if narrow:
+        _name_alike(zero)
+    elif not isinstance(zero, BF16_Optimizer):
+        return
+    if replicas == 1:
+        engine.enable_backward_allreduce = False
+        if pipeline:
+            engine.pipeline_enable_backward_allreduce = False
+
+    def reduce(**_: Any) -> None:
+        for flat, group in zip(zero.fp32_groups_gradients_flat, zero.real_dp_process_group, strict=True):
+            average_own(flat, group, engine.communication_data_type)
+
+    def single() -> bool:
+        return narrow or (kernels and replicas == 1 and not pipeline and engine.gradient_accumulation_steps() == 1)
+
+    engine.buffered_allreduce_fallback = reduce
+    step = _Step(zero, single, release, _Kernels(zero) if kernels else _Torch(zero))
+    zero.update_hp_grads, zero.step, zero.skip_next = step.add, step.step, step.skip_next
+    zero.clear_lp_grads = zero.clear_hp_grads = zero.zero_grad = _nothing
+
+
+def _name_alike(zero: Any) -> None:
+    """Have the optimizer of ZeRO 1 that keeps all in bf16 name what it holds as the bf16 optimizer does."""
+    zero.bf16_groups, zero.bf16_groups_flat = zero.bit16_groups, zero.bit16_groups_flat
+    zero.bf16_partitioned_groups = zero.parallel_partitioned_bit16_groups
+    zero.fp32_groups_flat_partition = zero.single_partition_of_fp32_groups
+    none = [flat.new_empty(0) for flat in zero.bit16_groups_flat]  # float32 sums
+    zero.fp32_groups_gradients_flat = none
+    zero.fp32_groups_gradients = [[flat] * len(group) for flat, group in zip(none, zero.bit16_groups, strict=True)]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What is left to do where DeepSpeed would have gradients set to zero: none are there."""
+
+
+class _Arithmetic(Protocol):
+    """The passes over gradients, master weights and moments. Gradients: for every group those of its parameters, or None
+    where they are in the group's float32 sums."""
+
+    def add(self, group: int, gradients: list[Tensor | None], fresh: bool) -> None:
+        """Add to the float32 sums, which hold nothing yet if fresh."""
+
+    def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
+        """Sum of squares over the gradients that this process is to count, of those whose optimizer state it has."""
+
+    def update(self, gradients: list[list[Tensor | None]] | None, factor: Tensor) -> None:
+        """AdamW with the gradients times the factor, a scalar; with NaN nothing."""
+
+    def settle(self, applied: bool) -> None:
+        """The host knows whether the update was one."""
+
+
+class _Step:
+    """Replaces methods of DeepSpeed's optimizer."""
+
+    def __init__(self, zero: Any, single: Callable[[], bool], release: bool, arithmetic: _Arithmetic) -> None:
+        self._zero, self._single, self._release, self._arithmetic = zero, single, release, arithmetic
+        self._skip, self._fresh = False, True
+        for parameters, totals in zip(zero.bf16_groups, zero.fp32_groups_gradients, strict=True):
+            for parameter, total in zip(parameters, totals, strict=True):
+                parameter._hp_grad = total  # which DeepSpeed reduces over the stages that share a weight
+        self._clear()
+
+    @torch.no_grad()
+    def add(self, clear_lp_grads: bool = False) -> None:
+        """After a backward pass."""
+        if self._single():
+            return
+        zero = self._zero
+        for group, (parameters, flat) in enumerate(zip(zero.bf16_groups, zero.fp32_groups_gradients_flat, strict=True)):
+            memory = flat.untyped_storage()
+            if not memory.size():
+                memory.resize_(flat.nbytes)
+                self._padding(group).zero_()
+            self._arithmetic.add(group, [parameter.grad for parameter in parameters], self._fresh)
+        self._fresh = False
+        self._drop()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        zero, norm = self._zero, inf
+        if not self._skip:
+            gradients = None
+            if self._single():
+                gradients = [[parameter.grad for parameter in parameters] for parameters in zero.bf16_groups]
+            square = self._arithmetic.square(gradients)
+            if zero.mpu is not None:
+                dist.all_reduce(square, group=zero.mpu.get_model_parallel_group())
+            if dist.get_world_size(zero.dp_process_group) > 1:
+                dist.all_reduce(square, group=zero.dp_process_group)
+            length = square.sqrt()
+            # Fetched before the update is queued: the host goes on to the next step while the device is at it.
+            told = host_copy(length)
+            factor = (zero.clip_grad / (length + 1e-6)).clamp(max=1) if zero.clip_grad > 0 else torch.ones_like(length)
+            self._arithmetic.update(gradients, torch.where(length.isfinite(), factor, nan).float())
+            self._gather()
+            (norm,) = told()
+            self._arithmetic.settle(isfinite(norm))
+        self._skip, zero.overflow = False, not isfinite(norm)
+        zero._global_grad_norm = inf if zero.overflow else norm
+        if self._single():
+            self._drop()
+        self._clear()
+
+    def skip_next(self) -> None:
+        self._skip = True
+
+    def _drop(self) -> None:
+        """Free the 16-bit gradients: zeros, to which the next ones are added, would be memory read and written for nothing."""
+        for parameters in self._zero.bf16_groups:
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _clear(self) -> None:
+        """Forget the float32 sums."""
+        self._fresh = True
+        if self._release:
+            for flat in self._zero.fp32_groups_gradients_flat:
+                flat.untyped_storage().resize_(0)  # which all views of it share
+
+    def _padding(self, group: int) -> Tensor:
+        used = self._zero.fp32_groups_actual_gradients_flat[group].numel()
+        return self._zero.fp32_groups_gradients_flat[group][used:]
+
+    def _gather(self) -> None:
+        from deepspeed.runtime.utils import all_gather_dp_groups
+
+        zero = self._zero
+        all_gather_dp_groups(
+            groups_flat=zero.bf16_groups_flat,
+            partitioned_param_groups=zero.bf16_partitioned_groups,
+            dp_process_group=zero.real_dp_process_group,
+            start_alignment_factor=zero.nccl_start_alignment_factor,
+            allgather_bucket_size=zero.allgather_bucket_size,
+        )
+
+
+def _own_sums(zero: Any, group: int) -> list[tuple[Tensor, bool]]:
+    """The float32 sums of a group, parameter by parameter, as far as this process has their optimizer state, and whether it is
+    the one to count them in the norm: of copies on several processes, one does."""
+    from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
+
+    first = bwc_tensor_model_parallel_rank(mpu=zero.mpu) == 0
+    length = zero.fp32_groups_flat_partition[group].numel()
+    begin = dist.get_rank(zero.real_dp_process_group[group]) * length
+    sums, offset = [], 0
+    for parameter in zero.bf16_groups[group]:
+        counted = first or is_model_parallel_parameter(parameter)
+        start, end = (min(max(at, begin), begin + length) for at in (offset, offset + parameter.numel()))
+        part = zero.fp32_groups_gradients_flat[group][start:end]
+        sums.append((part, counted and not getattr(parameter, "ds_pipe_replicated", False)))
+        offset += parameter.numel()
+    return sums
+
+
+class _Torch:
+    """By torch's own functions, over the float32 sums alone."""
+
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
+        sums = [_own_sums(zero, group) for group in range(len(zero.bf16_groups))]
+        self._counted = [part for group in sums for part, counted in group if counted and part.numel()]
+
+    def add(self, group: int, gradients: list[Tensor | None], fresh: bool) -> None:
+        for total, gradient in zip(self._zero.fp32_groups_gradients[group], gradients, strict=True):
+            if gradient is not None:
+                total.copy_(gradient.view(-1)) if fresh else total.add_(gradient.view(-1))
+            elif fresh:
+                total.zero_()
+
+    def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
+        if not self._counted:
+            return self._zero.fp32_groups_flat_partition[0].new_zeros(1)
+        return torch.stack(torch._foreach_norm(self._counted)).square().sum().view(1)
+
+    def update(self, gradients: list[list[Tensor | None]] | None, factor: Tensor) -> None:
+        zero = self._zero
+        if factor.isnan():
+            return
+        for master, gradient in zip(
+            zero.fp32_groups_flat_partition, zero.fp32_groups_gradient_flat_partition, strict=True
+        ):
+            master.grad = gradient.mul_(factor) if factor < 1 else gradient
+        zero.optimizer.step()
+        for weight, master in zip(_own_weights(zero), zero.fp32_groups_flat_partition, strict=True):
+            weight.copy_(master)
+
+    def settle(self, applied: bool) -> None:
+        pass
+
+
+class _Kernels:
+    """By Triton's kernels, a launch a group."""
+
+    def __init__(self, zero: Any) -> None:
+        from megatron_lite.optim.fused_adamw import Lying, Pieces
+
+        self._zero, self._device = zero, zero.fp32_groups_flat_partition[0].device
+        sums = [_own_sums(zero, group) for group in range(len(zero.bf16_groups))]
+        self._own_sums = [[part for part, _ in group] for group in sums]
+        counted = [[counts for _, counts in group] for group in sums]
+
+        def pieces(tensors: list[list[Tensor]]) -> list[Pieces]:
+            return [
+                Pieces([tensor.numel() for tensor in group], self._device, counts)
+                for group, counts in zip(tensors, counted, strict=True)
+            ]
+
+        self._pieces = pieces(zero.bf16_groups)
+        alone = all(dist.get_world_size(group) == 1 for group in zero.real_dp_process_group)
+        self._own_pieces = self._pieces if alone else pieces(self._own_sums)
+        self._partitions = [Pieces([master.numel()], self._device) for master in zero.fp32_groups_flat_partition]
+        self._lying: list[Lying] = []
+
+    def add(self, group: int, gradients: list[Tensor | None], fresh: bool) -> None:
+        pieces = self._pieces[group]
+        pieces.add(pieces.lying(_contiguous(gradients)), self._zero.fp32_groups_gradients_flat[group], fresh)
+
+    def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
+        every = self._own_pieces if gradients is None else self._pieces
+        found: Sequence[Sequence[Tensor | None]] = self._own_sums
+        if gradients is not None:
+            found = [_contiguous(group) for group in gradients]
+        self._lying = [pieces.lying(group) for pieces, group in zip(every, found, strict=True)]
+        counts = [pieces.programs for pieces in every]
+        out = torch.empty(sum(counts), dtype=torch.float32, device=self._device)
+        for pieces, lying, part in zip(every, self._lying, out.split(counts), strict=True):
+            pieces.squares(lying, part)
+        return out.sum(dtype=torch.float64).view(1)
+
+    def update(self, gradients: list[list[Tensor | None]] | None, factor: Tensor) -> None:
+        zero, pieces, lying = self._zero, self._pieces, self._lying
+        if gradients is None:
+            own = zero.fp32_groups_gradient_flat_partition
+            pieces = self._partitions
+            lying = [whole.lying([partition]) for whole, partition in zip(pieces, own, strict=True)]
+        weights = _own_weights(zero)
+        for group, master in enumerate(zero.fp32_groups_flat_partition):
+            state, options = zero.optimizer.state[master], zero.optimizer.param_groups[group]
+            state["step"] = state["step"].cpu()  # is there from the second time on
+            pieces[group].adamw(
+                lying[group],
+                master,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                weights[group],
+                factor,
+                step=int(state["step"].item()) + 1,
+                lr=options["lr"],
+                betas=options["betas"],
+                eps=options["eps"],
+                weight_decay=options["weight_decay"],
+            )
+
+    def settle(self, applied: bool) -> None:
+        self._lying = []
+        for master in self._zero.fp32_groups_flat_partition:
+            self._zero.optimizer.state[master]["step"] += applied
+
+
+def _own_weights(zero: Any) -> list[Tensor]:
+    """The part of every group's 16-bit weights of which this process has the master weights."""
+    return [
+        partitions[dist.get_rank(group)]
+        for partitions, group in zip(zero.bf16_partitioned_groups, zero.real_dp_process_group, strict=True)
+    ]
+
+
+def _contiguous(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    return [None if gradient is None else gradient.contiguous() for gradient in gradients]

@@ -1,0 +1,176 @@
+"""What DeepSpeed's ZeRO optimizers hold for this process, under the names of the model's parameters.
+
+Stages 1 and 2, stage 1 in bf16 and stage 3 keep master weights and AdamW's moments in flat buffers of three kinds. All
+that reads or writes inside them stands here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.sharding_plan import Shard
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter of this process.
+
+    Attributes:
+        name: canonical parameter name.
+        shard: which part of the full tensor tensor parallelism gave to this process.
+        primary: among processes that hold the same values, this one writes them.
+    """
+
+    name: str
+    parameter: Any
+    shard: Shard
+    primary: bool
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of one parameter's training state that this process owns.
+
+    Attributes:
+        name: canonical parameter name.
+        shard: which part of the full tensor tensor parallelism gave to this process.
+        start: offset of the fragment in the flattened shard.
+        primary: this process is the one to write it; others hold the same values.
+        tensors: "weight", "exp_avg", "exp_avg_sq": views [numel] of the live state, in float32 or, where it is kept so, bf16;
+            writing to them changes it.
+    """
+
+    name: str
+    shard: Shard
+    start: int
+    primary: bool
+    tensors: dict[str, Tensor]
+
+
+class OptimizerState:
+    """The optimizer's state on this process.
+
+    Args:
+        zero: DeepSpeed's ZeRO optimizer around `adamw`.
+        stage: of ZeRO, 1 to 3.
+        dtype: "bf16", "fp16" or "fp32".
+    """
+
+    def __init__(
+        self, zero: Any, adamw: Any, parameters: Sequence[Placed], *, stage: int, dtype: str, grid: Grid
+    ) -> None:
+        self._zero, self._adamw, self._parameters = zero, adamw, list(parameters)
+        self._stage, self._dtype, self._grid = stage, dtype, grid
+        # AdamW makes its state at the first step; a checkpoint may be loaded into it before that.
+        for flat in self._flats:
+            adamw.state[flat] = {
+                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
+                "exp_avg": torch.zeros_like(flat.data),
+                "exp_avg_sq": torch.zeros_like(flat.data),
+            }
+
+    def fragments(self) -> Iterator[Fragment]:
+        """The training state that this process owns, parameter by parameter."""
+        for placed in self._parameters:
+            parameter = placed.parameter
+            if self._stage == 3:
+                start, tensors = self._partition(parameter)
+                yield Fragment(placed.name, placed.shard, start, placed.primary, tensors)
+            elif parameter._hp_mapping is not None:  # None: another replica owns all of it
+                mapping = parameter._hp_mapping
+                state = self._adamw.state[self._flats[mapping.param_group_index]]
+                start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+                tensors = {key: state[key].narrow(0, start, numel) for key in ("exp_avg", "exp_avg_sq")}
+                tensors["weight"] = mapping.hp_fragment.data.view(-1)[:numel]
+                start = mapping.lp_fragment_address.start
+                yield Fragment(placed.name, placed.shard, start, placed.primary, tensors)
+
+    def finish_load(self, step: int) -> None:
+        """After the fragments were written to: set the optimizer's step count, refresh the 16-bit or gathered copies.
+
+        Args:
+            step: updates that the optimizer has applied (skipped steps do not count).
+        """
+        for state in self._adamw.state.values():
+            state["step"].fill_(float(step))
+        if self._stage == 3:
+            for placed in self._parameters:
+                weight = self._partition(placed.parameter)[1]["weight"]
+                placed.parameter.ds_tensor.data.view(-1)[: weight.numel()].copy_(weight)
+            # Small ones, otherwise kept gathered: the next forward pass gathers them anew.
+            if persistent := self._zero.persistent_parameters:
+                persistent[0].partition(persistent, has_been_updated=False)
+        elif hasattr(self._zero, "update_lp_params"):
+            self._zero.update_lp_params()
+        else:
+            for index, flat in enumerate(self._flats):
+                group = self._zero.real_dp_process_group[index]
+                partitions = self._zero.parallel_partitioned_bit16_groups[index]
+                own = partitions[torch.distributed.get_rank(group)]
+                own.data.copy_(flat.data)
+                torch.distributed.all_gather(list(partitions), own.clone(), group)
+
+    @property
+    def steps(self) -> int:
+        """Updates that the optimizer has applied, those of a run whose state it was given included."""
+        # The most of all: AdamW does not count for a tensor without gradients.
+        return max((int(state["step"].item()) for state in self._adamw.state.values()), default=0)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """The learning rate of the next update, of all parameters."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+
+    def poison_gradients(self) -> None:
+        """Have every process skip the next update: a non-finite gradient on one makes ZeRO do so, and release its
+        buffers properly."""
+        if hasattr(self._zero, "skip_next"):  # bf16_step.py
+            self._zero.skip_next()
+        else:
+            first = next(gradients[0] for gradients in self._zero.averaged_gradients.values() if gradients)
+            first.fill_(math.nan)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by; 1 unless fp16."""
+        return float(self._zero.loss_scale) if self._dtype == "fp16" else 1.0
+
+    @property
+    def loss_scaler(self) -> dict[str, float]:
+        """The dynamic loss scaler's numbers (fp16); empty otherwise."""
+        if self._dtype != "fp16":
+            return {}
+        scaler = self._zero.loss_scaler
+        return {key: getattr(scaler, key) for key in _SCALER_KEYS if hasattr(scaler, key)}
+
+    @loss_scaler.setter
+    def loss_scaler(self, state: Mapping[str, float]) -> None:
+        for key, value in state.items():
+            setattr(self._zero.loss_scaler, key, value)
+
+    @property
+    def _flats(self) -> list[Tensor]:
+        """The flat float32 master weights of this process, one tensor a parameter group; each ZeRO optimizer has a name
+        of its own for them (stage 3; stages 1 and 2; stage 1 in bf16)."""
+        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        return next(getattr(self._zero, name) for name in names if hasattr(self._zero, name))
+
+    def _partition(self, parameter: Any) -> tuple[int, dict[str, Tensor]]:
+        """Under stage 3: where this process's part of a parameter starts, and its state."""
+        per_rank = parameter.ds_tensor.ds_numel
+        start = self._grid.replica_rank * per_rank
+        numel = max(0, min(per_rank, parameter.ds_numel - start))  # the last ranks hold padding
+        tensors = {"weight": self._zero.get_local_fp32_param(parameter)}
+        for key in ("exp_avg", "exp_avg_sq"):
+            tensors[key] = self._zero.get_local_fp32_param(parameter, key)
+        return min(start, parameter.ds_numel), {key: tensor.data.view(-1)[:numel] for key, tensor in tensors.items()}
+
+
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -1,0 +1,255 @@
+"""This process's place among all processes, and the few collectives that the trainer needs.
+
+The environment says everything (`torchrun`, `srun` and the deepspeed launcher all set it): RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Without them the run has one process, which talks to nobody and needs no port.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.parallel.host_copy import host_copy
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Coordinates of this process.
+
+    rank = ((pipe_rank * data_size + data_rank) * context_size + context_rank) * tensor_size + tensor_rank: processes
+    that talk most are neighbours, on one machine where there is room.
+
+    Attributes:
+        rank, world_size: over all processes of the run.
+        local_rank: on this machine; the index of its GPU.
+        data_rank, data_size: which samples it reads.
+        context_rank, context_size: which part of each sequence it holds.
+        tensor_rank, tensor_size: which part of each layer it holds.
+        pipe_rank, pipe_size: which layers it holds.
+        device: where this process computes.
+        tensor_group, context_group: the processes that differ in that coordinate alone; None where there is one.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    data_rank: int
+    data_size: int
+    device: torch.device
+    context_rank: int = 0
+    context_size: int = 1
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    pipe_rank: int = 0
+    pipe_size: int = 1
+    tensor_group: dist.ProcessGroup | None = None
+    context_group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes logs, progress and shared files."""
+        return self.rank == 0
+
+    @property
+    def replicas(self) -> int:
+        """Processes that hold the same weights and each a share of the gradient: data ranks x context ranks."""
+        return self.data_size * self.context_size
+
+    @property
+    def replica_rank(self) -> int:
+        """Place among the replicas."""
+        return self.data_rank * self.context_size + self.context_rank
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process computes the loss."""
+        return self.pipe_rank == self.pipe_size - 1
+
+
+def init_grid(
+    device: str = "auto", timeout_minutes: float = 30.0, *, tensor: int = 1, pipeline: int = 1, context: int = 1
+) -> Grid:
+    """Join the run that the environment describes and return this process's place in it.
+
+    Args:
+        device: "cpu", "cuda", or "auto" for CUDA where there is one.
+        timeout_minutes: a collective that waits longer than this fails, which ends a run whose peer has died.
+        tensor, pipeline, context: sizes of the parallel dimensions; data ranks are what is left.
+
+    Raises:
+        ValueError: CUDA is asked for and absent, there are more processes on a machine than GPUs, or the sizes do not
+            divide the processes.
+    """
+    rank, world_size, local_rank = (
+        int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
+    if world_size % (tensor * pipeline * context):
+        raise ValueError(
+            f"WORLD_SIZE {world_size} is no multiple of tensor {tensor} x pipeline {pipeline} x context {context}"
+        )
+    place = _device(device, local_rank)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        # Tensors of two MiB and more in huge pages: a step allocates its activations anew, and a small page costs a fault.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        _keep_freed_memory()
+    if not dist.is_initialized():
+        backend = "nccl" if place.type == "cuda" else "gloo"
+        limit = timedelta(minutes=timeout_minutes)
+        if world_size == 1:
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        else:
+            store = _store(limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        atexit.register(dist.destroy_process_group)
+    sizes = {"pipe": pipeline, "data": world_size // (tensor * pipeline * context), "context": context}
+    sizes["tensor"] = tensor
+    ranks = torch.arange(world_size).reshape(*sizes.values())
+    pipe_rank, data_rank, context_rank, tensor_rank = (ranks == rank).nonzero()[0].tolist()
+    return Grid(
+        rank,
+        world_size,
+        local_rank,
+        data_rank=data_rank,
+        data_size=sizes["data"],
+        device=place,
+        context_rank=context_rank,
+        context_size=context,
+        tensor_rank=tensor_rank,
+        tensor_size=tensor,
+        pipe_rank=pipe_rank,
+        pipe_size=pipeline,
+        tensor_group=_group(ranks, 3, rank, urgent=place.type == "cuda"),
+        context_group=_group(ranks, 2, rank),
+    )
+
+
+def reduce_sum(values: list[float], grid: Grid) -> list[float]:
+    """Sums of the values over the replicas (data and context ranks), in float64; the same on every process.
+
+    Processes of one tensor group and pipeline hold copies, of which the last stage's first is counted: it is the last
+    stage that has a loss.
+    """
+    if grid.world_size == 1:
+        return values
+    return begin_sum(torch.tensor(values, dtype=torch.float64, device=grid.device), grid)()
+
+
+def begin_sum(values: torch.Tensor, grid: Grid) -> Callable[[], list[float]]:
+    """Begin `reduce_sum` of values [n] on the device, float64. The function that is returned waits for the sums, but not
+    for what the device is given to do in the meantime."""
+    if grid.world_size > 1:
+        counted = grid.is_last_stage and grid.tensor_rank == 0
+        # NCCL reduces float64 as well as gloo does; one small tensor a step costs microseconds.
+        values = values.clone() if counted else torch.zeros_like(values)
+        dist.all_reduce(values)
+    return host_copy(values)
+
+
+def any_process(flags: Sequence[bool], grid: Grid) -> list[bool]:
+    """For each flag whether it is set on any process; the same answer on every one."""
+    if grid.world_size == 1:
+        return list(flags)
+    tensor = torch.tensor([float(flag) for flag in flags], device=grid.device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return [value > 0 for value in tensor.tolist()]
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup, count: int) -> torch.Tensor:
+    """[count, *x.shape]: x of every process of the group, in order."""
+    out = x.new_empty(count, *x.shape)
+    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+def reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This process's row of the sum over the group of parts [count, ...]."""
+    out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    dist.reduce_scatter_tensor(out.view(-1), parts.contiguous().view(-1), group=group)
+    return out
+
+
+def broadcast(value: Any, grid: Grid) -> Any:
+    """Rank 0's value, on every process. The value is pickled between processes of the same run."""
+    if grid.world_size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=grid.device)
+    return box[0]
+
+
+def gather(value: Any, grid: Grid) -> list[Any]:
+    """Every process's value, in the order of their ranks, on every process. The values are pickled as in `broadcast`."""
+    if grid.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * grid.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier(grid: Grid) -> None:
+    """Wait for every process of the run."""
+    if grid.world_size > 1:
+        dist.barrier()
+
+
+def _group(ranks: torch.Tensor, dimension: int, rank: int, *, urgent: bool = False) -> dist.ProcessGroup | None:
+    """The group of the processes that differ from `rank` in one dimension alone; every process builds all of them.
+
+    urgent: NCCL's kernels of the group go before others that wait for room on the device.
+    """
+    if ranks.shape[dimension] == 1:
+        return None
+    own = None
+    for members in ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist():
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if urgent else None
+        group = dist.new_group(members, pg_options=options)
+        if rank in members:
+            own = group
+    return own
+
+
+def _store(limit: timedelta) -> dist.Store:
+    """Where the processes find one another. torchrun on one machine keeps it over a restart, with the addresses of the
+    processes that died, for which the next ones would wait: they get a name of their own. Between machines the number of
+    restarts differs, and the store is a new one (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, docs/launch.md)."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return store
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what a step frees: given back to the system, it costs a fault a page in the next step."""
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 << 20)  # the most that it takes
+        libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("run.device: cuda is asked for, but torch sees no CUDA device; use run.device=cpu or auto")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_RANK {local_rank}: this machine has {torch.cuda.device_count()} GPUs; "
+            f"start at most that many processes on it (torchrun --nproc-per-node)"
+        )
+    return torch.device("cuda", local_rank)
