@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import command, command_line, from_zero, interrupted, numbers, positive, words
+from tools.cli.arguments import command, command_line, from_zero, interrupted, numbers, positive, words
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
-    from tools.load_model import LoadedModel
-    from tools.perplexity import TokenText
+    from tools.evaluation.perplexity import TokenText
+    from tools.loading.model import LoadedModel
 
 RESULTS_FILE = "results.json"
 NEEDLE = "needle"  # a suite of its own: no task of the harness
@@ -76,9 +76,9 @@ def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
     Raises as `read_suite`, `check_output`, `look_for_model`, `find_model`, `IndexedTokens` and `source_files`; ValueError
     for texts of a masked model, and for one --out of several kinds of results.
     """
-    from tools.evaluation.opening import is_huggingface, look_for_model, results_file
-    from tools.evaluation.outputs import KINDS, check_output
-    from tools.load_model import find_model, run_folder
+    from tools.evaluation.open_model import is_huggingface, look_for_model, results_file
+    from tools.evaluation.results_file import KINDS, check_output
+    from tools.loading.model import find_model, run_folder
 
     suites = [name for name in options.suite if name != NEEDLE]
     if suites:
@@ -128,7 +128,7 @@ def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
 def run_texts(options: argparse.Namespace) -> None:
     """Perplexity of texts: prints a table, adds to the results file. Raises as `load_model` and `evaluate_texts`."""
     from tools.evaluation.report import plain
-    from tools.load_model import load_model
+    from tools.loading.model import load_model
 
     loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
     parameters = sum(p.numel() for p in loaded.model.parameters())
@@ -147,12 +147,12 @@ def run_texts(options: argparse.Namespace) -> None:
 
 def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Any]:
     """Perplexity of every text of `--data`, or of the run's validation set. Raises FileNotFoundError, ValueError."""
-    from tools.perplexity import perplexity, validation_text
+    from tools.evaluation.perplexity import perplexity, validation_text
 
     with tempfile.TemporaryDirectory() as folder:
         texts = [_text(loaded, name, Path(folder), options.text_key) for name in options.data]
         if options.by_position:
-            from tools.evaluation.positions import positions_command
+            from tools.evaluation.loss_by_position import positions_command
 
             return positions_command(loaded, texts or [validation_text(loaded)], options)
         return {
@@ -174,7 +174,7 @@ def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[s
     """
     from data.atomic_io import write_json
     from megatron_lite.checkpoint.storage import versions
-    from tools.evaluation.outputs import earlier_results
+    from tools.evaluation.results_file import earlier_results
 
     checkpoint = str(loaded.checkpoint.resolve())
     earlier = earlier_results(out, "texts")
@@ -215,7 +215,7 @@ def _rows(results: Mapping[str, Metrics]) -> list[list[str]]:
 
 
 def _text(loaded: LoadedModel, name: str, folder: Path, text_key: str) -> TokenText:
-    from tools.perplexity import raw_text, token_file_text
+    from tools.evaluation.perplexity import raw_text, token_file_text
 
     if _is_token_file(name):
         return token_file_text(Path(name), loaded.tokenizer, name=name)

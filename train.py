@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_lite.config.loader import dump_config, explain_config, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.guards import StopSignal
-from tools.arguments import FAILED, command_line, interrupted, refused
+from tools.cli.arguments import FAILED, command_line, interrupted, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
     from megatron_lite.parallel.grid import Grid
     from megatron_lite.trainer import Steps
     from models.config import ModelConfig
-    from tools.load_model import PreparedData
+    from tools.loading.model import PreparedData
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "default.yml"
 
@@ -61,7 +61,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     overrides = [word for word in options.config if "=" in word]
     files = files or [DEFAULT_CONFIG]
     from models.config import ModelConfig
-    from tools.vocabulary import vocabulary_override
+    from tools.loading.vocab_size import vocabulary_override
 
     try:
         overrides += vocabulary_override(files, overrides)
@@ -77,7 +77,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             return 0
         config = load()
         if options.dry_run:
-            from tools.dry_run import dry_run
+            from tools.planning.dry_run import dry_run
 
             return dry_run(config)
     except (ValueError, OSError) as error:
@@ -182,12 +182,12 @@ def _prepare(
     from megatron_lite.planning.flops import peak_flops, training_flops_per_token
     from megatron_lite.trainer import Trainer, TrainState
     from models.language_model import LanguageModel
-    from tools.build_engine import build_engine
-    from tools.decoding import complete
-    from tools.evaluation.training import suite_evaluation
-    from tools.load_model import keep_tokenizer, prepared_data
-    from tools.run_data import training_samples, training_steps, validation_set
-    from tools.summary import complete_message, is_complete, start_message, summary
+    from tools.evaluation.during_training import suite_evaluation
+    from tools.inference.generation import complete
+    from tools.loading.engine import build_engine
+    from tools.loading.model import keep_tokenizer, prepared_data
+    from tools.pretraining.data import training_samples, training_steps, validation_set
+    from tools.pretraining.summary import complete_message, is_complete, start_message, summary
 
     torch.manual_seed(config.run.seed)
     torch.set_float32_matmul_precision("highest")

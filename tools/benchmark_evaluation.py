@@ -5,7 +5,7 @@ python -m tools.benchmark_evaluation --data-dir DATA --checkpoint runs/metala_36
 python -m tools.benchmark_evaluation --data-dir DATA --tokenizer TOKENIZER_JSON --scale 0.1 --limit-minutes 2 --only hf
 
 Both read the same exported weights in one process, one after the other, after a warm-up. Tasks of which the folder holds
-only a part are filled up to the size of the whole set with rows whose words are shuffled (tools/evaluation/whole_sets.py).
+only a part are filled up to the size of the whole set with rows whose words are shuffled (tools/evaluation/full_size_sets.py).
 A side that is stopped by --limit-minutes is reported with what it has done, and its time for the rest is estimated from it.
 """
 
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import write_whole
-from tools.arguments import above_zero, command, command_line, positive
-from tools.evaluation.whole_sets import write_whole_sets
+from tools.cli.arguments import above_zero, command, command_line, positive
+from tools.evaluation.full_size_sets import write_whole_sets
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _parser().error("--tokenizer says how the random model reads text; or give a --checkpoint")
     import torch
 
-    from tools.conversion.export import export
-    from tools.devices import device_of
+    from tools.cli.devices import device_of
+    from tools.conversion.export_hf import export
     from tools.evaluation.harness import Request, prepare_tasks
-    from tools.load_model import find_model
+    from tools.loading.model import find_model
 
     device = str(device_of(options.device))
     if options.checkpoint is not None:
@@ -120,7 +120,7 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
     from megatron_lite.parallel.sharding_plan import partition_words
     from models.config import ModelConfig
     from models.language_model import LanguageModel
-    from tools.load_model import keep_tokenizer
+    from tools.loading.model import keep_tokenizer
 
     reader = load_tokenizer("hf", tokenizer)
     overrides = [
@@ -148,7 +148,7 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
 def measure(name: str, lm: Any, prepared: Any, limit_minutes: float | None = None) -> Timing:
     """Runs the suites through a model, with a line every few seconds."""
     from tools.evaluation.harness import evaluate
-    from tools.evaluation.watch import TimeUpError, Watch, follow
+    from tools.evaluation.progress import TimeUpError, Watch, follow
 
     watch = Watch(name, sys.stdout, None if limit_minutes is None else 60 * limit_minutes)
     follow(lm, watch)
@@ -227,7 +227,7 @@ def _entry(timing: Timing) -> dict[str, Any]:
 
 def _own(checkpoint: Path, device: str, options: argparse.Namespace) -> Any:
     from tools.evaluation.adapter import ProjectLM
-    from tools.load_model import load_model
+    from tools.loading.model import load_model
 
     loaded = load_model(checkpoint, device=device, dtype=options.dtype)
     return ProjectLM(

@@ -15,7 +15,7 @@ from megatron_lite.config.checks import DERIVED_KEYS, EQUATION
 from megatron_lite.config.describe import REQUIRED, Key, keys_of, leaves
 from megatron_lite.config.files import CONFIGS
 from megatron_lite.config.schema import Config
-from tools.arguments import command, command_line
+from tools.cli.arguments import command, command_line
 
 INTRODUCTION = f"""\
 # Configuration reference

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.arguments import above_zero, command, command_line
+from tools.cli.arguments import above_zero, command, command_line
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
-    from tools.conversion.export import Export
+    from tools.conversion.export_hf import Export
 
 
 @command
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from tools.conversion.export import export
+    from tools.conversion.export_hf import export
 
     done = export(
         options.checkpoint,
@@ -46,8 +46,8 @@ def _import(options: argparse.Namespace) -> int:
     import torch
 
     from megatron_lite.checkpoint.reader import Weights
-    from tools.conversion.compare import real_text, rows_of, trainer_logits
-    from tools.conversion.importing import import_folder, original_logits, processes_of_a_copy
+    from tools.conversion.import_hf import import_folder, original_logits, processes_of_a_copy
+    from tools.conversion.logit_parity import real_text, rows_of, trainer_logits
 
     done = import_folder(
         options.folder, options.run, overwrite=options.overwrite, text=options.text, progress=sys.stderr.isatty()
@@ -85,9 +85,9 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _check(done: Export, options: argparse.Namespace) -> int:
-    from tools.conversion.compare import compare_logits, real_text, rows_of
+    from tools.conversion.logit_parity import compare_logits, real_text, rows_of
     from tools.conversion.tokenizer import check_same_ids
-    from tools.load_model import DTYPES, model_config
+    from tools.loading.model import DTYPES, model_config
 
     text, name = real_text(done.config, done.tokenizer, options.text)
     config = model_config(done.config)

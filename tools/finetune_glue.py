@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from data.atomic_io import read_json, write_json, write_whole
-from tools.arguments import command, command_line, positive, words
-from tools.yaml_file import read_as
+from tools.cli.arguments import command, command_line, positive, words
+from tools.cli.yaml_file import read_as
 
 RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "glue.yml"
 
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe file with single values over it. Raises ValueError naming the key."""
-    from tools.glue_tasks import TASKS
+    from tools.evaluation.glue_tasks import TASKS
 
     recipe = read_as(Recipe, path, overrides)
     for name, task in recipe.tasks.items():
@@ -146,7 +146,7 @@ class Session:
 
     def _check_data(self, starts: Mapping[str, str | None]) -> None:
         """FileNotFoundError for a file that is not there: before the first task is trained, not when its turn comes."""
-        from tools.glue_tasks import split_file
+        from tools.evaluation.glue_tasks import split_file
 
         if self.data is None:
             return
@@ -222,7 +222,7 @@ def finetune(
     from transformers.utils import logging
 
     from megatron_lite.optim.param_groups import build_optimizer, parameter_kind
-    from tools.glue_tasks import TASKS, score
+    from tools.evaluation.glue_tasks import TASKS, score
 
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
@@ -326,7 +326,7 @@ def _splits(name: str, data: Path | None, hold_out: float | None) -> tuple[list[
     """Rows to train on, and rows to evaluate by split. Raises as `read_split`; ValueError where none is left to train on."""
     import random
 
-    from tools.glue_tasks import read_split
+    from tools.evaluation.glue_tasks import read_split
 
     first, *others = _splits_read(name, hold_out)
     rows = read_split(name, first, data)
@@ -340,7 +340,7 @@ def _splits(name: str, data: Path | None, hold_out: float | None) -> tuple[list[
 
 
 def _splits_read(name: str, hold_out: float | None) -> list[str]:
-    from tools.glue_tasks import TASKS
+    from tools.evaluation.glue_tasks import TASKS
 
     splits = list(TASKS[name].splits)
     return ["train", *splits] if hold_out is None else splits[:1]
@@ -353,7 +353,7 @@ def _weights_hash(checkpoint: Path) -> str | None:
 
         return folder_hash(str(checkpoint))
     from megatron_lite.checkpoint.reader import resolve
-    from tools.evaluation.opening import checkpoint_hash
+    from tools.evaluation.open_model import checkpoint_hash
 
     return checkpoint_hash(resolve(checkpoint))
 
@@ -364,7 +364,7 @@ def _exported(checkpoint: Path, output: Path) -> Path:
         return checkpoint
     folder = output / "pretrained"
     if not folder.exists():
-        from tools.conversion.export import export
+        from tools.conversion.export_hf import export
 
         export(checkpoint, folder)
     written = read_json(folder / "config.json", "name an export of python -m tools.convert_hf", "architectures")

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import INTERRUPTED, command, command_line, from_zero, positive
+from tools.cli.arguments import INTERRUPTED, command, command_line, from_zero, positive
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
-    from tools.load_model import LoadedModel
+    from tools.loading.model import LoadedModel
 
 
 @command
@@ -22,9 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.out is not None and options.prompts_file is None:
         parser.error("--out goes with --prompts-file; the text of one --prompt goes to stdout")
-    from tools.decoding import longest_continuation, prompt_ids
-    from tools.load_model import find_model, load_model
-    from tools.sampling import check_sampling
+    from tools.inference.generation import longest_continuation, prompt_ids
+    from tools.inference.sampling import check_sampling
+    from tools.loading.model import find_model, load_model
 
     check_sampling(options.temperature, options.top_k, options.top_p)
     prompts = _prompts(options)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _stream(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """Pieces of the text as they are complete, and the number of tokens so far."""
-    from tools.decoding import TextStream, generate, prompt_ids
+    from tools.inference.generation import TextStream, generate, prompt_ids
 
     ids = prompt_ids(loaded.tokenizer, prompt)
     stream = TextStream(loaded.tokenizer, ids)
@@ -94,7 +94,7 @@ def _batched(
     loaded: LoadedModel, prompts: Sequence[str], options: argparse.Namespace
 ) -> Iterator[tuple[str, str, int]]:
     """(prompt, its text, tokens) in the order of the prompts."""
-    from tools.decoding import TextStream, generate, prompt_ids
+    from tools.inference.generation import TextStream, generate, prompt_ids
 
     for first in range(0, len(prompts), options.batch_size):
         batch = prompts[first : first + options.batch_size]

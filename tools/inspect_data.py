@@ -15,7 +15,7 @@ from data.datasets.sample_index import ORDERS
 from data.indexed import IndexedTokens
 from data.manifest import manifest_tokenizer, read_manifest
 from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
-from tools.arguments import check_picture, command, command_line, from_zero, positive
+from tools.cli.arguments import check_picture, command, command_line, from_zero, positive
 
 EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document                      counts, lengths, integrity

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import write_json
-from tools.arguments import check_picture, command, command_line, positive
+from tools.cli.arguments import check_picture, command, command_line, positive
 
 FORMS = ("parallel", "chunked", "recurrent")
 SOFTMAX = "softmax attention"
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in rows:
         difference = "" if math.isnan(row["difference"]) else f"{row['difference']:.1e}"
         print(f"{row['form']:<18} {row['length']:>7} {row['ms']:>10.1f} {row['mib']:>10.1f}   {difference}")
-    from tools.load_model import run_of
+    from tools.loading.model import run_of
 
     out = options.out or run_of(options.run) / "forms.png"
     write_json(out.with_suffix(".json"), rows)
@@ -63,7 +63,7 @@ def compare(run: Path, lengths: Sequence[int], *, batch: int = 1, device: str = 
 
     from models.language_model import LanguageModel
     from models.mixers.lion import Lion
-    from tools.load_model import load_model
+    from tools.loading.model import load_model
 
     loaded = load_model(run, device=device, dtype="fp32")
     config = loaded.model.config

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.atomic_io import write_whole
-from tools.arguments import check_writable, command, command_line, positive
+from tools.cli.arguments import check_writable, command, command_line, positive
 
 if TYPE_CHECKING:
     from megatron_lite.parallel.grid import Grid

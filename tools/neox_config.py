@@ -13,8 +13,8 @@ from typing import Any
 from data.atomic_io import write_whole
 from megatron_lite.config.files import parse_yaml
 from megatron_lite.config.loader import ConfigError, load_config
-from tools.arguments import command_line, positive
-from tools.neox_translation import Translation, translate, underscored
+from tools.cli.arguments import command_line, positive
+from tools.conversion.neox_config import Translation, translate, underscored
 
 OWN_SECTIONS = ("run", "model", "batch", "schedule", "parallel", "precision")  # none is a section there
 

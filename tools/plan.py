@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import above_zero, above_zero_to_one, command, command_line, from_zero, positive
-from tools.estimate import any_layout, layer_flops, memory, read_config, workload
+from tools.cli.arguments import above_zero, above_zero_to_one, command, command_line, from_zero, positive
+from tools.planning.estimate import any_layout, layer_flops, memory, read_config, workload
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from megatron_lite.config.schema import Config
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_intermixed_args(arguments)
     if options.measure:
-        from tools.measure_memory import measure
+        from tools.planning.measure_memory import measure
 
         return measure(options.config)
     return plan(options)
@@ -207,7 +207,7 @@ def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str
 
 def _layers(config: Config[ModelConfig], layout: Layout, dtype: str, stage: int) -> list[LayerCost]:
     from megatron_lite.engine.precision import DTYPES
-    from tools.meta_layers import layer_costs
+    from tools.planning.layer_memory import layer_costs
 
     return layer_costs(
         config.model,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.metrics.logger import read_metrics
-from tools.arguments import check_picture, command, command_line
+from tools.cli.arguments import check_picture, command, command_line
 
 # Okabe and Ito (2008): told apart by every kind of colour vision, and in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#000000")
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--html", action="store_true", help="write one self-contained page about the run instead")
     options = parser.parse_args(arguments)
     if options.html:
-        from tools.report import write_report
+        from tools.reporting.run_report import write_report
 
         if len(options.runs) > 1:
             parser.error("--html is about one run; leave --html out to compare several")

@@ -16,7 +16,7 @@ from data.corpus.discovery import source_files
 from data.corpus.readers import SOURCE_KEY
 from data.preprocessing.encode import Recipe
 from data.preprocessing.pipeline import finished, preprocess
-from tools.arguments import command, command_line, from_zero, positive, share
+from tools.cli.arguments import command, command_line, from_zero, positive, share
 
 # GPT-NeoX's and Megatron-LM's names for what can be read here.
 TOKENIZER_TYPES = {

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import command, command_line, positive
+from tools.cli.arguments import command, command_line, positive
 
 
 @command
@@ -50,7 +50,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     from megatron_lite.planning.flops import forward_flops
     from models.config import ModelConfig
     from models.language_model import build_layer, layer_specs
-    from tools.load_model import data_config
+    from tools.loading.model import data_config
 
     source = checkpoint.resolve(source)
     settings = checkpoint.read_config_yaml(source)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import read_json
-from tools.arguments import command, command_line
+from tools.cli.arguments import command, command_line
 
 
 @command
@@ -64,7 +64,7 @@ def served_class(folder: str, name: str) -> type:
     """The export's class; what it loads draws from the model's own distribution where a request says nothing else."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    from tools.sampling import LEAST_TEMPERATURE
+    from tools.inference.sampling import LEAST_TEMPERATURE
 
     class Served(get_class_from_dynamic_module(f"hf.{name}", folder)):
         @classmethod

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tools.arguments import above_zero, check_picture, command, command_line, positive
+from tools.cli.arguments import above_zero, check_picture, command, command_line, positive
 
 COUNTS = [1 << power for power in range(11)]  # 1 to 1024
 
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_picture(options.output, "--output")
     from megatron_lite.parallel.layout import Layout, layout_problems, limits_of
     from megatron_lite.planning.communication_cost import scaling
-    from tools.estimate import any_layout, layer_flops, workload
     from tools.measure_links import read_links
+    from tools.planning.estimate import any_layout, layer_flops, workload
 
     config, _, _ = any_layout(options.config, 1)
     limits = limits_of(config.model, config.batch.sequence_length)

@@ -16,7 +16,7 @@ from data.corpus.discovery import source_files
 from data.corpus.readers import read_documents
 from data.corpus.split import TextSample, split_position
 from data.tokenizer import check_sentencepiece_size, load_tokenizer, train_sentencepiece
-from tools.arguments import command, command_line, positive
+from tools.cli.arguments import command, command_line, positive
 
 EXAMPLES = """example:
   python -m tools.train_tokenizer --input stdlib --vocab-size 4096 --output tokenizer.model

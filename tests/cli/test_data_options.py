@@ -18,7 +18,7 @@ from megatron_lite.validation import ValidationSet
 from models.config import ModelConfig
 from tests.cli.conftest import train_lines
 from tools.preprocess_data import main as preprocess
-from tools.run_data import validation_set
+from tools.pretraining.data import validation_set
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from megatron_lite.trainer import Trainer
 from models.config import ModelConfig
 from tests.cli.conftest import ROOT
 from tools import generate
-from tools.estimate import memory_of, read_config
+from tools.planning.estimate import memory_of, read_config
 
 
 def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsys):
@@ -108,7 +108,7 @@ def test_bits_per_byte_is_the_whole_validation_text(arguments, tmp_path):
     train.main(arguments())
     folder = tmp_path / "run"
     from data.tokenizer import load_tokenizer
-    from tools.load_model import load_model
+    from tools.loading.model import load_model
 
     loaded = load_model(folder)
     manifests = list((Path(yaml_value(folder, "data", "cache_directory"))).glob("corpus-*/validation.txt"))
@@ -260,7 +260,7 @@ def test_a_dry_run_counts_the_memory_of_the_plan(arguments, monkeypatch, capsys)
         out = capsys.readouterr().out
         return out, {part: float(size) for part, size in re.findall(r"^ +([a-z][a-z ]*?) +([\d.]+) GiB", out, re.M)}
 
-    monkeypatch.setattr("tools.dry_run.GIB", 2**20)
+    monkeypatch.setattr("tools.planning.dry_run.GIB", 2**20)
     out, whole = printed()
     assert "a process on a GPU, bf16, ZeRO 1 over 1" in out
     total = whole.pop("sum")

@@ -14,8 +14,8 @@ from megatron_lite.config.loader import ConfigError, load_config
 from models.config import ModelConfig
 from models.language_model import count_parameters
 from tools.compare.__main__ import main
-from tools.compare.plan import Comparison, Run, differing_keys, plan_runs, read_comparison
-from tools.compare.width import equal_width
+from tools.compare.match_parameters import equal_width
+from tools.compare.spec import Comparison, Run, differing_keys, plan_runs, read_comparison
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "configs" / "experiments"

@@ -20,8 +20,8 @@ import yaml
 from data.atomic_io import write_whole
 from megatron_lite.metrics.logger import read_metrics
 from tools.compare.__main__ import _devices, main
-from tools.compare.plan import Run, plan_runs, read_comparison
-from tools.compare.run import _Slot, run_all
+from tools.compare.launcher import _Slot, run_all
+from tools.compare.spec import Run, plan_runs, read_comparison
 
 WORDS = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
 
@@ -124,7 +124,7 @@ def test_the_workers_of_the_file_are_for_gpus(
         given.update(settings)
         return SimpleNamespace(stopped="", failed={})
 
-    monkeypatch.setattr("tools.compare.run.run_all", run_all)
+    monkeypatch.setattr("tools.compare.launcher.run_all", run_all)
     assert main([str(tmp_path / "many.yml"), "--name", "many", "--seeds", "1", "--devices", *words]) == 1
     assert given["workers"] == workers
     assert given["devices"] == words[:1]
@@ -259,7 +259,7 @@ def test_runs_go_out_seed_by_seed_and_the_longest_first(place: Path, tmp_path: P
 
         def kill(self) -> None: ...
 
-    monkeypatch.setattr("tools.compare.run._Slot", Slot)
+    monkeypatch.setattr("tools.compare.launcher._Slot", Slot)
     assert not run_all(runs, devices=["0"], tune_kernels=True, progress=False).failed
     assert served == [("0", True)]
     models = ["metala-large", "softmax-large", "metala-small", "softmax-small"]

@@ -8,8 +8,8 @@ import pytest
 
 from data.tokenizer import padded_vocab_size
 from megatron_lite.config.files import CONFIGS
-from tools.estimate import read_config
-from tools.vocabulary import vocabulary_override
+from tools.loading.vocab_size import vocabulary_override
+from tools.planning.estimate import read_config
 
 DEFAULT = [CONFIGS / "default.yml"]
 
@@ -35,7 +35,7 @@ def test_a_size_that_is_left_out(overrides, expected):
 
 def test_the_mask_token_has_a_row_where_the_vocabulary_fills_its_rows(monkeypatch):
     full = SimpleNamespace(vocab_size=384, mask_id=384)
-    monkeypatch.setattr("tools.vocabulary.load_tokenizer", lambda kind, path: full)
+    monkeypatch.setattr("tools.loading.vocab_size.load_tokenizer", lambda kind, path: full)
     words = ["model.vocab_size=null", "data.tokenizer={type: hf, path: t.json}"]
     assert vocabulary_override(DEFAULT, words) == ["model.vocab_size=384"]
     assert vocabulary_override(DEFAULT, [*words, "data.objective=masked"]) == ["model.vocab_size=512"]

@@ -14,10 +14,10 @@ from lm_eval.api.instance import Instance
 from tools.convert_hf import main as convert
 from tools.evaluation.adapter import ProjectLM, encode_pairs
 from tools.evaluation.adapter import _settings as generation_settings
-from tools.evaluation.answers import AnswerFile
+from tools.evaluation.data_parallel import Processes
 from tools.evaluation.harness import Request, evaluate, prepare_tasks
-from tools.evaluation.processes import Processes
-from tools.load_model import LoadedModel, load_model
+from tools.evaluation.request_cache import AnswerFile
+from tools.loading.model import LoadedModel, load_model
 
 LENGTH = 96
 SUITES = Request(suites=("superglue", "commonsense"))

@@ -13,9 +13,9 @@ from lm_eval.api.instance import Instance
 
 from tools.benchmark_evaluation import Timing, main
 from tools.evaluation.adapter import ProjectLM
-from tools.evaluation.watch import TimeUpError, Watch, follow
-from tools.evaluation.whole_sets import SIZES, write_whole_sets
-from tools.load_model import load_model
+from tools.evaluation.full_size_sets import SIZES, write_whole_sets
+from tools.evaluation.progress import TimeUpError, Watch, follow
+from tools.loading.model import load_model
 
 
 def requests() -> list[Instance]:

@@ -23,10 +23,10 @@ from tests.cli.conftest import ROOT, environment
 from tests.parallel.launch import free_port
 from tools import convert_hf
 from tools.evaluation.harness import read_results
-from tools.evaluation.opening import checkpoint_hash, open_model
+from tools.evaluation.open_model import checkpoint_hash, open_model
 from tools.evaluation.report import latex, plain, suite_table
 from tools.evaluation.suites import read_suite, task_suite
-from tools.load_model import load_model
+from tools.loading.model import load_model
 
 BOTH = ["--suite", "superglue,commonsense", "--device", "cpu", "--max-length", "96"]
 
@@ -355,7 +355,7 @@ def test_a_diverged_model_has_no_loss_rather_than_one_of_0(trained_run, tmp_path
         loaded.model.head.norm.weight.data.fill_(float("nan"))
         return loaded
 
-    monkeypatch.setattr("tools.load_model.load_model", diverged)
+    monkeypatch.setattr("tools.loading.model.load_model", diverged)
     out = tmp_path / "results.json"
     for words in ([], ["--by-position"]):
         assert command.main([str(trained_run), *words, "--out", str(out), "--device", "cpu"]) == 0
@@ -368,8 +368,8 @@ def test_a_diverged_model_has_no_loss_rather_than_one_of_0(trained_run, tmp_path
 
 
 def test_loss_by_position_sums_to_the_perplexity(trained_run):
-    from tools.evaluation.positions import loss_by_position
-    from tools.perplexity import perplexity, validation_text
+    from tools.evaluation.loss_by_position import loss_by_position
+    from tools.evaluation.perplexity import perplexity, validation_text
 
     loaded = load_model(trained_run, device="cpu")
     text = validation_text(loaded)
@@ -382,8 +382,8 @@ def test_loss_by_position_sums_to_the_perplexity(trained_run):
 
 def test_changes_of_pieces_are_formed_from_their_tokens(trained_run):
     """Whole pieces, one that ends a little beyond the trained length, and one that does not reach it."""
-    from tools.evaluation.positions import loss_by_position, token_nll
-    from tools.perplexity import validation_text
+    from tools.evaluation.loss_by_position import loss_by_position, token_nll
+    from tools.evaluation.perplexity import validation_text
 
     loaded = load_model(trained_run, device="cpu")
     text = validation_text(loaded)
@@ -408,7 +408,7 @@ def test_changes_of_pieces_are_formed_from_their_tokens(trained_run):
     ("changes", "verdict"), [((-1.0, -0.9), "falls on"), ((-1.0, 0.9), "stays level"), ((1.0, 0.9), "rises")]
 )
 def test_what_the_text_does_is_said_beyond_two_errors_alone(tmp_path, monkeypatch, capsys, changes, verdict):
-    from tools.evaluation import positions
+    from tools.evaluation import loss_by_position as positions
 
     found = positions.LossByPosition("t", np.ones(8), np.full(8, 2), 1.0, 4, np.array(changes))
     monkeypatch.setattr(positions, "loss_by_position", lambda *_, **__: found)
@@ -419,7 +419,7 @@ def test_what_the_text_does_is_said_beyond_two_errors_alone(tmp_path, monkeypatc
 
 
 def test_what_the_text_does_beyond_the_trained_length_is_said_with_its_error():
-    from tools.evaluation.positions import LossByPosition
+    from tools.evaluation.loss_by_position import LossByPosition
 
     nll = np.array([3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0])
     found = LossByPosition("t", nll, np.full(8, 5), 2.0, 4, np.array([-1.0, -1.2, -0.8, -1.0, -1.0]))

@@ -8,9 +8,9 @@ from math import comb
 import numpy as np
 import pytest
 
-from tools.evaluation.compare import SWAPS, compare, comparison_rows, difference, left_out
 from tools.evaluation.harness import documents, metric_value
 from tools.evaluation.report import metrics_of
+from tools.evaluation.significance import SWAPS, compare, comparison_rows, difference, left_out
 
 
 def results(documents: dict, title: str = "model") -> dict:

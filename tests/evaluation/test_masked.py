@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.harness import Request, evaluate, prepare_tasks
-from tools.evaluation.masked import PseudoScorer
+from tools.evaluation.pseudo_likelihood import PseudoScorer
 from tools.evaluation.report import suite_table
 from tools.evaluation.suites import read_suite
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import eval as command
 from tests.masked.conftest import masked_run
-from tools.decoding import generate
 from tools.evaluation import needle
 from tools.evaluation.needle import cells, needle_command, questions, split_filler
-from tools.load_model import load_model
+from tools.inference.generation import generate
+from tools.loading.model import load_model
 
 __all__ = ["masked_run"]
 
@@ -247,7 +247,7 @@ def test_what_cannot_be_asked(trained_run: Path, masked_run: Path, tmp_path: Pat
 
 
 def test_hugging_face_models_answer_alike(trained_run: Path, tmp_path: Path) -> None:
-    from tools.conversion.export import export
+    from tools.conversion.export_hf import export
 
     export(trained_run, tmp_path / "export")
     filler = tmp_path / "filler.txt"

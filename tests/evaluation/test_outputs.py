@@ -13,9 +13,9 @@ import pytest
 
 import eval as command
 from tools.evaluation.harness import Prepared, Request, shots_of, write_samples
-from tools.evaluation.outputs import check_output, difference, suite_settings, with_tasks
+from tools.evaluation.results_file import check_output, difference, suite_settings, with_tasks
 
-MODEL = "tools.load_model.read_weights"
+MODEL = "tools.loading.model.read_weights"
 
 
 @pytest.fixture

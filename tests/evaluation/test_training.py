@@ -15,7 +15,7 @@ from tests.cli.conftest import arguments, corpus, run_words
 from tests.parallel.launch import train_in_turn
 from tools.evaluation import adapter
 from tools.plot import plot_runs
-from tools.report import collect
+from tools.reporting.run_report import collect
 
 __all__ = ["arguments", "corpus"]
 

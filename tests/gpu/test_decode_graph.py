@@ -7,7 +7,7 @@ import torch
 
 from models.config import ModelConfig
 from models.language_model import LanguageModel
-from tools.decode_graph import graphed_step
+from tools.inference.cuda_graph import graphed_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

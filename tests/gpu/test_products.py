@@ -39,7 +39,7 @@ def test_every_algorithm_computes_the_product(
 def test_a_step_by_the_written_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same losses and gradient norms to rounding, and twice the same to the bit; of every product some other algorithm."""
     from models.config import ModelConfig
-    from tools.benchmark.training_subjects import own_batch, own_engine
+    from tools.benchmark.training_models import own_batch, own_engine
 
     monkeypatch.setattr(matmul, "SMALLEST", 1e6)
     monkeypatch.setattr(matmul, "ROUNDS", 1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tools.synthetic.batches import prepare
-from tools.synthetic.check import check_sweep
 from tools.synthetic.experiment import load_experiment, plan
+from tools.synthetic.preflight import check_sweep
 from tools.synthetic.training import SideBySide, train_together
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

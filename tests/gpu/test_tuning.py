@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.benchmark import tuning
+from tools.loading import triton_autotune as tuning
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

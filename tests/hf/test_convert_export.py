@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tools.conversion.export as exporting
+import tools.conversion.export_hf as exporting
 from megatron_lite.checkpoint.reader import read_weights
 from models.config import ModelConfig
 from tests.hf.conftest import write_run
-from tools.conversion.card import model_card
-from tools.conversion.compare import load_export
+from tools.conversion.logit_parity import load_export
+from tools.conversion.model_card import model_card
 from tools.convert_hf import main
 
 
@@ -232,7 +232,7 @@ def test_memory_stays_at_a_tensor(tmp_path: Path) -> None:
     program = (
         "import sys, threading, time\n"
         "from pathlib import Path\n"
-        "import tools.conversion.export as exporting\n"
+        "import tools.conversion.export_hf as exporting\n"
         "def anonymous():\n"
         "    return int(next(l for l in open('/proc/self/status') if l.startswith('RssAnon')).split()[1]) * 1024\n"
         "exporting.export(sys.argv[1], Path(sys.argv[2]))\n"  # everything is imported and warm

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.hf.environments import VERSIONS, environment, python_of
-from tools.decoding import generate
-from tools.load_model import load_model
+from tools.inference.generation import generate
+from tools.loading.model import load_model
 
 SESSION = Path(__file__).with_name("session.py")
 # What a trainer in this process left in the environment would make a Trainer look for other processes.

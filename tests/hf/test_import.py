@@ -21,11 +21,11 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.hf.conftest import write_run
 from tests.parallel.launch import train_in_turn
-from tools.conversion.compare import load_export
-from tools.conversion.foreign import check_names
-from tools.conversion.formats import translate
+from tools.conversion.foreign.mapping import check_names
+from tools.conversion.foreign.registry import translate
+from tools.conversion.logit_parity import load_export
 from tools.convert_hf import main
-from tools.load_model import build_model, load_model, model_config
+from tools.loading.model import build_model, load_model, model_config
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.hf.test_import import error_of, tiny_llama
-from tools.conversion.importing import import_folder
+from tools.conversion.import_hf import import_folder
 from tools.convert_hf import main
 
 
@@ -142,7 +142,7 @@ def test_a_run_that_exists(
     (run / "old").touch()
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
     with monkeypatch.context() as patched:
-        patched.setattr("tools.conversion.importing.write_weights", no_space)
+        patched.setattr("tools.conversion.import_hf.write_weights", no_space)
         with pytest.raises(OSError, match="No space"):
             import_folder(exported, run, overwrite=True)
     assert sorted(path.relative_to(run) for path in run.rglob("*")) == before

@@ -14,7 +14,7 @@ from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
 from tests.hf.layout_worker import LAYOUTS, micro_batches
 from tests.parallel.launch import launch
-from tools.conversion.compare import load_export
+from tools.conversion.logit_parity import load_export
 from tools.convert_hf import main
 
 

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from tests.hf.environments import SERVING, environment, python_of
 from tests.parallel.launch import free_port
-from tools.decoding import complete
-from tools.load_model import load_model
+from tools.inference.generation import complete
+from tools.loading.model import load_model
 from tools.serve import main, served_class
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tools import finetune_glue
-from tools.glue_tasks import TASKS, read_split, score
+from tools.evaluation.glue_tasks import TASKS, read_split, score
 
 
 def write_task(folder: Path, name: str, rows: int, seed: int) -> None:

@@ -16,7 +16,7 @@ from data.datasets.masking import masking_of
 from data.indexed import IndexedWriter
 from tools import masked_forms
 from tools.length import __main__ as length_tool
-from tools.load_model import load_model
+from tools.loading.model import load_model
 
 
 def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from models.language_model import count_parameters
 from tests.config.test_config_examples import CONFIGS, MASKED, load
-from tools.conversion.export import export
+from tools.conversion.export_hf import export
 
 PAGE = (Path(__file__).parents[2] / "docs" / "masked_lm.md").read_text(encoding="utf-8")
 

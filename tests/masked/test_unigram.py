@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data.indexed import IndexedWriter
-from tools import unigram
+from tools.pretraining import unigram_baseline as unigram
 
 
 def write(prefix: Path, *documents: list[int]) -> str:

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 import eval as evaluation
 from tools.synthetic.command import synthetic_suite
-from tools.synthetic.curves import _draw, draw_curves
 from tools.synthetic.experiment import Experiment, load_experiment, plan, sweeps
+from tools.synthetic.learning_curves import _draw, draw_curves
 from tools.synthetic.report import Cell, _bars, _lines, cells_of, figure, mad_scores, markdown
 from tools.synthetic.results import Results, line_of
 

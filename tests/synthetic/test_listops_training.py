@@ -17,7 +17,7 @@ import eval as evaluation
 from data.synthetic.listops import CLASSES, PAD
 from tools.synthetic.batches import generate, prepare
 from tools.synthetic.experiment import Run, _digest, load_experiment, plan
-from tools.synthetic.lane import Lane
+from tools.synthetic.model_run import Lane
 from tools.synthetic.network import Classifier
 from tools.synthetic.training import SideBySide, train_together
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tools.synthetic.batches import generate, on_device, prepare
 from tools.synthetic.experiment import Run, load_experiment, plan
-from tools.synthetic.lane import Lane
+from tools.synthetic.model_run import Lane
 from tools.synthetic.network import Network
 from tools.synthetic.training import SideBySide, train_together
 
@@ -65,7 +65,7 @@ def test_dropout_on_embeddings(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
     lane_of_other.begin_epoch(1)
     assert lane_of_other.dropped.initial_seed() != lane.dropped.initial_seed()
     for name in ("SECONDS_BETWEEN", "_SHARE"):
-        monkeypatch.setattr(f"tools.synthetic.unfinished.{name}", 0.0)
+        monkeypatch.setattr(f"tools.synthetic.run_checkpoint.{name}", 0.0)
 
     def stop(steps: int, text: str) -> None:
         if "epoch 2 " in text:

@@ -18,10 +18,10 @@ from torch import Tensor
 from data.synthetic.examples import UNLABELLED, Examples
 from tools.synthetic.batches import generate, on_device, prepare
 from tools.synthetic.experiment import Run, load_experiment, plan
-from tools.synthetic.lane import Lane, _macro
+from tools.synthetic.model_run import Lane, _macro
 from tools.synthetic.network import Network
+from tools.synthetic.run_checkpoint import Evaluated
 from tools.synthetic.training import SideBySide, train_together, training_device
-from tools.synthetic.unfinished import Evaluated
 
 CPU = torch.device("cpu")
 Runs = Callable[..., list[Run]]
@@ -73,7 +73,7 @@ def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     for name in ("SECONDS_BETWEEN", "_SHARE"):  # at every epoch, however long writing takes
-        monkeypatch.setattr(f"tools.synthetic.unfinished.{name}", 0.0)
+        monkeypatch.setattr(f"tools.synthetic.run_checkpoint.{name}", 0.0)
     both = runs("lrs=[1e-3,5e-3]", "epochs=4", "data.train_examples=640", "target=null")
     both = [replace(run, precision=precision) for run in both]
     examples = prepare(both[0], CPU)

@@ -15,10 +15,10 @@ import torch
 
 from tools.synthetic.batches import prepare
 from tools.synthetic.experiment import Run, sweeps
-from tools.synthetic.lane import Lane
+from tools.synthetic.model_run import Lane
 from tools.synthetic.results import Line, Results, line_of
+from tools.synthetic.run_checkpoint import Evaluated, Keeper, Unfinished
 from tools.synthetic.training import train_together
-from tools.synthetic.unfinished import Evaluated, Keeper, Unfinished
 from tools.synthetic.workers import Group, groups_of, train_groups
 
 Runs = Callable[..., list[Run]]
@@ -225,8 +225,8 @@ def test_every_run_has_the_examples_of_its_task_and_seed(runs: Runs, tmp_path: P
 
 
 def test_a_finished_run_leaves_nothing_unfinished(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.synthetic.unfinished.SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr("tools.synthetic.unfinished._SHARE", 0.0)
+    monkeypatch.setattr("tools.synthetic.run_checkpoint.SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("tools.synthetic.run_checkpoint._SHARE", 0.0)
     (run,) = runs("data.train_examples=128", "data.test_examples=64", "epochs=3", "target=null")
     seen: list[list[Path]] = []
     results = Results(tmp_path / "results.jsonl")

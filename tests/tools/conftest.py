@@ -17,8 +17,8 @@ from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.parallel.grid import init_grid
 from models.config import ModelConfig
 from tools.benchmark import __main__ as benchmark
-from tools.build_engine import build_engine
-from tools.load_model import keep_tokenizer, prepare
+from tools.loading.engine import build_engine
+from tools.loading.model import keep_tokenizer, prepare
 
 STEPS = 30
 

@@ -14,7 +14,9 @@ import torch
 
 from models.config import ModelConfig
 from tests.tools.conftest import refusal
-from tools.benchmark import decode, kernels, masked, measure, mixers
+from tools.benchmark import decode, kernels, mixers
+from tools.benchmark import masked_lm_step as masked
+from tools.benchmark import timing as measure
 from tools.benchmark.__main__ import main
 from tools.benchmark.report import plot_lines
 
@@ -195,7 +197,7 @@ def test_masked_models_are_asked_for_what_is_hidden(monkeypatch: pytest.MonkeyPa
         def close(self) -> None: ...
 
     built: list[Any] = []
-    monkeypatch.setattr("tools.build_engine.build_engine", lambda config, *_: (built.append(config), Engine())[1])
+    monkeypatch.setattr("tools.loading.engine.build_engine", lambda config, *_: (built.append(config), Engine())[1])
     timing = masked._measure("bert", "base", 1024, 4, 2, ["model.num_layers=1"])
     assert len(timing.seconds) == 2
     assert built[0].model.max_positions == 1024

@@ -88,7 +88,7 @@ def test_a_layouts_tokens_are_those_of_its_data_ranks(monkeypatch: pytest.Monkey
 
     now, seconds = [0.0], iter([9.0, 8.0, 1.0, 3.0, 2.0])  # the first two do not count
     monkeypatch.setattr(layouts.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr("tools.build_engine.build_engine", lambda *_: Engine())
+    monkeypatch.setattr("tools.loading.engine.build_engine", lambda *_: Engine())
     for name, value in (("synchronize", None), ("max_memory_allocated", 3 << 30), ("reset_peak_memory_stats", None)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for name in ("barrier", "all_reduce"):

@@ -16,7 +16,7 @@ from megatron_lite.engine.cublaslt import Product
 from megatron_lite.parallel.fused_projections import join_fan_outs
 from tools.benchmark import matmul
 from tools.benchmark.__main__ import main
-from tools.benchmark.training_subjects import own_config
+from tools.benchmark.training_models import own_config
 
 SHAPES = (
     Product(64, 32, 48, (False, True), torch.bfloat16, False),

@@ -27,7 +27,7 @@ from tools.benchmark.__main__ import main
 from tools.benchmark.profile import Piece, _busy, _pieces, by_kernel, by_part
 from tools.benchmark.profile_parts import part_of
 from tools.benchmark.training import _figures
-from tools.benchmark.training_subjects import Settings, Size, _recurrence_flops, build
+from tools.benchmark.training_models import Settings, Size, _recurrence_flops, build
 
 TINY = [
     "model.num_layers=1",

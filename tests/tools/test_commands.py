@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from tests.cli.conftest import ROOT, environment
-from tools.arguments import command
+from tools.cli.arguments import command
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"(?:python|torchrun[^\n`]*?) (?:-m )?(tools\.[a-z_.]+[a-z]|train\.py|eval\.py)([^\n`#|]*)")
@@ -86,7 +86,7 @@ def test_the_files_of_the_documentation_exist():
 
 PIPED = """
 import sys
-from tools.arguments import command
+from tools.cli.arguments import command
 @command
 def main(arguments=None):
     for number in range(100_000):

@@ -20,8 +20,8 @@ from models.config import ModelConfig
 from models.mixers import MIXERS
 from tests.cli.conftest import ROOT, environment
 from tools import measure_links, simulate_scaling
-from tools.estimate import layer_flops, read_config, state_elements, workload
 from tools.measure_links import read_links
+from tools.planning.estimate import layer_flops, read_config, state_elements, workload
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])

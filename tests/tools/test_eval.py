@@ -15,8 +15,8 @@ from data.indexed import IndexedTokens, IndexedWriter
 from data.tokenizer import load_tokenizer
 from megatron_lite.metrics.logger import read_metrics
 from tests.tools.conftest import write_corpus
-from tools.load_model import LoadedModel, load_model
-from tools.perplexity import perplexity, raw_text, token_file_text, validation_text
+from tools.evaluation.perplexity import perplexity, raw_text, token_file_text, validation_text
+from tools.loading.model import LoadedModel, load_model
 
 LENGTH = 32
 

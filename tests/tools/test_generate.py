@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from data.tokenizer import Tokenizer, load_tokenizer
 from models.config import ModelConfig
 from models.language_model import LanguageModel
-from tools import decoding
-from tools.decoding import TextStream, complete, generate, longest_continuation, prompt_ids
 from tools.generate import main
-from tools.load_model import load_model
+from tools.inference import generation as decoding
+from tools.inference.generation import TextStream, complete, generate, longest_continuation, prompt_ids
+from tools.loading.model import load_model
 
 
 def tiny(*mixers: str) -> LanguageModel:

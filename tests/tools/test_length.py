@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from data.indexed import IndexedTokens, IndexedWriter
 from models.config import ModelConfig
 from tests.masked.conftest import masked_run
+from tools.evaluation.perplexity import validation_text
 from tools.length import plot
 from tools.length.__main__ import _lengths, main, measure_run
 from tools.length.masked import accuracy_table
-from tools.load_model import load_model
-from tools.perplexity import validation_text
+from tools.loading.model import load_model
 
 __all__ = ["masked_run"]
 

@@ -11,7 +11,7 @@ from megatron_lite.checkpoint.reader import read_config_yaml, read_weights
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from models.mixers import MIXERS
-from tools.load_model import CheckpointError, build_model, load_model, model_config, read_tokenizer
+from tools.loading.model import CheckpointError, build_model, load_model, model_config, read_tokenizer
 
 
 def test_the_newest_checkpoint_or_the_named_one(trained_run: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_tokenizer_larger_than_the_model(trained_run: Path, monkeypatch: pytes
     class Larger:
         path, type, vocab_size = "big.model", "sentencepiece", 513
 
-    monkeypatch.setattr("tools.load_model.read_tokenizer", lambda run, config: Larger())
+    monkeypatch.setattr("tools.loading.model.read_tokenizer", lambda run, config: Larger())
     with pytest.raises(ValueError, match=r"big\.model has 513 entries and the model 512 rows"):
         load_model(trained_run)
 

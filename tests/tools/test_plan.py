@@ -19,11 +19,12 @@ from megatron_lite.planning.memory import GIB, Allocations, LayerCost, Setting, 
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.cli.conftest import ROOT
-from tools import measure_memory, plan
-from tools.build_engine import build_engine
-from tools.estimate import read_config
-from tools.meta_kernels import unlaunched
-from tools.meta_layers import layer_costs
+from tools import plan
+from tools.loading.engine import build_engine
+from tools.planning import measure_memory
+from tools.planning.estimate import read_config
+from tools.planning.layer_memory import layer_costs
+from tools.planning.meta_device import unlaunched
 
 SMALL = [
     "configs/default.yml",

@@ -15,7 +15,7 @@ from tests.masked.conftest import masked_run
 __all__ = ["eval_data", "masked_run"]
 
 TASKS, MODEL = "tools.evaluation.harness.load_tasks", "tools.evaluation.needle.open_model"
-WEIGHTS, SUITES = "tools.load_model.read_weights", "tools.evaluation.command.run_suites"
+WEIGHTS, SUITES = "tools.loading.model.read_weights", "tools.evaluation.command.run_suites"
 SYNTHETIC = "tools.synthetic.command.synthetic_command"
 
 # Places: RUN a trained causal run, MASKED a masked one, NONE nothing, EMPTY a folder, LOST a run whose tokenizer's description
@@ -62,8 +62,8 @@ CASES = [
         r"--output /proc/l\.json: cannot be written",
     ),
     ("tools.inspect_data", "NONE --histogram /proc/l.png", "tools.inspect_data.IndexedTokens", "--histogram /proc/l"),
-    ("tools.convert_hf", "export RUN OUT --text NONE", "tools.conversion.export.export", "nothing: No such file"),
-    ("tools.convert_hf", "import EXPORT OUT --text NONE", "tools.conversion.importing.import_folder", "No such file"),
+    ("tools.convert_hf", "export RUN OUT --text NONE", "tools.conversion.export_hf.export", "nothing: No such file"),
+    ("tools.convert_hf", "import EXPORT OUT --text NONE", "tools.conversion.import_hf.import_folder", "No such file"),
     (
         "tools.benchmark_evaluation",
         "--data-dir DATA --checkpoint NONE",
@@ -73,7 +73,7 @@ CASES = [
     (
         "tools.finetune_glue",
         "MASKED --tasks rte --data EMPTY --output OUT",
-        "tools.conversion.export.export",
+        "tools.conversion.export_hf.export",
         r"mnli/train\.jsonl\.gz: there is no such split.* rte starts from the weights that mnli left: --start pretrained",
     ),
 ]

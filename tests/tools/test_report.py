@@ -12,7 +12,7 @@ import pytest
 from megatron_lite.checkpoint.reader import read_weights
 from megatron_lite.metrics.logger import MetricsLogger, read_metrics
 from tools.plot import main
-from tools.report import PAGE, collect, columns, write_report
+from tools.reporting.run_report import PAGE, collect, columns, write_report
 
 HOSTILE = "</script><script>document.title = 'taken'</script><!-- <b>&amp; \u2028 größe 🙂"
 
@@ -130,7 +130,7 @@ def test_scores_and_the_sample_of_the_summary(tmp_path: Path, monkeypatch: pytes
     metrics.log(3, {"suite/task": 0.5}, kind="evaluation")
     metrics.close()
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 3, "sample": "def x"}))
-    monkeypatch.setattr("tools.report.MOST_POINTS", 2)
+    monkeypatch.setattr("tools.reporting.run_report.MOST_POINTS", 2)
     data = collect(tmp_path)
     assert data["scores"]["suite/task"] == [0.5]
     assert data["samples"] == [{"step": 3, "prompt": "", "text": "def x"}]

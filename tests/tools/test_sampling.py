@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tools.sampling import check_sampling, keep_likely, next_tokens
+from tools.inference.sampling import check_sampling, keep_likely, next_tokens
 
 
 def naive_kept(logits: list[float], top_k: int, top_p: float) -> set[int]:

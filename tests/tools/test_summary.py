@@ -11,8 +11,8 @@ import pytest
 
 from megatron_lite.config.loader import load_config
 from models.config import ModelConfig
-from tools import summary
-from tools.summary import _duration, command, compressed_bits_per_byte, is_complete
+from tools.pretraining import summary
+from tools.pretraining.summary import _duration, command, compressed_bits_per_byte, is_complete
 
 BUDGET = "schedule.time_budget_minutes"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tools.benchmark import tuning
+from tools.loading import triton_autotune as tuning
 
 
 @pytest.fixture

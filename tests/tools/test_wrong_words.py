@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import ROOT
-from tools import arguments
+from tools.cli import arguments
 
 # Places: RUN a trained causal run, NONE nothing, CONFIG a configuration, TEXT a Markdown page, OUT a new folder,
 # TOKENS a token file whose .bin was cut short, BROKEN a run with a byte of a weight file changed, FILE a file,

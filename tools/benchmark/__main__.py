@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.arguments import above_zero, command, command_line, from_zero, positive
+from tools.cli.arguments import above_zero, command, command_line, from_zero, positive
 
 if TYPE_CHECKING:
     from .training import Plan
@@ -116,7 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ordered = sorted(range(1, len(words)), key=lambda place: not override[place])
     options = parser.parse_args([*words[:1], *(words[place] for place in ordered)])
     # After the arguments, so that --help does not wait for torch.
-    from . import decode, kernels, layouts, masked, matmul, mixers, profile, training
+    from . import decode, kernels, layouts, matmul, mixers, profile, training
+    from . import masked_lm_step as masked
 
     options.output.mkdir(parents=True, exist_ok=True)
     if options.command == "mixers":
@@ -214,10 +215,10 @@ def _train_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _training_plan(options: argparse.Namespace) -> Plan:
-    from tools.devices import device_of
+    from tools.cli.devices import device_of
 
     from .training import Plan
-    from .training_subjects import SUBJECTS
+    from .training_models import SUBJECTS
 
     shapes = [_shape(word) for word in options.shapes or []]
     lengths = options.lengths or []

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_lite.config.files import ConfigError, read_sources
 from models.config import ModelConfig
-from tools.devices import device_of
+from tools.cli.devices import device_of
 
 from .report import table, write_csv
 
@@ -141,7 +141,7 @@ def _llama(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
 
 
 def _measure_own(model: Any, context: int, batch: int, steps: int, *, graph: bool) -> Row:
-    from tools.decode_graph import graphed_step
+    from tools.inference.cuda_graph import graphed_step
 
     device = model.device
     ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)

@@ -19,8 +19,8 @@ from models.operators.lion.bidirectional_attention import ProjectedGate, bidirec
 from models.operators.metala import metala_epilogue
 from models.precision import ROW_SUM_EPS
 
-from .measure import Measurement, Step, capture, launched_ms, measure
 from .report import machine, plot_lines, table, write_csv
+from .timing import Measurement, Step, capture, launched_ms, measure
 
 # Sequences of one length and their number, about as many tokens each.
 SHAPES = ((128, 128), (512, 32), (2048, 8), (8192, 2), (32768, 1))

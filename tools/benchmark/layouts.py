@@ -138,7 +138,7 @@ def _measure(case: Case, config_file: str, grid: Any, steps: int) -> dict[str, A
     import torch.distributed as dist
 
     from megatron_lite.config.schema import ParallelConfig
-    from tools.build_engine import build_engine
+    from tools.loading.engine import build_engine
 
     settings = [
         f"batch.sequence_length={case.length}",

@@ -28,7 +28,7 @@ from megatron_lite.engine.tuned_matmul import Products
 from megatron_lite.parallel.fused_projections import join_fan_outs
 
 from .report import table, write_csv
-from .training_subjects import own_batch, own_config, own_engine
+from .training_models import own_batch, own_config, own_engine
 
 # How many the library's heuristics name; are looked at again; take turns.
 NAMED, AGAIN, LAST = 8, 48, 8

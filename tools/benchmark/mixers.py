@@ -13,9 +13,9 @@ from tqdm import tqdm
 from models.config import ModelConfig
 from models.mixers import MIXERS
 
-from .measure import Step, host_ms, launched_ms, peak_gib
+from ..loading.triton_autotune import tune_side_by_side, without_tuning
 from .report import machine, plot_bars, table, write_csv
-from .tuning import tune_side_by_side, without_tuning
+from .timing import Step, host_ms, launched_ms, peak_gib
 
 # Beside the defaults: what runs another operator or another kernel.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from tools.devices import device_of
+from tools.cli.devices import device_of
 
 from .profile_parts import PARTS, part_of
 from .report import machine, plot_bars, table, write_csv
-from .training_subjects import own_batch, own_config, own_engine
+from .training_models import own_batch, own_config, own_engine
 
 WARM_UP, TIMED = 3, 5
 

@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .report import plot_bars, plot_lines, table, write_csv
-from .training_subjects import OWN, OWN_CHANGES, PRECISIONS, SUBJECTS, own_config
+from .training_models import OWN, OWN_CHANGES, PRECISIONS, SUBJECTS, own_config
 
 ROOT = Path(__file__).parents[2]
 Shape = tuple[int, int]  # length and batch

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .training_subjects import Settings, Size, Training, build
-from .tuning import tune_side_by_side, without_tuning
+from ..loading.triton_autotune import tune_side_by_side, without_tuning
+from .training_models import Settings, Size, Training, build
 
 WARM_UP = 2  # steps after the first that are not timed either
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.arguments import above_zero, command, command_line, numbers, positive, words
+from tools.cli.arguments import above_zero, command, command_line, numbers, positive, words
 
 if TYPE_CHECKING:
-    from tools.compare.plan import Comparison, Run
+    from tools.compare.spec import Comparison, Run
 
 EPILOG = """examples:
   python -m tools.compare configs/experiments/compare_lm.yml --plan             what would be trained, nothing more
@@ -34,8 +34,8 @@ and the figures show what is complete: runs/NAME/results.md, results.json and *.
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0 when all runs are complete, 1 when some are not, 2 for what cannot be run."""
     options = _parser().parse_intermixed_args(arguments)
-    from tools.compare.plan import plan_runs, read_comparison
-    from tools.compare.run import refuse_others
+    from tools.compare.launcher import refuse_others
+    from tools.compare.spec import plan_runs, read_comparison
 
     comparison = read_comparison(options.file)
     changes: dict[str, Any] = {"name": options.name, "data": options.data, "workers": options.workers}
@@ -104,7 +104,7 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
 
 
 def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namespace) -> dict[str, str]:
-    from tools.compare.run import prepare, run_all
+    from tools.compare.launcher import prepare, run_all
 
     prepare(runs)
     devices = _devices(options.devices or comparison.devices)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.metrics.logger import FILE_NAME, read_metrics
-from tools.compare.plan import Run
-from tools.compare.run import steps_done
+from tools.compare.launcher import steps_done
+from tools.compare.spec import Run
 
 
 @dataclass(frozen=True)

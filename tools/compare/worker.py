@@ -16,7 +16,7 @@ from pathlib import Path
 def main() -> int:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     if "--untuned" in sys.argv:
-        from tools.benchmark.tuning import without_tuning
+        from tools.loading.triton_autotune import without_tuning
 
         without_tuning()
     import train

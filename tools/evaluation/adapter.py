@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
-from tools.decoding import generate
-from tools.evaluation.answers import AnswerFile
-from tools.evaluation.masked import PseudoScorer
+from tools.evaluation.data_parallel import Processes
 from tools.evaluation.prefix_tree import Ids
-from tools.evaluation.processes import Processes
+from tools.evaluation.pseudo_likelihood import PseudoScorer
+from tools.evaluation.request_cache import AnswerFile
 from tools.evaluation.scoring import Scorer
+from tools.inference.generation import generate
 
 
 class ProjectLM(TemplateLM):
@@ -311,7 +311,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
 
 
 def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    """The harness's generation settings in the words of `tools.decoding.generate`. Raises ValueError for others."""
+    """The harness's generation settings in the words of `tools.inference.generation.generate`. Raises ValueError for others."""
     settings = normalize_gen_kwargs(given, max_tokens)
     sampled, temperature = settings["do_sample"], settings.get("temperature")
     if unknown := sorted(

@@ -21,15 +21,7 @@ from tools.evaluation.harness import (
     write_json,
     write_samples,
 )
-from tools.evaluation.opening import look_for_model, number_format, open_model
-from tools.evaluation.outputs import (
-    check_output,
-    difference,
-    earlier_results,
-    refuse_others,
-    suite_settings,
-    with_tasks,
-)
+from tools.evaluation.open_model import look_for_model, number_format, open_model
 from tools.evaluation.report import (
     bar_chart,
     detail_rows,
@@ -38,6 +30,14 @@ from tools.evaluation.report import (
     metrics_of,
     plain,
     suite_table,
+)
+from tools.evaluation.results_file import (
+    check_output,
+    difference,
+    earlier_results,
+    refuse_others,
+    suite_settings,
+    with_tasks,
 )
 from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 
@@ -120,7 +120,7 @@ def table_command(arguments: Sequence[str]) -> int:
 
 def compare_command(arguments: Sequence[str]) -> int:
     """`python eval.py compare a.json b.json`: the differences and whether they are more than chance."""
-    from tools.evaluation.compare import compare, comparison_rows, left_out
+    from tools.evaluation.significance import compare, comparison_rows, left_out
 
     parser = argparse.ArgumentParser(
         prog="python eval.py compare",

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.evaluation.opening import OpenedModel, is_huggingface, look_for_model, number_format, open_model
-from tools.evaluation.outputs import difference, earlier_results, refuse_others, weights
+from tools.evaluation.open_model import OpenedModel, is_huggingface, look_for_model, number_format, open_model
+from tools.evaluation.results_file import difference, earlier_results, refuse_others, weights
 
 if TYPE_CHECKING:
-    from tools.load_model import LoadedModel
+    from tools.loading.model import LoadedModel
 
 LENGTHS = (2048, 4096, 8192, 16384)
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -314,7 +314,7 @@ def _validation_text(loaded: LoadedModel, tokens: int) -> str:
     import numpy as np
 
     from data.indexed import IndexedTokens
-    from tools.perplexity import validation_text
+    from tools.evaluation.perplexity import validation_text
 
     text, tokenizer = validation_text(loaded), loaded.tokenizer
     sequences = IndexedTokens(text.prefix)

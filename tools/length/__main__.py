@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.atomic_io import write_json
-from tools.arguments import check_picture, command, command_line, positive
+from tools.cli.arguments import check_picture, command, command_line, positive
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
-    from tools.load_model import LoadedModel
+    from tools.loading.model import LoadedModel
 
 MASKED_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.length.causal import loss_table
     from tools.length.masked import accuracy_table
     from tools.length.plot import plot_accuracy, plot_loss
-    from tools.load_model import run_of
+    from tools.loading.model import run_of
 
     lengths = sorted({row["length"] for rows in results.values() for row in (rows if masked else rows["by_length"])})
     print(accuracy_table(results, lengths) if masked else loss_table(results))
@@ -68,7 +68,7 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
     `load_model` and `measure_run`; what is seen without weights before the first run is measured."""
     from data.indexed import IndexedTokens
     from data.manifest import check_tokenizer
-    from tools.load_model import find_model, load_model, read_tokenizer, run_folder
+    from tools.loading.model import find_model, load_model, read_tokenizer, run_folder
 
     results: dict[str, Any] = {}
     kinds: dict[str, Path] = {}
@@ -97,9 +97,9 @@ def measure_run(
     no text.
     """
     from data.indexed import IndexedTokens
+    from tools.evaluation.perplexity import validation_text
     from tools.length.causal import loss_over_length, pieces_read
     from tools.length.masked import masked_accuracy
-    from tools.perplexity import validation_text
 
     masked = bool(loaded.model.config.two_sided_mixers())
     prefix = data or str(validation_text(loaded).prefix)

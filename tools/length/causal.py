@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from data.datasets.causal import SequentialDataset
-from tools.evaluation.positions import token_nll
-from tools.load_model import LoadedModel
+from tools.evaluation.loss_by_position import token_nll
+from tools.loading.model import LoadedModel
 
 # Multiples of the trained length.
 MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32)

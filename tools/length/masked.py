@@ -10,7 +10,7 @@ import torch
 from data.datasets.masked import MaskedDataset
 from data.datasets.masking import masking_of
 from tools.length.causal import pieces_read
-from tools.load_model import LoadedModel
+from tools.loading.model import LoadedModel
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.arguments import above_zero, command_line
+from tools.cli.arguments import above_zero, command_line
 
 if TYPE_CHECKING:  # --help answers at once
     from .experiment import Experiment, Run
@@ -102,7 +102,7 @@ def _train(
 
     from tqdm import tqdm
 
-    from .unfinished import forget
+    from .run_checkpoint import forget
     from .workers import groups_of, train_groups
 
     # Of a command that was killed between a run's line and this.
@@ -153,8 +153,8 @@ def _train(
 
 def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
     """The first setting of every model (of every kind of task in MAD), a row each."""
-    from .check import check_sweeps
     from .experiment import sweeps
+    from .preflight import check_sweeps
 
     chosen: dict[tuple[str, str], list[Run]] = {}
     for sweep in sweeps(runs):
@@ -176,8 +176,8 @@ def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
 def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
     from data.atomic_io import write_whole
 
-    from .curves import draw_curves
     from .experiment import sweeps
+    from .learning_curves import draw_curves
     from .report import cells_of, figure, mad_scores, markdown
 
     grouped = sweeps(runs)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_lite.config.files import CONFIGS
-from tools.yaml_file import nearest, read_as
+from tools.cli.yaml_file import nearest, read_as
 
 SUITES = ("mqar", "mad", "listops")
 FOLDER = CONFIGS / "experiments"

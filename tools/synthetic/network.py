@@ -19,7 +19,7 @@ from models.layers.init import linear
 from models.layers.lm_head import IGNORED_LABEL
 from models.layers.norm import Norm
 from models.mixers.attention import Attention, dot_product
-from tools.yaml_file import nearest
+from tools.cli.yaml_file import nearest
 
 from .experiment import Run
 

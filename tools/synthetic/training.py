@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from tools.devices import device_of
+from tools.cli.devices import device_of
 
 from .batches import Asked, batch_size, joined
 from .experiment import Run
-from .lane import Lane
-from .unfinished import Evaluated, Keeper, TimeUpError, Unfinished
+from .model_run import Lane
+from .run_checkpoint import Evaluated, Keeper, TimeUpError, Unfinished
 
 Progress = Callable[[int, str], None]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from .experiment import Run
 from .results import Line, Results, line_of
-from .unfinished import TimeUpError, forget
+from .run_checkpoint import TimeUpError, forget
 
 # A worker's message: what it is about, and what it says.
 Message = tuple[str, Any]
@@ -261,7 +261,7 @@ class Trainer:
 def prepare_kernels(device: Any) -> None:
     """On CUDA one configuration of every FLA kernel: timing them all takes minutes for every shape, and more in chorus."""
     if device.type == "cuda":
-        from tools.benchmark.tuning import without_tuning
+        from tools.loading.triton_autotune import without_tuning
 
         without_tuning()
 

@@ -22,7 +22,7 @@ from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.reader import Weights
 from models.config import ModelConfig
 from models.language_model import layer_specs
-from tools.load_model import data_config
+from tools.loading.model import data_config
 
 # Longer than a chunk of the recurrence, and little enough for a large model on a CPU.
 LENGTH = 128

@@ -24,7 +24,7 @@ from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
 from models.operators.context_parallel import sequence_shards
 from models.recompute import forgetting
-from tools.meta_kernels import kernels_of_cuda
+from tools.planning.meta_device import kernels_of_cuda
 
 
 def layer_costs(

@@ -24,7 +24,7 @@ from data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from data.loader import batches
 from data.manifest import check_tokenizer, read_manifest
 from data.tokenizer import Tokenizer
-from tools.load_model import LoadedModel, data_config, prepare
+from tools.loading.model import LoadedModel, data_config, prepare
 
 
 @dataclass(frozen=True)

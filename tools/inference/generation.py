@@ -12,7 +12,7 @@ import torch
 
 from data.tokenizer import Tokenizer
 from models.language_model import LanguageModel
-from tools.sampling import check_sampling, next_tokens
+from tools.inference.sampling import check_sampling, next_tokens
 
 
 @torch.inference_mode()

@@ -21,12 +21,12 @@ from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.reader import Weights, read_config_yaml, resolve
 from megatron_lite.checkpoint.safetensors_stream import write_tensors
 from models.config import ModelConfig
-from tools.conversion.card import model_card
-from tools.conversion.compare import real_text
-from tools.conversion.folder import read_config
-from tools.conversion.source import flat_source
+from tools.conversion.flatten_source import flat_source
+from tools.conversion.hf_folder import read_config
+from tools.conversion.logit_parity import real_text
+from tools.conversion.model_card import model_card
 from tools.conversion.tokenizer import export_tokenizer
-from tools.load_model import DTYPES, keep_tokenizer, model_config, read_tokenizer, run_folder
+from tools.loading.model import DTYPES, keep_tokenizer, model_config, read_tokenizer, run_folder
 
 # What an import needs to train on: the run's configuration and its tokenizer as the trainer reads it.
 TRAINING_FOLDER = "training"

@@ -17,8 +17,8 @@ from data.datasets.causal import SequentialDataset
 from data.loader import batches
 from models.language_model import LanguageModel
 from models.precision import wide
-from tools.load_model import LoadedModel
-from tools.perplexity import TokenText
+from tools.evaluation.perplexity import TokenText
+from tools.loading.model import LoadedModel
 
 # Logits formed at a time, in elements.
 _LOGITS = 1 << 24

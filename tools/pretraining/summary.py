@@ -23,8 +23,8 @@ from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
 from megatron_lite.metrics.logger import read_metrics
 from megatron_lite.trainer import FitResult, TrainState
-from tools.load_model import PreparedData
-from tools.unigram import unigram_baseline
+from tools.loading.model import PreparedData
+from tools.pretraining.unigram_baseline import unigram_baseline
 
 
 def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:

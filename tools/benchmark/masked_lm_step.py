@@ -76,7 +76,7 @@ def run(
 
 def _measure(name: str, size: str, length: int, batch: int, steps: int, overrides: Sequence[str]) -> Timing:
     from megatron_lite.parallel.grid import init_grid
-    from tools.build_engine import build_engine
+    from tools.loading.engine import build_engine
 
     file = CONFIGS / f"{name}_{size}.yml"
     if not file.is_file():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from tools.conversion.foreign import Foreign, Source, only
+from tools.conversion.foreign.mapping import Foreign, Source, only
 
 
 def metalion(config: Mapping[str, Any]) -> Foreign:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from tools.conversion.foreign import Foreign, Source, only
+from tools.conversion.foreign.mapping import Foreign, Source, only
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("swish",),

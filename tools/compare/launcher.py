@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from data.atomic_io import write_whole
 from megatron_lite.metrics.logger import FILE_NAME
-from tools.compare.plan import Run, differing_keys
+from tools.compare.spec import Run, differing_keys
 
 _ROOT = Path(__file__).parents[2]
 # A checkpoint of a large model takes a while to write.
@@ -48,9 +48,9 @@ def refuse_others(runs: Sequence[Run]) -> None:
 def prepare(runs: Sequence[Run]) -> None:
     """Writes the file of every run, and prepares their corpora once, before several processes ask for them.
 
-    Raises ValueError where there is no validation text, and as `tools.load_model.prepared_data`.
+    Raises ValueError where there is no validation text, and as `tools.loading.model.prepared_data`.
     """
-    from tools.load_model import prepared_data
+    from tools.loading.model import prepared_data
 
     for run in runs:
         write_whole(run.file, run.text)

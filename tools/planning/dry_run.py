@@ -19,8 +19,8 @@ from megatron_lite.parallel.layout import Layout
 from megatron_lite.planning.memory import GIB
 from models.config import ModelConfig
 from models.language_model import LayerSpec, layer_specs
-from tools.devices import device_of
-from tools.estimate import layer_flops, memory_of
+from tools.cli.devices import device_of
+from tools.planning.estimate import layer_flops, memory_of
 
 
 def dry_run(config: Config[ModelConfig]) -> int:

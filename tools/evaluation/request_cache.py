@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.evaluation.processes import Processes
+from tools.evaluation.data_parallel import Processes
 
 
 class AnswerFile:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tools.load_model import FoundModel, LoadedModel
+    from tools.loading.model import FoundModel, LoadedModel
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ def look_for_model(options: argparse.Namespace) -> FoundModel | None:
 
     Tasks come from the hub, which takes minutes, or many seconds of retries where it is out of reach: this comes before.
 
-    Raises as `tools.load_model.find_model`; OSError for a name that the hub does not know or cannot be asked for.
+    Raises as `tools.loading.model.find_model`; OSError for a name that the hub does not know or cannot be asked for.
     """
-    from tools.devices import device_of
-    from tools.load_model import find_model
+    from tools.cli.devices import device_of
+    from tools.loading.model import find_model
 
     name = options.checkpoint
     if not is_huggingface(name):
@@ -75,7 +75,7 @@ def results_file(options: argparse.Namespace, found: FoundModel | LoadedModel | 
         return Path(options.out)
     if found is None:
         return Path("runs") / "evaluation" / _title(options) / file
-    from tools.load_model import run_folder
+    from tools.loading.model import run_folder
 
     return run_folder(found.checkpoint, found.config) / "evaluation" / found.checkpoint.name / file
 
@@ -92,7 +92,7 @@ def open_model(options: argparse.Namespace, file: str, *, max_length: int | None
         file: name of the results file where `--out` does not say. max_length: tokens seen at once; None for
             `--max-length`, or the trained length.
 
-    Raises as `tools.load_model.load_model` and `HuggingFaceLM`.
+    Raises as `tools.loading.model.load_model` and `HuggingFaceLM`.
     """
     length = max_length or options.max_length
     return _huggingface(options, file, length) if is_huggingface(options.checkpoint) else _own(options, file, length)
@@ -114,7 +114,7 @@ def checkpoint_hash(checkpoint: Path) -> str:
 
 
 def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> OpenedModel:
-    from tools.devices import device_of
+    from tools.cli.devices import device_of
     from tools.evaluation.huggingface import HuggingFaceLM, folder_hash
 
     name, out = _title(options), results_file(options, None, file)
@@ -144,9 +144,9 @@ def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> 
 
 def _own(options: argparse.Namespace, file: str, length: int | None) -> OpenedModel:
     from tools.evaluation.adapter import ProjectLM
-    from tools.evaluation.answers import AnswerFile
-    from tools.evaluation.processes import join_processes
-    from tools.load_model import load_model
+    from tools.evaluation.data_parallel import join_processes
+    from tools.evaluation.request_cache import AnswerFile
+    from tools.loading.model import load_model
 
     processes, device = join_processes(options.device)
     loaded = load_model(options.checkpoint, device=device, dtype=options.dtype)

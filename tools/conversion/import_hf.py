@@ -21,12 +21,12 @@ from megatron_lite.config.loader import ConfigError, dump_config, load_config
 from megatron_lite.parallel.sharding_plan import partition_words
 from models.config import ModelConfig
 from models.language_model import LanguageModel
-from tools.conversion.compare import real_text
-from tools.conversion.export import TRAINING_FOLDER, check_vocabulary
-from tools.conversion.folder import Tensors, read_config
-from tools.conversion.foreign import check_names, make
-from tools.conversion.formats import translate
-from tools.load_model import keep_tokenizer, kept_tokenizer
+from tools.conversion.export_hf import TRAINING_FOLDER, check_vocabulary
+from tools.conversion.foreign.mapping import check_names, make
+from tools.conversion.foreign.registry import translate
+from tools.conversion.hf_folder import Tensors, read_config
+from tools.conversion.logit_parity import real_text
+from tools.loading.model import keep_tokenizer, kept_tokenizer
 
 _COPY = f"copy it again, or remove {TRAINING_FOLDER}/ to begin with placeholders"
 
@@ -114,7 +114,7 @@ def import_folder(
 @torch.no_grad()
 def original_logits(folder: Path, kind: str, model: ModelConfig, tokens: Tensor) -> tuple[Tensor | None, str]:
     """Logits of the model that was read, in float32, or None and why it cannot be run here."""
-    from tools.conversion.compare import exported_logits
+    from tools.conversion.logit_parity import exported_logits
 
     if kind == "metalion":
         return exported_logits(folder, tokens, model), ""

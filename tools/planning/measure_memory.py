@@ -15,8 +15,8 @@ from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
 from megatron_lite.planning.memory import GIB, Allocations
 from models.config import ModelConfig
-from tools.build_engine import build_engine
-from tools.estimate import memory_of, read_config
+from tools.loading.engine import build_engine
+from tools.planning.estimate import memory_of, read_config
 
 # Steps before the one that is measured: CUDA graphs are recorded in the third micro batch.
 BEFORE = 3

@@ -109,7 +109,7 @@ def own_config(config: str, overrides: Sequence[str], length: int, batch: int) -
 def own_engine(config: Any, device: torch.device, dtype: str) -> Any:
     """What train.py builds for this configuration, of one process."""
     from megatron_lite.parallel.grid import init_grid
-    from tools.build_engine import build_engine
+    from tools.loading.engine import build_engine
 
     return build_engine(config, init_grid(device.type), dtype)
 

@@ -38,8 +38,8 @@ def suite_evaluation(
         return None
     from tools.evaluation.adapter import ProjectLM
     from tools.evaluation.command import scores
+    from tools.evaluation.data_parallel import Processes
     from tools.evaluation.harness import Request, evaluate, prepare_tasks
-    from tools.evaluation.processes import Processes
     from tools.evaluation.suites import UnknownNameError, suite_names
 
     # A name is a suite's where there is one, a task's otherwise.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tools.conversion.foreign import Foreign
-from tools.conversion.foreign_fla import gla, hgrn2, retnet
-from tools.conversion.foreign_metala import metala
-from tools.conversion.foreign_transformers import gpt_neox, llama, metalion
+from tools.conversion.foreign.fla import gla, hgrn2, retnet
+from tools.conversion.foreign.mapping import Foreign
+from tools.conversion.foreign.metala import metala
+from tools.conversion.foreign.transformers import gpt_neox, llama, metalion
 
 
 def translate(config: Mapping[str, Any]) -> Foreign:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config import ModelConfig
-from tools.conversion.foreign import Foreign, Source
+from tools.conversion.foreign.mapping import Foreign, Source
 
 
 def metala(config: Mapping[str, Any]) -> Foreign:

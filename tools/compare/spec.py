@@ -18,9 +18,9 @@ from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
 from models.config import ModelConfig
 from models.language_model import count_parameters
-from tools.compare.width import equal_width
-from tools.vocabulary import vocabulary_override
-from tools.yaml_file import read_as
+from tools.cli.yaml_file import read_as
+from tools.compare.match_parameters import equal_width
+from tools.loading.vocab_size import vocabulary_override
 
 Tree = dict[str, Any]
 

@@ -24,7 +24,7 @@ from megatron_lite.checkpoint.reader import CheckpointError, read_config_yaml, r
 from megatron_lite.config.schema import DataConfig
 from models.config import ModelConfig
 from models.language_model import LanguageModel
-from tools.devices import device_of
+from tools.cli.devices import device_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

@@ -20,7 +20,7 @@ def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
     """The configuration for so many processes. Accumulation follows from the layout where both batch sizes are given."""
     from megatron_lite.config.loader import ConfigError, load_config
     from models.config import ModelConfig
-    from tools.vocabulary import vocabulary_override
+    from tools.loading.vocab_size import vocabulary_override
 
     files = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -91,7 +91,7 @@ def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> 
     """Bytes by part of the fullest process of this configuration's layout: on GPUs, or on a CPU, whose layers are computed."""
     from megatron_lite.engine.precision import DTYPES
     from megatron_lite.parallel.layout import Layout
-    from tools.meta_layers import layer_costs
+    from tools.planning.layer_memory import layer_costs
 
     parallel = config.parallel
     layout = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
@@ -153,7 +153,7 @@ def state_elements(model: ModelConfig) -> float:
 
     from models.mixers import MIXERS
     from models.operators.context_parallel import sequence_shards
-    from tools.meta_kernels import kernels_of_cuda
+    from tools.planning.meta_device import kernels_of_cuda
 
     found: dict[str, int] = {}
     names = [model.mixer_of(index) for index in range(model.num_layers)]
