@@ -28,8 +28,8 @@ test: setup lint  ## style, types and the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-huggingface: setup  ## exports in environments with only torch and transformers (built once, 3 GB in ~/.cache/metalion)
-	$(BIN)/python tests/hf/environments.py
-	OMP_NUM_THREADS=1 METALION_COMPILE=1 $(BIN)/python -m pytest tests/hf/test_environments.py
+	$(BIN)/python tests/tools/conversion/environments.py
+	OMP_NUM_THREADS=1 METALION_COMPILE=1 $(BIN)/python -m pytest tests/tools/conversion/test_environments.py
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Memory of one process: what is allocated by whom, as arithmetic, and the peak of a training step.
 
-What DeepSpeed's optimizers hold was read from allocations (deepspeed 0.19.8, `tests/tools/test_plan.py` repeats it): bytes a
+What DeepSpeed's optimizers hold was read from allocations (deepspeed 0.19.8, `tests/tools/planning/test_plan.py`
+repeats it): bytes a
 parameter of this process, n processes sharing the optimizer state, b = elements of a reduction bucket.
 
 |                  | weights | gradients | master | moments | while the gradients are reduced                     |

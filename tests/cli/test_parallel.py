@@ -13,7 +13,7 @@ import pytest
 import train
 from megatron_lite.checkpoint import reader as checkpoint
 from tests.cli.conftest import ROOT, assert_same_run, environment, run_words
-from tests.parallel.launch import free_port, train_in_turn
+from tests.parity.launch import free_port, train_in_turn
 
 SETTINGS = {"optimizer.lr": 1e-4, "evaluation.interval": 4}
 LONGER = {**SETTINGS, "schedule.train_steps": 12, "schedule.decay_steps": 8}

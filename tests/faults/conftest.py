@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import ROOT, arguments, corpus, environment, train_lines, wait_for
-from tests.parallel.launch import free_port
+from tests.parity.launch import free_port
 
 __all__ = ["arguments", "corpus", "launch", "reached", "worker"]
 

@@ -14,7 +14,7 @@ import train
 from megatron_lite.checkpoint import reader as checkpoint
 from tests.cli.conftest import assert_same_run, run_words, train_lines, wait_for
 from tests.faults.conftest import reached, worker
-from tests.parallel import launch as processes
+from tests.parity import launch as processes
 
 INJECT = ("-m", "tests.faults.inject")
 

@@ -8,9 +8,9 @@ from subprocess import TimeoutExpired
 import pytest
 import torch
 
-from tests.parallel import layouts
-from tests.parallel.launch import launch
-from tests.parallel.test_parity import expected
+from tests.parity import layouts
+from tests.parity.launch import launch
+from tests.parity.test_parity import expected
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -22,7 +22,7 @@ def test_layouts_over_nccl_train_as_one_process(tmp_path, processes):
         pytest.skip(f"needs {processes} GPUs, has {GPUS}")
     out = tmp_path / "results.json"
     try:
-        launch("tests.parallel.worker", processes, str(processes), str(out), device="cuda")
+        launch("tests.parity.worker", processes, str(processes), str(out), device="cuda")
     except (RuntimeError, TimeoutExpired) as error:
         reached = [out.with_suffix(f".{rank}") for rank in range(processes)]
         names = [file.read_text() if file.exists() else "none" for file in reached]

@@ -13,7 +13,7 @@ from megatron_lite.parallel.grid import Grid, init_grid
 from models.language_model import build_layer, layer_specs
 from models.recompute import forgetting
 from tests import oracle
-from tests.trainer.conftest import batches, model_config
+from tests.megatron_lite.conftest import batches, model_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

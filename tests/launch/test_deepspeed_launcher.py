@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.cli.conftest import ROOT, assert_same_run, environment
-from tests.parallel.launch import free_port
+from tests.parity.launch import free_port
 
 
 def test_the_deepspeed_launcher_trains(arguments, alone, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.conftest import ROOT, assert_same_run, train_lines, wait_for
 from tests.cli.conftest import environment as clean_environment
-from tests.parallel.launch import free_port
+from tests.parity.launch import free_port
 
 SCRIPT = ROOT / "tools" / "slurm" / "train.sbatch"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluation.conftest import eval_data
-from tests.masked.conftest import masked_run
+from tests.tools.evaluation.conftest import eval_data
+from tests.tools.masked_lm.conftest import masked_run
 
 __all__ = ["eval_data", "masked_run"]
 

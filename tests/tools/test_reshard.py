@@ -9,7 +9,7 @@ import pytest
 
 import megatron_lite.checkpoint.storage as writing
 from megatron_lite.checkpoint import reader as checkpoint
-from tests.hf.conftest import write_run
+from tests.tools.conversion.conftest import write_run
 from tools.reshard import main
 
 

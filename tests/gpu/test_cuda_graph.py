@@ -1,0 +1,88 @@
+"""Blocks as CUDA graphs: the same training as kernel by kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.engine.cuda_graph import Captured
+from megatron_lite.engine.engine import Engine
+from megatron_lite.parallel.grid import Grid, init_grid
+from tests.gpu.test_trainer import LR, engine_on, run
+from tests.megatron_lite.conftest import batches, model_config
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def grid() -> Grid:
+    return init_grid("cuda")
+
+
+@pytest.mark.parametrize("mode", ["none", "elementwise", "full"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_recorded_step_is_the_step(grid: Grid, mode: str, overlap: bool) -> None:
+    """With sums over two micro batches, an evaluation and a vetoed step between. One process can work in halves too."""
+    config, steps = model_config(("metala",), hidden_size=128), batches(6)
+    histories: list[Any] = []
+    for recorded in (False, True):
+        options = {"activation_checkpointing": {"mode": mode}, "tensor_overlap": overlap, "cuda_graph": recorded}
+        engine = engine_on(grid, config, "bf16", **options)
+        history = run(engine, steps[:3])
+        history.append(tuple(engine.evaluate(steps[0]))[:2])
+        assert engine.train_step(steps[0], lr=LR, veto=lambda loss: True).skipped
+        history += run(engine, steps[3:])
+        assert [call._record is not None for call in _captured(engine)] == [True] * recorded
+        histories.append(history)
+        engine.close()
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(*reversed(histories), strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=2e-3)
+
+
+def test_gradients_that_are_kept_over_micro_batches(grid: Grid) -> None:
+    """float32 sums them in the parameters' own gradients."""
+    config, steps = model_config(("attention",)), batches(4)
+    wanted, found = (_trained(grid, config, "fp32", steps, recorded) for recorded in (False, True))
+    assert found[1] is True
+    for a, b in zip(found[0], wanted[0], strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_blocks_that_wait_for_the_device_run_as_without(grid: Grid) -> None:
+    """MetaLA's recurrence in float32 looks for the strongest decay."""
+    config, steps = model_config(("metala",)), batches(3)
+    wanted = _trained(grid, config, "fp32", steps, False)
+    with pytest.warns(UserWarning, match="parallel.cuda_graph = true: a block waits"):
+        found = _trained(grid, config, "fp32", steps, True)
+    assert found[1] is False
+    for a, b in zip(found[0], wanted[0], strict=True):
+        assert a == pytest.approx(b, rel=1e-6)
+
+
+def test_other_shapes_and_masks_run_as_without(grid: Grid) -> None:
+    config, steps = model_config(("metala",)), batches(4)
+    mask = torch.arange(steps[0][0]["tokens"].shape[1]) < torch.tensor([[9], [24]])
+    padded = [{**batch, "mask": mask} for batch in steps[2]]
+    shorter = [{key: value[:, :20].contiguous() for key, value in batch.items()} for batch in steps[3]]
+    steps = [*steps[:3], padded, shorter, steps[3]]
+    wanted, found = (_trained(grid, config, "bf16", steps, recorded) for recorded in (False, True))
+    assert found[1] is True
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(found[0], wanted[0], strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=2e-3)
+
+
+def _trained(grid: Grid, config: Any, dtype: str, steps: Any, recorded: bool) -> tuple[list[tuple[float, float]], bool]:
+    """(loss, gradient norm) of every step, and whether the blocks were recorded."""
+    engine = engine_on(grid, config, dtype, cuda_graph=recorded)
+    history = run(engine, steps)
+    was = any(call._record is not None for call in _captured(engine))
+    engine.close()
+    return history, was
+
+
+def _captured(engine: Engine) -> list[Captured]:
+    return [call for call in engine._engine.module._calls if isinstance(call, Captured)]

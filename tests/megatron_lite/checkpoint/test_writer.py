@@ -1,0 +1,116 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from megatron_lite.checkpoint import reader as checkpoint
+from megatron_lite.checkpoint import writer as checkpoint_writer
+from megatron_lite.checkpoint.reader import CheckpointError
+from megatron_lite.checkpoint.writer import CheckpointWriter
+from tests.megatron_lite.conftest import batches, model_config
+
+LR = 3e-4
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """An event that every file waits for before it is written."""
+    event, write_file = threading.Event(), checkpoint_writer.write_file
+
+    def late(path, tensors):
+        assert event.wait(60)
+        return write_file(path, tensors)
+
+    monkeypatch.setattr(checkpoint_writer, "write_file", late)
+    yield event
+    event.set()
+
+
+def content(folder):
+    """Every file's bytes; of the manifest what it says but for the command."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+    return files, {**checkpoint.read_manifest(folder), "command": []}
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
+def test_steps_behind_its_back_change_nothing(build, gate, tmp_path, dtype, stage):
+    steps = batches(5)
+    engine = build(model_config(), dtype=dtype, zero_stage=stage)
+    engine.train_step(steps[0], lr=LR)
+    gate.set()
+    engine_checkpoint.save(engine, tmp_path / "at once", step=1, state={"step": 1}, config_yaml="a: 1\n")
+    gate.clear()
+    writer = CheckpointWriter(engine, tmp_path / "behind", asynchronous=True)
+    for step in (1, 2):  # the second save in the memory of the first
+        writer.begin(step=step, state={"step": step}, config_yaml="a: 1\n")
+        engine.train_step(steps[step], lr=LR)
+        assert writer.is_busy
+        assert not writer.settle(any_busy=True)
+        assert not (tmp_path / "behind" / f"step_{step:08d}").exists()
+        gate.set()
+        assert writer.finish()
+        gate.clear()
+        assert writer.last.path == checkpoint.resolve(tmp_path / "behind")
+    assert content(tmp_path / "behind" / "step_00000001") == content(tmp_path / "at once" / "step_00000001")
+    assert writer.last.stopped_seconds <= writer.last.seconds
+    other = build(model_config(), seed=99, dtype=dtype, zero_stage=stage)
+    assert engine_checkpoint.load(other, tmp_path / "behind") == {"step": 2}
+    rest = [other.train_step(steps[2], lr=LR)]
+    assert rest == [engine_at(build, steps, dtype, stage)]
+
+
+def engine_at(build, steps, dtype, stage):
+    """The third of three steps, without any save."""
+    engine = build(model_config(), dtype=dtype, zero_stage=stage)
+    return [engine.train_step(step, lr=LR) for step in steps[:3]][-1]
+
+
+def test_latest_moves_when_all_have_written_and_the_next_save_waits(build, gate, tmp_path):
+    engine = build(model_config())
+    writer = CheckpointWriter(engine, tmp_path, asynchronous=True)
+    writer.begin(step=1, state={}, config_yaml="")
+    with pytest.raises(ValueError, match="step 1 is not written yet"):
+        writer.begin(step=2, state={}, config_yaml="")
+    gate.set()
+    writer._save.work.result(60)
+    assert not checkpoint.exists(tmp_path)
+    assert not writer.settle(any_busy=True)  # another process still writes
+    assert not writer.settle(any_busy=False)
+    writer._save.work.result(60)
+    assert checkpoint.resolve(tmp_path).name == "step_00000001"
+    assert writer.settle(any_busy=False)
+    assert not writer.settle(any_busy=False)
+    writer.begin(step=2, state={}, config_yaml="")
+    assert writer.finish()
+    assert checkpoint.resolve(tmp_path).name == "step_00000002"
+
+
+@pytest.mark.parametrize("what", ["write_file", "publish"])
+def test_a_failure_is_raised_at_a_later_step_and_spares_the_former(build, monkeypatch, tmp_path, what):
+    engine = build(model_config())
+    writer = CheckpointWriter(engine, tmp_path, asynchronous=True)
+    writer.begin(step=1, state={}, config_yaml="")
+    writer.finish()
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint_writer, what, full)
+    writer.begin(step=2, state={}, config_yaml="")
+
+    def later_steps():
+        while True:
+            writer._save.work.result(60)
+            writer.settle(any_busy=False)
+
+    with pytest.raises(CheckpointError, match=r"step_00000002: No space left on device .* Earlier checkpoints are"):
+        later_steps()
+    assert checkpoint.resolve(tmp_path).name == "step_00000001"
+    assert not list(tmp_path.glob(".step_*"))
+    monkeypatch.undo()
+    writer.begin(step=2, state={}, config_yaml="")
+    assert writer.finish()

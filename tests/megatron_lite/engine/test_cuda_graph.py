@@ -1,0 +1,92 @@
+"""When blocks are recorded and when they run as without; CUDA itself is in tests/gpu/test_cuda_graph.py."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.engine import cuda_graph as captured
+from megatron_lite.engine.cuda_graph import Captured
+
+SMALL, LARGE = torch.zeros(2, 3, requires_grad=True), torch.zeros(4, 3, requires_grad=True)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Record:
+        parameters: tuple[Tensor, ...] = ()
+
+        def __init__(self, _blocks: Any, _layers: Any, like: Tensor) -> None:
+            self.rows = len(like)
+
+        def moved(self) -> bool:
+            return False
+
+    class Replay:
+        @staticmethod
+        def apply(record: Record, *_: Any) -> str:
+            return f"replay of {record.rows}"
+
+    monkeypatch.setattr(captured, "_Record", Record)
+    monkeypatch.setattr(captured, "_Replay", Replay)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+
+
+def build(blocks: Any = lambda _: "tried") -> Any:
+    return Captured(blocks, lambda _, **__: "otherwise", [])
+
+
+def test_the_third_call_of_a_shape_is_recorded() -> None:
+    call = build()
+    found = [call(x) for x in (SMALL, LARGE, LARGE, SMALL, SMALL, SMALL, LARGE, SMALL)]
+    assert found == ["tried"] * 5 + ["replay of 2", "otherwise", "replay of 2"]
+    assert call(SMALL, mask=SMALL) == "otherwise"
+    with torch.no_grad():
+        assert call(SMALL) == "otherwise"
+
+
+def test_what_waits_for_the_device_is_not_recorded_and_said_once() -> None:
+    def blocks(_: Tensor) -> str:
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=2)
+        warnings.warn("something else", stacklevel=2)
+        return "tried"
+
+    call = build(blocks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [call(SMALL) for _ in range(4)] == ["tried", "tried", "otherwise", "otherwise"]
+    texts = [str(warning.message) for warning in caught]
+    assert len([text for text in texts if text.startswith("parallel.cuda_graph = true: a block waits")]) == 1
+    assert texts.count("something else") == 2
+    assert len(texts) == 3
+
+
+def test_a_recording_that_fails_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captured, "_Record", fails)
+    call = build()
+    assert [call(SMALL), call(SMALL)] == ["tried"] * 2
+    with pytest.raises(RuntimeError, match=r"parallel.cuda_graph = true: .* set it to false"):
+        call(SMALL)
+
+
+def test_while_it_is_recorded_modules_read_aliases_of_their_parameters() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    second.weight = first.weight
+    weight, bias = first.weight, first.bias
+    with captured._aliased([first, second]) as pairs:
+        assert [parameter for parameter, _ in pairs] == [weight, bias]
+        assert first.weight is second.weight is pairs[0][1]
+        assert first.weight is not weight
+        (gradient,) = torch.autograd.grad(first(torch.ones(1, 2)).sum(), [pairs[0][1]])
+        assert gradient.shape == weight.shape
+        assert first.weight.data_ptr() == weight.data_ptr()
+    assert first.weight is second.weight is weight
+    assert weight.grad is None

@@ -1,0 +1,164 @@
+"""The fused kernels around the products (SwiGLU, gates, feature map, residual sum with norm) against PyTorch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.layers.gated_norm import gated_head_norm
+from models.layers.mlp import swiglu
+from models.layers.norm import Norm
+from models.mixers import mamba2
+from models.mixers.metala import decay_and_key
+from models.operators.lion.feature_map import feature_map
+from tests.models.kernels.conftest import Replace, apart
+
+Function = Callable[..., tuple[Tensor | None, ...]]
+
+
+def compare(exact: Function, kernels: Function, inputs: list[Tensor | None], bound: float = 1e-6) -> None:
+    """Outputs and gradients of `exact` in float64 beside those of `kernels` in float32."""
+    results = []
+    for function, dtype in ((exact, torch.float64), (kernels, torch.float32)):
+        leaves = [None if x is None else x.to(dtype).clone().requires_grad_() for x in inputs]
+        given = [x if x is None or x.ndim == 1 else apart(x) for x in leaves]
+        outputs = [apart(y) for y in function(*given) if y is not None]
+        # Each output has a gradient of its own direction.
+        total = sum(
+            (y * torch.linspace(-1, 2 + i, y.numel(), device=y.device, dtype=y.dtype).view_as(y)).sum()
+            for i, y in enumerate(outputs)
+        )
+        total.backward()
+        results.append([*(y.detach() for y in outputs), *(x.grad for x in leaves if x is not None)])
+    for number, (wanted, found) in enumerate(zip(*results, strict=True)):
+        assert ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-9)).item() < bound, number
+
+
+def random(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).float().to(device)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (2, 1500)])
+def test_swiglu(device: str, shape: tuple[int, ...]) -> None:
+    from models.kernels.swiglu import swiglu as kernel
+
+    inputs = [3 * random(*shape, seed=1, device=device), random(*shape, seed=2, device=device)]
+    compare(lambda a, b: (swiglu(a, b),), lambda a, b: (kernel(a, b),), inputs)
+
+
+@pytest.mark.parametrize("name", ["silu", "silu_paper"])
+@pytest.mark.parametrize("shape", [(3, 5, 64), (1, 70, 24)])
+def test_feature_map(device: str, name: str, shape: tuple[int, ...]) -> None:
+    from models.kernels.lion.feature_map import normalised_silu
+
+    def kernel(x: Tensor) -> tuple[Tensor]:
+        return (normalised_silu(x, name, torch.float32),)
+
+    compare(lambda x: (feature_map(x, name),), kernel, [2 * random(*shape, seed=8, device=device)], 2e-6)
+
+
+def test_a_feature_map_of_nothing(device: str) -> None:
+    """SiLU(x + 1/2) is 0 in all channels."""
+    from models.kernels.lion.feature_map import normalised_silu
+
+    x = torch.full((3, 24), -0.5, device=device)
+    assert torch.equal(normalised_silu(x, "silu_paper", torch.float32), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_decay_and_key(device: str, scale: float) -> None:
+    from models.kernels.metala.decay_and_key import decay_and_key as kernel
+
+    compare(decay_and_key, kernel, [scale * random(3, 700, seed=3, device=device)], 2e-6)
+
+
+def test_decay_and_key_keep_their_digits(device: str) -> None:
+    from models.kernels.metala.decay_and_key import decay_and_key as kernel
+
+    a = torch.linspace(-90, 80, 3001, device=device)
+    for found, wanted in zip(kernel(a), decay_and_key(a.double()), strict=True):
+        # Below float32's smallest normal number there are no digits to keep.
+        sized = wanted.abs() > 1e-36
+        # exp(-|a|) is formed as a power of 2, whose exponent has float32's digits.
+        assert ((found.double() / wanted - 1).abs()[sized]).max().item() < 1e-5
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("size", [48, 1100])
+def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool, replace: Replace) -> None:
+    """Rows of which a program takes many at a time, the last tile not full; and such of which it takes one."""
+    from models.kernels import add_norm as kernel
+
+    replace(kernel, [kernel._backward_launch], _PROGRAMS=5, _PROGRAMS_LONG=5)
+
+    config = ModelConfig(
+        vocab_size=8, num_layers=1, hidden_size=size, num_heads=2, norm=kind, norm_affine=affine, norm_eps=1e-5
+    )
+    norm = Norm(config).double()
+    centred = kind == "layernorm"
+    shape = (2, 300 if size < 1000 else 30, size)
+
+    def exact(x: Tensor, delta: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
+        norm.weight, norm.bias = None, None
+        h = x if delta is None else x + delta
+        y = norm(h)
+        if weight is not None:
+            y = y * weight
+        return h * 1.0, y if bias is None else y + bias
+
+    def kernels(x: Tensor, delta: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return kernel.add_norm(x, delta, weight, bias, 1e-5, centred)
+
+    inputs = [
+        2 * random(*shape, seed=4, device=device) + 1,
+        random(*shape, seed=5, device=device) if add else None,
+        random(size, seed=6, device=device) if affine else None,
+        random(size, seed=7, device=device) if affine and centred else None,
+    ]
+    compare(exact, kernels, inputs, 3e-6)
+    # Where nobody goes on with the sum, whose gradient hid that of a norm for nearly equal dy; and nobody with the norm.
+    inputs = [x if x is None or x.ndim == 1 else x[:, :10] for x in inputs]
+    compare(lambda *x: (exact(*x)[1],), lambda *x: (kernels(*x)[1],), inputs, 1e-4)
+    compare(lambda *x: (exact(*x)[0],), lambda *x: (kernels(*x)[0] * 1.0,), [*inputs[:2], None, None], 3e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 33), (1, 64, 32), (3, 200, 70), (2, 0, 5)])
+def test_sums_over_programs(device: str, shape: tuple[int, int, int]) -> None:
+    from models.kernels.primitives import sum_parts
+
+    parts = random(*shape, seed=9, device=device)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
+        found = sum_parts(parts, dtype)
+        assert (found.dtype, found.shape) == (dtype, (shape[0], shape[2]))
+        torch.testing.assert_close(found.double(), parts.double().sum(1), rtol=bound, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 50, 3, 16), (1, 1100, 2, 64), (1, 9, 1, 5)])
+def test_around_mamba2(device: str, shape: tuple[int, int, int, int], replace: Replace) -> None:
+    from models.kernels import mamba2 as mamba2_ends
+    from models.kernels.mamba2 import gated_norm, stepped
+
+    replace(mamba2_ends, [mamba2_ends._norm_launches], _PROGRAMS=8)
+    heads, dim = shape[2:]
+    o, u, z = (random(*shape, seed=seed, device=device) for seed in range(3))
+    skip, weight = random(heads, seed=3, device=device), random(heads * dim, seed=4, device=device)
+    inputs = [o, u, skip, z.flatten(2), weight]
+    compare(lambda *x: (mamba2._gated_norm(*x, 1e-5),), lambda *x: (gated_norm(*x, 1e-5),), inputs, bound=2e-6)
+    compare(lambda *x: (mamba2._stepped(*x),), lambda *x: (stepped(*x),), [random(*shape[:3], device=device), u])
+
+
+def test_head_norm(device: str) -> None:
+    """GLA's and RetNet's end by MetaLA's kernels."""
+    from models.kernels.metala.epilogue import epilogue
+
+    o, gate = random(2, 30, 3, 16, device=device), random(2, 30, 48, seed=1, device=device)
+    compare(
+        lambda *x: (gated_head_norm(*x),), lambda x, z: (epilogue(x, x, x, x, None, z, 1e-5),), [o, gate], bound=2e-6
+    )

@@ -1,0 +1,190 @@
+"""The Triton kernels of the recurrence with a decay a channel against the float64 reference, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.operators.gla.gated_linear_attention import local_recurrence
+from tests.models.kernels.conftest import apart
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(device: str) -> None:
+    if device == "cuda":
+        pytest.skip("float32, which the kernels refuse on CUDA; tests/gpu/test_gla_kernels.py runs them in 16 bits")
+
+
+def decays(kind: str, *shape: int, generator: torch.Generator) -> Tensor:
+    """Log decays [batch, length, heads, dim]: MetaLA's, or ones that no factor of a whole chunk could hold."""
+    g = -torch.rand(*shape, generator=generator)
+    if kind == "none":
+        return g * 0.0
+    if kind == "mild":
+        return g * 0.1
+    if kind == "strong":
+        return g * 160.0
+    if kind == "middling":
+        return g * 4.0
+    if kind == "single":
+        return torch.where(torch.rand(*shape, generator=generator) < 0.02, -80.0, g * 0.05)
+    if kind == "later":
+        g[:, shape[1] // 2 :] *= 60.0
+        return g * 0.1
+    if kind == "last":
+        # Of every chunk the last token alone makes it strong.
+        g[:, 63::64] = -80.0
+        return g
+    g[:, 5::37] = -torch.inf
+    return g
+
+
+def check(
+    device: str,
+    shape: tuple[int, int, int, int, int],
+    kind: str = "mild",
+    cu_seqlens: list[int] | None = None,
+    states: bool = True,
+    tolerance: float = 2e-5,
+    scale: float = 0.3,
+) -> None:
+    """Outputs, final states and all gradients; with `states` initial ones, and a loss on the final ones."""
+    from models.kernels.gla.gla import vector_decay
+
+    batch, length, heads, dim_k, dim_v = shape
+    generator = torch.Generator().manual_seed(length + dim_k)
+    q, k = (torch.randn(batch, length, heads, dim_k, generator=generator) for _ in range(2))
+    v, d_o = (torch.randn(batch, length, heads, dim_v, generator=generator) for _ in range(2))
+    g = decays(kind, batch, length, heads, dim_k, generator=generator)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    initial, d_final = (torch.randn(sequences, heads, dim_k, dim_v, generator=generator) for _ in range(2))
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=device)
+    results = []
+    for wide in (True, False):
+        leaves = [x.to(device, torch.float64 if wide else torch.float32) for x in (q, k, v, g, initial)]
+        leaves = [x.requires_grad_() for x in leaves[: 5 if states else 4]]
+        given = [apart(x) for x in leaves]
+        before = given[4] if states else None
+        if wide:
+            # Below -80 the kernels see -80, which has no gradient.
+            clamped = given[3].clamp_min(-80.0)
+            o, final = local_recurrence(
+                *given[:3], clamped, scale=scale, initial_state=before, cu_seqlens=bounds, form="recurrent"
+            )
+        else:
+            o, final = vector_decay(*given[:4], scale, before, bounds)
+        loss = (apart(o) * d_o.to(o)).sum() + ((apart(final) * d_final.to(final)).sum() if states else 0.0)
+        results.append([o, final, *torch.autograd.grad(loss, leaves)])
+    for name, found, expected in zip(
+        ("o", "final", "dq", "dk", "dv", "dg", "d initial"), *reversed(results), strict=False
+    ):
+        assert found.isfinite().all(), name
+        error = (found.double() - expected).norm() / expected.norm().clamp_min(1e-6)
+        assert error.item() < tolerance, (name, error.item())
+    # To the last bit, where what is left of sums that cancel would be noise.
+    assert not results[1][5][g.to(device) < -80.0].any()
+
+
+@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 128, 2, 16, 16),
+        (1, 3, 1, 16, 32),
+        (1, 70, 2, 24, 40),
+        (1, 65, 1, 5, 150),
+        (1, 64, 1, 16, 24),
+        (1, 64, 1, 128, 16),
+    ],
+)
+def test_shapes(device: str, shape: tuple[int, int, int, int, int], states: bool) -> None:
+    """Whole chunks, and tokens, keys and values that do not fill their tiles."""
+    check(device, shape, states=states)
+
+
+@pytest.mark.parametrize("kind", ["none", "middling", "strong", "single", "later", "last", "infinite"])
+def test_every_decay(device: str, kind: str) -> None:
+    """Also over chunks that one exponential of a whole chunk's decay would take out of float32."""
+    check(device, (1, 130, 1, 16, 16), kind, tolerance=5e-5)
+
+
+def test_a_scale_that_is_not_positive(device: str) -> None:
+    check(device, (1, 70, 2, 16, 16), scale=-0.3)
+
+
+@pytest.mark.parametrize("kind", ["mild", "single"])
+@pytest.mark.parametrize("states", [True, False])
+def test_packed_sequences(device: str, kind: str, states: bool) -> None:
+    """Empty ones too, at the start, between others and, as batches of a fixed size have them, at the end."""
+    check(device, (1, 320, 2, 16, 16), kind, [0, 0, 1, 60, 188, 188, 252, 320, 320, 320], states, tolerance=5e-5)
+
+
+def test_as_many_chunks_as_packed_sequences_can_have(device: str) -> None:
+    check(device, (1, 67, 1, 16, 16), cu_seqlens=[0, 1, 2, 67])
+
+
+@pytest.mark.parametrize(("length", "group"), [(384, 1), (400, 8)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sequences_cut_into_stretches(
+    device: str, packed: bool, length: int, group: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """What few long sequences take, here with 7 chunks in stretches of two, which one program joins or two; of 6 chunks the
+    last stretch is empty, and packed, of up to 10, the last are."""
+    from models.kernels.gla import chunk_state as kernels
+
+    request.addfinalizer(kernels._launches.cache_clear)
+    kernels._launches.cache_clear()
+    monkeypatch.setattr(kernels, "stretches_of", lambda _: 4)
+    monkeypatch.setattr(kernels, "_GROUP", group)
+    bounds = [0, 90, 90, 230, length] if packed else None
+    # Packed, a final state is to hold what comes from another stretch.
+    check(device, (1, length, 2, 16, 16), "mild" if packed else "later", bounds, tolerance=5e-5)
+
+
+def test_a_loss_on_the_final_states_alone(device: str) -> None:
+    from models.kernels.gla.gla import vector_decay
+
+    inputs = [torch.randn(1, 70, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    results = []
+    for wide in (True, False):
+        leaves = [x.to(device, torch.float64 if wide else torch.float32).requires_grad_() for x in inputs]
+        q, k, v, g = leaves
+        if wide:
+            final = local_recurrence(q, k, v, -g.abs(), scale=0.3, form="recurrent")[1] + 0 * q.sum()
+        else:
+            final = vector_decay(q, k, v, -g.abs(), 0.3, None, None)[1]
+        results.append(torch.autograd.grad(final.square().sum(), leaves))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_nan_is_not_hidden(device: str) -> None:
+    """A decay that is no number gives no finite output."""
+    from models.kernels.gla.gla import vector_decay
+
+    q, k, v = (torch.randn(1, 70, 1, 16, device=device) for _ in range(3))
+    g = torch.zeros(1, 70, 1, 16, device=device)
+    g[0, 10, 0, 3] = torch.nan
+    o, final = vector_decay(q, k, v, g, 1.0, None, None)
+    assert o[0, 10:].isnan().any(-1).all()
+    assert final[0, 0, 3].isnan().all()
+
+
+def test_what_the_kernels_refuse(device: str) -> None:
+    from models.kernels.gla.gla import vector_decay
+
+    def call(dim_k: int, dim_v: int, length: int = 4, dtype: torch.dtype = torch.float32) -> None:
+        q = torch.zeros(1, length, 1, dim_k, device=device)
+        v = torch.zeros(1, length, 1, dim_v, device=device, dtype=dtype)
+        vector_decay(q, q, v, q, 1.0, None, None)
+
+    with pytest.raises(ValueError, match="head_dim_k 160"):
+        call(160, 16)
+    with pytest.raises(ValueError, match="head_dim_v 257"):
+        call(16, 257)
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.raises(ValueError, match="one dtype"):
+            call(16, 16, dtype=dtype)
+    with pytest.raises(ValueError, match="no tokens"):
+        call(16, 16, length=0)

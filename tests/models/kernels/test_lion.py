@@ -1,0 +1,278 @@
+"""LION's Triton kernels against the float64 reference, forward and backward, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.operators.lion.bidirectional_attention import ProjectedGate, bidirectional
+from tests.models.kernels.conftest import Replace, apart
+
+KERNELS = ("triton_tile", "triton_chunk")
+
+
+def outputs(tensors: list[Tensor], dy: Tensor, dtype: torch.dtype, **arguments) -> list[Tensor]:
+    """y and the gradients of q, k, v and the decay."""
+    q, k, v, gate = (x.detach().clone().to(dtype).requires_grad_() for x in tensors)
+    decays = {"gate": {"gate": apart(gate)}, "log_decay": {"log_decay": F.logsigmoid(gate)}, None: {}}
+    # One of every token.
+    decays["head"] = {"gate": gate[0, 0]}
+    decay = decays[arguments.pop("decay")]
+    y = bidirectional(*(apart(x) for x in (q, k, v)), **decay, **arguments)
+    apart(y).backward(dy.to(dtype))
+    return [y.detach().double(), *(x.grad.double() for x in (q, k, v, gate) if x.grad is not None)]
+
+
+def check(device: str, form: str, shape: tuple[int, int, int, int, int], tolerance: float = 2e-5, **arguments) -> None:
+    batch, length, heads, dim_k, dim_v = shape
+    generator = torch.Generator().manual_seed(length + dim_k)
+    draw = torch.randn if "phi" in arguments else torch.rand
+    q, k = (draw(batch, length, heads, dim_k, generator=generator) + 0.1 for _ in range(2))
+    v, dy = (torch.randn(batch, length, heads, dim_v, generator=generator) for _ in range(2))
+    gate = torch.randn(batch, length, heads, generator=generator) * 2 + 2
+    tensors = [x.to(device) for x in (q, k, v, gate)]
+    arguments = {"decay": "gate", **arguments}
+    expected = outputs(tensors, dy.to(device), torch.float64, form="recurrent", **arguments)
+    found = outputs(tensors, dy.to(device), torch.float32, form=form, **arguments)
+    assert len(found) == len(expected)
+    for name, x, y in zip(("y", "dq", "dk", "dv", "d decay"), found, expected, strict=False):
+        assert ((x - y).norm() / y.norm()).item() < tolerance, name
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("decay", [None, "log_decay", "gate", "head"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_every_decay(device: str, form: str, decay: str | None, scaled: bool, replace: Replace) -> None:
+    from models.kernels.lion import tile as lion_tile
+
+    # The gate's gradient in three turns.
+    replace(lion_tile, [lion_tile._backward_launches], _GATE_BLOCK=32)
+    check(device, form, (2, 70, 2, 16, 16), decay=decay, scaled=scaled)
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1, 16, 16), (1, 64, 1, 32, 32), (1, 150, 2, 24, 40), (1, 33, 1, 8, 65), (1, 40, 1, 128, 80)]
+)
+def test_shapes_that_do_not_fill_their_tiles(device: str, form: str, shape: tuple[int, int, int, int, int]) -> None:
+    check(device, form, shape)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("decay", [None, "log_decay", "gate", "head"])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_whole_sequence_in_one_program(
+    device: str,
+    decay: str | None,
+    scaled: bool,
+    at_once: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """The kernels of short 16-bit sequences, which the interpreter can only run in float32."""
+    if device == "cuda":
+        pytest.skip("tests/gpu runs it with the numbers and the launch that it is made for")
+    from models.kernels.lion import single_tile as lion_whole
+    from models.kernels.lion import tile as lion_tile
+
+    request.addfinalizer(lion_whole._backward_launch.cache_clear)
+    monkeypatch.setattr(lion_tile, "takes_whole", lambda _: True)
+    monkeypatch.setattr(lion_whole, "all_pairs_at_once", lambda _: at_once)
+    lion_whole._backward_launch.cache_clear()
+    for length in (2, 20, 50, 64):
+        check(device, "triton_tile", (2, length, 2, 16, 24), decay=decay, scaled=scaled)
+    check(device, "triton_tile", (3, 64, 1, 16, 32), decay=decay, scaled=scaled)
+    # Keys alone do not fill their tiles; the second sequence is all padding.
+    mask = torch.tensor([[True], [False]]).expand(2, 64)
+    check(device, "triton_tile", (2, 64, 1, 24, 32), decay=decay, scaled=scaled, mask=mask)
+    check(device, "triton_tile", (1, 60, 2, 16, 16), decay=decay, cu_seqlens=torch.tensor([0, 7, 40, 40, 60]))
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "at_once"),
+    [
+        (32, 32, True),
+        (64, 32, False),
+        (128, 32, False),
+        (32, 64, True),
+        (64, 64, True),
+        (65, 64, False),
+        (128, 64, False),
+    ],
+)
+def test_all_pairs_at_once_where_it_was_the_faster(
+    device: str, length: int, dim: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/results.md has it: the kernel that is started, not the answer of the function that chooses."""
+    from models.kernels.lion import single_tile as lion_whole
+    from models.kernels.lion.common import LOGITS, Case
+
+    monkeypatch.setattr(lion_whole, "_device", lambda _: (132, 227 * 1024))
+    case = Case(0, 2, length, 2, dim, dim, torch.bfloat16, torch.bfloat16, LOGITS, True, False)
+    launch = lion_whole._backward_launch(case)
+    assert launch._kernel is (lion_whole._lion_whole_backward if at_once else lion_whole._lion_whole_backward_by_keys)
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "dtype", "whole"),
+    [
+        (128, 64, torch.bfloat16, True),
+        (128, 64, torch.float16, True),
+        (129, 64, torch.bfloat16, False),
+        (128, 65, torch.bfloat16, False),
+        (128, 64, torch.float32, False),
+    ],
+)
+def test_a_sequence_is_taken_whole_where_that_was_measured_right(
+    device: str, length: int, dim: int, dtype: torch.dtype, whole: bool
+) -> None:
+    from models.kernels.lion.common import LOGITS, Case
+    from models.kernels.lion.single_tile import takes_whole
+
+    for dims in ((dim, 64), (64, dim)):
+        assert takes_whole(Case(0, 2, length, 2, *dims, dtype, dtype, LOGITS, True, False)) is whole
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("phi", ["silu", "silu_paper", "elu"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_feature_map(device: str, form: str, phi: str, masked: bool) -> None:
+    """In the operator's own node, and before it where padding is put in between."""
+    # What is printed is not always positive, and row sums may be next to nothing.
+    arguments = {"phi": phi, "scaled": phi != "silu_paper"}
+    if masked:
+        arguments["mask"] = (torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) > 0.3).to(device)
+    check(device, form, (2, 40, 1, 24, 16), **arguments)
+
+
+@pytest.mark.parametrize(("decay", "scaled"), [(None, True), ("gate", True), ("gate", False)])
+def test_sequences_cut_into_stretches(
+    device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """What long sequences take, here with 5 chunks in stretches of two, of which the fourth is left empty."""
+    from models.kernels.lion import chunk_state as lion_states
+
+    request.addfinalizer(lion_states._scan.cache_clear)
+    monkeypatch.setattr(lion_states, "_stretches", lambda *_: 4)
+    lion_states._scan.cache_clear()
+    cu_seqlens = torch.tensor([0, 30, 31, 64, 150], device=device) if scaled else None
+    check(device, "triton_chunk", (1, 150, 1, 16, 24), decay=decay, scaled=scaled)
+    check(device, "triton_chunk", (1, 150, 1, 16, 16), decay=decay, scaled=scaled, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("decay", [None, "gate"])
+def test_packed_segments(device: str, form: str, decay: str | None) -> None:
+    # One begins with the last token of a tile, and one ends with the first: of 32 tokens and of 64. So does the last.
+    cu_seqlens = torch.tensor([0, 0, 30, 31, 65, 65, 96, 127, 161, 161], device=device)
+    check(device, form, (1, 161, 1, 16, 16), decay=decay, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("decay", ["gate", "log_decay", "head"])
+def test_padding(device: str, form: str, decay: str) -> None:
+    mask = torch.rand(2, 75, generator=torch.Generator().manual_seed(1)) > 0.3
+    check(device, form, (2, 75, 1, 16, 16), decay=decay, mask=mask.to(device))
+
+
+@pytest.mark.parametrize("form", KERNELS)
+def test_gates_in_low_precision_get_gradients_of_their_dtype(device: str, form: str) -> None:
+    q, k, v = (torch.rand(1, 40, 1, 16, device=device) for _ in range(3))
+    gate = torch.randn(1, 40, 1, device=device, dtype=torch.bfloat16).requires_grad_()
+    bidirectional(q, k, v, gate=gate, form=form).square().sum().backward()
+    wide = gate.detach().double().requires_grad_()
+    bidirectional(q.double(), k.double(), v.double(), gate=wide, form="parallel").square().sum().backward()
+    assert gate.grad is not None
+    assert gate.grad.dtype == torch.bfloat16
+    assert ((gate.grad - wide.grad).norm() / wide.grad.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_projected_gate_and_its_gradients(
+    device: str, form: str, biased: bool, masked: bool, replace: Replace
+) -> None:
+    from models.kernels.lion import gate as lion_gate
+
+    replace(lion_gate, [lion_gate._project_launch, lion_gate._backward_launches], _CHANNELS=16, _PROGRAMS=2)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, x = (torch.rand(2, 70, *size, generator=generator) + 0.1 for size in [(3, 16)] * 3 + [(24,)])
+    weight, bias = 0.3 * torch.randn(3, 24, generator=generator), torch.randn(3, generator=generator)
+    mask = (torch.rand(2, 70, generator=generator) > 0.3).to(device) if masked else None
+    results = []
+    for kind, dtype in ((form, torch.float32), ("parallel", torch.float64)):
+        leaves = [t.detach().clone().to(device, dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
+        gate = ProjectedGate(*(apart(t) for t in leaves[3:5]), leaves[5] if biased else None)
+        y = bidirectional(*leaves[:3], gate=gate, mask=mask, form=kind)
+        (y * torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()
+        results.append([y.detach(), *(t.grad for t in leaves[: 6 if biased else 5])])
+    # A gate's gradient is a running sum of differences that nearly cancel: up to 4.3e-5 on a GPU.
+    bound = 2e-5 if device == "cpu" else 1e-4
+    for i, (found, expected) in enumerate(zip(*results, strict=True)):
+        assert ((found.double() - expected).norm() / expected.norm()).item() < bound, i
+
+
+def test_far_tiles_are_skipped_without_a_trace(device: str) -> None:
+    """With strong decays most tiles lie beyond e^-20, and the result is the same: also where few are between many tokens."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.rand(1, 600, 1, 16, generator=generator).to(device) + 0.1 for _ in range(4)]
+    log_decay = torch.full((1, 600, 1), -0.5, device=device)
+    log_decay[:, 128:192] = log_decay[:, 450:590] = -1e-4
+    log_decay[:, 192:450] = -0.1  # reaches over several tiles
+    results = []
+    for form, dtype in (("triton_tile", torch.float32), ("parallel", torch.float64)):
+        *leaves, dy = (x.to(dtype) for x in inputs)
+        leaves = [x.requires_grad_() for x in (*leaves, log_decay.to(dtype))]
+        y = bidirectional(*leaves, form=form)
+        results.append([y, *torch.autograd.grad(y, leaves, dy)])
+    for found, expected in zip(*results, strict=True):
+        # Running sums of some hundreds are right to 2e-5, and what cancels in their gradient to less.
+        assert ((found.double() - expected).norm() / expected.norm()).item() < 5e-4
+
+
+@pytest.mark.parametrize("form", KERNELS)
+def test_tokens_that_forget_all(device: str, form: str) -> None:
+    """A log decay of -inf counts as -100, which lets nothing through. It may have a last dimension of 1."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, dy = (torch.rand(1, 70, 1, 16, generator=generator).to(device) + 0.1 for _ in range(4))
+    log_decay = -torch.rand(1, 70, 1, generator=generator).to(device)
+    log_decay[:, 10:60:20] = -torch.inf
+    results = []
+    cases = (form, torch.float32, log_decay[..., None]), ("parallel", torch.float64, log_decay.double().clamp_min(-100))
+    for kind, dtype, decay in cases:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        y = bidirectional(*leaves, decay, form=kind)
+        results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
+    for found, expected in zip(*results, strict=True):
+        assert ((found.double() - expected).norm() / expected.norm()).item() < 2e-5
+
+
+def test_the_choice_of_a_kernel(device: str) -> None:
+    """As docs/results.md has it; and what none of them takes."""
+    from models.kernels.lion.chunk import CHUNK
+    from models.kernels.lion.lion import _case
+    from models.kernels.lion.tile import TILE
+
+    def chosen(length: int, dim: int, dtype: torch.dtype, kernel: str = "auto", heads: int = 2) -> object:
+        shape = torch.Size((1, length, heads, dim))
+        return _case(kernel, -1, shape, dim, dtype, None, False, False, False, True, False)[0]
+
+    bf16 = torch.bfloat16
+    for dim, longest in ((64, 192), (65, 256), (128, 256)):
+        assert [chosen(length, dim, bf16) for length in (longest, longest + 1)] == [TILE, CHUNK]
+    assert chosen(20, 129, bf16) is chosen(20, 64, torch.float32) is CHUNK
+    with pytest.raises(ValueError, match=r"dtype torch\.float64: allowed are"):
+        chosen(4, 16, torch.float64)
+    with pytest.raises(ValueError, match="overflow 32-bit addresses"):
+        chosen(2**21, 64, bf16, heads=16)
+    with pytest.raises(ValueError, match="kernel 'fast': allowed are auto, tile, chunk"):
+        chosen(4, 16, bf16, "fast")
+
+
+def test_sizes_that_the_kernels_do_not_take(device: str) -> None:
+    q = torch.ones(1, 4, 1, 300, device=device)
+    with pytest.raises(ValueError, match=r"300, 300: at most 256; use form='chunked'"):
+        bidirectional(q, q, q, form="triton_chunk")

@@ -1,0 +1,136 @@
+"""The kernels of causal maps against the reference's quadratic form in float64, forward and backward."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.mixers import MIXERS
+from models.operators.gla.gated_linear_attention import recurrence
+from models.operators.gla.short_map import short_map
+from models.precision import ROW_SUM_EPS
+from tests.models.kernels.conftest import apart
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float, taylor: bool, scaled: bool
+) -> Tensor:
+    """By the definition, token by token."""
+    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    a = 1 + s + s**2 / 2 if taylor else s
+    if log_decay is not None:
+        sums = log_decay.clamp_min(-80).cumsum(1).transpose(1, 2)
+        a = a * (sums[..., :, None] - sums[..., None, :]).masked_fill(~seen, 0.0).exp()
+    a = a.masked_fill(~seen, 0.0)
+    if scaled:
+        a = a / (a.sum(-1, keepdim=True) + ROW_SUM_EPS)
+    return torch.einsum("bhij,bjhe->bihe", a, v)
+
+
+@pytest.mark.parametrize(
+    ("taylor", "scaled", "decayed"), [(True, True, False), (False, False, True), (False, True, True)]
+)
+@pytest.mark.parametrize("shape", [(2, 150, 2, 16, 24), (1, 64, 1, 64, 64), (1, 70, 1, 128, 65), (1, 3, 1, 8, 8)])
+def test_outputs_and_gradients(device: str, shape: tuple[int, ...], taylor: bool, scaled: bool, decayed: bool) -> None:
+    from models.kernels.quadratic_attention import causal_map
+
+    batch, length, heads, dim_k, dim_v = shape
+    generator = torch.Generator().manual_seed(length + dim_k)
+    draw = torch.rand if scaled and not taylor else torch.randn
+    q, k = (draw(batch, length, heads, dim_k, generator=generator) for _ in range(2))
+    v, dy = (torch.randn(batch, length, heads, dim_v, generator=generator) for _ in range(2))
+    if scaled and length == 3:
+        q *= 1e-6  # row sums of the size of their epsilon
+    leaves = [q, k, v]
+    if decayed:
+        leaves.append(-torch.rand(batch, length, heads, generator=generator) * 0.2)
+    results = []
+    for wide in (True, False):
+        own = [(x.double() if wide else x.to(device)).detach().clone().requires_grad_() for x in leaves]
+        given = [apart(x) for x in own] + ([] if decayed else [None])
+        if wide:
+            y = reference(*given, 0.3, taylor, scaled)
+        else:
+            y = causal_map(*given, scale=0.3, taylor=taylor, scaled=scaled)
+        results.append([y, *torch.autograd.grad(apart(y), own, dy.to(y))])
+    for name, expected, found in zip(("y", "dq", "dk", "dv", "d log decay"), *results, strict=False):
+        error = (found.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-12)
+        assert error < 2e-5, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_as_the_recurrence_with_keys_shared_by_heads(device: str, queries: int) -> None:
+    """Mamba-2's, whose keys are copied by no one; decays as strong as they come are nothing special. And keys alone."""
+    from models.kernels.quadratic_attention import causal_map
+
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 100, heads, 16, generator=generator).to(device).requires_grad_() for heads in (queries, 1))
+    v, dy = (torch.randn(2, 100, 3, 16, generator=generator).to(device) for _ in range(2))
+    log_decay = -torch.rand(2, 100, 3, generator=generator) * torch.tensor([0.1, 5.0, 200.0])
+    log_decay[:, 50] = -torch.inf
+    leaves = q, k, v.requires_grad_(), log_decay.to(device).requires_grad_()
+    shared = [x.expand(-1, -1, 3, -1) for x in (q, k)]
+    expected = recurrence(*shared, v, leaves[3].clamp_min(-80.0).unsqueeze(-1), form="recurrent")[0]
+    found = causal_map(*shared, v, leaves[3], taylor=False, scaled=False)
+    for x, y in zip(
+        (found, *torch.autograd.grad(found, leaves, dy)),
+        (expected, *torch.autograd.grad(expected, leaves, dy)),
+        strict=True,
+    ):
+        assert ((x - y).norm() / y.norm()).item() < 1e-4
+
+
+@pytest.mark.parametrize("mixer", ["mamba2", "lion", "linear_attention"])
+def test_mixers_by_the_kernels(device: str, mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's output and gradients, as by the recurrence."""
+    from models.kernels.quadratic_attention import causal_map
+
+    module = sys.modules[f"models.mixers.{mixer}"]
+    called = []
+
+    def by_kernels(*args, cu_seqlens, initial_state, return_state, **settings):
+        called.append(mixer)
+        q, k, v, log_decay = args
+        return causal_map(q, k, v, None if log_decay is None else log_decay.reshape(q.shape[:3]), **settings)
+
+    options = {"mamba2": {"state_size": 16}, "lion": {}, "linear_attention": {"feature_map": "taylor"}}[mixer]
+    config = ModelConfig(
+        vocab_size=8, num_layers=1, hidden_size=32, num_heads=2, mixers=(mixer,), mixer_options={mixer: options}
+    )
+    torch.manual_seed(0)
+    layer = MIXERS[mixer](config, 0, config.options_of(mixer)).to(device)
+    x, dy = (torch.randn(2, 40, 32, device=device) for _ in range(2))
+    x.requires_grad_()
+    leaves, results = [x, *layer.parameters()], []
+    for form in (lambda *args, **settings: None, by_kernels):
+        monkeypatch.setattr(module, "short_map", form)
+        y = layer(x)
+        results.append([y, *torch.autograd.grad(y, leaves, dy)])
+    assert called == [mixer]
+    for expected, found in zip(*results, strict=True):
+        assert ((found - expected).norm() / expected.norm()).item() < 1e-4
+
+
+def test_what_a_recurrence_is_for(device: str) -> None:
+    """States, packed and long sequences, other dtypes."""
+    q = torch.zeros(1, 40, 2, 16, device=device, dtype=torch.bfloat16)
+    plain = {"scaled": True, "cu_seqlens": None, "initial_state": None, "return_state": False}
+    assert (short_map(q, q, q, None, **plain) is None) == (device == "cpu")
+    for other in ({"return_state": True}, {"initial_state": q}, {"cu_seqlens": torch.tensor([0, 40])}):
+        assert short_map(q, q, q, None, **{**plain, **other}) is None
+    for x in (q.float(), q[:, :1], q.expand(20, -1, -1, -1).reshape(1, 800, 2, 16), q.repeat(1, 1, 1, 9)):
+        assert short_map(x, x, x, None, **plain) is None
+
+
+@pytest.mark.parametrize(("dim_k", "dim_v"), [(129, 128), (128, 129)])
+def test_heads_that_are_too_large_are_refused(device: str, dim_k: int, dim_v: int) -> None:
+    from models.kernels.quadratic_attention import causal_map
+
+    q, v = (torch.zeros(1, 2, 1, dim, device=device) for dim in (dim_k, dim_v))
+    with pytest.raises(ValueError, match=f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels take 128 and 128"):
+        causal_map(q, q, v, None, taylor=True, scaled=True)

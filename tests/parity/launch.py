@@ -1,0 +1,71 @@
+"""Starts the processes of one machine, as torchrun does, without its agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def leave() -> None:
+    """End a process of `launch` when all are done. Without the interpreter's shutdown, in which a thread of the process
+    group may still be talking to a peer that is gone."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def launch(module: str, processes: int, *arguments: str, timeout: float = 600.0, device: str = "cpu") -> str:
+    """Run `python -m module *arguments` in so many processes; what they wrote to standard error.
+
+    Raises:
+        RuntimeError: one of them failed; with the end of what each wrote.
+    """
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "MATRIX_DEVICE": device,
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    try:
+        errors = [process.communicate(timeout=timeout)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    if any(process.returncode for process in running):
+        ends = "\n".join(f"process {rank}: {text[-3000:]}" for rank, text in enumerate(errors))
+        raise RuntimeError(ends)
+    return "".join(errors)
+
+
+def train_in_turn(runs: Iterable[list[str]], processes: int = 2) -> None:
+    """Run `train.py` with the words of each run, one after another, in one start of so many processes. Raises as `launch`."""
+    launch("tests.parity.trains", processes, json.dumps(list(runs)))
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,42 @@
+"""One process of a relay: each layout takes one step from the checkpoint that the layout before it left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from tests.parity import layouts
+from tests.parity.launch import leave
+from tests.parity.worker import engine_of, grid_of, own, rate
+
+
+def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], first: int) -> None:
+    """Steps `first`, `first` + 1, ... of each relay, a step a layout; histories go to `folder/NAME.FIRST.json`."""
+    config = layouts.model_config(model)
+    whole = {"model": asdict(config) | {"mixers": list(config.mixers)}, "batch": {"sequence_length": 24}, "data": {}}
+    settings = yaml.safe_dump(whole)
+    for name, legs in relays.items():
+        history = []
+        for step, parallel in enumerate(legs, first):
+            grid = grid_of(parallel)
+            engine = engine_of(config, parallel, grid, seed=11 if step == 0 else 99 + step)
+            if step:
+                engine.train_step(own(layouts.steps()[0], grid), lr=rate(0))  # of which nothing is left
+                assert engine_checkpoint.load(engine, folder / name) == {"step": step}
+            result = engine.train_step(own(layouts.steps()[step], grid), lr=rate(step))
+            history.append((result.loss, result.gradient_norm))
+            engine_checkpoint.save(engine, folder / name, step=step + 1, state={"step": step + 1}, config_yaml=settings)
+            engine.close()
+        if grid_of({}).is_main:
+            (folder / f"{name}.{first}.json").write_text(json.dumps(history))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4]))
+    leave()

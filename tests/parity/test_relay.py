@@ -1,0 +1,129 @@
+"""Checkpoints in any layout: a run that changes its layout at every step is the run left alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.checkpoint import reader as checkpoint
+from megatron_lite.parallel.sharding_plan import Shard
+from models.language_model import LanguageModel
+from tests import oracle
+from tests.parity import layouts
+from tests.parity.launch import launch
+from tools import reshard
+
+# The layout of each step: two in four processes, then two in two.
+RELAYS: dict[str, list[dict[str, Any]]] = {
+    "tensor-pipeline-data": [
+        {"pipeline": 2, "tensor": 2, "sequence_parallel": True},
+        {"tensor": 4},
+        {"zero_stage": 2},
+        {"pipeline": 2},
+    ],
+    "zero3-tensor": [
+        {"tensor": 2, "zero_stage": 3},
+        {"pipeline": 4},
+        {"tensor": 2, "zero_stage": 2},
+        {"zero_stage": 3},
+    ],
+}
+MODEL = "hybrid"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of every relay, and their histories."""
+    path = tmp_path_factory.mktemp("relay")
+    for first, processes in ((0, 4), (2, 2)):
+        legs = {name: relay[first : first + 2] for name, relay in RELAYS.items()}
+        launch("tests.parity.relay", processes, str(path), MODEL, json.dumps(legs), str(first))
+    return path
+
+
+@pytest.mark.parametrize("name", RELAYS)
+def test_a_run_goes_on_in_other_layouts(folder, name):
+    history = [pair for first in (0, 2) for pair in json.loads((folder / f"{name}.{first}.json").read_text())]
+    config = layouts.model_config(MODEL)
+    wanted = oracle.train(config, layouts.steps(), seed=11, lr=layouts.LR, warmup=layouts.WARMUP, total=layouts.STEPS)
+    for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(history, wanted, strict=True)):
+        assert loss == pytest.approx(wanted_loss, rel=1e-5), f"loss of step {step}"
+        assert norm == pytest.approx(wanted_norm, rel=1e-5), f"gradient norm of step {step}"
+
+    # Any of them is read whole without the layout that wrote it: the first step's weights give the second step's loss.
+    step = layouts.steps()[1]
+    model_read = LanguageModel(config)
+    missing, unexpected = model_read.load_state_dict(
+        checkpoint.read_weights(folder / name / "step_00000001"), strict=False
+    )
+    assert (missing, unexpected) == (["head.weight"], [])
+    with torch.no_grad():
+        nll = sum(model_read(b["tokens"], b["labels"], b["loss_weight"]).item() for b in step)
+    weight = sum(b["loss_weight"].sum().item() for b in step)
+    assert nll / weight == pytest.approx(wanted[1][0], rel=1e-5)
+    manifest = checkpoint.read_manifest(folder / name / "step_00000001")
+    first = RELAYS[name][0]
+    assert manifest["layout"]["tensor"] == first.get("tensor", 1)
+    assert manifest["layout"]["pipeline"] == first.get("pipeline", 1)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (3, 4, 2), (1, 2, 2)], ids=str)
+def test_a_checkpoint_is_rewritten_for_another_layout_bit_for_bit(folder, tmp_path, capsys, sizes):
+    source = folder / "tensor-pipeline-data" / "step_00000001"
+    data, tensor, pipeline = sizes
+    words = [str(source), str(tmp_path), f"--data={data}", f"--tensor={tensor}", f"--pipeline={pipeline}"]
+    assert reshard.main(words) == 0
+    assert "was for 4 processes: tensor 2 x pipeline 2" in capsys.readouterr().out
+    target = checkpoint.resolve(tmp_path)
+    assert len(list(target.glob("weights-*"))) == data * tensor * pipeline
+    before, after = checkpoint.read_manifest(source), checkpoint.read_manifest(target)
+    assert after["layout"] == before["layout"] | {
+        "world_size": data * tensor * pipeline, "data": data, "tensor": tensor, "pipeline": pipeline
+    }  # fmt: skip
+    for name, entry in after["tensors"].items():
+        # The file of a piece is that of the process of its layer's stage and its shard.
+        stages = {piece["rank"] // (data * tensor) for piece in entry["pieces"]}
+        assert len(stages) == 1, name
+        for piece in entry["pieces"]:
+            assert piece["rank"] % tensor == piece.get("shard", (0, 0, 1))[1], name
+        if sizes == (1, 2, 2):  # as the run that wrote the source
+            assert entry["pieces"] == before["tensors"][name]["pieces"], name
+    same = ("step", "state", "optimizer_steps", "loss_scale")
+    assert {key: after[key] for key in same} == {key: before[key] for key in same}
+    readers = [checkpoint.Reader(path, read) for path, read in ((source, before), (target, after))]
+    for name, entry in before["tensors"].items():
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            a, b = (reader.read(kind, name, Shard(), 0, math.prod(entry["shape"])) for reader in readers)
+            assert torch.equal(a, b), (kind, name)
+    assert reshard.main(words) == 2  # never over what is there
+    assert "exists: name another output folder" in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_divide_is_refused(folder, tmp_path, capsys):
+    assert reshard.main([str(folder / "zero3-tensor"), str(tmp_path), "--tensor=3"]) == 2
+    error = capsys.readouterr().err
+    assert "--tensor = 3 does not divide model.num_heads = 4" in error
+    assert "; nearest that can be: --tensor " in error
+    assert reshard.main([str(folder / "zero3-tensor"), str(tmp_path), "--pipeline=9"]) == 2
+    assert "--pipeline = 9" in capsys.readouterr().err
+
+
+def test_a_missing_and_a_corrupted_shard_are_named(folder, tmp_path):
+    source = folder / "tensor-pipeline-data" / "step_00000001"
+    broken = tmp_path / "step_00000001"
+    shutil.copytree(source, broken)
+    (broken / "weights-00003.safetensors").unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=r"the file weights-00003\.safetensors is missing"):
+        checkpoint.read_weights(broken)
+    shutil.copyfile(source / "weights-00003.safetensors", broken / "weights-00003.safetensors")
+    data = bytearray((broken / "weights-00002.safetensors").read_bytes())
+    data[-5] ^= 1
+    (broken / "weights-00002.safetensors").write_bytes(data)
+    with pytest.raises(checkpoint.CheckpointError, match=r"the file weights-00002\.safetensors is corrupted"):
+        checkpoint.read_weights(broken)

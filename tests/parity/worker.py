@@ -1,0 +1,206 @@
+"""One process of the parity matrix: runs every case of its number of processes, rank 0 writes what came out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from megatron_lite.engine.engine import Engine
+from megatron_lite.optim.lr_schedule import learning_rate
+from megatron_lite.parallel.grid import Grid, init_grid
+from models.config import ModelConfig
+from models.language_model import build_layer, layer_specs
+from models.operators.context_parallel import sequence_shards
+from models.recompute import forgetting
+from tests.megatron_lite.conftest import leave_bf16_steps, reduce_in_float32
+from tests.parity import layouts
+from tests.parity.launch import leave
+from tests.parity.layouts import LR, STEPS, WARMUP
+from tests.untuned import leave_untuned
+
+
+class Groups:
+    """Makes a group of processes once for all cases: a communicator of NCCL costs a GPU some 100 MB, which DeepSpeed keeps
+    as long as the process lives, and a good part of a second."""
+
+    def __init__(self) -> None:
+        self._new = torch.distributed.new_group
+        self._made: dict[Any, Any] = {}
+        self._of_case: Counter[Any] = Counter()
+
+    def next_case(self) -> None:
+        """What a case asks for twice, it gets twice: only groups of former cases are given again."""
+        self._of_case.clear()
+
+    def __call__(self, ranks: list[int] | None = None, *args: Any, pg_options: Any = None, **options: Any) -> Any:
+        kind = (*(ranks or ()), pg_options is not None)
+        self._of_case[kind] += 1
+        key = (kind, self._of_case[kind])
+        if key not in self._made:
+            self._made[key] = self._new(ranks, *args, pg_options=pg_options, **options)
+        return self._made[key]
+
+
+def grid_of(parallel: dict[str, Any]) -> Grid:
+    sizes = {key: parallel[key] for key in ("tensor", "pipeline", "context") if key in parallel}
+    return init_grid(os.environ.get("MATRIX_DEVICE", "cpu"), 2.0, **sizes)
+
+
+def engine_of(
+    config: ModelConfig,
+    parallel: dict[str, Any],
+    grid: Grid,
+    *,
+    seed: int = 11,
+    dtype: str = "fp32",
+    state: str = "fp32",
+    count_right: bool = False,
+    micro_batch_size: int = 2,
+) -> Engine:
+    return Engine(
+        layer_specs(config),
+        build_layer,
+        seed=seed,
+        grid=grid,
+        dtype=dtype,
+        micro_batch_size=micro_batch_size,
+        accumulation=2 * layouts.MICRO_BATCHES // micro_batch_size // grid.data_size,
+        optimizer=OptimizerConfig(lr=LR),
+        parallel=ParallelConfig(**parallel),
+        precision=PrecisionConfig(optimizer_state=state),  # type: ignore[arg-type]
+        sequence_length=layouts.LENGTH,
+        split_sequence=sequence_shards,
+        forgetting=forgetting,
+        count_right=count_right,
+    )
+
+
+def rate(step: int) -> float:
+    return learning_rate(step, kind="cosine", peak=LR, warmup_steps=WARMUP, decay_steps=STEPS, min_ratio=0.1)
+
+
+def own(step: list[Any], grid: Grid) -> list[Any]:
+    return step[grid.data_rank :: grid.data_size]
+
+
+def run(case: layouts.Case) -> dict[str, Any]:
+    grid = grid_of(case.parallel)
+    # Where every micro batch costs collectives in every layer, fewer of them.
+    pairs = grid.data_size * grid.pipe_size == 1
+    engine = engine_of(
+        case.config,
+        case.parallel,
+        grid,
+        dtype=case.dtype,
+        state=case.state,
+        count_right=True,
+        micro_batch_size=4 if pairs else 2,
+    )
+    history, accuracies, evaluated = [], [], []
+    for index, step in enumerate(layouts.steps(case.masked)):
+        step = layouts.in_pairs(step) if pairs else step
+        result = engine.train_step(own(step, grid), lr=rate(index))
+        history.append((result.loss, result.gradient_norm))
+        accuracies.append(result.accuracy)
+        if index == 1:  # between training steps, of another number of micro batches; stages expect another size then
+            evaluated = list(engine.evaluate(own(layouts.in_pairs(step) if grid.pipe_size > 1 else step, grid)))
+    engine.close()
+    return {"history": history, "accuracies": accuracies, "evaluated": evaluated}
+
+
+def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
+    """[skipped, weights and moments as they were, loss is finite] of every process: after a step that is vetoed, one
+    that is not finite in the last process's data alone, and an ordinary one."""
+    grid = grid_of(parallel)
+    engine = engine_of(layouts.model_config("hybrid"), parallel, grid, dtype=dtype)
+    steps = [own(step, grid) for step in layouts.steps()]
+    engine.train_step(steps[0], lr=LR)
+    broken = steps[2]
+    if grid.data_rank == grid.data_size - 1:
+        broken = [{**batch, "loss_weight": batch["loss_weight"] * math.inf} for batch in broken]
+    outcome = []
+    for step, veto in ((steps[1], lambda loss: loss > 0), (broken, None), (steps[3], None)):
+        before = [
+            tensor.clone() for fragment in engine.optimizer_state.fragments() for tensor in fragment.tensors.values()
+        ]
+        result = engine.train_step(step, lr=LR, veto=veto)
+        after = [tensor for fragment in engine.optimizer_state.fragments() for tensor in fragment.tensors.values()]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        outcome.append((result.skipped, same, math.isfinite(result.loss)))
+    engine.close()
+    everyone: list[Any] = [None] * grid.world_size
+    torch.distributed.all_gather_object(everyone, outcome)
+    return everyone
+
+
+def bf16_steps(parallel: dict[str, Any], *, replaced: bool) -> list[Tensor]:
+    """Four steps in bf16, the second vetoed, by `megatron_lite.optim.bf16_optimizer` or by DeepSpeed's own: their losses, their
+    gradient norms, and what this process has afterwards: master weights, moments, 16-bit weights."""
+    grid = grid_of(parallel)
+    with pytest.MonkeyPatch.context() as patch:
+        (reduce_in_float32 if replaced else leave_bf16_steps)(patch)
+        engine = engine_of(layouts.model_config("hybrid"), parallel, grid, dtype="bf16")
+    vetoes = [lambda _, index=index: index == 1 for index in range(STEPS)]
+    steps = [own(step, grid) for step in layouts.steps()]
+    results = [engine.train_step(step, lr=1e-3, veto=veto) for step, veto in zip(steps, vetoes, strict=True)]
+    state = [
+        torch.cat([fragment.tensors[key] for fragment in engine.optimizer_state.fragments()])
+        for key in ("weight", "exp_avg", "exp_avg_sq")
+    ]
+    state.append(torch.cat([p.detach().float().flatten() for layer in engine.layers for p in layer.parameters()]))
+    engine.close()
+    assert [result.skipped for result in results] == [False, True, False, False]
+    norms = [result.gradient_norm for result in results if not result.skipped]
+    return [torch.tensor([result.loss for result in results]), torch.tensor(norms), *state]
+
+
+def apart(parallel: dict[str, Any]) -> list[list[float]]:
+    """How far both kinds of `bf16_steps` are apart, relative to the latter, on every process."""
+    found, wanted = (bf16_steps(parallel, replaced=replaced) for replaced in (True, False))
+    distances = [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
+    everyone: list[Any] = [None] * grid_of(parallel).world_size
+    torch.distributed.all_gather_object(everyone, distances)
+    return everyone
+
+
+def main(processes: int, out: Path) -> None:
+    results: dict[str, Any] = {}
+    if os.environ.get("MATRIX_DEVICE") == "cuda":
+        leave_untuned()
+    torch.distributed.new_group = groups = Groups()  # type: ignore[assignment]
+    reached = out.with_suffix(f".{os.environ['RANK']}")  # which case a process hangs in
+    for name, parallel, dtype in layouts.guarded(processes):
+        reached.write_text(name)
+        groups.next_case()
+        results[name] = guards(parallel, dtype)
+    for name, parallel in layouts.compared(processes) if os.environ.get("MATRIX_DEVICE") != "cuda" else ():
+        reached.write_text(name)
+        groups.next_case()
+        results[name] = apart(parallel)
+    for case in layouts.cases(processes):
+        reached.write_text(case.name)
+        groups.next_case()
+        try:
+            results[case.name] = run(case)
+        except Exception:
+            results[case.name] = {"error": traceback.format_exc()}
+            print(f"{case.name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            break  # the other processes may be in another place
+    if grid_of({}).is_main:
+        out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
+    leave()

@@ -1,0 +1,61 @@
+"""Writes golden/{gla,retnet,hgrn2}: tiny models of flash-linear-attention with their own logits.
+
+    python tests/tools/conversion/golden/make_fla.py       where torch, triton and flash-linear-attention 0.6.0 are installed
+
+Its kernels run on a GPU only; here they run through Triton's interpreter, in float32, and its autotuner takes the first
+configuration instead of measuring all.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from fla.models import (
+    GLAConfig,
+    GLAForCausalLM,
+    HGRN2Config,
+    HGRN2ForCausalLM,
+    RetNetConfig,
+    RetNetForCausalLM,
+)
+from safetensors.torch import save_file
+from triton.runtime.autotuner import Autotuner
+
+HERE = Path(__file__).parent
+SHAPE = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "fuse_cross_entropy": False,
+}
+MODELS = {
+    "gla": (GLAForCausalLM, GLAConfig(**SHAPE, num_heads=2)),
+    "retnet": (RetNetForCausalLM, RetNetConfig(**SHAPE, num_heads=2)),
+    "hgrn2": (HGRN2ForCausalLM, HGRN2Config(**SHAPE, expand_ratio=16)),
+}
+
+
+@torch.no_grad()
+def main() -> None:
+    Autotuner.prune_configs = lambda self, kwargs, **more: self.configs[:1]
+    Autotuner._bench = lambda self, *args, **kwargs: [1.0, 1.0, 1.0]
+    for name, (build, config) in MODELS.items():
+        torch.manual_seed(0)
+        model = build(config).eval()
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        ids = torch.randint(0, 31, (2, 40), generator=torch.Generator().manual_seed(1))
+        model.save_pretrained(HERE / name)
+        (HERE / name / "generation_config.json").unlink()
+        save_file({"ids": ids, "logits": model(ids).logits}, HERE / name / "reference.safetensors")
+        print(name, model(ids).logits.abs().max().item())
+
+
+if __name__ == "__main__":
+    main()

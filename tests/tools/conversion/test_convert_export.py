@@ -1,0 +1,258 @@
+"""An export is the trainer's model: same weights, same logits, same tokens, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tools.conversion.export_hf as exporting
+from megatron_lite.checkpoint.reader import read_weights
+from models.config import ModelConfig
+from tests.tools.conversion.conftest import write_run
+from tools.conversion.logit_parity import load_export
+from tools.conversion.model_card import model_card
+from tools.convert_hf import main
+
+
+def test_logits_are_the_trainers(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(trained_run), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    difference = float(said.split("largest difference to the trainer's ")[1].split()[0])
+    assert difference <= 1e-5
+    assert "same ids on" in said
+
+
+def test_weights_are_the_trainers(trained_run: Path, exported: Path) -> None:
+    stored = load_file(exported / "model.safetensors")
+    weights = read_weights(trained_run)
+    assert stored.keys() == weights.keys()
+    assert all(torch.equal(stored[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_sixteen_bits(
+    dtype: str, kind: torch.dtype, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    assert main(["export", str(trained_run), str(folder), "--dtype", dtype]) == 0
+    said = capsys.readouterr().out
+    assert float(said.split("difference to the trainer's ")[1].split()[0]) <= 1e-5
+    assert 1e-4 < float(said.split("itself changes logits by up to ")[1].split()[0]) < 1
+    weights = read_weights(trained_run)
+    assert all(torch.equal(t, weights[name].to(kind)) for name, t in load_file(folder / "model.safetensors").items())
+    assert load_export(folder, causal=True).dtype == kind
+
+
+def test_shards(trained_run: Path, exported: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    assert main(["export", str(trained_run), str(folder), "--max-shard-size", "100KB"]) == 0
+    files = sorted(folder.glob("model-*-of-*.safetensors"))
+    assert len(files) > 3
+    assert not (folder / "model.safetensors").exists()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    whole = load_file(exported / "model.safetensors")
+    assert index["weight_map"].keys() == whole.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+    room = 0
+    for file in files:
+        tensors = load_file(file)
+        assert sum(t.nbytes for t in tensors.values()) <= 100_000 or len(tensors) == 1
+        first = next(t for name, t in whole.items() if name in tensors)
+        assert first.nbytes > room, "a file ends where the next tensor does not fit"
+        room = 100_000 - sum(t.nbytes for t in tensors.values())
+        assert all(torch.equal(t, whole[name]) for name, t in tensors.items())
+
+
+def test_what_config_and_generation_say(exported: Path, masked_export: Path) -> None:
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = json.loads((exported / "config.json").read_text())
+    assert config.items() >= {**ids, "dtype": "float32", "vocab_size": 512, "num_layers": 2}.items()
+    # 400 entries in 512 rows.
+    assert json.loads((exported / "generation_config.json").read_text()) == {
+        **ids, "suppress_tokens": list(range(400, 512))
+    }  # fmt: skip
+    assert not (masked_export / "generation_config.json").exists()
+
+
+def test_a_tokenizer_that_is_larger_than_the_embedding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "model.vocab_size=128"]
+    write_run(tmp_path / "run", words, ["configs/model/metala_tiny.yml"])
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "has 257 entries and the embedding 128 rows" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_is_too_short_to_compare_on(
+    trained_run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("short")
+    for words in (["export", str(trained_run)], ["import", str(exported)]):
+        assert main([*words, str(tmp_path / "out"), "--text", str(tmp_path / "text")]) == 2
+        assert "5 characters are too short to compare logits on" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_exists(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    arguments = ["export", str(trained_run), str(folder)]
+    assert main(arguments) == 0, "nothing is in it"
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert main(arguments) == 2
+    assert "exists: name another folder, or replace it with --overwrite" in capsys.readouterr().err
+    assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    (folder / "stale.txt").touch()
+    assert main([*arguments, "--overwrite"]) == 0
+    assert not (folder / "stale.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "nothing is left aside"
+    run = shutil.copytree(trained_run, folder / "run")  # an import of it, say, that was trained
+    assert main(["export", str(run), str(folder), "--overwrite"]) == 2
+    assert "step_00000030 lies in" in capsys.readouterr().err
+    assert run.is_dir()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.jpg").touch()
+    for content in (None, "", "[]", "{}"):  # nothing that says what the folder is
+        if content is not None:
+            (tmp_path / "photos" / "config.json").write_text(content)
+        assert main(["export", str(trained_run), str(tmp_path / "photos"), "--overwrite"]) == 2
+        assert "is not an export of this project" in capsys.readouterr().err
+    assert (tmp_path / "photos" / "one.jpg").exists()
+
+
+def test_over_the_tolerance_it_fails_and_deletes_nothing(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An export whose weights go wrong on the way to the disk."""
+    write = exporting.write_tensors
+
+    def wrong(path: Path, shapes: Any, tensors: Any, **more: Any) -> None:
+        write(path, shapes, ((n, t * (1.001 if n.endswith("v_proj.weight") else 1)) for n, t in tensors), **more)
+
+    monkeypatch.setattr(exporting, "write_tensors", wrong)
+    assert main(["export", str(trained_run), str(tmp_path / "out")]) == 1
+    said = capsys.readouterr()
+    assert float(said.out.split("difference to the trainer's ")[1].split()[0]) > 1e-4
+    assert "over the tolerance of 0.0001" in said.err
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_disk_that_is_full_leaves_nothing(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting, "write_tensors", full)
+    assert main(["export", str(trained_run), str(tmp_path / "out")]) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_in_any_file(masked_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (100, 1500, 5000, 20_000, 60_000):  # of these the first file that is larger cannot be written
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            assert main(["export", str(masked_run), str(tmp_path / "out")]) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert f"{tmp_path / 'out'}: File too large" in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_checkpoint(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "is no checkpoint" in capsys.readouterr().err
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    config = run / "checkpoints" / "step_00000030" / "config.yml"
+    config.write_text(config.read_text().replace("hidden_size: 64", "hidden_size: 32"))
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "blocks.0.mixer.out_proj.weight is [64, 64], the configuration needs [32, 32]" in said
+    config.write_text(
+        config.read_text().replace("hidden_size: 32", "hidden_size: 64").replace("bias: false", "bias: true")
+    )
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    assert "blocks.0.mlp.down_proj.bias is missing" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_of_a_run_that_is_writing_its_metrics(tmp_path: Path) -> None:
+    """The step's own line may not be there, as with a logging interval, and the last one is cut."""
+    lines = [{"kind": "train", "step": step, "time": 0.0, "tokens": 64 * step} for step in (2, 4)]
+    cut = '{"kind": "train", "st'
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
+    model = ModelConfig(vocab_size=32, num_layers=1, hidden_size=32, num_heads=2)
+    facts: dict[str, Any] = {"run": tmp_path, "parameters": 1, "dtype": "fp32", "licence": "mit"}
+    assert "| tokens | 256 |" in model_card({}, model, step="step_00000004", **facts)
+    assert "| tokens | unknown |" in model_card({}, model, step="step_00000003", **facts)
+
+
+def test_the_card(trained_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    results = {"pile": {"documents": 3, "perplexity": 12.25}}
+    (run / "results.json").write_text(
+        json.dumps({"checkpoint": "/elsewhere/step_00000030", "results": {"perplexity": results}})
+    )
+    assert main(["export", str(run), str(tmp_path / "out"), "--licence", "mit"]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n")
+    for line in (
+        "| parameters | 115,680 |",
+        "| mixers | metala, attention |",
+        "| tokens | 7,680 |",
+        "| steps | 30 |",
+        "| perplexity | pile | perplexity | 12.25 |",
+        "chou2024metala",
+    ):
+        assert line in card, line
+    # Scores of another checkpoint are not this one's.
+    assert main(["export", str(run / "checkpoints" / "step_00000010"), str(tmp_path / "older")]) == 0
+    assert "Not evaluated" in (tmp_path / "older" / "README.md").read_text()
+
+
+def test_memory_stays_at_a_tensor(tmp_path: Path) -> None:
+    """While the weights are written, memory grows by less than two layers of a model of twelve."""
+    run = tmp_path / "run"
+    shape = ["model.num_layers=12", "model.hidden_size=256", "model.intermediate_size=1024", "model.vocab_size=512"]
+    write_run(
+        run, [*shape, "data.corpus=stdlib", "data.tokenizer.type=bytes"], ["configs/model/metala_tiny.yml"], noise=False
+    )
+    program = (
+        "import sys, threading, time\n"
+        "from pathlib import Path\n"
+        "import tools.conversion.export_hf as exporting\n"
+        "def anonymous():\n"
+        "    return int(next(l for l in open('/proc/self/status') if l.startswith('RssAnon')).split()[1]) * 1024\n"
+        "exporting.export(sys.argv[1], Path(sys.argv[2]))\n"  # everything is imported and warm
+        "before, peak, done = anonymous(), [0], []\n"
+        "def watch():\n"
+        "    while not done:\n"
+        "        peak[0] = max(peak[0], anonymous())\n"
+        "        time.sleep(0.0005)\n"
+        "thread = threading.Thread(target=watch); thread.start()\n"
+        "exporting.export(sys.argv[1], Path(sys.argv[3]))\n"
+        "done.append(1); thread.join()\n"
+        "print(peak[0] - before)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(run), str(tmp_path / "a"), str(tmp_path / "b")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown = int(result.stdout.split()[-1])
+    layer = 4 * (4 * 256 * 256 + 3 * 256 * 1024)
+    assert (tmp_path / "b" / "model.safetensors").stat().st_size > 12 * layer
+    assert grown < 2 * layer, f"{grown:,} bytes for layers of {layer:,}"

@@ -1,0 +1,403 @@
+"""Imports: exports come back bit for bit, other codebases' models with their own logits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+import train
+from data.tokenizer import train_sentencepiece
+from megatron_lite.checkpoint.reader import read_config_yaml, read_weights
+from megatron_lite.config.loader import load_config
+from models.config import ModelConfig
+from models.language_model import LanguageModel
+from tests.parity.launch import train_in_turn
+from tests.tools.conversion.conftest import write_run
+from tools.conversion.foreign.mapping import check_names
+from tools.conversion.foreign.registry import translate
+from tools.conversion.logit_parity import load_export
+from tools.convert_hf import main
+from tools.loading.model import build_model, load_model, model_config
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 2
+    return capsys.readouterr().err
+
+
+def difference(said: str) -> float:
+    return float(said.split("largest difference to the original's ")[1].split()[0])
+
+
+def test_an_export_comes_back_bit_for_bit(
+    trained_run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", str(exported), str(tmp_path / "again")]) == 0
+    assert difference(capsys.readouterr().out) <= 1e-5
+    before, after = read_weights(trained_run), read_weights(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    loaded = load_model(tmp_path / "again")
+    assert loaded.tokenizer.hash == load_model(trained_run).tokenizer.hash
+
+
+def tiny_gpt_neox(**more: Any) -> Any:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=64,
+        **more,
+    )
+    return GPTNeoXForCausalLM(config)
+
+
+def tiny_llama(**more: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **{
+            "vocab_size": 97,
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+            "max_position_embeddings": 64,
+            **more,
+        }
+    )
+    return LlamaForCausalLM(config)
+
+
+ORIGINALS = {
+    "pythia": lambda: tiny_gpt_neox(),
+    "gpt_neox-sequential-tied": lambda: tiny_gpt_neox(
+        use_parallel_residual=False,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    ),
+    "llama": lambda: tiny_llama(),
+    "llama-tied-bias": lambda: tiny_llama(
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        num_key_value_heads=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_transformers_models(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = ORIGINALS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "original")
+    assert main(["import", str(tmp_path / "original"), str(tmp_path / "run")]) == 0
+    assert difference(capsys.readouterr().out) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["gla", "retnet", "hgrn2"])
+def test_flash_linear_attention(name: str, tmp_path: Path) -> None:
+    """Against logits that flash-linear-attention's own kernels gave (golden/make_fla.py)."""
+    folder = Path(__file__).parent / "golden" / name
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 0
+    reference = load_file(folder / "reference.safetensors")
+    logits = load_language_model(tmp_path / "run")(reference["ids"])
+    assert (logits - reference["logits"]).abs().max() <= 5e-5
+    # Break one tensor: the reference sees it.
+    weights = load_file(folder / "model.safetensors")
+    shutil.copytree(folder, tmp_path / "broken")
+    weights["model.layers.1.attn.q_proj.weight"][0] *= 1.1
+    save_file(weights, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
+    assert main(["import", str(tmp_path / "broken"), str(tmp_path / "run2")]) == 0
+    assert (load_language_model(tmp_path / "run2")(reference["ids"]) - reference["logits"]).abs().max() > 1e-4
+
+
+def load_language_model(run: Path) -> LanguageModel:
+    config = model_config(read_config_yaml(run))
+    return build_model(config, read_weights(run)).eval().requires_grad_(False)
+
+
+METALA_NAMES = {
+    "q_proj": "q_proj",
+    "a_proj": "k_gate",
+    "v_proj": "v_proj",
+    "gate_proj": "g_proj",
+    "out_proj": "out_proj",
+    "conv": "conv1d",
+    "aug_weight": "aug_balance",
+}
+
+
+def as_released(name: str) -> str:
+    """The name that the published MetaLA checkpoints give a tensor."""
+    name = name.replace("embedding.weight", "model.embed_tokens.weight").replace("head.norm", "model.final_norm")
+    name = name.replace("head.weight", "lm_head.weight").replace("blocks.", "model.layers.")
+    for ours, theirs in (("norm1", "token_norm"), ("norm2", "channel_norm")):
+        name = name.replace(f".{ours}.", f".{theirs}.")
+    for ours, theirs in (("gate_proj", "l1"), ("up_proj", "l2"), ("down_proj", "l3")):
+        name = name.replace(f"mlp.{ours}", f"channel_mixer.{theirs}")
+    for ours, theirs in METALA_NAMES.items():
+        name = name.replace(f"mixer.{ours}", f"token_mixer.{theirs}") if ".mixer." in name else name
+    return name
+
+
+@pytest.mark.parametrize("norm_type", ["layernorm", "simplermsnorm"])
+def test_released_metala_names(norm_type: str, tmp_path: Path) -> None:
+    config = ModelConfig(
+        vocab_size=61,
+        num_layers=2,
+        hidden_size=32,
+        num_heads=2,
+        intermediate_size=96,
+        norm="layernorm" if norm_type == "layernorm" else "rmsnorm",
+        norm_affine=norm_type == "layernorm",
+        norm_eps=1e-5 if norm_type == "layernorm" else 1e-6,
+        tie_embeddings=False,
+    )
+    model = LanguageModel(config, seed=0).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    folder = tmp_path / "released"
+    folder.mkdir()
+    tensors = {as_released(name): p.detach().clone() for name, p in model.named_parameters()}
+    for name in [n for n in tensors if n.endswith("conv1d.weight")]:
+        tensors[name] = tensors[name].unsqueeze(1)
+    save_file(tensors, folder / "model.safetensors")
+    theirs = {
+        "model_type": "metala",
+        "vocab_size": 61,
+        "decoder_embed_dim": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 2,
+        "glu_dim": 96,
+        "norm_type": norm_type,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(theirs))
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 0
+    ids = torch.arange(40)[None]
+    assert torch.equal(load_language_model(tmp_path / "run")(ids), model(ids))
+
+
+def test_the_command_that_trains_on_names_the_kind_of_text_of_the_configuration(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", str(exported), str(tmp_path / "my runs" / "a")]) == 0
+    assert f"python train.py '{tmp_path}/my runs/a/config.yml' data.corpus=...   trains on" in capsys.readouterr().out
+    copy = shutil.copytree(exported, tmp_path / "of token files")
+    side = copy / "training" / "config.yml"
+    config = yaml.safe_load(side.read_text())
+    config["data"] |= {"corpus": None, "train": "corpora/a_text_document"}
+    side.write_text(yaml.safe_dump(config))
+    assert main(["import", str(copy), str(tmp_path / "again")]) == 0
+    said = capsys.readouterr().out
+    assert f"python train.py {tmp_path}/again/config.yml data.train=... data.validation=...   trains on" in said
+
+
+def translated(kind: str, **settings: Any) -> ModelConfig:
+    return translate({"model_type": kind, **settings}).model
+
+
+def test_settings_that_are_not_named_are_the_other_codebase_s_own() -> None:
+    from transformers import GPTNeoXConfig, LlamaConfig
+
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    ours, theirs = translated("gpt_neox", **shape), GPTNeoXConfig(**shape)
+    assert ours.parallel_residual == theirs.use_parallel_residual
+    assert (ours.norm_eps, ours.tie_embeddings) == (theirs.layer_norm_eps, theirs.tie_word_embeddings)
+    options = ours.options_of("attention")
+    assert options.rotary_pct == theirs.rope_parameters["partial_rotary_factor"]
+    assert options.rotary_base == theirs.rope_parameters["rope_theta"]
+    ours, theirs = translated("llama", **shape), LlamaConfig(**shape)
+    assert (ours.norm_eps, ours.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert ours.options_of("attention").rotary_base == theirs.rope_parameters["rope_theta"]
+    # flash-linear-attention 0.6: hidden_ratio 4, in RetNet 2, and norm_eps 1e-6; widths are multiples of 256.
+    shape = {"vocab_size": 97, "hidden_size": 512, "num_hidden_layers": 2, "num_heads": 4}
+    for kind, width in (("gla", 1536), ("retnet", 768), ("hgrn2", 1536)):
+        found = translated(kind, **shape)
+        assert (found.mlp_width, found.norm_eps, found.tie_embeddings) == (width, 1e-6, False)
+        assert translated(kind, **shape, hidden_ratio=8).mlp_width == 2816
+    assert translated("metala", **METALA_SHAPE).tie_embeddings
+    assert not translated("metala", **METALA_SHAPE, no_tie_embed=True).tie_embeddings
+
+
+SHAPE = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+FLA_SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4}
+METALA_SHAPE = {
+    "vocab_size": 97,
+    "decoder_embed_dim": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+    "glu_dim": 96,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        ("gpt_neox", {**SHAPE, "rotary_pct": 0.75}, "rotary_pct = 0.75 rotates 9 channels"),
+        ("gpt_neox", {**SHAPE, "hidden_act": "relu"}, "hidden_act = 'relu' has no counterpart"),
+        ("llama", {**SHAPE, "head_dim": 16}, "head_dim = 16: here it is hidden_size / heads = 12"),
+        ("retnet", {**FLA_SHAPE, "expand_v": 1.5}, "expand_v = 1.5: only whole numbers"),
+        ("hgrn2", {**FLA_SHAPE, "use_lower_bound": False}, "use_lower_bound = False has no counterpart"),
+        ("gla", {**FLA_SHAPE, "num_kv_heads": 2}, "num_kv_heads = 2 has no counterpart"),
+    ],
+)
+def test_settings_that_change_the_model_are_refused(kind: str, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        translated(kind, **settings)
+
+
+def test_what_the_norms_add_is_taken_over() -> None:
+    """On a CPU nothing else sees it for models whose own logits need a GPU or code that is no package."""
+    assert translated("gpt_neox", **SHAPE, rotary_pct=0.5, layer_norm_eps=1e-3).norm_eps == 1e-3
+    assert translated("llama", **SHAPE, rms_norm_eps=1e-3).norm_eps == 1e-3
+    for kind, of_mixer in (("gla", 1e-3), ("retnet", 1e-3), ("hgrn2", 1e-5 * 16)):
+        model = translated(kind, **FLA_SHAPE, norm_eps=1e-3)
+        assert (model.norm_eps, model.options_of(kind).norm_eps) == (1e-3, pytest.approx(of_mixer))
+    for norm, default in (("layernorm", 1e-5), ("rmsnorm", 1e-6), ("simplermsnorm", 1e-6)):
+        assert translated("metala", **METALA_SHAPE, norm_type=norm).norm_eps == default
+        assert translated("metala", **METALA_SHAPE, norm_type=norm, norm_eps=1e-3).norm_eps == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "head"),
+    [
+        ("gpt_neox", {**SHAPE, "rotary_pct": 0.5}, "embed_out.weight"),
+        ("llama", SHAPE, "lm_head.weight"),
+        ("gla", FLA_SHAPE, "lm_head.weight"),
+    ],
+)
+def test_a_tied_matrix_may_stand_in_the_file_twice(kind: str, shape: dict[str, Any], head: str) -> None:
+    foreign = translate({"model_type": kind, **shape, "tie_word_embeddings": True})
+    names = [name for source in foreign.sources.values() if source is not None for name in source.names]
+    check_names(foreign, [*names, head], "a folder")
+    with pytest.raises(ValueError, match="more_weight belongs to nothing"):
+        check_names(foreign, [*names, "more_weight"], "a folder")
+
+
+def test_norms_of_flash_linear_attention_go_into_the_output_map() -> None:
+    weight, gain = torch.randn(64, 64), torch.randn(16)
+    for settings, norm in (({}, "g_norm_swish_gate"), ({"fuse_norm": False}, "g_norm")):
+        source = translate({"model_type": "gla", **FLA_SHAPE, **settings}).sources["blocks.0.mixer.out_proj.weight"]
+        assert source is not None
+        assert source.names == ("model.layers.0.attn.o_proj.weight", f"model.layers.0.attn.{norm}.weight")
+        assert torch.equal(source.make(weight, gain), weight * gain.repeat(4))
+    plain = translate({"model_type": "gla", **FLA_SHAPE, "elementwise_affine": False})
+    source = plain.sources["blocks.0.mixer.out_proj.weight"]
+    assert source is not None
+    assert source.names == ("model.layers.0.attn.o_proj.weight",)
+
+
+def test_the_configuration_of_another_codebase_s_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tokenizer whatever file it is in, its length up to 2048; a model far from its own logits is not trained on."""
+    torch.manual_seed(0)
+    tiny_llama(vocab_size=300, max_position_embeddings=4096).save_pretrained(tmp_path / "llama")
+    texts = ["some words of a text that go on " * 20, "and others of another text " * 20]
+    train_sentencepiece(texts, tmp_path / "llama" / "tokenizer.model", vocab_size=280)
+    assert main(["import", str(tmp_path / "llama"), str(tmp_path / "run")]) == 0
+    config = load_config([tmp_path / "run" / "config.yml"], [], model_type=ModelConfig, world_size=1)
+    assert config.data.tokenizer.type == "sentencepiece"
+    assert config.data.tokenizer.path == str(tmp_path / "run" / "tokenizer" / "tokenizer.model")
+    assert (config.batch.sequence_length, config.checkpoint.resume) == (2048, "auto")
+    (tmp_path / "llama" / "tokenizer.model").rename(tmp_path / "tokenizer.model")
+    (tmp_path / "llama" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
+    assert main(["import", str(tmp_path / "llama"), str(tmp_path / "words")]) == 0
+    assert load_model(tmp_path / "words").tokenizer.type == "wordpiece"
+    (tmp_path / "llama" / "vocab.txt").unlink()
+    capsys.readouterr()
+    assert main(["import", str(tmp_path / "llama"), str(tmp_path / "bare"), "--tolerance", "1e-12"]) == 1
+    said = capsys.readouterr()
+    assert "no tokenizer there: set data.tokenizer before training" in said.out
+    assert "over the tolerance of 1e-12" in said.err
+    assert "train.py" not in said.out
+    assert "type: bytes" in (tmp_path / "bare" / "config.yml").read_text()
+
+
+def test_rotary_settings_of_earlier_transformers() -> None:
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    options = translated("gpt_neox", **shape, rotary_pct=0.5, rotary_emb_base=5000).options_of("attention")
+    assert (options.rotary_pct, options.rotary_base) == (0.5, 5000.0)
+    options = translated("llama", **shape, rope_theta=500000.0, rope_scaling=None).options_of("attention")
+    assert (options.num_kv_heads, options.rotary_base) == (4, 500000.0)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_training_goes_on_from_an_import(tensor: int, exported: Path, tmp_path: Path) -> None:
+    run = tmp_path / "again"
+    assert main(["import", str(exported), str(run)]) == 0
+    words = [str(run / "config.yml"), "schedule.train_steps=3", "logging.progress_bar=false", "precision.dtype=fp32"]
+    if tensor == 1:
+        assert train.main(words) == 0
+    else:
+        train_in_turn([[*words, f"parallel.tensor={tensor}"]])
+    losses = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first = next(line["loss"] for line in losses if line["kind"] == "train")
+    assert first < 5, f"{first}: an untrained model starts at 6.2, the imported one was trained"
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step_00000003"
+
+
+def test_shards_and_sixteen_bits_come_back(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "out")
+    assert main(["export", str(trained_run), folder, "--dtype", "bf16", "--max-shard-size", "50KB"]) == 0
+    assert main(["import", folder, str(tmp_path / "run")]) == 0
+    before, after = read_weights(trained_run), read_weights(tmp_path / "run")
+    assert all(torch.equal(before[name].bfloat16().float(), after[name]) for name in before)
+    next((tmp_path / "out").glob("model-00002-*")).unlink()
+    said = error_of(["import", folder, str(tmp_path / "run2")], capsys)
+    assert "is missing; model.safetensors.index.json names it" in said
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked"])
+def test_few_positions_and_what_transformers_saved(objective: str, tmp_path: Path) -> None:
+    """Fewer positions than the comparison would read; and a folder without the run's configuration, from save_pretrained."""
+    shape = tmp_path / "model.yml"
+    mixers = "[metala]" if objective == "causal" else "[lion], mixer_options: {lion: {causal: false}}"
+    shape.write_text(
+        "model: {num_layers: 1, hidden_size: 32, num_heads: 2, positions: learned, max_positions: 48, "
+        f"vocab_size: 384, mixers: {mixers}}}\n"
+    )
+    words = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "batch.sequence_length=48"]
+    trained = write_run(tmp_path / "run", [*words, f"data.objective={objective}"], [str(shape)])
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert main(["import", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
+    load_export(tmp_path / "out", causal=objective == "causal").save_pretrained(tmp_path / "saved")
+    assert main(["import", str(tmp_path / "saved"), str(tmp_path / "other")]) == 0
+    for run in ("again", "other"):
+        config = load_config([tmp_path / run / "config.yml"], [], model_type=ModelConfig, world_size=1)
+        assert (config.data.objective, config.batch.sequence_length) == (objective, 48)
+        weights = read_weights(tmp_path / run)
+        assert all(torch.equal(weights[name], p) for name, p in trained.named_parameters())

@@ -1,0 +1,161 @@
+"""Imports of what is damaged, incomplete or without a counterpart: it is named, and nothing is left half-written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tools.conversion.test_import import error_of, tiny_llama
+from tools.conversion.import_hf import import_folder
+from tools.convert_hf import main
+
+
+def broken(exported: Path, folder: Path, **config: Any) -> dict[str, torch.Tensor]:
+    shutil.copytree(exported, folder)
+    values = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(values))
+    return load_file(folder / "model.safetensors")
+
+
+def test_missing_extra_and_wrong_tensors(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    tensors = broken(exported, folder)
+    tensors["blocks.0.mixer.query_proj.weight"] = tensors.pop("blocks.0.mixer.q_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "blocks.0.mixer.q_proj.weight is missing (nearest: blocks.0.mixer.query_proj.weight)" in said
+    assert "blocks.0.mixer.query_proj.weight belongs to nothing (nearest: blocks.0.mixer.q_proj.weight)" in said
+    tensors["blocks.0.mixer.q_proj.weight"] = tensors.pop("blocks.0.mixer.query_proj.weight")[:, :5].contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "blocks.0.mixer.q_proj.weight [32, 5]" in said
+    assert "config.json needs [32, 64]" in said
+    assert not (tmp_path / "run").exists(), "nothing half-written is left"
+
+
+def test_folders_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = error_of(["import", str(tmp_path / "nowhere"), str(tmp_path / "run")], capsys)
+    assert "is no Hugging Face folder: config.json is missing (there is no such folder)" in said
+    (tmp_path / "config.json").write_text("{")
+    assert "is no JSON" in error_of(["import", str(tmp_path), str(tmp_path / "run")], capsys)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    said = error_of(["import", str(tmp_path), str(tmp_path / "run")], capsys)
+    assert "model_type 'bert' cannot be imported; what can: metalion, metala, gpt_neox" in said
+
+
+def test_pickles_are_not_opened(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    broken(exported, folder)
+    (folder / "model.safetensors").unlink()
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "opened",))
+
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "pickles (pytorch_model.bin), which run code when they are read; they are not opened" in said
+    assert not (tmp_path / "opened").exists()
+
+
+def test_a_tokenizer_larger_than_the_embedding(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    tensors = broken(exported, folder, vocab_size=300)
+    tensors["embedding.weight"] = tensors["embedding.weight"][:300].contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert "has 400 entries and the embedding 300 rows" in said
+
+
+def test_settings_without_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    tiny_llama(
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    ).save_pretrained(folder)
+    assert "rope_type = 'linear' has no counterpart here" in error_of(
+        ["import", str(folder), str(tmp_path / "run")], capsys
+    )
+    golden = Path(__file__).parent / "golden" / "gla"
+    tensors = broken(golden, tmp_path / "gla", use_short_conv=True)
+    assert tensors
+    said = error_of(["import", str(tmp_path / "gla"), str(tmp_path / "run")], capsys)
+    assert "use_short_conv = True has no counterpart here; allowed are False" in said
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("training/config.yml", "run: {name: [", "config.yml is no YAML"),
+        ("training/config.yml", "", "config.yml is no configuration, or a part of one"),
+        ("training/config.yml", "run: {name: x}\n", "config.yml is no configuration, or a part of one"),
+        ("training/tokenizer/description.json", "{", "description.json is no JSON"),
+        ("training/tokenizer/description.json", "{}", "description.json has no key 'type'"),
+        (
+            "training/tokenizer/description.json",
+            '{"type": "bytes", "file": null, "hash": "of another"}',
+            "was changed after training",
+        ),
+        ("config.json", '{"model_type": "metalion"}', "config.json has no key 'vocab_size'"),
+    ],
+)
+def test_a_damaged_export_is_named(
+    exported: Path, file: str, content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(exported, folder)
+    (folder / file).write_text(content)
+    assert says in error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_name_a_run(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in ("my run (2)", str(tmp_path / "my run (2)"), "../my run (2)"):
+        said = error_of(["import", str(exported), run], capsys).strip()
+        assert said.endswith(
+            f'run.name = "my run (2)": text like [A-Za-z0-9][A-Za-z0-9._+-]* is allowed ({run}/config.yml)'
+        )
+    assert not [*tmp_path.iterdir()]
+
+
+def no_space(*_: object, **__: object) -> Path:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_run_that_exists(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["import", str(exported), str(run)]) == 0
+    assert "exists: name another run folder" in error_of(["import", str(exported), str(run)], capsys)
+    (run / "old").touch()
+    before = sorted(path.relative_to(run) for path in run.rglob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr("tools.conversion.import_hf.write_weights", no_space)
+        with pytest.raises(OSError, match="No space"):
+            import_folder(exported, run, overwrite=True)
+    assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
+    assert main(["import", str(exported), str(run), "--overwrite"]) == 0
+    assert not (run / "old").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    shutil.copytree(exported, run / "folder")
+    said = error_of(["import", str(run / "folder"), str(run), "--overwrite"], capsys)
+    assert "lies in" in said
+    assert (run / "folder").is_dir()
+    later = run / "checkpoints" / "step_00000100"  # of a run with its metrics in another folder
+    later.mkdir()
+    assert "was trained in" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)
+    later.rmdir()
+    (run / "metrics.jsonl").touch()
+    assert "was trained in" in error_of(["import", str(exported), str(run), "--overwrite"], capsys)

@@ -1,0 +1,429 @@
+"""`python eval.py` with suites: what it writes, other models beside, and what it says about bad input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import eval as command
+from data.datasets.causal import SequentialDataset
+from tests.cli.conftest import ROOT, environment
+from tests.parity.launch import free_port
+from tools import convert_hf
+from tools.evaluation.harness import read_results
+from tools.evaluation.open_model import checkpoint_hash, open_model
+from tools.evaluation.report import latex, plain, suite_table
+from tools.evaluation.suites import read_suite, task_suite
+from tools.loading.model import load_model
+
+BOTH = ["--suite", "superglue,commonsense", "--device", "cpu", "--max-length", "96"]
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained_run: Path, eval_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The results file of both suites, and what was printed."""
+    import contextlib
+    import io
+
+    out, said = tmp_path_factory.mktemp("evaluated") / "results.json", io.StringIO()
+    with contextlib.redirect_stdout(said):
+        arguments = [str(trained_run), *BOTH, "--data-dir", str(eval_data), "--out", str(out), "--samples"]
+        assert command.main(arguments) == 0
+    return out, said.getvalue()
+
+
+def test_results_are_the_harnesss_own_format(evaluated, trained_run):
+    content = read_results(evaluated[0])
+    assert {"results", "configs", "versions", "n-shot", "n-samples", "higher_is_better", "config"} <= content.keys()
+    assert {"git_hash", "date", "lm_eval_version", "task_hashes", "group_subtasks"} <= content.keys()
+    assert content["results"]["boolq"]["acc,none"] == pytest.approx(np.mean(values(content, "boolq", "acc")))
+    assert content["results"]["boolq"]["acc_stderr,none"] > 0
+    assert content["n-samples"]["piqa"] == {"original": 8, "effective": 8}
+    assert content["n-shot"]["piqa"] == 0
+    assert content["config"]["limit"] is None
+    ours = content["metalion"]
+    assert ours["model"]["sha256"] == checkpoint_hash(load_model(trained_run, device="cpu").checkpoint)
+    assert all(len(digest) == 64 for files in ours["data"].values() for digest in files.values())
+    assert ours["truncated"]["boolq"] > 0
+    assert ours["longest_request"] > ours["max_length"] == 96
+    assert ours["tokens_read"] < ours["tokens_asked"]
+    assert ours["chance"]["hellaswag"] == 0.25
+    assert len(ours["documents"]["multirc"]["exact_match"]["ids"]) == 3
+    samples = [json.loads(line) for line in (evaluated[0].parent / "samples_copa.jsonl").read_text().splitlines()]
+    assert len(samples) == 8
+    assert not (evaluated[0].parent / "answers").exists()
+
+
+def values(content: dict[str, Any], task: str, metric: str) -> list[float]:
+    return content["metalion"]["documents"][task][metric]["values"]
+
+
+def test_tables_hold_the_papers_rows(evaluated):
+    out, said = evaluated
+    for text in (said, out.with_suffix(".md").read_text(), out.with_suffix(".tex").read_text()):
+        assert "MetaLA 360M (paper), 15B tokens" in text
+        assert "44.05" in text
+        assert "42.52" in text
+        assert "requests longer than 96 tokens lost their beginning" in text
+        assert "Average: the mean of the seven columns" in text
+    assert "acc (harness)" in said
+    assert re.search(r"multirc .* exact_match", said)
+    assert out.with_suffix(".png").stat().st_size > 20_000
+    tex = out.with_suffix(".tex").read_text()
+    assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
+    assert r"acc\_norm" in tex
+
+
+def test_averages_are_the_papers_means(evaluated):
+    content = read_results(evaluated[0])
+    table = suite_table(read_suite("superglue"), [("m", content)])
+    cells = table.rows[0].cells
+    mean = np.mean([cells[label][0] for label in ("WSC", "WiC", "RTE", "CB", "MultiRC", "BoolQ", "COPA")])
+    assert table.average_of(table.rows[0]) == pytest.approx(mean)
+    assert table.chance["COPA"] == table.chance["BoolQ"] == 50
+    assert not table.chance.keys() & {"CB", "MultiRC"}, "guessing has no one F1 or exact match"
+    commonsense = suite_table(read_suite("commonsense"), [("m", content)])
+    assert "LAMBADA" not in commonsense.average
+    cells = commonsense.rows[0].cells
+    assert cells.keys() > set(commonsense.average)
+    mean = np.mean([cells[label][0] for label in commonsense.average])
+    assert commonsense.average_of(commonsense.rows[0]) == pytest.approx(mean)
+    assert commonsense.rows[0].cells["LAMBADA ppl"][0] == content["results"]["lambada_openai"]["perplexity,none"]
+    assert commonsense.rows[0].cells["ARC-c"][0] == 100 * content["results"]["arc_challenge"]["acc_norm,none"]
+    latex([table, commonsense])
+    plain(*table.text_rows())
+
+
+def test_without_leaves_an_empty_cell_and_no_average(trained_run, eval_data, tmp_path, capsys):
+    arguments = [str(trained_run), "--suite", "superglue", "--without", "wic,multirc,boolq", "--device", "cpu"]
+    assert command.main([*arguments, "--data-dir", str(eval_data), "--out", str(tmp_path / "r.json")]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny, step 30"))
+    assert row.split()[4] == "-"
+    assert row.split()[-1] == "-"
+
+
+def test_a_task_with_named_filters_is_summarised(tmp_path):
+    from tools.evaluation.command import _summarise
+
+    filtered = {"alias": "gsm8k", "exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": "N/A"}
+    results = {"results": {"gsm8k": {**filtered, "exact_match,flexible-extract": 0.5}}}
+    summary = tmp_path / "results.json"
+    summary.write_text(json.dumps({"checkpoint": str(tmp_path.resolve())}))
+    _summarise(tmp_path, tmp_path, results, Namespace(suites=[task_suite(["gsm8k"])]))
+    assert json.loads(summary.read_text())["results"]["tasks"] == {
+        "gsm8k": {"exact_match,strict-match": 0.25, "exact_match,flexible-extract": 0.5}
+    }
+
+
+def test_results_are_written_before_they_are_summarised(trained_run, eval_data, tmp_path, monkeypatch, capsys):
+    from tools.evaluation import command as suites
+
+    monkeypatch.setattr(suites, "_summarise", lambda *_: (_ for _ in ()).throw(ValueError("a damaged summary")))
+    words = [str(trained_run), "--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data)]
+    assert command.main([*words, "--out", str(tmp_path / "r.json")]) == 2
+    assert "a damaged summary" in capsys.readouterr().err
+    assert values(read_results(tmp_path / "r.json"), "copa", "acc")
+    assert (tmp_path / "r.md").is_file()
+
+
+def tiny_huggingface(folder: Path, kind: str, tokenizer: Path) -> Path:
+    """A random Hugging Face model of a few thousand weights, with a tokenizer of its own."""
+    import torch
+    from transformers import (
+        GPTNeoXConfig,
+        GPTNeoXForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MambaConfig,
+        MambaForCausalLM,
+        PreTrainedTokenizerFast,
+    )
+
+    size = {"vocab_size": 500, "hidden_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 128}
+    torch.manual_seed(0)
+    model: Any = {
+        "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**size, **heads)),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**size, **heads)),
+        "mamba": lambda: MambaForCausalLM(MambaConfig(**size, state_size=4)),
+    }[kind]()
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import tokenizers
+
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator(["alpha beta gamma state decay"] * 20, vocab_size=300, special_tokens=["<|endoftext|>"])
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    model.save(str(path))
+    return path
+
+
+MAMBA = pytest.param(
+    "mamba",
+    marks=pytest.mark.skipif(
+        find_spec("triton") is not None and not torch.cuda.is_available(),
+        reason="where there is Triton, transformers' Mamba takes a kernel that needs a GPU",
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", MAMBA])
+def test_other_models_stand_in_the_same_table(kind, bpe, eval_data, evaluated, tmp_path, capsys):
+    folder = tiny_huggingface(tmp_path / kind, kind, bpe)
+    out = tmp_path / "out" / "results.json"
+    arguments = [str(folder), "--suite", "superglue", "--device", "cpu", "--max-length", "128"]
+    assert command.main([*arguments, "--data-dir", str(eval_data), "--out", str(out)]) == 0
+    assert command.main(["table", str(evaluated[0]), str(out), "--out", str(tmp_path / "both.md")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(rf"^tiny, step 30 .*\n{kind} .*\nMetaLA 360M", said, flags=re.M)
+    assert (tmp_path / "both.png").is_file()
+    assert len(read_results(out)["metalion"]["model"]["sha256"]) == 64
+    assert command.main(["compare", str(evaluated[0]), str(out)]) == 0
+    assert re.search(r"copa +acc +8 ", capsys.readouterr().out)
+
+
+def test_code_that_a_model_brings_is_run_where_the_flag_says_so(trained_run, eval_data, tmp_path, capsys):
+    folder = tmp_path / "exported"
+    assert convert_hf.main(["export", str(trained_run), str(folder)]) == 0
+    words = [str(folder), "--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data), "--no-progress"]
+    assert command.main(words) == 2
+    assert f"error: {folder}: it brings Python code of its own" in (said := capsys.readouterr().err)
+    assert "--trust-remote-code" in said
+    assert command.main([*words, "--trust-remote-code", "--out", str(tmp_path / "results.json")]) == 0
+    assert "Running loglikelihood" not in capsys.readouterr().err
+
+
+def test_an_interrupted_model_does_not_answer_for_another_of_its_name(bpe, eval_data, tmp_path, monkeypatch):
+    from tools.evaluation import command as suites
+    from tools.evaluation.huggingface import HuggingFaceLM
+
+    asked = []
+    ask = HuggingFaceLM._loglikelihood_tokens
+    monkeypatch.setattr(HuggingFaceLM, "_loglikelihood_tokens", lambda *a, **k: asked.append(len(a[1])) or ask(*a, **k))
+    monkeypatch.chdir(tmp_path)  # no --out: both are runs/evaluation/exported
+    words = ["--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data)]
+    one, two = (str(tiny_huggingface(tmp_path / kind / "exported", kind, bpe)) for kind in ("llama", "gpt_neox"))
+    with monkeypatch.context() as stopped:
+        stopped.setattr(suites, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert command.main([one, *words]) == 130
+        assert command.main([one, *words, "--max-length", "64"]) == 130
+    assert asked == [16, 16]
+    assert command.main([two, *words, "--out", "runs/evaluation/exported/two.json"]) == 0
+    assert asked == [16, 16, 16]
+    assert command.main([one, *words]) == 0
+    assert asked == [16, 16, 16], "its own answers are kept, and taken"
+
+
+def test_kept_answers_are_of_weights_number_format_and_length(trained_run, tmp_path):
+    """An interrupted evaluation is not gone on with by another one."""
+    earlier = trained_run / "checkpoints" / "step_00000010"
+    keys = []
+    for model, *more in (
+        [trained_run],
+        [earlier],
+        [trained_run, "--dtype", "bf16"],
+        [trained_run, "--max-length", "16"],
+    ):
+        words = [str(model), "--tasks", "copa", "--device", "cpu", "--out", str(tmp_path / "results.json"), *more]
+        opened = open_model(command._parser().parse_args(words), "results.json")
+        keys.append(opened.lm.answers.key("generate", "def "))
+        opened.finish()
+    assert len(set(keys)) == 4
+
+
+def test_a_tokenizer_that_is_too_large_is_refused(bpe, eval_data, tmp_path, capsys):
+    import tokenizers
+
+    folder = tiny_huggingface(tmp_path / "model", "llama", bpe)
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.add_tokens([f"<extra{i}>" for i in range(300)])
+    model.save(str(folder / "tokenizer.json"))
+    arguments = [str(folder), "--suite", "superglue", "--device", "cpu", "--data-dir", str(eval_data)]
+    assert command.main(arguments) == 2
+    assert "not the tokenizer that the model was trained with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "superglu"], "there is no suite 'superglu'; did you mean superglue"),
+        (
+            ["--tasks", "copa", "--data-dir", "{tmp}"],
+            r"copa: the data folder lacks its file, .*super_glue/copa/validation",
+        ),
+        (["--suite", "superglue", "--without", "copaa"], r"--without copaa: it is none .* asked; did you mean copa\?"),
+        (["--tasks", "logiqa"], "logiqa: its data set on the hub is a script"),
+        (["--suite", "superglue", "--without", "wsc,wic,sglue_rte,cb,multirc,boolq,copa"], "nothing to evaluate"),
+    ],
+)
+def test_bad_input(trained_run, tmp_path, arguments, message, capsys):
+    words = [word.format(tmp=tmp_path) for word in arguments]
+    assert command.main([str(trained_run), "--device", "cpu", *words]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_changed_tokenizer_is_refused(trained_run, tmp_path, eval_data, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(trained_run, copy)
+    description = json.loads((copy / "tokenizer/description.json").read_text())
+    (copy / "tokenizer/description.json").write_text(json.dumps({**description, "hash": "0" * 32}))
+    assert command.main([str(copy), "--tasks", "copa", "--data-dir", str(eval_data), "--device", "cpu"]) == 2
+    assert "was changed after training" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "not json"])
+def test_a_file_that_is_no_result(tmp_path, text, capsys):
+    (tmp_path / "a.json").write_text(text)
+    assert command.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 2
+    assert str(tmp_path / "a.json") in capsys.readouterr().err
+    assert command.main(["table", str(tmp_path / "b.json")]) == 2
+
+
+def test_two_processes_write_what_one_writes(trained_run, eval_data, evaluated, tmp_path):
+    out = tmp_path / "results.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"),
+            *(str(ROOT / "eval.py"), str(trained_run), *BOTH, "--data-dir", str(eval_data), "--out", str(out)),
+        ],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=240,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = read_results(evaluated[0]), read_results(out)
+    for task, metrics in one["results"].items():
+        for key, value in metrics.items():
+            found = two["results"][task][key]
+            assert found == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (task, key)
+    assert one["task_hashes"] == two["task_hashes"]
+    assert done.stdout.count("SuperGLUE") == 1
+    assert not (tmp_path / "answers").exists()
+
+
+def test_loss_by_position(trained_run, tmp_path, capsys):
+    out = tmp_path / "results.json"
+    assert command.main([str(trained_run), "--by-position", "--out", str(out), "--device", "cpu"]) == 0
+    assert (tmp_path / "perplexity_by_position.png").is_file()
+    said = capsys.readouterr().out
+    assert re.search(r"validation: [\d.]+ bits per byte at positions 17 to 32, [\d.]+ from 33 to 128", said)
+    found = json.loads(out.read_text())["by_position"]["validation"]
+    bins = found["bins"]
+    assert bins[0]["from"] == 1
+    assert bins[-1]["to"] == 128
+    assert 33 in [b["from"] for b in bins]
+    assert all(a["to"] + 1 == b["from"] for a, b in itertools.pairwise(bins))
+
+
+@pytest.mark.parametrize("short", ["text", "length"])
+def test_positions_that_no_token_has_have_no_loss(trained_run, tmp_path, capsys, short):
+    """Not a loss of 0: the pieces end before the second half of the trained length."""
+    out, text = tmp_path / "results.json", tmp_path / "text.txt"
+    text.write_text("def alpha(beta):" if short == "text" else "def alpha(beta):\n" * 40)
+    words = ["--data", str(text), *(["--sequence-length", "16"] if short == "length" else [])]
+    assert command.main([str(trained_run), "--by-position", *words, "--out", str(out), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert f"{text}: no token at positions 17 to 32: too short a text, or --sequence-length" in said
+    assert "0.0000" not in said
+    assert set(json.loads(out.read_text())["by_position"][str(text)]) == {"bins", "dtype"}
+
+
+def test_a_diverged_model_has_no_loss_rather_than_one_of_0(trained_run, tmp_path, monkeypatch, capsys):
+    """And its results are JSON, to which the next command adds."""
+
+    def diverged(*words, **more):
+        loaded = load_model(*words, **more)
+        loaded.model.head.norm.weight.data.fill_(float("nan"))
+        return loaded
+
+    monkeypatch.setattr("tools.loading.model.load_model", diverged)
+    out = tmp_path / "results.json"
+    for words in ([], ["--by-position"]):
+        assert command.main([str(trained_run), *words, "--out", str(out), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "validation: nan bits per byte at positions 17 to 32, nan from 33 to 128\n" in said
+    content = json.loads(out.read_text(), parse_constant=pytest.fail)
+    assert content["results"]["perplexity"]["validation"]["loss"] is None
+    found = content["by_position"]["validation"]
+    assert {found["within"], found["beyond"], *(b["loss"] for b in found["bins"])} == {None}
+
+
+def test_loss_by_position_sums_to_the_perplexity(trained_run):
+    from tools.evaluation.loss_by_position import loss_by_position
+    from tools.evaluation.perplexity import perplexity, validation_text
+
+    loaded = load_model(trained_run, device="cpu")
+    text = validation_text(loaded)
+    found = loss_by_position(loaded, text, length=48, progress=False)
+    whole = perplexity(loaded, text, sequence_length=48, progress=False)
+    total = float(np.nansum(found.nll * found.tokens))
+    assert total / found.tokens.sum() == pytest.approx(whole["loss"], rel=1e-6)
+    assert found.mean(1, 48) == pytest.approx(whole["bits_per_byte"], rel=1e-6)
+
+
+def test_changes_of_pieces_are_formed_from_their_tokens(trained_run):
+    """Whole pieces, one that ends a little beyond the trained length, and one that does not reach it."""
+    from tools.evaluation.loss_by_position import loss_by_position, token_nll
+    from tools.evaluation.perplexity import validation_text
+
+    loaded = load_model(trained_run, device="cpu")
+    text = validation_text(loaded)
+    tokens = SequentialDataset(text.prefix, sequence_length=1 << 20, first_token=0).num_tokens
+    length = next(n for n in range(40, 200) if 32 < tokens % n < n - 3)
+    pieces = SequentialDataset(text.prefix, sequence_length=length, first_token=loaded.tokenizer.end_of_document_id)
+    expected = []
+    for piece in (pieces[i] for i in range(len(pieces))):
+        real = int((piece["loss_weight"] > 0).sum())
+        with torch.no_grad():
+            nll = token_nll(loaded.model, piece["tokens"][None], piece["labels"][None])[0, :real]
+        expected.append((nll[32:].mean() - nll[16:32].mean()).item())
+    assert loaded.config["batch"]["sequence_length"] == 32
+    assert real == tokens % length
+    found = loss_by_position(loaded, text, length=length, progress=False)
+    assert found.changes == pytest.approx(expected, abs=1e-6)
+    length = next(n for n in range(40, 400) if 0 < tokens % n < 32)
+    assert len(loss_by_position(loaded, text, length=length, progress=False).changes) == tokens // length
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"), [((-1.0, -0.9), "falls on"), ((-1.0, 0.9), "stays level"), ((1.0, 0.9), "rises")]
+)
+def test_what_the_text_does_is_said_beyond_two_errors_alone(tmp_path, monkeypatch, capsys, changes, verdict):
+    from tools.evaluation import loss_by_position as positions
+
+    found = positions.LossByPosition("t", np.ones(8), np.full(8, 2), 1.0, 4, np.array(changes))
+    monkeypatch.setattr(positions, "loss_by_position", lambda *_, **__: found)
+    loaded = Namespace(config={"batch": {"sequence_length": 4}}, run=tmp_path)
+    options = Namespace(sequence_length=8, batch_size=1, out=None)
+    positions.positions_command(loaded, [None], options)
+    assert f": it {verdict} (" in capsys.readouterr().out
+
+
+def test_what_the_text_does_beyond_the_trained_length_is_said_with_its_error():
+    from tools.evaluation.loss_by_position import LossByPosition
+
+    nll = np.array([3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0])
+    found = LossByPosition("t", nll, np.full(8, 5), 2.0, 4, np.array([-1.0, -1.2, -0.8, -1.0, -1.0]))
+    change, error = found.change or (0.0, 0.0)
+    assert change == pytest.approx(-1.0 / np.log(2) / 2)
+    assert error == pytest.approx(np.std([-1.0, -1.2, -0.8, -1.0, -1.0], ddof=1) / np.sqrt(5) / np.log(2) / 2)
+    assert [b["loss"] for b in found.bins(4)][-1] == 1.0

@@ -1,0 +1,89 @@
+"""MultiRC: what is always right scores 1, what always says yes scores what yes is worth, through the real harness."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+from lm_eval.api.model import LM
+
+from tests.tools.evaluation.conftest import made_up_rows
+from tools.evaluation.harness import Request, evaluate, prepare_tasks
+from tools.evaluation.multirc import multirc_metrics
+
+ROWS = made_up_rows()["super_glue/multirc/validation.jsonl"]
+
+
+class Answering(LM):
+    """Says yes to the answers for which `judge(row)` holds."""
+
+    def __init__(self, judge) -> None:
+        super().__init__()
+        self.yes = {(row["question"], row["answer"]) for row in ROWS if judge(row)}
+
+    def loglikelihood(self, requests, **kwargs):
+        found = []
+        for request in requests:
+            context, continuation = request.args
+            answer, word = continuation.split("\nIs the answer correct? ")
+            question = context.rpartition("Question: ")[2].partition("\n")[0]
+            said = (question, answer.strip()) in self.yes
+            found.append((-1.0 if said == (word == "yes") else -2.0, False))
+        return found
+
+    def loglikelihood_rolling(self, requests, **kwargs):
+        pytest.fail("multirc asks for choices alone")
+
+    def generate_until(self, requests, **kwargs):
+        pytest.fail("multirc asks for choices alone")
+
+
+@pytest.fixture(scope="module")
+def prepared(eval_data: Path):
+    return prepare_tasks(Request(tasks=("multirc",), data_dir=eval_data))
+
+
+def scores(prepared, judge) -> dict[str, float]:
+    return evaluate(Answering(judge), prepared)["results"]["multirc"]
+
+
+def test_an_oracle_is_always_right(prepared):
+    found = scores(prepared, lambda row: row["label"] == 1)
+    assert (found["exact_match,none"], found["answer_acc,none"], found["f1a,none"]) == (1.0, 1.0, 1.0)
+    assert found["acc,none"] == 0.0, "the harness takes the label as the index of yes, no: always right counts as wrong"
+
+
+def test_always_yes(prepared):
+    found = scores(prepared, lambda row: True)
+    correct = sum(row["label"] for row in ROWS)
+    by_question: dict[int, list[int]] = {}
+    for row in ROWS:
+        by_question.setdefault(row["idx"]["question"], []).append(row["label"])
+    assert found["answer_acc,none"] == correct / len(ROWS)
+    assert found["exact_match,none"] == sum(all(labels) for labels in by_question.values()) / len(by_question)
+    assert found["f1a,none"] == pytest.approx(2 * correct / (len(ROWS) + correct))
+
+
+def test_never_yes_has_no_f1(prepared):
+    assert scores(prepared, lambda row: False)["f1a,none"] == 0.0
+
+
+def test_exact_match_is_a_question():
+    def sample(question: int, label: int, yes: float, paragraph: int = 0) -> dict:
+        return {
+            "filtered_resps": [(yes, False), (-1.0, False)],
+            "doc": {"idx": {"paragraph": paragraph, "question": question}, "label": label},
+        }
+
+    samples = [sample(0, 1, -0.5), sample(0, 0, -0.5), sample(1, 1, -0.5), sample(1, 0, -2.0), sample(2, 0, -2.0)]
+    found = multirc_metrics(samples)
+    assert found["exact_match"] == 2 / 3
+    assert found["answer_acc"] == 4 / 5
+    assert found["f1a"] == pytest.approx(2 * 2 / (3 + 2))
+    # Of the mean of n right or wrong answers, the standard deviation with n - 1.
+    assert found["exact_match_stderr"] == pytest.approx(statistics.stdev([0, 1, 1]) / 3**0.5)
+    assert found["answer_acc_stderr"] == pytest.approx(statistics.stdev([1, 0, 1, 1, 1]) / 5**0.5)
+    two = [sample(0, 1, -0.5), sample(0, 0, -0.5, paragraph=1)]
+    assert multirc_metrics(two)["exact_match"] == 1 / 2, "question 0 of another paragraph is another question"
+    assert multirc_metrics([sample(0, 0, -1.0)])["answer_acc"] == 1.0, "as likely as no is no yes"

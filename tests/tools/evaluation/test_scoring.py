@@ -1,0 +1,191 @@
+"""Scores through the tree of shared prefixes equal a plain forward pass of every request on its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from models.config import ModelConfig
+from models.language_model import LanguageModel
+from tools.evaluation.prefix_tree import build_forest
+from tools.evaluation.scoring import Scorer
+
+CONFIGS = Path(__file__).parents[3] / "configs" / "model"
+VOCABULARY = 97
+
+
+def config_of(name: str) -> ModelConfig:
+    text = (CONFIGS / f"{name}.yml").read_text()
+    values = {key: value for key, value in yaml.safe_load(text)["model"].items() if value is not None}
+    return ModelConfig(**{**values, "vocab_size": VOCABULARY})
+
+
+CAUSAL = sorted(p.stem for p in CONFIGS.glob("*_tiny.yml") if not config_of(p.stem).two_sided_mixers())
+
+
+def model_of(name: str, seed: int = 0, **changes: Any) -> LanguageModel:
+    torch.manual_seed(seed)
+    model = LanguageModel(dataclasses.replace(config_of(name), **changes), seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():  # away from the initial values, where many mixers are almost silent
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)
+
+
+def requests_with_shared_parts(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Questions below paragraphs, endings below questions, equal inputs, inputs that another one begins with."""
+    draw = np.random.default_rng(seed)
+
+    def some(low: int, high: int) -> list[int]:
+        return draw.integers(0, VOCABULARY, draw.integers(low, high)).tolist()
+
+    pairs: list[tuple[list[int], list[int]]] = []
+    for _ in range(3):
+        paragraph = some(20, 60)
+        for _ in range(2):
+            question = paragraph + some(1, 25)
+            for _ in range(3):
+                ending = some(1, 22)
+                pairs += [(question, ending), (question, [*ending, *some(1, 4)]), (question + ending[:-1], ending[-1:])]
+            pairs += [(question, [token]) for token in (3, 4)]
+    pairs += [([5], some(1, 3)), (some(1, 2), some(90, 91)), pairs[0]]
+    inputs = [np.array((context + target)[:-1]) for context, target in pairs]
+    return inputs, [np.array(target) for _, target in pairs]
+
+
+def contexts_of(inputs: list[np.ndarray], targets: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    contexts = [ids[: len(ids) - len(wanted) + 1] for ids, wanted in zip(inputs, targets, strict=True)]
+    return contexts, targets
+
+
+def alone(model: LanguageModel, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, bool]:
+    logits = model(torch.from_numpy(inputs)[None])[0, -len(targets) :].double()
+    wanted = torch.from_numpy(targets)
+    chosen = logits.log_softmax(-1).gather(-1, wanted[:, None])
+    return float(chosen.sum()), bool((logits.argmax(-1) == wanted).all())
+
+
+def score(model: LanguageModel, inputs: list, targets: list, **settings: int) -> tuple[list, Scorer]:
+    scorer = Scorer(model, **settings)
+    found: dict[int, tuple[float, bool]] = {}
+
+    def done(answers: list) -> None:
+        assert not found.keys() & dict(answers).keys()
+        found.update(answers)
+
+    scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=done)
+    return [found[i] for i in range(len(inputs))], scorer
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, "learned positions"])
+def test_every_mixer_scores_as_alone(name):
+    if name == "learned positions":
+        model = model_of("metala_tiny", positions="learned", max_positions=128).double()
+    else:
+        model = model_of(name).double()
+    inputs, targets = requests_with_shared_parts()
+    for settings in ({"batch_tokens": 150}, {"batch_tokens": 1 << 20, "state_bytes": 1}):
+        found, scorer = score(model, inputs, targets, **settings)
+        for number, (got, *request) in enumerate(zip(found, inputs, targets, strict=True)):
+            expected = alone(model, *request)
+            assert got[0] == pytest.approx(expected[0], abs=1e-8), (name, settings, number)
+            assert got[1] == expected[1]
+        assert scorer.read < 0.5 * sum(map(len, inputs))
+
+
+def test_greedy_is_true_for_what_the_model_would_write():
+    model = model_of("metala_tiny")
+    context = np.array([3, 1, 4, 1, 5])
+    written: list[int] = []
+    for _ in range(6):
+        logits = model(torch.tensor([[*context.tolist(), *written]]))
+        written.append(int(logits[0, -1].argmax()))
+    wrong = [*written[:-1], (written[-1] + 1) % VOCABULARY]
+    inputs = [np.array([*context, *ids][:-1]) for ids in (written, wrong)]
+    found, _ = score(model, inputs, [np.array(written), np.array(wrong)])
+    assert [greedy for _, greedy in found] == [True, False]
+
+
+def test_tree_holds_every_token_of_every_request_once():
+    inputs, targets = requests_with_shared_parts(1)
+    for shortest in (1, 16, 1000):
+        forest = build_forest(inputs, targets, shortest=shortest)
+        found: dict[int, list[int]] = {r: [] for r in range(len(inputs))}
+        stack = [(root, ()) for root in forest]
+        while stack:
+            node, before = stack.pop()
+            path = (*before, *node.tokens.tolist())
+            assert len(node.tokens) > 0
+            for request, first, wanted in node.questions:
+                ends = [*before, *node.tokens[: first + len(wanted)]]
+                assert inputs[request][: len(ends)].tolist() == ends
+                found[request] += wanted.tolist()
+            stack.extend((child, path) for child in node.children)
+        assert {r: sorted(t) for r, t in found.items()} == {r: sorted(t.tolist()) for r, t in enumerate(targets)}
+    # Every distinct token of a shared run is there once when everything is shared.
+    words = {tuple(ids[: i + 1].tolist()) for ids in inputs for i in range(len(ids))}
+    assert sum(root.size for root in build_forest(inputs, targets, shortest=1)) == len(words)
+
+
+def test_ids_beyond_sixteen_bits_are_told_apart():
+    inputs = [np.array([1, 2, 3 + (n << 16)]) for n in range(3)]
+    roots = build_forest(inputs, [np.array([7])] * 3, shortest=1)
+    assert [root.tokens.tolist() for root in roots] == [[1, 2]]
+    assert sorted(child.tokens.tolist() for child in roots[0].children) == [[3], [3 + (1 << 16)], [3 + (2 << 16)]]
+
+
+@pytest.mark.parametrize("name", ["metala_tiny", "transformer_tiny"])
+def test_batches_stay_within_their_memory(name):
+    """Tokens of a batch, and the bytes of its states, which an attention layer has a token."""
+    scorer = Scorer(model_of(name), batch_tokens=200)
+    for length in (1, 9):
+        _, state = scorer._forward(torch.zeros(1, length, dtype=torch.long), None, None, True)
+        held = sum(value.nbytes for layer in state for value in layer.values())
+        assert scorer._bytes_a_row + length * scorer._bytes_a_token == held + (name == "transformer_tiny")
+    scorer.state_bytes = 5 * (scorer._bytes_a_row + 60 * scorer._bytes_a_token)
+    inputs, targets = requests_with_shared_parts()
+    scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=list)
+    assert all(rows == 1 or rows * length <= 200 for rows, length in scorer.shapes)
+    scorer = Scorer(scorer.model, batch_tokens=1 << 20, state_bytes=scorer.state_bytes)
+    inputs = [np.array([n // 40 % 2, *range(20), n % 40, 9]) for n in range(80)]
+    scorer.score_units(scorer.units(*contexts_of(inputs, [ids[-2:] for ids in inputs])), 80, done=list)
+    size = {length: scorer._bytes_a_row + length * scorer._bytes_a_token for _, length in scorer.shapes}
+    assert all(rows * size[length] <= scorer.state_bytes for rows, length in scorer.shapes)
+
+
+def test_memory_that_runs_out_halves_the_batch_and_counts_nothing_twice(monkeypatch):
+    model = model_of("metala_tiny").double()
+    inputs, targets = requests_with_shared_parts()
+    scorer = Scorer(model, batch_tokens=1 << 20)
+    forward, tried = Scorer._forward, []
+
+    def limited(self, tokens, *rest):
+        tried.append(tokens.numel())
+        if tokens.numel() > 150 and len(tokens) > 1:
+            raise torch.OutOfMemoryError
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(Scorer, "_forward", limited)
+    found: dict = {}
+    scorer.score_units(scorer.units(*contexts_of(inputs, targets)), len(inputs), done=found.update)
+    assert max(tried) > 150
+    assert scorer.batch_tokens < 1 << 20
+    for number, request in enumerate(zip(inputs, targets, strict=True)):
+        assert found[number][0] == pytest.approx(alone(model, *request)[0], abs=1e-8)
+
+
+def test_rows_of_a_batch_are_of_about_one_length_once_it_fills_the_device(monkeypatch):
+    scorer = Scorer(model_of("metala_tiny"), batch_tokens=1 << 14)
+    draw = np.random.default_rng(0)
+    inputs = [draw.integers(0, VOCABULARY, length) for length in range(1, 400)]
+    scorer.score_units(scorer.units(*contexts_of(inputs, [ids[-1:] for ids in inputs])), len(inputs), done=list)
+    read = scorer.read
+    assert read == sum(map(len, inputs))
+    assert sum(scorer.shapes.values()) < 60
+    assert sum(rows * length * times for (rows, length), times in scorer.shapes.items()) < 1.1 * read

@@ -1,0 +1,276 @@
+"""Stock tasks with only their data moved; suites; and what is said when something is missing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.tools.evaluation.conftest import made_up_rows, write_rows
+from tools.evaluation.suites import UnknownNameError, nearest, read_suite, suite_names
+from tools.evaluation.tasks import load_tasks, moved_task, stock_config, task_manager, template_fields
+
+SUITES = {name: read_suite(name) for name in ("superglue", "commonsense")}
+TASKS = sorted({task for suite in SUITES.values() for task in suite.tasks})
+FIELDS = {task: names for suite in SUITES.values() for task, names in (suite.fields or {}).items()}
+FOLDERS = [folder for suite in SUITES.values() for folder in suite.folders]
+MAY_DIFFER = {
+    "dataset_path",
+    "dataset_name",
+    "dataset_kwargs",
+    "training_split",
+    "validation_split",
+    "test_split",
+    "metadata",
+}
+
+
+def load(names: list[str], data: Path, **more: object) -> dict:
+    return load_tasks(names, data_dir=data, fields=FIELDS, local=["logiqa"], folders=FOLDERS, **more)[0]
+
+
+def comparable(value: object) -> object:
+    """Functions are loaded anew every time: they are the same when they are of the same file and name."""
+    if callable(value):
+        return value.__code__.co_filename, value.__qualname__
+    if isinstance(value, dict):
+        return {key: comparable(item) for key, item in value.items()}
+    return [comparable(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def loaded(eval_data: Path) -> dict:
+    return load(TASKS, eval_data)
+
+
+def test_suites_are_the_papers():
+    assert set(suite_names()) >= {"superglue", "commonsense"}
+    assert SUITES["superglue"].tasks == ("wsc", "wic", "sglue_rte", "cb", "multirc", "boolq", "copa")
+    assert set(SUITES["commonsense"].tasks) == {
+        *("lambada_openai", "logiqa", "wsc273", "boolq", "piqa", "hellaswag", "winogrande"),
+        *("arc_easy", "arc_challenge", "openbookqa"),
+    }
+    metrics = {c.label: c.metric for suite in SUITES.values() for c in suite.columns}
+    assert metrics["CB"] == "f1"
+    assert metrics["MultiRC"] == "exact_match"
+    assert {metrics[label] for label in ("HellaSwag", "ARC-c", "OpenBookQA")} == {"acc_norm"}
+    assert metrics["LAMBADA ppl"] == "perplexity"
+    rest = metrics.keys() - {"CB", "MultiRC", "HellaSwag", "ARC-c", "OpenBookQA", "LAMBADA ppl"}
+    assert {metrics[label] for label in rest} == {"acc"}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "average"), [("superglue", 0, 44.05), ("superglue", 1, 49.22), ("commonsense", 0, 42.52)]
+)
+def test_averages_are_those_that_the_paper_prints(name, row, average):
+    suite = SUITES[name]
+    values = [suite.rows[row][label] for label in suite.average]
+    assert sum(values) / len(values) == pytest.approx(average, abs=0.006)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_only_the_data_are_moved(name, loaded):
+    """Every other field of the task is that of the installed harness: prompts, choices, processing, metrics, shots."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    entry = task_manager([name], FOLDERS).task_index[name]
+    stock = load_yaml(entry.yaml_path, resolve_func=True, recursive=True)
+    config = loaded[name].task.config
+    expected = type(config)(**{key: value for key, value in stock.items() if key not in ("tag", "group")})
+    for key, value in vars(expected).items():
+        if key not in MAY_DIFFER | {"fewshot_config"}:
+            assert comparable(getattr(config, key)) == comparable(value), key
+    given, wanted = vars(config.fewshot_config), vars(expected.fewshot_config)
+    # Where examples come from follows from the splits that there are; how they look does not.
+    assert {k: comparable(v) for k, v in given.items() if k != "split"} == {
+        k: comparable(v) for k, v in wanted.items() if k != "split"
+    }
+    assert config.metadata["version"] == stock["metadata"]["version"]
+    for key in ("training_split", "validation_split", "test_split"):
+        assert getattr(config, key) in (None, stock.get(key))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_moved_task_overrides_nothing_else(name, eval_data):
+    spec, files = moved_task(name, stock_config(task_manager([name], FOLDERS), name), eval_data)
+    assert files
+    assert spec.keys() <= {"task", *MAY_DIFFER} - {"metadata"}
+    assert spec["dataset_kwargs"].keys() == {"data_files"}
+
+
+def test_the_split_is_the_harnesss_own(loaded, eval_data):
+    assert {name: loaded[name].split for name in ("boolq", "arc_easy")} == {"boolq": "validation", "arc_easy": "test"}
+    assert not any(task.moved for task in loaded.values())
+    other = load(["arc_easy", "arc_challenge", "boolq"], eval_data, split="validation")
+    assert {name: (task.split, task.moved) for name, task in other.items()} == {
+        "arc_easy": ("validation", True),
+        "arc_challenge": ("test", False),  # its folder has no validation file
+        "boolq": ("validation", False),
+    }
+
+
+def test_a_folder_without_the_stock_split_is_said(eval_data, tmp_path):
+    shutil.copytree(eval_data / "ai2_arc", tmp_path / "ai2_arc")
+    (tmp_path / "ai2_arc/ARC-Easy/test.jsonl").unlink()
+    assert load(["arc_easy"], tmp_path)["arc_easy"].moved
+
+
+@pytest.mark.parametrize("name", ["arc_easy", "wsc273", "boolq", "logiqa"])
+def test_no_document_is_an_example_in_its_own_prompt(name, eval_data, tmp_path):
+    """Where a folder holds the evaluated split alone, the examples come from it too."""
+    shutil.copytree(eval_data, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "ai2_arc/ARC-Easy/validation.jsonl").unlink()
+    task = load([name], tmp_path)[name].task
+    task.set_fewshot_seed(1234)
+    for document in task.eval_docs:
+        own = task.fewshot_context(document, 0)
+        prompt = task.fewshot_context(document, 6)  # of eight rows
+        for whole, end in zip(*([x] if isinstance(x, str) else x for x in (prompt, own)), strict=True):
+            assert whole.endswith(end)
+            assert end not in whole.removesuffix(end)
+
+
+def test_fields_of_the_suites_cover_the_templates():
+    for name in TASKS:
+        assert set(template_fields(stock_config(task_manager([name], FOLDERS), name))) <= {
+            field.partition(".")[0] for field in FIELDS[name]
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "row", "field"),
+    [
+        ("boolq", "super_glue/boolq/validation.jsonl.gz", 3, "passage"),
+        ("copa", "super_glue/copa/validation.jsonl", 1, "choice2"),
+        ("multirc", "super_glue/multirc/validation.jsonl", 8, "idx.question"),
+        ("hellaswag", "hellaswag/validation.jsonl", 2, "endings"),
+        ("arc_easy", "ai2_arc/ARC-Easy/test.jsonl", 5, "choices.label"),
+    ],
+)
+def test_a_row_without_a_field_is_named(name, path, row, field, tmp_path):
+    rows = made_up_rows()[path]
+    holder = rows[row - 1]
+    *parents, last = field.split(".")
+    for parent in parents:
+        holder = holder[parent]
+    del holder[last]
+    write_rows(tmp_path / path, rows)
+    with pytest.raises(ValueError, match=rf"^{name}: .*{Path(path).name}, row {row} lacks the field '{field}'"):
+        load([name], tmp_path)
+
+
+def test_a_row_that_is_no_json_is_named(tmp_path):
+    write_rows(tmp_path / "piqa/validation.jsonl", made_up_rows()["piqa/validation.jsonl"])
+    with (tmp_path / "piqa/validation.jsonl").open("a") as file:
+        file.write('{"goal": \n')
+    with pytest.raises(ValueError, match=r"piqa: .*row 9 is no JSON"):
+        load(["piqa"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"copa: .*validation\.jsonl\.gz holds no row"),
+        (gzip.compress(b""), r"copa: .*validation\.jsonl\.gz holds no row"),
+        (gzip.compress(json.dumps({"premise": "a"}).encode())[:-9], r"validation\.jsonl\.gz is cut short"),
+        (b"{}", r"validation\.jsonl\.gz is damaged: no gzip data from byte 0"),
+    ],
+    ids=["empty", "nothing packed", "cut short", "not packed"],
+)
+def test_a_file_that_is_empty_or_damaged_is_named(content, message, tmp_path):
+    path = tmp_path / "super_glue/copa/validation.jsonl.gz"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(["copa"], tmp_path)
+
+
+def test_a_list_of_something_else_is_named(tmp_path):
+    (tmp_path / "piqa").mkdir()
+    (tmp_path / "piqa/validation.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match=r"piqa: .*row 1 is int, not a JSON object"):
+        load(["piqa"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "change", "message"),
+    [
+        ("piqa", "piqa/validation.jsonl", {"label": -1}, r"document 3 has the label -1: a number from 0 to 1"),
+        ("piqa", "piqa/validation.jsonl", {"label": 2}, r"document 3 has the label 2"),
+        ("copa", "super_glue/copa/validation.jsonl", {"label": -1}, r"document 3 has the label -1"),
+        ("wsc273", "wsc273/test.jsonl", {"label": 5}, r"document 3 has the label 5"),
+        (
+            "copa",
+            "super_glue/copa/validation.jsonl",
+            {"question": "why"},
+            r"document 3 cannot be asked: KeyError: 'why'",
+        ),
+        ("winogrande", "winogrande/validation.jsonl", {"answer": "3"}, r"document 3 cannot be asked: KeyError: '3'"),
+        ("hellaswag", "hellaswag/validation.jsonl", {"label": ""}, r"as this task's data: ValueError"),
+    ],
+)
+def test_a_label_that_would_be_counted_as_wrong_is_refused(name, path, change, message, tmp_path):
+    """The harness takes what it does not know for a wrong answer, COPA's functions for the second choice."""
+    rows = made_up_rows()[path]
+    rows[2].update(change)
+    write_rows(tmp_path / path, rows)
+    with pytest.raises(ValueError, match=rf"^{name}: .*{Path(path).name}.*{message}"):
+        load([name], tmp_path)
+
+
+def test_labels_in_other_words_are_refused(tmp_path):
+    rows = made_up_rows()["piqa/validation.jsonl"]
+    for row in rows:
+        row["label"] = str(row["label"])
+    write_rows(tmp_path / "piqa/validation.jsonl", rows)
+    with pytest.raises(ValueError, match=r"^piqa: .*document 1 has the label '\d': a number from 0 to 1"):
+        load(["piqa"], tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"boolq: .*super_glue/boolq/validation\.jsonl"):
+        load(["boolq"], tmp_path)
+
+
+def test_logiqa_needs_a_file_even_online():
+    with pytest.raises(FileNotFoundError, match=r"logiqa: .*script.*datasets 4.*--data-dir"):
+        load_tasks(["logiqa"], local=["logiqa"], folders=FOLDERS)
+
+
+def test_a_task_of_a_tag_is_left_out(eval_data):
+    assert list(load(["ai2_arc"], eval_data)) == ["arc_challenge", "arc_easy"]
+    assert list(load(["ai2_arc"], eval_data, without=["arc_easy"])) == ["arc_challenge"]
+    with pytest.raises(UnknownNameError, match=r"--without arc_esy: it is none .*; did you mean arc_easy or"):
+        load(["ai2_arc"], eval_data, without=["arc_esy"])
+
+
+def test_unknown_names_get_the_nearest(monkeypatch):
+    import lm_eval.tasks
+
+    folder = Path(lm_eval.tasks.__file__).parent / "hellaswag"  # not the whole index, which takes seconds
+    real = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda: real(include_defaults=False, include_path=[folder]))
+    with pytest.raises(UnknownNameError, match="superglue"):
+        read_suite("superglu")
+    with pytest.raises(UnknownNameError, match=r"no task 'hellaswagg'; did you mean .*hellaswag"):
+        load_tasks(["hellaswagg"])
+    assert nearest("x", ["a", "b"]) == "there are a, b"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("columns: [{task: piqa}]\nfoo: 1\n", "unknown key 'foo'"),
+        ("columns: [{tsk: piqa}]\n", "task, metric, label"),
+        ("columns: [{task: piqa}, {task: piqa, metric: acc_norm}]\n", "label of its own"),
+        ("columns: [{task: piqa}]\naverage: [PIQA]\n", "'PIQA' is the label of no column; .*piqa"),
+        ("- piqa\n", "is no suite"),
+    ],
+)
+def test_a_suite_of_ones_own_is_checked(text, message, tmp_path):
+    (tmp_path / "own.yml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_suite(str(tmp_path / "own.yml"))

@@ -1,0 +1,140 @@
+"""Suites while a run trains: scores in metrics and plots, and failures that stop nothing."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import train
+from megatron_lite.metrics.logger import read_metrics
+from tests.cli.conftest import arguments, corpus, run_words
+from tests.parity.launch import train_in_turn
+from tools.evaluation import adapter
+from tools.plot import plot_runs
+from tools.reporting.run_report import collect
+
+__all__ = ["arguments", "corpus"]
+
+SUITES = {"evaluation.suite_interval": 4, "checkpoint.interval": 4}
+
+
+def suite_words(arguments, data: Path, name: str = "run", suites: str = "[superglue, piqa]", **changes) -> list[str]:
+    given = {"evaluation.suites": suites, "evaluation.data_directory": data, **SUITES, **changes}
+    return arguments(name, **given)
+
+
+def lines(run: Path, kind: str) -> list[dict]:
+    return [line for line in read_metrics(run) if line["kind"] == kind]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in lines(run, "train")]
+
+
+def test_scores_are_logged_drawn_and_change_nothing(arguments, eval_data, tmp_path, capsys):
+    assert train.main(arguments("plain", **{"checkpoint.interval": 4})) == 0
+    assert train.main(suite_words(arguments, eval_data)) == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain"), "training does not notice the evaluation"
+    found = lines(tmp_path / "run", "evaluation")
+    assert [line["step"] for line in found] == [4, 8]
+    for line in found:
+        assert {"superglue/BoolQ", "superglue/MultiRC", "superglue/average", "tasks/piqa acc", "tokens"} <= line.keys()
+        assert all(0 <= value <= 100 for key, value in line.items() if "/" in key)
+    assert "superglue/average" in capsys.readouterr().err
+    # The last scores are those of the last checkpoint, evaluated apart.
+    import eval as command
+
+    out = tmp_path / "out" / "results.json"
+    options = ["--suite", "superglue", "--data-dir", str(eval_data), "--device", "cpu", "--out", str(out)]
+    assert command.main([str(tmp_path / "run"), *options]) == 0
+    apart = json.loads(out.read_text())["results"]
+    assert found[-1]["superglue/COPA"] == pytest.approx(100 * apart["copa"]["acc,none"])
+    assert found[-1]["superglue/CB"] == pytest.approx(100 * apart["cb"]["f1,none"])
+    plot_runs([tmp_path / "run"], tmp_path / "one.png")
+    plot_runs([tmp_path / "run", tmp_path / "plain"], tmp_path / "two.png")
+    assert (tmp_path / "one.png").stat().st_size > (tmp_path / "two.png").stat().st_size / 4
+    assert collect(tmp_path / "run")["scores"]["step"] == [4, 8]
+
+
+def test_a_failure_stops_nothing(arguments, eval_data, tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(adapter.Scorer, "score_units", broken)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert train.main(suite_words(arguments, eval_data, suites="[copa]")) == 0
+    assert any("evaluation.suites at step 4 failed: no room" in str(w.message) for w in said)
+    assert [(line["step"], line["error"]) for line in lines(tmp_path / "run", "evaluation_error")] == [
+        (4, "MemoryError: no room"),
+        (8, "MemoryError: no room"),
+    ]
+    assert len(losses(tmp_path / "run")) == 8
+    assert not lines(tmp_path / "run", "evaluation")
+
+
+@pytest.mark.parametrize(
+    ("suites", "message"),
+    [
+        ("[superglu]", "evaluation.suites: .*superglu"),
+        ("[arc_easy, boolq]", "arc_easy: the data folder lacks its file"),
+    ],
+)
+def test_a_wrong_configuration_ends_before_the_first_step(arguments, tmp_path, suites, message, capsys, monkeypatch):
+    import lm_eval.tasks
+
+    folder = Path(lm_eval.tasks.__file__).parent / "super_glue"  # not the whole index, which takes seconds
+    real = lm_eval.tasks.TaskManager
+    if "superglu" in suites:
+        monkeypatch.setattr(
+            lm_eval.tasks, "TaskManager", lambda **_: real(include_defaults=False, include_path=[folder])
+        )
+    assert train.main(suite_words(arguments, tmp_path, suites=suites)) == 2
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    import re
+
+    assert re.search(message, capsys.readouterr().err)
+
+
+LAYOUTS = {
+    "data": {},
+    "zero 3": {"parallel.zero_stage": 3},
+    "tensor and sequence": {"parallel.tensor": 2, "parallel.sequence_parallel": "true"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(corpus, eval_data, tmp_path_factory) -> Path:
+    """A run of one process, `one`, and runs of two in each layout."""
+    folder = tmp_path_factory.mktemp("runs")
+    words = partial(suite_words, partial(run_words, corpus, folder), eval_data, suites="[copa, boolq]")
+    assert train.main(words("one")) == 0
+    train_in_turn(words(name, **layout) for name, layout in LAYOUTS.items())
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_log_what_one_logs(layout, runs):
+    """The data ranks share the requests; where a forward pass is everyone's, all do all of it together."""
+    found, wanted = (lines(runs / name, "evaluation") for name in (layout, "one"))
+    assert [line["step"] for line in found] == [line["step"] for line in wanted] == [4, 8]
+    for a, b in zip(found, wanted, strict=True):
+        assert {k: v for k, v in a.items() if "/" in k} == pytest.approx(
+            {k: v for k, v in b.items() if "/" in k}, abs=1e-6
+        )
+
+
+def test_a_hub_out_of_reach_stops_nothing(arguments, tmp_path, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert train.main(arguments(**{"evaluation.suites": "[copa]"})) == 0
+    assert any("not evaluated in this run" in str(w.message) for w in said)
+    assert len(losses(tmp_path / "run")) == 8

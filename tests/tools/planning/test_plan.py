@@ -1,0 +1,348 @@
+"""The plan: its memory beside what is really allocated, its layouts, its table."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.config.schema import ParallelConfig
+from megatron_lite.engine import model_shard as own_layers
+from megatron_lite.parallel.grid import init_grid
+from megatron_lite.parallel.layout import Layout
+from megatron_lite.planning.flops import listed_peak_flops
+from megatron_lite.planning.memory import GIB, Allocations, LayerCost, Setting, step_bytes
+from models.config import ModelConfig
+from models.language_model import LanguageModel
+from tests.cli.conftest import ROOT
+from tools import plan
+from tools.loading.engine import build_engine
+from tools.planning import measure_memory
+from tools.planning.estimate import read_config
+from tools.planning.layer_memory import layer_costs
+from tools.planning.meta_device import unlaunched
+
+SMALL = [
+    "configs/default.yml",
+    "run.device=cpu",
+    "model.vocab_size=512",
+    "data.tokenizer.vocab_size=512",
+    "model.num_layers=3",
+    "model.hidden_size=64",
+    "model.tie_embeddings=false",
+    "batch.sequence_length=256",
+    "batch.micro_batch_size=1",
+]
+
+
+@pytest.mark.parametrize(("dtype", "state"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_estimate_is_within_15_percent_of_what_a_step_allocates(dtype, state, accumulation, capsys):
+    words = [*SMALL, f"precision.dtype={dtype}", f"batch.global_batch_size={accumulation}"]
+    words.append(f"precision.optimizer_state={state}")
+    cases = [(stage, "none") for stage in (1, 2, 3)] + [(1, "elementwise")]
+    if state == "fp32":
+        cases += [(1, "full"), (3, "full"), (1, "selective")]
+    assert measure_memory.measure(words, cases) == 0, capsys.readouterr().out
+    rows = re.findall(r"^ +(\d)  (\w+) +([\d.]+) +([\d.]+) +([\d.]+)$", capsys.readouterr().out, re.MULTILINE)
+    assert [(int(stage), mode) for stage, mode, *_ in rows] == cases
+
+
+def test_a_masked_model_is_planned_like_any_other():
+    shape = {"vocab_size": 512, "num_layers": 2, "hidden_size": 64, "num_heads": 4, "head": "mlm"}
+    model = ModelConfig(**shape, mixers=("lion",), mixer_options={"lion": {"causal": False}})
+    common = {"dtype": torch.float32, "micro_batch_size": 2, "sequence_length": 64, "parallel": ParallelConfig()}
+    *_, head = layer_costs(model, layout=Layout(), **common)
+    *_, half = layer_costs(model, layout=Layout(tensor=2), **common)
+    assert head.parameters == 64 * 64 + 64 + 4 * 64 + 512  # the tied matrix counts with the embedding
+    assert half.parameters == head.parameters - 256
+
+
+def test_the_head_of_a_masked_model_counts_for_the_tokens_that_are_asked_for():
+    words = ["configs/lion_s_base.yml", "run.device=cpu"]
+    *body, head = plan.layer_flops(plan.read_config(words, 1))
+    *same, all_asked = plan.layer_flops(plan.read_config([*words, "data.masked.rate=0.5"], 1))
+    assert body == same
+    assert head / all_asked == pytest.approx(0.3 / 0.5)
+
+
+@pytest.mark.parametrize(("estimated", "ratio", "off"), [(1.2e9, "1.200", "20%"), (0.8e9, "0.800", "25%")])
+def test_an_estimate_that_is_off_is_an_error(monkeypatch, capsys, estimated, ratio, off):
+    """Above what is allocated, or below."""
+    monkeypatch.setattr(measure_memory, "allocation", lambda *_: 1e9)
+    monkeypatch.setattr(measure_memory, "estimate", lambda *_: estimated)
+    assert measure_memory.measure(SMALL, [(1, "none")]) == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1].split()[-1] == ratio
+    assert f"off by {off}" in said.err
+
+
+@pytest.mark.parametrize(("state", "bytes_a_parameter"), [("fp32", 2 + 4 + 4 + 8), ("bf16", 2 + 4)])
+def test_the_states_are_exact(state, bytes_a_parameter):
+    config = plan.read_config([*SMALL, "precision.dtype=bf16", f"precision.optimizer_state={state}"], 1)
+    grid = init_grid("cpu")
+    with Allocations("cpu") as count:
+        engine = build_engine(config, grid, "bf16")
+        held = count.now
+    elements = sum(p.numel() for p in engine.layers[0].parameters()) + sum(
+        p.numel() for layer in engine.layers[1:] for p in layer.parameters()
+    )
+    assert held == pytest.approx(bytes_a_parameter * elements, rel=0.01)
+    with count:
+        engine.close()
+    del engine
+    gc.collect()
+    assert count.now == 0  # the next engine of a process finds its memory free
+
+
+def costs(mode: str = "none", mixers: tuple[str, ...] = ("metala",), **sizes: object) -> list[LayerCost]:
+    config = ModelConfig(
+        vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8, mixers=mixers, tie_embeddings=False
+    )
+    return layer_costs(
+        config,
+        dtype=torch.bfloat16,
+        micro_batch_size=2,
+        sequence_length=512,
+        layout=Layout(**sizes),  # type: ignore[arg-type]
+        parallel=ParallelConfig(activation_checkpointing={"mode": mode}),  # type: ignore[arg-type]
+    )
+
+
+def test_layers_on_the_device_meta():
+    whole, cut, split = costs(), costs(tensor=2), costs(tensor=2, sequence_parallel=True)
+    tokens = 2 * 512 * 256 * 2  # bytes of hidden states
+    assert whole[1].parameters == pytest.approx(2 * cut[1].parameters, rel=0.02)
+    # What is cut halves; norms, residual streams and the convolution before the cut stay, or are shared out as well.
+    assert whole[1].kept / 2 < split[1].kept < cut[1].kept < whole[1].kept
+    # What is exchanged over the sequence are states, and the sums of decays; the core is not one step there, and keeps a too.
+    assert 1 < costs(context=2)[1].kept / (whole[1].kept / 2) < 1.06
+    assert costs("full")[1].kept == tokens  # its output alone
+    assert costs("full")[1].backward > whole[1].kept - tokens
+    assert tokens < costs("selective")[1].kept < costs("elementwise")[1].kept < whole[1].kept
+    # The kernel keeps its inputs and output; the plain form would keep 512 x 512 weights a head.
+    assert costs(mixers=("attention",))[1].kept < 30 * tokens
+    for name in ("lion", "mamba2", "hgrn2", "retnet"):
+        assert costs(mixers=(name,))[1].kept > tokens
+
+
+# GiB of the fullest process, torch.cuda.max_memory_allocated over all steps of `tools.benchmark layouts`: MetaLA 1.4B, bf16,
+# ZeRO 1, on H200 of one host, torch 2.11.0, triton 3.6.0, 2026-11-21. docs/scaling.md shows the same table. What graphs hold
+# (tensor parallelism's) is not in the allocator's figure and not in the estimate here.
+LONG = ["batch.sequence_length=131072", "parallel.activation_checkpointing.mode=full"]
+MEASURED = {
+    "1 GPU": (Layout(), 1, 8, 4, [], 55.565),
+    "1 GPU, 131,072 tokens": (Layout(), 1, 1, 1, LONG, 43.929),
+    "data 2": (Layout(), 2, 8, 4, [], 47.520),
+    "data 4": (Layout(), 4, 8, 4, [], 43.497),
+    "tensor 2": (Layout(tensor=2), 2, 8, 4, [], 31.937),
+    "tensor 4": (Layout(tensor=4), 4, 8, 4, [], 20.094),
+    "tensor 2, sequence parallel": (Layout(tensor=2, sequence_parallel=True), 2, 8, 4, [], 30.531),
+    "tensor 4, sequence parallel": (Layout(tensor=4, sequence_parallel=True), 4, 8, 4, [], 17.906),
+    "pipeline 2": (Layout(pipeline=2), 2, 8, 16, [], 46.586),
+    "pipeline 4": (Layout(pipeline=4), 4, 8, 16, [], 38.149),
+    "context 2, 131,072 tokens": (Layout(context=2), 2, 1, 1, LONG, 23.573),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_estimate_is_what_was_measured_on_gpus(name):
+    layout, gpus, micro, accumulation, words, measured = MEASURED[name]
+    samples = micro * accumulation * gpus // (layout.pipeline * layout.tensor * layout.context)
+    words = [*words, f"batch.micro_batch_size={micro}", f"batch.global_batch_size={samples}"]
+    words += [f"parallel.{size}={getattr(layout, size)}" for size in ("tensor", "pipeline", "context")]
+    words.append(f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}")
+    config = plan.read_config(["configs/metala_1.4b.yml", *words], gpus)
+    layers = plan._layers(config, layout, "bf16", 1)
+    parts = plan.memory(layers, plan.layer_flops(config), config, layout, "bf16", 1)
+    estimated = sum(parts.values()) / GIB
+    assert estimated == pytest.approx(measured, rel=0.03)
+    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    assert f"| {name} | {estimated:.1f} | {measured:.1f} | {estimated / measured:.3f} |" in page
+
+
+def test_every_kernel_counts_as_itself():
+    """A block under the kernels keeps what `save_for_backward` of each says, in elements of 16 bits a token."""
+    d, width = 256, ModelConfig(vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8).mlp_width
+    norms_and_sums = 4 * d  # the norms' outputs, the sum between them, the block's output
+    convolution = d
+    projections = d // 2 + d + d  # q, v, gate
+    decay, key = d, d // 2  # half as wide, the decay in float32
+    states = 16 * 32 * 8 // 64  # of 8 heads, every 64 tokens
+    output, epilogue = d, d
+    mlp = 3 * width
+    kept = norms_and_sums + convolution + projections + decay + key + states + output + epilogue + mlp
+    assert costs()[1].kept == pytest.approx(2 * 2 * 512 * kept, rel=0.01)
+    # Decay and key are made again from a, which is kept in their place.
+    forgotten = 2 * d + convolution + decay + key - d // 2 + states + epilogue + width
+    assert costs("elementwise")[1].kept == pytest.approx(2 * 2 * 512 * (kept - forgotten), rel=0.01)
+    names = {name.rpartition(".")[2] for name in unlaunched()}
+    assert names == {path.stem for path in (ROOT / "models" / "kernels").glob("[!_]*.py")}
+    assert not any(name in sys.modules and sys.modules[name] is module for name, module in unlaunched().items())
+
+
+def test_fan_outs_are_counted_as_the_engine_sets_them(monkeypatch):
+    joined = []
+    monkeypatch.setattr(own_layers, "join_fan_outs", lambda layer, tensor, _: joined.append(tensor))
+    config = plan.read_config(SMALL, 1)
+    for stage, words in ((1, []), (3, []), (1, ["parallel.compile=true"])):
+        joined.clear()
+        plan._layers(plan.read_config([*SMALL, *words], 1), Layout(), "bf16", stage)
+        assert bool(joined) == (stage < 3 and not words)
+    plan._layers(config, Layout(tensor=2), "bf16", 2)
+    assert joined[-1].count == 2
+
+
+def test_the_peak_of_a_step_is_at_its_fullest_moment():
+    layer = LayerCost(parameters=100, largest=100, kept=1e6, forward=1e6, backward=5e5)
+    parts = step_bytes([layer] * 4, Setting("bf16", 1, 1, released=False))
+    assert parts == {"weights": 800, "gradients": 1600, "optimizer": 4800, "activations": 4e6, "at work": 5e5}
+    pipeline = step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=8, in_flight=3))
+    assert pipeline["activations"] == 12e6
+    assert pipeline["gradients"] == 1600  # the 16-bit ones of the micro batch before are in these
+    light = LayerCost(parameters=1000, largest=1000, kept=1, forward=1, backward=1)
+    assert step_bytes([light], Setting("bf16", 1, 4))["gradients"] == 4000 + 2000
+    summed = Setting("bf16", 1, 1, accumulation=2)
+    assert step_bytes([light], summed)["gradients"] == 4000 + 2000
+    assert step_bytes([light], Setting("bf16", 1, 1))["gradients"] == 2000  # and of one micro batch there are no sums
+    # Released, they are not there while the activations are, but for those of an earlier micro batch.
+    assert step_bytes([layer] * 4, Setting("bf16", 1, 1))["gradients"] == 0
+    assert step_bytes([layer] * 4, summed)["gradients"] == 1600
+    assert step_bytes([light], Setting("bf16", 1, 4))["optimizer"] == 3000
+    narrow = step_bytes([light], Setting("bf16", 1, 1, optimizer_state="bf16"))
+    assert (narrow["weights"], narrow["gradients"], narrow["optimizer"]) == (2000, 2000, 4000)
+    copied = Setting("bf16", 2, 1, optimizer_state="bf16")
+    assert step_bytes([light], copied)["gradients"] == 4000
+    assert step_bytes([light], Setting("bf16", 3, 4, optimizer_state="bf16"))["optimizer"] == 1500
+
+
+def test_the_table(capsys):
+    words = [*SMALL, "batch.global_batch_size=8", "model.num_layers=4", "--gpus", "4", "--rows", "0"]
+    assert plan.main(words) == 0
+    out = capsys.readouterr().out
+    rows = re.findall(r"^(\d)( \+SP)? +(\d) +(\d) +(\d) +(\d) +(\d) \|", out, re.MULTILINE)
+    assert {tuple(map(int, (row[0], *row[2:5]))) for row in rows} >= {
+        (1, 1, 1, 4),
+        (2, 2, 1, 1),
+        (4, 1, 1, 1),
+        (1, 1, 4, 1),
+    }
+    assert all(stage == "1" for _, _, pipe, _, _, stage, _ in rows if pipe != "1")  # DeepSpeed has no other
+    assert f"{len(rows)} layouts, {len(rows)} fit into 141 GB" in out
+    assert plan.main([*words, "--gpu-memory", "0.001"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("does not fit") == len(rows)
+    assert "0 fit into 0.001 GB" in out
+    assert plan.main([*words, "--gpu", "Voodoo2"]) == 2
+    assert plan.main(["configs/default.yml", "model.zzz=1"]) == 2
+
+
+def test_a_batch_that_does_not_divide_in_the_layout_of_the_file(capsys):
+    """Of eight GPUs four at most can be data ranks."""
+    words = [*SMALL, "model.num_layers=4", "--gpus", "8", "--rows", "0"]
+    for batch in (
+        ["batch.global_batch_size=4"],
+        ["batch.global_batch_size=4", "batch.gradient_accumulation_steps=2"],
+        ["batch.global_batch_size=4", "batch.gradient_accumulation_steps=2", "parallel.tensor=3"],
+    ):
+        assert plan.main([*words, *batch]) == 0
+        rows = re.findall(r"^\d(?: \+SP)? +\d +\d +(\d) +\d +(\d) \|", capsys.readouterr().out, re.MULTILINE)
+        assert {tuple(map(int, row)) for row in rows} == {(4, 1), (2, 2), (1, 4)}
+    assert plan.main([*words, "batch.global_batch_size=4", "--gpus", "65536"]) == 2
+    assert "no multiple of micro_batch_size 1 x 65536 data ranks" in capsys.readouterr().err
+
+
+def test_accumulation_of_the_file_sets_the_batch(capsys):
+    """Every layout has the batch of the file's own: 1 sample x 4 micro batches x 2 data ranks."""
+    words = [
+        *SMALL,
+        "batch.global_batch_size=null",
+        "batch.gradient_accumulation_steps=4",
+        "--gpus",
+        "2",
+        "--rows",
+        "0",
+    ]
+    assert plan.main(words) == 0
+    out = capsys.readouterr().out
+    assert "8 samples of 256 a step in micro batches of 1" in out
+    rows = re.findall(r"^\d(?: \+SP)? +\d +\d +(\d) +\d +(\d) \|", out, re.MULTILINE)
+    assert {tuple(map(int, row)) for row in rows} == {(2, 4), (1, 8)}
+
+
+def test_what_a_row_says():
+    config = read_config([*SMALL, "batch.global_batch_size=8", "schedule.train_steps=86400"], 1)
+    memory = {"weights": GIB, "gradients": 2 * GIB, "optimizer": 3 * GIB, "activations": 4 * GIB, "at work": 0.5 * GIB}
+    row = plan.Row(Layout(), 1, 2, 8, memory, {"compute": 1.5, "data": 0.5})
+    cells = plan.table([row], config, 10 * GIB).splitlines()[2].replace("|", " ").split()
+    # Eight samples of 256 tokens in two seconds; 86,400 such steps are two days.
+    assert cells[6:] == ["1.00", "2.00", "3.00", "4.50", "10.5", "1,024", "2.00", "75%", "does", "not", "fit"]
+
+
+def test_the_fastest_that_fits_comes_first(capsys):
+    """Alone, a GPU computes as fast as --mfu says; memory is in units of 10^9 bytes."""
+    words = [*SMALL, "model.hidden_size=2048", "batch.global_batch_size=8", "--mfu", "0.1", "--rows", "0"]
+
+    def rows(*more: str) -> list[tuple[float, float, bool]]:
+        """(GiB, tokens a second, whether it fits) of every row."""
+        assert plan.main([*words, *more]) == 0
+        lines = (line.split("|") for line in capsys.readouterr().out.splitlines() if line[:1].isdigit() and "|" in line)
+        cells = ((memory.split()[-1], speed.split()[0].replace(",", ""), speed) for _, memory, speed in lines)
+        return [(float(gib), float(tokens), "not" not in text) for gib, tokens, text in cells]
+
+    with torch.device("meta"):
+        lm = LanguageModel(read_config(words[: words.index("--mfu")], 1).model)
+    (_, speed, _), *_ = rows()
+    assert speed == pytest.approx(0.1 * listed_peak_flops("H200", "bf16") / (3 * lm.flops_per_token(256)), rel=1e-3)
+    sums = sorted(gib for gib, *_ in rows("--gpus", "2"))
+    limit = 0.97 * sums[len(sums) // 2]
+    found = rows("--gpus", "2", "--gpu-memory", str(limit * GIB / 1e9))
+    for gib, _, fits in found:
+        assert fits == (gib < limit) or abs(gib - limit) <= 0.05, "sums are printed to a tenth"
+    assert found == sorted(found, key=lambda row: (not row[2], -row[1]))
+
+
+def test_graphs_keep_their_memory_beside_the_head_and_the_update():
+    first = LayerCost(parameters=10, largest=10, kept=10, forward=10, backward=10)
+    block = LayerCost(parameters=1000, largest=1000, kept=5000, forward=6000, backward=9000)
+    last = LayerCost(parameters=10, largest=10, kept=2e5, forward=3e5, backward=4e5)
+    layers = [first, block, block, last]
+    pool = 2 * 5000 + 9000 + 3 * 10  # the fullest moment is the beginning of the backward pass
+    # The head's backward pass is the fullest moment with and without: beside all that the blocks need, or what they keep.
+    with_graphs = step_bytes(layers, Setting("bf16", 1, 1, graphs=True))
+    assert (with_graphs["activations"], with_graphs["at work"]) == (pool + 2e5, 4e5)
+    without = step_bytes(layers, Setting("bf16", 1, 1))
+    assert without["activations"] == 10 + 2 * 5000 + 2e5
+    # Of a small head the update is, and it finds the graphs' memory still taken; the blocks' gradients lie there.
+    small = LayerCost(parameters=10, largest=10, kept=10, forward=10, backward=10)
+    setting = Setting("bf16", 1, 1, accumulation=2, graphs=True)
+    parts = step_bytes([first, block, block, small], setting)
+    assert parts["activations"] == pool
+    assert parts["gradients"] == 4 * 2020 + 2 * 20
+    # Those that last are copied out, all of them at once.
+    narrow = step_bytes([first, block, block, small], Setting("bf16", 1, 1, optimizer_state="bf16", graphs=True))
+    assert narrow["gradients"] == 2 * 2020
+
+
+def test_the_plan_counts_graphs_where_the_configuration_asks_for_them(capsys):
+    words = ["configs/metala_1.4b.yml", "--gpus", "4"]
+    sums = []
+    for more in ([], ["parallel.cuda_graph=true", "parallel.tensor_overlap=false"]):
+        assert plan.main([*words, *more, "--rows", "0"]) == 0
+        rows = re.findall(r"^(1|2|4) +1 +1 +(\d) +(\d) .* ([\d.]+) \|", capsys.readouterr().out, re.MULTILINE)
+        sums.append({(tensor, data, stage): float(total) for tensor, data, stage, total in rows})
+    plain, graphs = sums
+    assert {stage for *_, stage in graphs} == {"1", "2"}  # ZeRO 3 moves the weights, and is refused with graphs
+    assert all(graphs[row] > plain[row] for row in graphs)
+
+
+def test_the_plan_leaves_out_what_the_configuration_refuses(capsys):
+    """Rows that train.py would not start: two halves of a micro batch go with ZeRO 1 and 2 alone."""
+    words = [*SMALL, "batch.micro_batch_size=2", "parallel.tensor=2", "parallel.tensor_overlap=true", "--gpus", "2"]
+    assert plan.main(words) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit() and "|" in line]
+    assert sorted((row[0], row[4]) for row in rows) == [("2", "1"), ("2", "2")]

@@ -1,0 +1,342 @@
+"""`python eval.py --suite mqar` from the words to the table and the figure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+import eval as evaluation
+from tools.synthetic.command import synthetic_suite
+from tools.synthetic.experiment import Experiment, load_experiment, plan, sweeps
+from tools.synthetic.learning_curves import _draw, draw_curves
+from tools.synthetic.report import Cell, _bars, _lines, cells_of, figure, mad_scores, markdown
+from tools.synthetic.results import Results, line_of
+
+ROOT = Path(__file__).parents[3]
+QUICK = ["data.train_examples=128", "data.test_examples=64", "epochs=1"]
+
+
+def test_which_suites_are_meant() -> None:
+    assert synthetic_suite(["--suite", "mqar", "epochs=3"]) == "mqar"
+    assert synthetic_suite(["epochs=3", "--suite=mad"]) == "mad"
+    assert synthetic_suite(["runs/a", "--suite", "superglue,commonsense"]) is None
+    assert synthetic_suite(["runs/mqar"]) is None
+    with pytest.raises(ValueError, match="mqar trains models of its own; give it alone"):
+        synthetic_suite(["--suite", "superglue,mqar"])
+
+
+def test_help_teaches_and_is_quick() -> None:
+    begin = time.perf_counter()
+    words = [sys.executable, "eval.py", "--suite", "mqar", "--help"]
+    text = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert time.perf_counter() - begin < 1.5
+    for word in ("--dry-run", "--check", "--report", "results.jsonl", "configs/experiments/mqar.yml", "tasks=[512x80]"):
+        assert word in text
+    text = subprocess.run(
+        [sys.executable, "eval.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert "python eval.py --suite mqar" in text
+
+
+def test_from_words_to_a_table(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--suite", "mqar", *words, *QUICK, "models=[metala,attention]", "lrs=[1e-3,5e-3]"]
+    assert evaluation.main([*command, "--dry-run"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.splitlines()[1].split() == ["8x2", "metala", "32", "2", "0", "2", "2", "4"]
+    assert "4 runs, 8 steps left at most; learning rates 0.001, 0.005" in listed
+    assert not (tmp_path / "out").exists()
+    assert evaluation.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "4 runs to do, 8 steps at most; 0 are in" in printed
+    lines = [json.loads(text) for text in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [(line["model"], line["lr"]) for line in lines] == [
+        (model, lr) for model in ("metala", "attention") for lr in (1e-3, 5e-3)
+    ]
+    assert lines[0]["versions"]["torch"]
+    table = (tmp_path / "out" / "results.md").read_text()
+    assert "Length 8, 2 pairs" in table
+    best = max(line["accuracy"] for line in lines if line["model"] == "metala")
+    assert f"| metala | {100 * best:.1f} (" in table
+    assert (tmp_path / "out" / "results.png").read_bytes()[:4] == b"\x89PNG"
+    assert evaluation.main(command) == 0
+    printed = capsys.readouterr()
+    assert "0 runs to do" in printed.out
+    assert printed.err == ""
+    assert evaluation.main([*command, "seeds=[1]", "--minutes", "1e-9"]) == 1
+    assert capsys.readouterr().err == "4 runs are left: the same command goes on with them\n"
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("word", ["--dry-run", "--report", "--no-progress"])
+def test_a_model_that_cannot_be_built_is_refused_at_once(
+    words: list[str], capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    command = ["--suite", "mqar", *words, word]
+    assert evaluation.main([*command, "definitions.mine={mixers: [decayed], num_heads: 2}", "models=[mine]"]) == 2
+    assert "definitions.mine or network, width 32: model.mixers: unknown mixer 'decayed'" in capsys.readouterr().err
+    assert evaluation.main([*command, "network.num_layers=two"]) == 2
+    assert "width 32: model.num_layers = 'two': allowed are whole numbers" in capsys.readouterr().err
+    assert evaluation.main([*command, "widths=[65]"]) == 2
+    assert "definitions.metala or network, width 65: model.num_heads = 2 does not divide" in capsys.readouterr().err
+
+
+def test_what_another_machine_computed_is_reported(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*words, "precision=auto"]
+    results = Results(tmp_path / "out" / "results.jsonl")
+    with results.writing():
+        for run in plan(load_experiment("mqar", words), "bf16"):
+            results.add(line_of(run, {"accuracy": 0.5, "best_accuracy": 0.5, "history": [0.5]}, {}))
+    assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
+    said = capsys.readouterr().out
+    assert "| metala | 50.0 (0.005) |" in said
+    assert (tmp_path / "out" / "courses.png").is_file()
+    assert "courses.png" in said
+
+
+def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--suite", "mqar", *words, "batch_size=4", "models=[metala,attention]", "--check"]
+    assert evaluation.main(command) == 0
+    alone = capsys.readouterr().out.splitlines()
+    assert alone[-1] == "2 checked, 0 with a problem"
+    assert evaluation.main([*command, "workers=2", "definitions.attention.num_heads=5"]) == 1
+    both = capsys.readouterr().out.splitlines()
+    assert both[-1] == "2 checked, 1 with a problem"
+    assert sum("model.num_heads = 5 does not divide" in line for line in both) == 1
+    # The losses are those of one process.
+    metala = [next(line for line in lines if "metala" in line).split(" | ")[8] for lines in (alone, both)]
+    assert metala[0] == metala[1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluation.main(["--suite", "mqar", *words, "models=[metalla]"]) == 2
+    assert capsys.readouterr().err == "error: models: 'metalla' is not defined; nearest: metala\n"
+    assert evaluation.main(["--suite", "mqar", *words, "definitions.metala.num_heads=5"]) == 2
+    assert "model.num_heads = 5 does not divide" in capsys.readouterr().err
+    assert evaluation.main(["--suite", "mqar,superglue"]) == 2
+    assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
+    assert "nothing of this grid is in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("suite", "words", "message"),
+    [
+        ("mqar", "tasks=[8x3]", "tasks: 8x3: length 8 with 3 pairs: an even length"),
+        ("mqar", "data.fillers=1", "tasks: 8x2: mqar() got an unexpected keyword argument 'fillers'"),
+        ("mqar", "data.seed=1", "multiple values for keyword argument 'seed'"),
+        ("mqar", "data.test_examples=0", "data.test_examples = 0: whole number >= 1 is allowed"),
+        ("mqar", "data.train_examples=null", "data.train_examples = null: whole number >= 1 is allowed"),
+        ("mad", "mad.compression.baseline.copied=3", "tasks: compression: compression() got an unexpected"),
+        ("listops", "data.vocabulary=32", "tasks: listops: vocabulary = 32: this task has 16 ids"),
+        ("listops", "data.validation_examples=0.5", "data.validation_examples = 0.5: whole number >= 1"),
+    ],
+)
+def test_data_that_cannot_be_drawn_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suite: str, words: str, message: str
+) -> None:
+    small = "batch_size={8: 64}" if suite == "mqar" else "batch_size=64"
+    tasks = {"mqar": "tasks=[8x2]", "mad": "tasks=[compression]", "listops": "tasks=[listops]"}[suite]
+    command = ["--suite", suite, tasks, "models=[metala]", small, words, f"output={tmp_path / 'out'}"]
+    for flag in ([], ["--dry-run"]):
+        assert evaluation.main([*command, *flag]) == 2
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert printed.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_fails_ends_with_1(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run,) = plan(load_experiment("mqar", words), "fp32")
+    kept = tmp_path / "out" / "unfinished" / f"{run.id}.pt"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"torn")
+    assert evaluation.main(["--suite", "mqar", *words]) == 1
+    errors = capsys.readouterr().err
+    assert f"failed: 8x2 metala d=32 lr 0.005: ValueError: {kept} cannot be read" in errors
+    assert "1 runs are left" in errors
+    # What was left beside a run that has its line is no more than that.
+    kept.rename(tmp_path / "kept.pt")
+    assert evaluation.main(["--suite", "mqar", *words]) == 0
+    (tmp_path / "kept.pt").rename(kept)
+    assert evaluation.main(["--suite", "mqar", *words]) == 0
+    assert not kept.exists()
+
+
+def test_an_interrupted_experiment_goes_on(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = "lrs=[1e-3,2e-3]"
+    command = [sys.executable, "eval.py", "--suite", "mqar", *words, rates, "target=null", "data.test_examples=20"]
+    results = tmp_path / "out" / "results.jsonl"
+    # A run takes a second or more, so that the second is in training when the first is seen to be there.
+    command += ["data.train_examples=64", "epochs=200", "evaluate_every=200"]
+    # Where the tests run in the background of a shell, children begin with interrupts ignored.
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    for _ in range(4000):
+        if results.is_file() and results.read_text().endswith("\n"):
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted: the same command goes on with the runs that are not finished"
+    first = results.read_text()
+    assert first.count("\n") == 1
+    assert evaluation.main([*command[2:], "--dry-run"]) == 0
+    left = capsys.readouterr().out
+    assert left.splitlines()[1].split()[3:6] == ["2", "1", "1"]
+
+
+def test_an_interrupt_while_processes_begin_is_one_sentence(words: list[str]) -> None:
+    """Of the keyboard: it comes to all of them, which are at their imports."""
+    command = [sys.executable, "-u", "eval.py", "--suite", "mqar", *words, "devices=[cpu,cpu]", "seeds=[0,1]"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stdout is not None
+    while "runs to do" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.split("\n") == ["", "interrupted: the same command goes on with the runs that are not finished", ""]
+
+
+@pytest.fixture
+def measured(small: Callable[..., Experiment], tmp_path: Path) -> Callable[..., tuple[Experiment, Results]]:
+    def fill(experiment: Experiment, accuracy: Callable[[int], float], without: int = 0) -> tuple[Experiment, Results]:
+        results = Results(tmp_path / "results.jsonl")
+        runs = plan(experiment, "fp32")
+        for number, run in enumerate(runs[: len(runs) - without]):
+            value = accuracy(number)
+            results.add(line_of(run, {"accuracy": value, "best_accuracy": value, "history": [value]}, {}))
+        return experiment, results
+
+    return fill
+
+
+def test_the_table_stands_beside_the_paper(small: Callable[..., Experiment], measured, tmp_path: Path) -> None:
+    experiment = small(
+        "tasks=[512x80]", "widths=[64,128]", "batch_size={512: 64}", "lrs=[1e-3]", "more_lrs.lrs=[]", "seeds=[0,1]"
+    )
+    _, results = measured(experiment, lambda number: [0.2, 0.4, 0.9, 0.95][number], without=1)
+    cells = cells_of(sweeps(plan(experiment, "fp32")), results)
+    assert cells["512x80", "metala", 64].accuracy == pytest.approx(30)
+    assert cells["512x80", "metala", 64].spread == pytest.approx(14.142, abs=1e-3)
+    text = markdown(experiment, cells)
+    assert "| metala | 30.0 ± 14.1 (0.001) | 90.0 * (0.001) |" in text
+    assert "| MetaLA (paper) | 28.5 | 90.4 |" in text
+    assert "runs of the sweep are missing" in text
+    figure(experiment, cells, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_the_last_evaluation_stands_at_the_last_epoch(small: Callable[..., Experiment]) -> None:
+    axes = Figure().subplots()
+    _draw(axes, [[0.1, 0.2, 0.4], [0.3, 0.4, 0.8]], small("epochs=5", "evaluate_every=2"), 0, "metala")
+    assert axes.lines[0].get_xdata().tolist() == [2, 4, 5]
+    assert axes.lines[0].get_ydata().tolist() == pytest.approx([20, 30, 60])
+    # A seed that reached the target early does not cut the others short.
+    _draw(axes, [[0.2, 0.9], [0.1, 0.2, 0.5]], small("epochs=5", "evaluate_every=2"), 1, "gla")
+    assert axes.lines[1].get_xdata().tolist() == [2, 4, 5]
+    assert axes.lines[1].get_ydata().tolist() == pytest.approx([15, 55, 70])
+
+
+def test_the_figures_show_the_cells(small: Callable[..., Experiment]) -> None:
+    """MQAR: accuracy over the width with the spread of the seeds, the paper's points; MAD: a bar a model and task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    experiment = small("tasks=[512x80]", "models=[metala,gla]", "batch_size={512: 64}")
+    cells = {
+        ("512x80", "metala", 64): Cell(30.0, 14.0, 1e-3, True),
+        ("512x80", "metala", 128): Cell(90.0, None, 1e-3, True),
+        ("512x80", "gla", 128): Cell(5.0, None, 1e-3, True),
+    }
+    shown = _lines(plt, experiment, cells)
+    (axes,) = shown.axes
+    found = {container.get_label(): container for container in axes.containers}
+    line, _, (bars,) = found["metala"]
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([64, 128], [30.0, 90.0])
+    assert [y for _, y in bars.get_segments()[0]] == [16.0, 44.0]
+    assert (found["gla"][0].get_xdata().tolist(), found["gla"][0].get_ydata().tolist()) == ([128], [5.0])
+    paper = [(*line.get_xdata(), *line.get_ydata()) for line in axes.lines if line.get_marker() == "x"]
+    assert paper == [(64, 28.5), (128, 90.4), (64, 0.0), (128, 0.0)]
+    assert [text.get_text() for text in shown.legends[0].get_texts()] == ["metala", "gla"]
+    plt.close(shown)
+    mad = load_experiment("mad", ["models=[metala,gla]"])
+    cells = {
+        ("compression", "metala", 128): Cell(41.0, None, None, True),
+        ("compression", "gla", 128): Cell(42.0, None, None, True),
+        ("average", "gla", 128): Cell(43.0, None, None, True),
+    }
+    shown = _bars(plt, mad, cells)
+    (axes,) = shown.axes
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+    assert heights["metala"] == [41.0]
+    assert heights["gla"] == [42.0, 43.0]
+    assert heights["MetaLA (paper)"] == [45.55, 73.98]
+    middle = {bars.get_label(): [round(bar.get_x() + bar.get_width() / 2) for bar in bars] for bars in axes.containers}
+    assert (middle["metala"], middle["gla"], middle["GLA (paper)"]) == ([0], [0, 1], [1]), "over their tasks"
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["compression", "average"]
+    plt.close(shown)
+
+
+def test_the_courses_are_of_the_best_runs(
+    small: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = small("lrs=[1e-3,2e-3]", "seeds=[0,1]", "epochs=3")
+    results = Results(tmp_path / "results.jsonl")
+    with results.writing():
+        for run in plan(experiment, "fp32"):
+            value = run.lr * 100 + run.seed / 10
+            found = {"accuracy": value, "best_accuracy": value, "history": [value / 4, value / 2, value]}
+            results.add(line_of(run, found, {}))
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, out: (drawn.append(figure), out.write_bytes(b"")))
+    draw_curves(experiment, sweeps(plan(experiment, "fp32")), results, tmp_path / "courses.png")
+    (axes,) = drawn[0].axes
+    assert axes.lines[0].get_xdata().tolist() == [1, 2, 3]
+    assert axes.lines[0].get_ydata().tolist() == pytest.approx([6.25, 12.5, 25.0])
+    last = [y for x, y in axes.collections[0].get_paths()[0].vertices if x == 3]
+    assert (min(last), max(last)) == pytest.approx((20.0, 30.0))
+
+
+def test_a_mad_score_is_the_mean_over_settings(measured, tmp_path: Path) -> None:
+    """Of every setting the best run of the sweep; the average over tasks where all are there."""
+    words = ["models=[metala]", "lrs=[1e-3,2e-3]", "weight_decays=[0]"]
+    experiment = load_experiment("mad", words)
+    tasks = [list(experiment.mad).index(run.task.partition("/")[0]) for run in plan(experiment, "fp32")]
+    _, results = measured(experiment, lambda number: (3 + tasks[number]) / 10 if number % 2 else 0.1)
+    grouped = sweeps(plan(experiment, "fp32"))
+    scores = mad_scores(experiment, cells_of(grouped, results), grouped)
+    for place, task in enumerate(experiment.mad):
+        assert scores[task, "metala", 128].accuracy == pytest.approx(30 + 10 * place)
+    assert scores["average", "metala", 128].accuracy == pytest.approx(55)
+    text = markdown(experiment, scores)
+    assert "| metala | 30.0 | 40.0 | 50.0 | 60.0 | 70.0 | 80.0 | 55.0 |" in text
+    assert "| MetaLA (paper) | 99.87 | 15.18 |" in text
+    assert "*" not in text.replace("**", "")
+    figure(experiment, scores, tmp_path / "b.png")
+    part = load_experiment("mad", [*words, "tasks=[compression]"])
+    few = sweeps(plan(part, "fp32"))
+    scores = mad_scores(part, cells_of(few, results), few)
+    assert list(scores) == [("compression", "metala", 128)]

@@ -1,0 +1,96 @@
+"""The tables of docs/results.md that have lines in docs/results/ say what these say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "results.md").read_text(encoding="utf-8")
+MODELS = {
+    "attention": "attention",
+    "MetaLA": "metala",
+    "MetaLA, no self-augmentation": "metala_no_augmentation",
+    "MetaLA, no convolution": "metala_no_convolution",
+    "MetaLA with keys, fixed decay": "metala_fixed_decay",
+    "GLA": "gla",
+    "Mamba-2": "mamba2",
+    "Based's linear attention": "based",
+    "LION-s, causal": "lion_s",
+}
+
+
+def lines(suite: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DOCS / "results" / f"{suite}.jsonl").read_text().splitlines()]
+
+
+def table(after: str) -> list[list[str]]:
+    """The cells of the first table after some words, without its head."""
+    rows = re.search(r"^\|.*?(?=\n\n)", PAGE[PAGE.index(after) :], re.MULTILINE | re.DOTALL)
+    assert rows is not None
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[0].splitlines()[2:]]
+
+
+def rate(lr: float) -> str:
+    return re.sub(r"(\.0)?e-0", "e-", f"{lr:.1e}")
+
+
+@pytest.mark.parametrize(
+    ("after", "task", "mlp", "widths"),
+    [
+        ("### Length 512, 64 pairs", "512x64", "gelu", (64, 128, 256)),
+        ("**Without MLPs**", "512x64", "identity", (128,)),
+        ("### Length 256, 16 pairs", "256x16", "gelu", (64, 128, 256)),
+    ],
+)
+def test_mqar(after: str, task: str, mlp: str, widths: tuple[int, ...]) -> None:
+    runs = [run for run in lines("mqar") if run["task"] == task and run["network"]["mlp"] == mlp]
+    for name, *cells in table(after):
+        model, _, dropout = name.partition(", without dropout")
+        dropped = 0.1 if model == "attention" and not dropout else 0
+        for width, cell in zip(widths, cells, strict=False):
+            found = [
+                run
+                for run in runs
+                if (run["model"], run["width"]) == (MODELS[model], width)
+                and len(run["network"]["mixers"]) == 1
+                and run["network"].get("attention_dropout", 0) == dropped
+            ]
+            if "cut at" in cell:
+                assert not found, f"{name}, {width}: has lines now"
+                continue
+            best = max(found, key=lambda run: run["accuracy"])
+            assert cell == f"{100 * best['accuracy']:.1f} ({rate(best['lr'])}, {best['epochs']})", f"{name}, {width}"
+
+
+def test_mad() -> None:
+    best: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for run in lines("mad"):
+        as_configured = run["network"]["num_heads"] == 2 and not run["network"].get("mixer_options")
+        if run["model"] == "metala" and run["precision"] == "bf16" and as_configured:
+            settings = best[run["task"].partition("/")[0]]
+            settings[run["task"]] = max(settings[run["task"]], 100 * run["accuracy"])
+    tasks = ("in_context_recall", "noisy_recall", "memorization", "compression", "selective_copying", "fuzzy_recall")
+    means = [mean(best[task].values()) for task in tasks]
+    _, *shown = table("## MAD\n")[0]
+    assert shown == [f"{value:.1f}" for value in [*means, mean(means)]]
+
+
+def test_falls_of_selective_copying() -> None:
+    falls: defaultdict[str, list[int]] = defaultdict(list)
+    for run in lines("mad"):
+        accuracies = run["history"]
+        many = sum(a - b > 0.25 for a, b in pairwise(accuracies))
+        falls[run["model"] if run["task"].startswith("selective_copying") else "elsewhere"].append(many)
+    found = re.search(r"in (\d+) of MetaLA's (\d+) runs of selective copying .*?\((\d+) of GLA's (\d+)\)", PAGE)
+    assert found is not None
+    of = [(sum(many > 0 for many in falls[model]), len(falls[model])) for model in ("metala", "gla")]
+    assert [int(number) for number in found.groups()] == [*of[0], *of[1]]
+    assert not any(falls["elsewhere"])
