@@ -1,13 +1,4 @@
-"""Triton kernels, imported only where a CUDA device (or Triton's interpreter) runs them.
-
-`lion.py` is LION's operator over `lion_tile.py` (short sequences, with `lion_whole.py` for the shortest) and
-`lion_chunk.py` (long ones); its plain PyTorch reference is `models/operators/lion/bidirectional_attention.py`.
-`vector_decay.py` is the recurrence
-with a decay a channel, its reference `models/operators/gla/chunk.py`; `causal_map.py` that with a decay a head, of
-short sequences.
-`metala_epilogue.py` holds its reference itself and needs no Triton to import; `metala_core.py` is MetaLA's gate, recurrence
-and epilogue as one step. The other kernels stand in for the lines of PyTorch beside which they are called.
-"""
+"""Which tensors the Triton kernels accept."""
 
 from __future__ import annotations
 
@@ -30,7 +21,7 @@ def can_take(x: Tensor) -> bool:
 
 
 def vector_decay_takes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, mild: bool = True) -> bool:
-    """Whether `vector_decay.py` is for this recurrence: 16 bits, a decay a channel, more tokens than decoding has, and
+    """Whether `gla.py` is for this recurrence: 16 bits, a decay a channel, more tokens than decoding has, and
     heads of sizes for which it was measured to be the fastest, more for mild decays; it takes values of more channels."""
     if log_decay.shape[-1] == 1 or q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return False

@@ -66,7 +66,9 @@ def served_class(folder: str, name: str) -> type:
 
     from tools.inference.sampling import LEAST_TEMPERATURE
 
-    class Served(get_class_from_dynamic_module(f"hf.{name}", folder)):
+    module = "modeling_metalion" if (Path(folder) / "modeling_metalion.py").exists() else "hf"  # older exports
+
+    class Served(get_class_from_dynamic_module(f"{module}.{name}", folder)):
         @classmethod
         def from_pretrained(cls, *arguments: Any, **settings: Any) -> Any:
             model = super().from_pretrained(*arguments, **settings)

@@ -1,7 +1,7 @@
 """What a configuration may hold: every section and key with its type, range, default and meaning.
 
 Sections are frozen and refuse unknown keys. Values are strict: text is never read as a number. A key whose value
-follows from others (see `derived_values` in `config_checks.py`) is filled in before the sections are built, so that the rest
+follows from others (see `derived_values` in `checks.py`) is filled in before the sections are built, so that the rest
 of the project reads plain values: `config.batch.gradient_accumulation_steps` is always an `int`.
 
 `configs/README.md` is generated from this file: the description of a field is its documentation.

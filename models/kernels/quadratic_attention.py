@@ -9,7 +9,7 @@ needs none of its features. Reference: `models.operators.gla.gated_linear_attent
 Backward, with P = a / den, dP = dY V^T and delta_i = dy_i . y_i:
     da_ij = (dP_ij - delta_i) / den_i    dV = P^T dY    ds = da p'(s) exp(c_i - c_j)    dQ = scale ds K    dK = scale ds^T Q
     dc_i = sum_j W_ij - W_ji with W = da * a
-dK and dV are formed transposed, as in `lion_tile.py`.
+dK and dV are formed transposed, as in `tile.py`.
 """
 
 # Kernels take pointers and scalars that have no Python type.

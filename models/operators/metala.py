@@ -3,7 +3,7 @@
     s_t = sum_c q_tc w_c k_tc a head     x_t = o_t + sigmoid(s_t v_t) - 1/2     y_t = SiLU(u_t) * LayerNorm(x_t)
 
 The 1/2 changes nothing, the LayerNorm takes it off; without it small outputs keep their digits.
-The plain PyTorch reference stands here, its Triton kernels in `metala_epilogue_triton.py`, imported on use.
+The plain PyTorch reference stands here, its Triton kernels in `models/kernels/metala/epilogue.py`, imported on use.
 """
 
 from __future__ import annotations

@@ -168,10 +168,10 @@ def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dt
     config = {
         "architectures": [main_class],
         "auto_map": {
-            "AutoConfig": "hf_config.MetalionConfig",
-            "AutoModel": "hf.MetalionModel",
-            main_auto: f"hf.{main_class}",
-            "AutoModelForSequenceClassification": "hf.MetalionForSequenceClassification",
+            "AutoConfig": "configuration_metalion.MetalionConfig",
+            "AutoModel": "modeling_metalion.MetalionModel",
+            main_auto: f"modeling_metalion.{main_class}",
+            "AutoModelForSequenceClassification": "modeling_metalion.MetalionForSequenceClassification",
         },
         "model_type": "metalion",
         **dataclasses.asdict(model),

@@ -18,14 +18,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
-ENTRY = "hf"
-CONFIG_ENTRY = "hf_config"
+ENTRY = "hf.modeling_metalion"
+CONFIG_ENTRY = "hf.configuration_metalion"
 
 _AT_HAND = {"torch", "transformers", *sys.stdlib_module_names}
 
 
 def flat_source(mixers: Collection[str]) -> dict[str, str]:
-    """File name to text: `hf.py` and every file of `models/` that it reaches, for a model of these mixers."""
+    """Return file name to text: `modeling_metalion.py` and every file of `models/` that it imports, for these mixers."""
     files: dict[str, str] = {}
     imports: dict[str, list[str]] = {}
     waiting = [ENTRY]
@@ -43,7 +43,7 @@ def flat_source(mixers: Collection[str]) -> dict[str, str]:
         imports[module] = imported
         waiting += imported
     for entry in (ENTRY, CONFIG_ENTRY):
-        files[f"{entry}.py"] += _also_needed(_reached(entry, imports) - {entry, *imports[entry]})
+        files[f"{_flat(entry)}.py"] += _also_needed(_reached(entry, imports) - {entry, *imports[entry]})
     return files
 
 
@@ -70,7 +70,7 @@ def _path(module: str) -> Path:
 
 
 def _flat(module: str) -> str:
-    return module.replace(".", "_")
+    return module.removeprefix("hf.").replace(".", "_")
 
 
 def _rewrite(text: str, module: str, *, package: bool) -> tuple[str, list[str]]:

@@ -29,7 +29,7 @@ def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: b
 
 def _shared_object(x: Tensor, weight: Tensor, silu: bool) -> ctypes.CDLL | None:
     columns = next(width for width in (64, 32, 16) if x.shape[-1] % width == 0)
-    return shared_object("convolution", x.dtype, TAPS=weight.shape[1], SILU=int(silu), COLUMNS=columns)
+    return shared_object("causal_conv1d", x.dtype, TAPS=weight.shape[1], SILU=int(silu), COLUMNS=columns)
 
 
 class _Convolution(torch.autograd.Function):

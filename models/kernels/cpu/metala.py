@@ -60,7 +60,7 @@ def metala_core(
 
 
 def _shared_object(dtype: torch.dtype, keys: int, values: int) -> ctypes.CDLL | None:
-    return shared_object("metala_core", dtype, KEYS=keys, VALUES=values, CHUNK=_CHUNK)
+    return shared_object("metala", dtype, KEYS=keys, VALUES=values, CHUNK=_CHUNK)
 
 
 class _MetaLACore(torch.autograd.Function):

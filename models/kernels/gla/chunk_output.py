@@ -6,7 +6,7 @@ With g to base 2, b its running sum in the chunk, B its total, m = B/2, Q = scal
     dg = reverse cumsum of (Q dQ - K dK) + e^B sum_v S dS' + sum_j K_j (e^(B - m) v_j dS'^T)
 The products in dg are of the numbers that the tensor cores were given, so that what cancels there cancels exactly; its
 last two terms are the gradient of B, taken apart so that what a chunk gives to later ones cancels so too.
-In a chunk of strong decay (`vector_decay_common.py`) A and dA are left out here, and Q, K taken relative to 0 and B.
+In a chunk of strong decay (`common.py`) A and dA are left out here, and Q, K taken relative to 0 and B.
 Triton 3.4 to 3.7.0 forms products of a transposed accumulator wrongly on Hopper: A^T and dA^T are products of their own.
 """
 
@@ -143,7 +143,7 @@ def _vector_decay_backward(
 
     total = tl.sum(decay, 0)
     until = running_sum(decay, reached, False, exact)
-    # As forward decided, and as `vector_decay_strong.py` reads.
+    # As forward decided, and as `strong_decay.py` reads.
     mild = 1 - tl.load(strong + bh * N + n)
     near_q, near_k = references(total, mild)
     upper = (row[:, None] <= row[None, :]) & (mild == 1)
@@ -184,7 +184,7 @@ def _vector_decay_backward(
     d_decay = -key.to(tl.float32) * d_key
     if LAYER:
         # dq = ds w k and dk = ds w q of the augmentation: with one reference for q and k they are parts of dQ and dK. A
-        # strong chunk has two, and leaves them to `vector_decay_strong.py` too.
+        # strong chunk has two, and leaves them to `strong_decay.py` too.
         share, weight = _share(d_strength, aug_weight, bh, t + zero, end, mild, scale, ck, T, H, K)
         d_key += (query.to(tl.float32) * share[:, None]) * weight[None, :]
     d_key *= tl.exp2(-(until - near_k[None, :]))
@@ -218,7 +218,7 @@ def _vector_decay_backward(
             d_key = load_apart(dk, t + zero, ck, end, STRIDE_K, K, EVEN).to(tl.float32)
             store_apart(dk, of_gate(d_decay, d_key, decay), t + zero, ck, end, STRIDE_K, K, EVEN)
         else:
-            # `vector_decay_strong.py` goes on with them.
+            # `strong_decay.py` goes on with them.
             store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
     else:
         store(dg, d_decay, t, ck, end, H, K, BK, EVEN)

@@ -3,7 +3,7 @@
 A chunk is up to CHUNK tokens of one sequence. Inside it, with b the running sum and B the total of the log decays (base
 2 here), exp(b_i - b_j) is formed as the product of exp(b_i - B/2) and exp(B/2 - b_j) where no channel decays by more
 than MILD over the chunk: the factors stay far inside of bfloat16. Where one does, what passes between tokens of that
-chunk is left to `vector_decay_strong.py`, and the rest takes exp(b_i) and exp(B - b_j), which are at most 1.
+chunk is left to `strong_decay.py`, and the rest takes exp(b_i) and exp(B - b_j), which are at most 1.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -33,7 +33,7 @@ class Case:
     """All that decides how the kernels are compiled and launched.
 
     segments: entries of cu_seqlens but one, 0 for unpacked sequences. initial: whether a state comes in. layer: whether
-    the backward pass is that of MetaLA's whole layer (`metala_core.py`).
+    the backward pass is that of MetaLA's whole layer (`fused_layer.py`).
     """
 
     device: int

@@ -1,8 +1,8 @@
 """The recurrence with a decay a channel on Triton kernels, with its gradients.
 
     S_t = diag(exp(g_t)) S_(t-1) + k_t v_t^T      o_t = scale q_t S_t
-One pass forms the states between chunks (`vector_decay_states.py`), a second one the outputs or the gradients of every
-chunk (`vector_decay_chunk.py`), a third one what passes inside chunks of strong decay (`vector_decay_strong.py`). The
+One pass forms the states between chunks (`chunk_state.py`), a second one the outputs or the gradients of every
+chunk (`chunk_output.py`), a third one what passes inside chunks of strong decay (`strong_decay.py`). The
 backward pass keeps inputs and states, or forms these again where they are forgotten. `models/operators/gla/chunk.py`
 is the reference.
 """

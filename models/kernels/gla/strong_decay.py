@@ -187,7 +187,7 @@ def _backward_of(
     a = tl.zeros([C, C], tl.float32)
     d_query = tl.zeros([C, BK], tl.float32)
     d_key = tl.zeros([C, BK], tl.float32)
-    # Of the numbers that the products were given, as in `vector_decay_chunk.py`: most of it cancels.
+    # Of the numbers that the products were given, as in `chunk_output.py`: most of it cancels.
     d_decay = tl.zeros([C, BK], tl.float32)
     if least >= -MILD:
         growth, shrink = tl.exp2(near), tl.exp2(-near)

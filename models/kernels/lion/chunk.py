@@ -9,7 +9,7 @@ right (`models.operators.lion.bidirectional_attention`, which is also the refere
                 d log decay_t sums W_ij = dA_ij A_ij over the pairs on both sides of t. They are taken apart by where
                 their ends lie: both in this chunk; one here and one to the left or right, from the parts of dq and dk
                 that F, G, F', G' gave; none here, e^B (<F, G'> + <F', G>). So no sum runs over more than a chunk.
-The first pass is `lion_states.py`.
+The first pass is `chunk_state.py`.
 """
 
 # Kernels take pointers and scalars that have no Python type.

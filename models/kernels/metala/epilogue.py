@@ -1,6 +1,6 @@
 """MetaLA's epilogue as one kernel forward and one backward, each reading its inputs once.
 
-Reference and definition: `metala_epilogue.py`. The backward pass forms everything again from the inputs; the gradient
+Reference and definition: `models/operators/metala.py`. The backward pass forms everything again from the inputs; the gradient
 of the augmentation weight is summed by every program over its own tokens, and over programs afterwards, so that it
 does not depend on their order.
 """

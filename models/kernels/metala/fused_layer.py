@@ -1,7 +1,7 @@
 """MetaLA's gate, recurrence and epilogue as one step of the backward pass.
 
 q, k and v are read by the recurrence and by the self-augmentation, k and the log decay g are functions of a: the gradients
-that meet are summed by the kernel that forms those of the recurrence (`vector_decay_chunk.py`), instead of being written,
+that meet are summed by the kernel that forms those of the recurrence (`chunk_output.py`), instead of being written,
 read and summed, and it forms that of a where it has those of k and g. Those of q, a, v and the output gate lie side by
 side, so that the products with their weights can be one (`megatron_lite/parallel/fused_projections.py`).
 Reference: the three steps one after the other, `models.mixers.metala`.

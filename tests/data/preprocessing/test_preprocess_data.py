@@ -185,7 +185,7 @@ def test_a_job_that_was_stopped_while_it_joined_goes_on(corpus, tmp_path, inline
             write_manifest(prefix, content)
 
         with monkeypatch.context() as patch:
-            patch.setattr("data.parts.write_manifest", stopped)
+            patch.setattr("data.preprocessing.shards.write_manifest", stopped)
             assert main(words) == 2
         assert (tmp_path / f"out_{at}_document.bin").exists()
     (tmp_path / ".out_title_document.bin.1.aside").touch()  # of another that was killed
@@ -204,7 +204,7 @@ def test_a_job_that_was_stopped_while_it_removed_its_parts_is_complete(corpus, t
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("data.preprocess.shutil.rmtree", stopped)
+        patch.setattr("data.preprocessing.pipeline.shutil.rmtree", stopped)
         assert main(words) == 130
     assert main(words) == 0
     assert "complete: written before" in capsys.readouterr().out
