@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -47,13 +48,14 @@ def shared_object(name: str, dtype: torch.dtype, **constants: int) -> ctypes.CDL
     key = hashlib.sha256("\n".join([compiler, _processor(), *flags, *texts]).encode()).hexdigest()[:16]
     try:
         kept = _folder() / f"{name}-{key}.so"
-        if not kept.is_file():
+        if not _is_own_file(kept):
             # Beside its place, then renamed: other processes see all of it or nothing.
             with tempfile.TemporaryDirectory(dir=kept.parent) as aside:
                 built = Path(aside) / "built.so"
                 subprocess.run(
                     [compiler, *flags, str(source), "-o", str(built)], check=True, capture_output=True, text=True
                 )
+                built.chmod(0o700)
                 built.replace(kept)
         return ctypes.CDLL(str(kept))
     except (OSError, subprocess.CalledProcessError) as error:
@@ -96,13 +98,36 @@ def _processor() -> str:
 
 @cache
 def _folder() -> Path:
+    """Return the folder of compiled kernels. Nobody else can write it: code in it is loaded into this process."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metalion" / "native"
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        if all(map(_is_own_folder, (folder.parent, folder))):
             return folder
     except (OSError, RuntimeError):  # nothing can be written there; there is no home
         pass
     folder = Path(tempfile.mkdtemp(prefix="metalion-native-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _is_own_folder(folder: Path) -> bool:
+    """Whether the folder belongs to this user, to whom alone it is open afterwards."""
+    if folder.stat().st_uid == os.geteuid():
+        folder.chmod(0o700)
+        return os.access(folder, os.W_OK)
+    remedy = "set XDG_CACHE_HOME to a folder of your own"
+    warnings.warn(f"{folder} belongs to another user: kernels are compiled anew per process; {remedy}", stacklevel=2)
+    return False
+
+
+def _is_own_file(kept: Path) -> bool:
+    """Whether a compiled kernel is there that nobody but this user can have written."""
+    try:
+        found = kept.lstat()
+    except FileNotFoundError:
+        return False
+    is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    if not is_own:
+        warnings.warn(f"{kept} belongs to another user, or others can write it: it is compiled again", stacklevel=2)
+    return is_own

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -318,3 +320,56 @@ def test_a_folder_that_cannot_be_written(new_build, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert build._folder().is_dir()
+
+
+@pytest.fixture
+def compiled(new_build, monkeypatch) -> list[str]:
+    """Compilation writes a line instead of a library, and loading returns the path. Holds one entry per compilation."""
+    calls: list[str] = []
+
+    def compile_source(command: list[str], **_: object) -> None:
+        calls.append(command[-1])
+        Path(command[-1]).write_text("compiled here")
+
+    monkeypatch.setattr(build, "_compiler", lambda: "c++")
+    monkeypatch.setattr(build.subprocess, "run", compile_source)
+    monkeypatch.setattr(build.ctypes, "CDLL", Path)
+    return calls
+
+
+@pytest.mark.parametrize("change", ["writable", "owner", "link"])
+def test_kernel_that_others_can_have_written_is_not_loaded(compiled, monkeypatch, tmp_path, change):
+    kept = build.shared_object("swiglu", torch.float32)
+    assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o700, 0o700)
+    kept.unlink()
+    planted = tmp_path / "planted" if change == "link" else kept
+    planted.write_text("planted")
+    planted.chmod(0o720 if change == "writable" else 0o700)
+    if change == "link":
+        kept.symlink_to(planted)
+    if change == "owner":
+        found = list(kept.lstat())
+        found[4] += 1
+        monkeypatch.setattr(Path, "lstat", lambda _: os.stat_result(found))
+    build.shared_object.cache_clear()
+    with pytest.warns(UserWarning, match=r"swiglu-\w+\.so belongs to another user, or others can write it"):
+        assert build.shared_object("swiglu", torch.float32).read_text() == "compiled here"
+    assert len(compiled) == 2
+    assert not kept.is_symlink()
+
+
+def test_cache_folder_of_another_user_is_not_used(compiled, monkeypatch, tmp_path):
+    (tmp_path / "metalion" / "native").mkdir(parents=True)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(build.os, "geteuid", lambda: other)
+    with pytest.warns(UserWarning, match="belongs to another user: kernels are compiled anew per process; set XDG"):
+        assert not build._folder().is_relative_to(tmp_path)
+
+
+def test_cache_folder_that_is_open_to_others_is_closed(new_build, tmp_path):
+    folder = tmp_path / "metalion" / "native"
+    folder.mkdir(parents=True)
+    for path in (folder, folder.parent):
+        path.chmod(0o777)
+    assert build._folder() == folder
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
