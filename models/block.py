@@ -56,7 +56,7 @@ class Block(nn.Module):
         if self.parallel_residual:
             return x + mixed + self.mlp(self.norm2(x))
         normed, hidden = self.norm2(x, mixed, return_sum=True)
-        return self.mlp(normed, hidden)
+        return hidden + self.mlp(normed)
 
     def _check_shards(self, with_state: bool) -> None:
         if not getattr(self.mixer, "splits_sequence", False):

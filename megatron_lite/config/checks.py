@@ -156,12 +156,6 @@ def _layout_problems(config: Config[Any]) -> Iterator[Problem]:
             f"= {parallel.zero_stage} does not run with parallel.pipeline = {parallel.pipeline}, whose stages keep "
             "gradients over many micro batches: 0 and 1 are allowed, or parallel.pipeline = 1",
         )
-    chosen = parallel.cublaslt
-    for key in ("device", "version"):
-        if chosen.algorithms and getattr(chosen, key) is None:
-            yield Problem(
-                ("parallel", "cublaslt", key), "is needed with algorithms: they hold for one device and version alone"
-            )
     against = _against_overlap(parallel.model_dump(), config.batch.micro_batch_size)
     if parallel.tensor_overlap and against:
         yield Problem(("parallel", "tensor_overlap"), f"= true does not go with {against}: set it to false, or to null")

@@ -25,6 +25,11 @@ from .files import ConfigError, KeyPath, Sources, read_sources
 from .neox_hints import neox_answer, neox_has_keys_below
 from .schema import Config, ModelT
 
+# Keys of earlier versions that have no successor, and the answer to one that is set.
+REMOVED_KEYS: dict[KeyPath, str] = {
+    ("parallel", "cublaslt"): "was removed: cuBLAS chooses the algorithm of every matmul. Delete this section",
+}
+
 __all__ = ["Config", "ConfigError", "dump_config", "explain_config", "load_config"]
 
 
@@ -120,6 +125,8 @@ def _known(tree: Mapping[str, Any], schema: type, report: Callable[[Problem], No
         for name, value in tree.items():
             path = (*above, name)
             if name not in keys:
+                if path in REMOVED_KEYS and _says_nothing(value):
+                    continue  # a configuration that an earlier version wrote in full
                 for problem in _unknown(path, value, section, schema):
                     report(problem)
                 continue
@@ -143,12 +150,17 @@ def _known(tree: Mapping[str, Any], schema: type, report: Callable[[Problem], No
     return {name: known.get(name, {}) for name in keys_of(schema)}
 
 
+def _says_nothing(value: Any) -> bool:
+    """Return whether a value, or every value of a section, is null or empty."""
+    return all(map(_says_nothing, value.values())) if isinstance(value, dict) else value is None
+
+
 def _unknown(path: KeyPath, value: Any, section: type, schema: type) -> Iterator[Problem]:
     if isinstance(value, dict) and value and neox_has_keys_below(path):
         for name, inner in value.items():
             yield from _unknown((*path, name), inner, section, schema)
         return
-    answer = neox_answer(path)
+    answer = REMOVED_KEYS.get(path) or neox_answer(path)
     yield Problem(path, answer or f"is an unknown key; {_nearest(path, section, schema)}")
 
 

@@ -290,19 +290,6 @@ class ActivationCheckpointingConfig(Section):
     others: Literal["none", "elementwise"] = Field(default="none", description="The mode of the blocks between.")
 
 
-class CublasLtConfig(Section):
-    """Algorithms of cuBLASLt for the products of linears and of the loss, as `python -m tools.benchmark matmul` writes them
-    (`configs/cublaslt`). Left to cuBLAS are products that are not named; all of them on another device or with another
-    version, and with tensor > 1, zero_stage: 3, compile, cuda_graph or selective activation checkpointing."""
-
-    device: Text | None = Field(default=None, description="Name of the device that they were measured on.")
-    version: int | None = Field(default=None, ge=1, description="What cublasLtGetVersion() is there.")
-    algorithms: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]] = Field(
-        default={},
-        description="For a product like `16384x2048x5632 nt bfloat16` the 64 bytes of a cublasLtMatmulAlgo_t, in hexadecimal.",
-    )
-
-
 class ParallelConfig(Section):
     """How the run is laid out over the processes: processes = data ranks x tensor x pipeline x context."""
 
@@ -339,7 +326,6 @@ class ParallelConfig(Section):
         description="On cuda: record the blocks of a micro batch as two CUDA graphs, which spares the host their launches. "
         "Packed and padded micro batches, and blocks that wait for numbers from the device, run as without.",
     )
-    cublaslt: CublasLtConfig = Field(default=CublasLtConfig(), description=CublasLtConfig.__doc__)
 
     @property
     def model_ranks(self) -> int:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from megatron_lite.config.schema import ParallelConfig
-from megatron_lite.engine.tuned_matmul import Products
 from megatron_lite.optim.param_groups import parameter_kind
 from megatron_lite.optim.zero_state import Placed
 from megatron_lite.parallel.fused_projections import join_fan_outs
@@ -127,13 +126,4 @@ def place_layer(layer: nn.Module, tensor: TensorGroup | None, parallel: Parallel
         cut_layer(layer, tensor)
     # ZeRO 3 gathers a module's weights when it is called, and torch.compile makes kernels of its own.
     if parallel.zero_stage < 3 and not parallel.compile:
-        chosen = bool(parallel.cublaslt.algorithms) and not left_to_cublas(parallel)
-        join_fan_outs(layer, tensor, Products(parallel.cublaslt) if chosen else None)
-
-
-def left_to_cublas(parallel: ParallelConfig) -> bool:
-    """Whether something else decides how the products of linears are computed than `parallel.cublaslt`."""
-    # Selective checkpointing has to see a product to keep it; halves of a micro batch, or a recorded graph and what runs
-    # beside it, would share scratch memory.
-    selective = parallel.activation_checkpointing.mode == "selective"
-    return parallel.tensor > 1 or parallel.zero_stage == 3 or parallel.compile or parallel.cuda_graph or selective
+        join_fan_outs(layer, tensor)

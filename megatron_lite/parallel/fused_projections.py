@@ -19,37 +19,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from megatron_lite.engine.tuned_matmul import Products
     from megatron_lite.parallel.tensor_parallel import TensorGroup
 
 
-def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None, products: Products | None = None) -> None:
+def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None) -> None:
     """Have the modules of a layer compute their fan-outs here. Not for ZeRO 3, which gathers a linear when it is called.
 
-    A module with `fan_out_is_entry` enters the parallel region here. With `products`, these compute the fan-outs, the
-    linears by themselves, the sums of one with the residual stream and the products (`mm`) of the loss.
+    A module with `fan_out_is_entry` enters the parallel region here.
     """
     module: Any
     for module in layer.modules():
         if hasattr(module, "fan_out"):
             entry = tensor is not None and getattr(module, "fan_out_is_entry", False)
-            module.fan_out = partial(fan_out, tensor if entry else None, products=products)
-        if products is not None and hasattr(module, "add_out"):
-            module.add_out = partial(_add_linear, products)
-        if products is not None and hasattr(module, "mm"):
-            module.mm = products.mm
-        if products is not None and type(module) is nn.Linear:
-            module.forward = partial(_alone, module, products)  # type: ignore[method-assign]
-
-
-def _alone(linear: nn.Linear, products: Products, x: Tensor) -> Tensor:
-    return fan_out(None, x, (linear,), products=products)[0]
-
-
-def _add_linear(products: Products, residual: Tensor, x: Tensor, linear: nn.Linear) -> Tensor:
-    if linear.bias is not None:
-        return residual + linear(x)
-    return _AddLinear.apply(products, residual, x, linear.weight)
+            module.fan_out = partial(fan_out, tensor if entry else None)
 
 
 def fan_out(
@@ -57,8 +39,6 @@ def fan_out(
     x: Tensor,
     linears: Sequence[nn.Linear],
     again: bool = False,
-    *,
-    products: Products | None = None,
 ) -> tuple[Tensor, ...]:
     """linear(x) for every linear. x: [..., in]; with `tensor`, x is entered into a parallel region, unless activations
     are cut along the sequence: then it has been.
@@ -69,19 +49,18 @@ def fan_out(
     group = None if tensor is None or tensor.sequence else tensor.group
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
-    return _FanOut.apply(x, group, products, again, len(linears), *weights, *biases)
+    return _FanOut.apply(x, group, again, len(linears), *weights, *biases)
 
 
 class _FanOut(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Any, products: Products | None, again: bool, count: int, *parameters: Tensor | None
+        ctx: Any, x: Tensor, group: Any, again: bool, count: int, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.biased = group, [bias is not None for bias in biases]
-        ctx.mm = torch.mm if products is None else products.mm
-        linear: Any = F.linear if products is None else products.linear
+        linear: Any = F.linear
         outputs = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         return (*outputs, *((x,) if again else ()))
 
@@ -92,39 +71,22 @@ class _FanOut(torch.autograd.Function):
         flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         rows = x.reshape(-1, x.shape[-1])
         dx = flat.pop().contiguous() if len(flat) > len(weights) else None
-        products = list(zip(flat, weights, strict=True))
+        matmuls = list(zip(flat, weights, strict=True))
         # Gradients and weights that lie side by side are one product: fewer, larger ones run at a higher rate.
         gradient, weight = _side_by_side(flat, 1), _side_by_side(weights, 0)
         if gradient is not None and weight is not None:
-            products = [(gradient, weight)]
-        for gradient, weight in products:
-            dx = ctx.mm(gradient, weight) if dx is None else dx.addmm_(gradient, weight)
+            matmuls = [(gradient, weight)]
+        for gradient, weight in matmuls:
+            dx = torch.mm(gradient, weight) if dx is None else dx.addmm_(gradient, weight)
         assert dx is not None
         work = None if ctx.group is None else dist.all_reduce(dx, group=ctx.group, async_op=True)
-        of_weights: Sequence[Tensor] = [ctx.mm(gradient.t(), rows) for gradient, _ in products]
+        of_weights: Sequence[Tensor] = [torch.mm(gradient.t(), rows) for gradient, _ in matmuls]
         if len(of_weights) < len(weights):
             of_weights = of_weights[0].split([len(weight) for weight in weights])
         of_biases = [_sum(x) if biased else None for x, biased in zip(flat, ctx.biased, strict=True)]
         if work is not None:
             work.wait()
-        return dx.view_as(x), None, None, None, None, *of_weights, *of_biases
-
-
-class _AddLinear(torch.autograd.Function):
-    """residual + x weight^T, summed by the product where it can."""
-
-    @staticmethod
-    def forward(ctx: Any, products: Products, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.mm = products.mm
-        return products.linear(x, weight, None, residual)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        flat, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-        return None, gradient, ctx.mm(flat, weight).view_as(x), ctx.mm(flat.t(), rows)
+        return dx.view_as(x), None, None, None, *of_weights, *of_biases
 
 
 def _side_by_side(matrices: Sequence[Tensor], dim: int) -> Tensor | None:

@@ -40,7 +40,6 @@ class Head(nn.Module):
         # Attributes, so that a trainer which cuts the vocabulary can put its own in place.
         self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.cross_entropy: Callable[..., Tensor] = cross_entropy_sum
-        self.mm: Callable[..., Tensor] = torch.mm
         # Of a masked model most tokens have no label, and their logits are not worth computing.
         self._few_labels = bool(config.two_sided_mixers())
         self._flops = 2 * config.vocab_size * config.hidden_size + 2 * masked * config.hidden_size**2
@@ -71,7 +70,7 @@ class Head(nn.Module):
         else:
             few = self._few_labels
             out = self.cross_entropy(
-                hidden, self.weight, labels, loss_weight, bias=self.bias, right=right, few_labels=few, mm=self.mm
+                hidden, self.weight, labels, loss_weight, bias=self.bias, right=right, few_labels=few
             )
         return (out, {}) if return_state else out
 
@@ -125,7 +124,6 @@ def cross_entropy_sum(
     few_labels: bool = False,
     chunk: int | None = None,
     vocabulary: VocabularyPart | None = None,
-    mm: Callable[..., Tensor] = torch.mm,
 ) -> Tensor:
     """sum_t loss_weight_t * (logsumexp(z_t) - z_t[labels_t]), z = hidden weight^T + bias, without ever holding all of z.
 
@@ -138,7 +136,7 @@ def cross_entropy_sum(
     so nothing is computed twice. Returns a float32 scalar (float64 for float64 inputs). The gradient of loss_weight is
     each token's nll (0 where the weight is 0), which tells where a loss comes from. With `vocabulary`, weight is one of
     several parts of the rows; the sum is that over all of them, and the gradient of hidden is this part's share of it,
-    to be summed over the parts; bias is that of the part. mm(a, b, out=c): what computes logits and the gradient of hidden.
+    to be summed over the parts; bias is that of the part.
     Raises ValueError for labels of another shape than hidden's rows, and on a CPU for a label that is neither -100 nor a row
     of weight, of all parts together; elsewhere it is for the caller to see to: reading the values of a CUDA tensor would wait
     for the device.
@@ -161,7 +159,7 @@ def cross_entropy_sum(
         chunk = max(1, _CHUNK_ELEMENTS[hidden.is_cuda] // weight.shape[0])
         parts = max(1, -(-len(hidden) // chunk))
         chunk = max(1, -(-len(hidden) // parts))
-    return _CrossEntropySum.apply(hidden, weight, bias, labels, weights, right, chunk, vocabulary, mm)
+    return _CrossEntropySum.apply(hidden, weight, bias, labels, weights, right, chunk, vocabulary)
 
 
 def _check_labels(labels: Tensor, vocab: int) -> None:
@@ -192,7 +190,6 @@ class _CrossEntropySum(torch.autograd.Function):
         right: Tensor | None,
         chunk: int,
         vocabulary: VocabularyPart | None,
-        mm: Callable[..., Tensor],
     ) -> Tensor:
         need_hidden, need_weight, need_bias, _, need_nll = ctx.needs_input_grad[:5]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -223,7 +220,7 @@ class _CrossEntropySum(torch.autograd.Function):
             # A token that counts nothing must not spoil the sum where it is not finite: 0 * inf is nan.
             x = hidden[rows].masked_fill(token_weight == 0, 0.0)
             logits, p = narrow[: len(x)], wide[: len(x)]
-            mm(x, weight.t(), out=logits)
+            torch.mm(x, weight.t(), out=logits)
             here: Tensor | None = None
             if vocabulary is not None:
                 label = label - vocabulary.index * len(weight)
@@ -277,7 +274,7 @@ class _CrossEntropySum(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += p.sum(0, dtype=d_bias.dtype)
             if d_hidden is not None:
-                mm(logits, weight, out=d_hidden[rows])
+                torch.mm(logits, weight, out=d_hidden[rows])
             if d_weight is not None:
                 if kernels:
                     add_product(d_weight, logits.t(), x)
@@ -301,7 +298,7 @@ class _CrossEntropySum(torch.autograd.Function):
             d_weight = scale(d_weight, factor, ctx.weight_dtype)
         if d_bias is not None:
             d_bias = (d_bias * factor).to(ctx.weight_dtype)
-        return d_hidden, d_weight, d_bias, None, None if every_nll is None else grad * every_nll, *[None] * 4
+        return d_hidden, d_weight, d_bias, None, None if every_nll is None else grad * every_nll, *[None] * 3
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

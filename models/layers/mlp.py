@@ -13,7 +13,7 @@ from ..kernels.cpu.swiglu import swiglu as native_swiglu
 from ..kernels.cpu.swiglu import swiglu_takes
 from ..recompute import forgettable
 from .init import linear
-from .projections import AddOut, FanOut, add_linear, apply_each
+from .projections import FanOut, apply_each
 
 
 class SwiGLU(nn.Module):
@@ -30,13 +30,11 @@ class SwiGLU(nn.Module):
         self.up_proj = linear(config, size, width, bias=bias)
         self.down_proj = linear(config, width, size, bias=bias, output=True)
         self.fan_out: FanOut = apply_each
-        self.add_out: AddOut = add_linear
         self._flops = 6 * size * width
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x, residual: [..., hidden_size] -> the same shape, the sum with the residual where there is one."""
-        y = swiglu(*self.fan_out(x, (self.gate_proj, self.up_proj)))
-        return self.down_proj(y) if residual is None else self.add_out(residual, y, self.down_proj)
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., hidden_size] -> the same shape."""
+        return self.down_proj(swiglu(*self.fan_out(x, (self.gate_proj, self.up_proj))))
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""
@@ -73,15 +71,14 @@ class GELU(nn.Module):
         self.up_proj = linear(config, size, width, bias=bias)
         self.down_proj = linear(config, width, size, bias=bias, output=True)
         self.fan_out: FanOut = apply_each
-        self.add_out: AddOut = add_linear
         self._flops = 4 * size * width
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """As SwiGLU's."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., hidden_size] -> the same shape."""
         (hidden,) = self.fan_out(x, (self.up_proj,))
         activated = F.gelu(hidden)
         forgettable(activated, F.gelu, hidden)
-        return self.down_proj(activated) if residual is None else self.add_out(residual, activated, self.down_proj)
+        return self.down_proj(activated)
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""

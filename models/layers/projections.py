@@ -17,18 +17,6 @@ class FanOut(Protocol):
         are added to, in place."""
 
 
-class AddOut(Protocol):
-    """Likewise, for the last linear of a module whose result is added to the residual stream."""
-
-    def __call__(self, residual: Tensor, x: Tensor, linear: nn.Linear) -> Tensor:
-        """residual + linear(x)."""
-
-
-def add_linear(residual: Tensor, x: Tensor, linear: nn.Linear) -> Tensor:
-    """The sum of a model by itself."""
-    return residual + linear(x)
-
-
 def apply_each(x: Tensor, linears: Sequence[nn.Linear], again: bool = False) -> tuple[Tensor, ...]:
     """The fan-out of a model by itself."""
     return (*(linear(x) for linear in linears), *((x,) if again else ()))

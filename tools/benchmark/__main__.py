@@ -6,7 +6,6 @@ python -m tools.benchmark mixers      # every mixer at one model shape, forward 
 python -m tools.benchmark layouts --gpus 4   # one model by data, tensor, pipeline and context parallelism; CUDA
 python -m tools.benchmark train       # whole training steps beside flash-linear-attention's models and Llama; CUDA or CPU
 python -m tools.benchmark profile     # where a training step's time goes, by part and by kernel; CUDA or CPU
-python -m tools.benchmark matmul      # cuBLASLt's algorithms for a step's products: a file for `parallel.cublaslt`; CUDA
 python -m tools.benchmark decode      # tokens a second over context, beside Hugging Face's Llama with its cache; CUDA or CPU
 python -m tools.benchmark masked      # training steps of LION's masked models beside BERT's, by length; CUDA or CPU
 python -m tools.benchmark mixers --hidden 64 --heads 4 --length 128 --batch 2      # a small shape, on a CPU in a minute
@@ -43,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("layouts", "training speed of one model in each kind of parallelism, beside one GPU"),
         ("train", "training steps beside flash-linear-attention's GLA, HGRN2, RetNet and Hugging Face's Llama"),
         ("profile", "the training step by part and by kernel"),
-        ("matmul", "the fastest of cuBLASLt's algorithms for each product of a training step's linears"),
         ("masked", "training steps of LION's masked models beside softmax BERT's, in BERT's shapes"),
         ("decode", "decoding speed and memory over context, beside Hugging Face's Llama of the same shape"),
     ):
@@ -66,13 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("--only", default="", metavar="TEXT", help="layouts whose name holds this")
         if name == "train":
             _train_arguments(command)
-        if name in ("profile", "matmul"):
+        if name == "profile":
             command.add_argument("--config", type=Path, default=Path("configs/metala_1.4b.yml"), help="(%(default)s)")
             command.add_argument("--shape", default="2048x8", metavar="LENGTHxBATCH", help="(%(default)s)")
             command.add_argument("override", nargs="*", metavar="key=value", help="of the configuration")
-        if name == "matmul":
-            command.add_argument("--chosen", type=Path, help="the file to write (cublaslt.yml in --output)")
-        if name == "profile":
             command.add_argument("--steps", type=positive, default=3, help="profiled steps (%(default)s)")
             command.add_argument("--top", type=positive, default=25, help="kernels in the table (%(default)s)")
             command.add_argument("--trace", action="store_true", help="also keep the trace, for ui.perfetto.dev")
@@ -116,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ordered = sorted(range(1, len(words)), key=lambda place: not override[place])
     options = parser.parse_args([*words[:1], *(words[place] for place in ordered)])
     # After the arguments, so that --help does not wait for torch.
-    from . import decode, kernels, layouts, matmul, mixers, profile, training
+    from . import decode, kernels, layouts, mixers, profile, training
     from . import masked_lm_step as masked
 
     options.output.mkdir(parents=True, exist_ok=True)
@@ -150,9 +145,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             trace=options.trace,
             device=options.device,
         )
-    elif options.command == "matmul":
-        chosen = options.chosen or options.output / "cublaslt.yml"
-        matmul.run(options.output, options.config, options.override, *_shape(options.shape, "--shape"), chosen=chosen)
     elif options.command == "decode":
         decode.run(
             options.output,

@@ -17,7 +17,7 @@ from tools.preprocess_data import _parser
 
 RUNS = sorted(CONFIGS.glob("*.yml"))
 MODELS = sorted(CONFIGS.glob("model/*.yml"))
-PARTS = sorted(path for folder in ("data", "cluster", "cublaslt") for path in CONFIGS.glob(f"{folder}/*.yml"))
+PARTS = sorted(path for folder in ("data", "cluster") for path in CONFIGS.glob(f"{folder}/*.yml"))
 LARGE = [path for path in RUNS if path.name != "default.yml" and not path.stem.endswith("_sample")]
 
 

@@ -187,3 +187,8 @@ def test_importing_the_configuration_is_light() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_empty_sections_of_removed_keys_are_ignored():
+    """A dump of an earlier version holds `parallel.cublaslt` with its defaults."""
+    assert load("parallel.cublaslt={device: null, version: null, algorithms: {}}") == load()

@@ -72,13 +72,8 @@ def test_data_ranks_are_what_the_model_leaves() -> None:
         (1, ["run.device=cpu", "parallel.cuda_graph=true"], r"cuda_graph = true does not go with run.device = cpu"),
         (
             1,
-            [f"parallel.cublaslt.algorithms={{16x16x16 nn bfloat16: {'a' * 128}}}", "parallel.cublaslt.version=1"],
-            r"parallel.cublaslt.device is needed with algorithms",
-        ),
-        (
-            1,
-            ["parallel.cublaslt.algorithms={16x16x16 nn bfloat16: abc}"],
-            r'parallel.cublaslt.algorithms.16x16x16 nn bfloat16 = "abc": text like',
+            ["parallel.cublaslt.version=1"],
+            r"parallel.cublaslt was removed: cuBLAS chooses the algorithm of every matmul. Delete this section",
         ),
         (3, ["parallel.context=3"], r"3 parts, which does not divide batch.sequence_length = 64"),
         (
