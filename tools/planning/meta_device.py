@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import backend as kernels
+from models import backend, kernels
 from models.operators.gla import fla as fla_backend
 from models.operators.gla import gated_linear_attention as recurrence
 from models.operators.scan import fla_scan
@@ -32,7 +32,7 @@ def kernels_of_cuda() -> Iterator[None]:
     """Inside, tensors on "meta" go the ways of tensors on CUDA: `is_cuda` is true of them, Triton is installed."""
     with (
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: x.device.type in ("cuda", "meta"))),
-        mock.patch.object(kernels, "_installed", return_value=True),
+        mock.patch.object(backend, "_installed", return_value=True),
         _imported(unlaunched()),
         mock.patch.object(fla_backend, "fla_recurrence", _recurrence),
         # As on Hopper, where the project's kernels then take these decays.
@@ -46,8 +46,9 @@ def kernels_of_cuda() -> Iterator[None]:
 
 @cache
 def unlaunched() -> dict[str, ModuleType]:
-    """Every module of `models/kernels` by its name, with kernels that are launched in vain."""
-    names = [f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
+    """Every module of `models/kernels` by its name, but those of `cpu/`, with kernels that are launched in vain."""
+    modules = (module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."))
+    names = [name for name in modules if not name.startswith(f"{kernels.__name__}.cpu")]
     # What is imported for use stays in its place, as a module and as an attribute of the package.
     with _imported({**dict.fromkeys(names), **_triton()}), mock.patch.dict(vars(kernels)):
         return {name: importlib.import_module(name) for name in names}
