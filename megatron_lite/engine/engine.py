@@ -376,5 +376,5 @@ class Engine:
         return value
 
     def _to_device(self, batch: Batch) -> dict[str, Tensor]:
-        counted = {} if self._right is None else {"right": self._right}
+        counted = {} if self._right is None else {"num_correct": self._right}
         return {key: value.to(self.grid.device, non_blocking=True) for key, value in batch.items()} | counted

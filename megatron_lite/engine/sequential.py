@@ -23,7 +23,7 @@ class Sequential(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """sum(loss_weight * nll), a float32 scalar. `batch`: tokens, labels [batch, length] int64, loss_weight float32
-        of the same shape, and optionally `mask` [batch, length], `cu_seqlens` [segments + 1] and `right`, a scalar to
+        of the same shape, and optionally `mask` [batch, length], `cu_seqlens` [segments + 1] and `num_correct`, a scalar to
         which the weight of the tokens that are predicted right is added."""
         context = {key: batch[key] for key in ("mask", "cu_seqlens") if key in batch}
         hidden = one_after_another(self._calls[:-1])(batch["tokens"], **context)
@@ -43,4 +43,4 @@ def one_after_another(calls: Sequence[Callable[..., Tensor]]) -> Callable[..., T
 
 def asked_for(batch: Batch) -> dict[str, Tensor]:
     """What the last layer is told besides hidden states."""
-    return {key: batch[key] for key in ("labels", "loss_weight", "right") if key in batch}
+    return {key: batch[key] for key in ("labels", "loss_weight", "num_correct") if key in batch}

@@ -1,6 +1,6 @@
 """Softmax of rows of logits: what the loss needs to know of each, and the gradient in place of the logits.
 
-Reference: `models.layers.lm_head`. The logits, of 16 bits, are read once and once again from the cache; PyTorch's
+Reference: `models.operators.cross_entropy`. The logits, of 16 bits, are read once and once again from the cache; PyTorch's
 kernels would write
 them out in float32 and pass over them six times. The two halves are apart because a vocabulary that is cut over several
 processes is joined between them.

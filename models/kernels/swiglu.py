@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import Launch, aligned, over_elements
-from .sigmoid import sigmoid
+from .primitives import sigmoid
 
 try:
     import triton

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..layers.gated_norm import gated_head_norm
 from ..layers.init import linear
-from ..operators.padding import without_padding
 from ..operators.scan.linear_scan import scan
+from ..operators.varlen import without_padding
 from ..precision import wide
 
 

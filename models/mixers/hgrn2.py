@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig, require_positive
 from ..layers.init import linear
 from ..operators.gla.gated_linear_attention import recurrence
-from ..operators.padding import without_padding
+from ..operators.varlen import without_padding
 from ..precision import wide
 
 

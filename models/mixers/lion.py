@@ -19,7 +19,7 @@ from ..operators.gla.normalized import recurrence_with_row_sum
 from ..operators.gla.short_map import short_map
 from ..operators.lion.bidirectional_attention import ProjectedGate, bidirectional
 from ..operators.lion.feature_map import feature_map
-from ..operators.padding import without_padding
+from ..operators.varlen import without_padding
 from ..precision import ROW_SUM_EPS, wide
 
 

@@ -20,7 +20,7 @@ from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.context_parallel import current_shards
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.metala import metala_epilogue
-from ..operators.padding import without_padding
+from ..operators.varlen import without_padding
 from ..precision import wide
 from ..recompute import forgettable
 

@@ -16,8 +16,8 @@ from ..operators.context_parallel import current_shards
 from ..operators.gla.gated_linear_attention import local_recurrence
 from ..operators.lion.context_parallel import from_both_sides
 from ..operators.metala import metala_epilogue
-from ..operators.padding import without_padding
 from ..operators.stretches import packing
+from ..operators.varlen import without_padding
 from ..precision import wide
 from .metala import MetaLA
 

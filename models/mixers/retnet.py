@@ -13,7 +13,7 @@ from ..layers.gated_norm import HEAD_NORM, HEAD_NORM_EPS, gated_head_norm
 from ..layers.init import head_numbers, linear
 from ..layers.positions import token_positions
 from ..operators.gla.gated_linear_attention import recurrence
-from ..operators.padding import without_padding
+from ..operators.varlen import without_padding
 from ..precision import wide
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig, require_at_least, require_divisor, require_positive
 from ..layers.init import linear
-from ..operators.padding import without_padding
 from ..operators.scan.linear_scan import scan
+from ..operators.varlen import without_padding
 from ..precision import wide
 
 

@@ -13,7 +13,7 @@ from ..config import ModelConfig
 from ..layers.init import head_numbers, linear
 from ..layers.positions import token_positions
 from ..operators.gla.gated_linear_attention import recurrence
-from ..operators.padding import without_padding
+from ..operators.varlen import without_padding
 from ..precision import wide
 
 

@@ -1,4 +1,4 @@
-"""Where packed sequences begin and end, and what stands before a token of its own sequence."""
+"""Sequences of different lengths in one tensor: packed along the length (`cu_seqlens`), or padded (`mask`)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..recompute import forgettable
+
 
 def check_packed(x: Tensor, cu_seqlens: Tensor) -> None:
-    """ValueError where x [batch, length, ...] is not one row, or cu_seqlens does not cover it (`check_covers`)."""
+    """Raise ValueError unless x [batch, length, ...] is one row that cu_seqlens covers (`check_covers`)."""
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens needs batch 1 with the segments packed along the length, got {list(x.shape)}")
     check_covers(cu_seqlens, x.shape[1])
 
 
 def check_covers(cu_seqlens: Tensor, length: int) -> None:
-    """ValueError where cu_seqlens [segments + 1] does not rise from 0 to the length; on CUDA it is not looked at."""
-    # Reading the values of a CUDA tensor would wait for the device.
+    """Raise ValueError unless cu_seqlens [segments + 1] rises from 0 to the length. On CUDA the values are not read."""
+    # Reading a CUDA tensor would synchronise with the device.
     if cu_seqlens.is_cuda:
         return
     if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != length:
@@ -31,7 +33,7 @@ def check_covers(cu_seqlens: Tensor, length: int) -> None:
 
 
 def segment_starts(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The segment of every token [length] int64, and whether the token is its first [length] bool."""
+    """Return the segment of every token, [length] int64, and whether the token is the first of it, [length] bool."""
     starts = cu_seqlens[:-1].long()
     segments = torch.arange(len(starts), device=cu_seqlens.device)
     segment = torch.repeat_interleave(segments, cu_seqlens.diff().long(), output_size=length)
@@ -39,8 +41,9 @@ def segment_starts(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def real_bounds(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every packed sequence its first real token and the place behind its last, [segments] int64 each; where it has
-    none, its own start twice. mask: [1, length] bool, True for real tokens.
+    """Return the first real token of every segment and the index after its last one, [segments] int64 each.
+
+    A segment without real tokens has its own start twice. mask: [1, length] bool, True for real tokens.
     """
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     token = torch.arange(mask.shape[1], device=mask.device)
@@ -53,9 +56,9 @@ def real_bounds(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def previous(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """x_{t-1} of the same sequence, in x's shape [batch, length, channels].
+    """Return x_{t-1} of the same sequence, in x's shape [batch, length, channels].
 
-    before: [batch or segments, channels], what stands before the first token of every sequence; zero if None.
+    before: [batch or segments, channels], the value before the first token of every sequence; zero if None.
     """
     if x.shape[1] == 0:
         return x
@@ -68,7 +71,7 @@ def previous(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Ten
 
 
 def last(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """x of the last token of every sequence [batch or segments, channels], or what stands before an empty one."""
+    """Return x of the last token of every sequence, [batch or segments, channels]; `before` where a sequence is empty."""
     if cu_seqlens is None:
         if x.shape[1]:
             return x[:, -1]
@@ -78,3 +81,18 @@ def last(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     if x.shape[1] == 0:
         return start
     return torch.where(empty, start, x[0, (cu_seqlens[1:].long() - 1).clamp_min(0)])
+
+
+def without_padding(mask: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the inputs of a recurrence, [batch, length, ...], with zeros where `mask` [batch, length] is False.
+
+    A padded token then has log decay 0 and adds nothing: it leaves the state unchanged. mask None: all tokens are real.
+    """
+    if mask is None:
+        return inputs
+    masked = []
+    for x in inputs:
+        padding = ~mask.view(*mask.shape, *[1] * (x.dim() - 2))
+        masked.append(x.masked_fill(padding, 0.0))
+        forgettable(masked[-1], torch.masked_fill, x, padding, 0.0)
+    return tuple(masked)

@@ -35,7 +35,7 @@ def masked_accuracy(
         hidden = batch["tokens"]
         for layer in (loaded.model.embedding, *loaded.model.blocks):
             hidden = layer(hidden)
-        asked = {"labels": batch["labels"], "loss_weight": batch["loss_weight"], "right": right}
+        asked = {"labels": batch["labels"], "loss_weight": batch["loss_weight"], "num_correct": right}
         nll += loaded.model.head(hidden, **asked).item()
         weight += batch["loss_weight"].sum().item()
         progress()

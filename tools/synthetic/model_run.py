@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data.synthetic.listops import CLASSES
 from megatron_lite.parallel.fused_projections import join_fan_outs
-from models.layers.lm_head import IGNORED_LABEL
+from models.operators.cross_entropy import IGNORED_LABEL
 
 from .experiment import Run
 from .network import Classifier, Network

@@ -16,9 +16,9 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel, LayerSpec, build_layer, layer_specs
 from models.layers.embedding import look_up
 from models.layers.init import linear
-from models.layers.lm_head import IGNORED_LABEL
 from models.layers.norm import Norm
 from models.mixers.attention import Attention, dot_product
+from models.operators.cross_entropy import IGNORED_LABEL
 from tools.cli.yaml_file import nearest
 
 from .experiment import Run

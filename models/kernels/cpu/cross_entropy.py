@@ -1,4 +1,4 @@
-"""Softmax of rows of logits in C++: as `models/kernels/cross_entropy.py` on CUDA. Reference: `models.layers.lm_head`.
+"""Softmax of rows of logits in C++: as `models/kernels/cross_entropy.py` on CUDA. Reference: `models.operators.cross_entropy`.
 
 In PyTorch's operators float32 copies of the logits are read and written six times.
 """

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..launch import Launch, aligned
-from ..primitives import sum_parts
-from ..sigmoid import sigmoid
+from ..primitives import sigmoid, sum_parts
 
 try:
     import triton

@@ -20,7 +20,7 @@ def test_a_stage_gives_its_layers_what_belongs_to_each_micro_batch(last):
         told.append(words)
         return hidden + 1
 
-    names = ("tokens", "labels", "loss_weight", "mask", "cu_seqlens", "right", "source")
+    names = ("tokens", "labels", "loss_weight", "mask", "cu_seqlens", "num_correct", "source")
     batches = [{name: torch.tensor(10.0 * at + n) for n, name in enumerate(names)} for at in range(2)]
     stage = Stage.__new__(Stage)  # without the processes that DeepSpeed's own part needs
     stage._calls, stage._is_last, stage._scale = [layer] * 3, last, 0.5
@@ -28,7 +28,7 @@ def test_a_stage_gives_its_layers_what_belongs_to_each_micro_batch(last):
     for at, batch in enumerate(batches):
         result = stage.forward(torch.tensor(float(at)))
         of_blocks = {key: batch[key] for key in ("mask", "cu_seqlens")}
-        of_head = {key: batch[key] for key in ("labels", "loss_weight", "right")}
+        of_head = {key: batch[key] for key in ("labels", "loss_weight", "num_correct")}
         assert told == [of_blocks, of_blocks, of_head if last else of_blocks]
         assert result == ((at + 3) * 0.5 if last else at + 3)
         told.clear()

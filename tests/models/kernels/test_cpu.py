@@ -20,10 +20,10 @@ from models.kernels.cpu.cross_entropy import cross_entropy_takes
 from models.kernels.cpu.metala import metala_core, metala_core_takes
 from models.kernels.cpu.swiglu import swiglu as native_swiglu
 from models.kernels.cpu.swiglu import swiglu_takes
-from models.layers.lm_head import cross_entropy_sum
 from models.layers.mlp import swiglu
 from models.layers.short_convolution import _by_torch
 from models.mixers.metala import MetaLA, MetaLAOptions, _core, _decay_and_key
+from models.operators.cross_entropy import cross_entropy_sum
 from models.operators.gla.gated_linear_attention import recurrence
 from models.operators.metala import reference as epilogue
 
@@ -175,10 +175,10 @@ def test_cross_entropy(dtype, with_bias):
     labels, of_token = torch.randint(48, (50,)), torch.rand(50)
     labels[3], of_token[7] = -100, 0.0
     assert cross_entropy_takes(hidden.to(dtype), weight.to(dtype))
-    right = torch.zeros(())
+    num_correct = torch.zeros(())
 
     def kernel(hidden, weight, of_token, bias=None):
-        return (cross_entropy_sum(hidden, weight, labels, of_token, bias=bias, right=right, chunk=16),)
+        return (cross_entropy_sum(hidden, weight, labels, of_token, bias=bias, num_correct=num_correct, chunk=16),)
 
     def plain(hidden, weight, of_token, bias=None):
         nll = F.cross_entropy(F.linear(hidden, weight, bias), labels, reduction="none", ignore_index=-100)
@@ -188,7 +188,7 @@ def test_cross_entropy(dtype, with_bias):
     compared(kernel, plain, inputs, dtype)
     logits = F.linear(hidden.to(dtype), weight.to(dtype)).float()
     best = (logits + bias.to(dtype) if with_bias else logits).argmax(-1)
-    assert right.item() == pytest.approx((of_token.to(dtype).float() * (best == labels)).sum().item())
+    assert num_correct.item() == pytest.approx((of_token.to(dtype).float() * (best == labels)).sum().item())
 
 
 def strided(x: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""The kernels of the cross entropy against PyTorch, and the whole loss of the head with them."""
+"""The kernels of the cross entropy against PyTorch, and the whole loss with them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from models.layers import lm_head as head
+from models.operators import cross_entropy
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -73,15 +73,15 @@ def test_loss_with_kernels_is_the_loss(device: str, monkeypatch: pytest.MonkeyPa
     loss_weight = torch.rand(11, generator=generator)
     results = []
     for kernels in (False, True):
-        monkeypatch.setattr(head, "takes", lambda x, kernels=kernels: kernels)
+        monkeypatch.setattr(cross_entropy, "takes", lambda x, kernels=kernels: kernels)
         leaves = [
             None if x is None else x.to(device).clone().requires_grad_() for x in (hidden, weight, bias, loss_weight)
         ]
-        right = torch.zeros((), device=device)
-        loss = head.cross_entropy_sum(
-            leaves[0], leaves[1], labels.to(device), leaves[3], bias=leaves[2], right=right, chunk=4
+        num_correct = torch.zeros((), device=device)
+        loss = cross_entropy.cross_entropy_sum(
+            leaves[0], leaves[1], labels.to(device), leaves[3], bias=leaves[2], num_correct=num_correct, chunk=4
         )
         (3 * loss).backward()
-        results.append([loss.detach(), right, *(x.grad for x in leaves if x is not None)])
+        results.append([loss.detach(), num_correct, *(x.grad for x in leaves if x is not None)])
     for wanted, found in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

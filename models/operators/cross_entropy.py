@@ -1,0 +1,224 @@
+"""The cross entropy of a language model's head, in chunks of tokens, with its gradients formed in the same pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..backend import takes
+from ..kernels.cpu.cross_entropy import cross_entropy_takes
+
+IGNORED_LABEL = -100
+
+
+class VocabularyPart(Protocol):
+    """The parts of a vocabulary whose rows are split evenly over several processes."""
+
+    @property
+    def index(self) -> int:
+        """Return the number of this process's part."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of parts."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return [parts, ...], the x of every process, equal on each. No gradient is needed."""
+
+
+def cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_weight: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    num_correct: Tensor | None = None,
+    few_labels: bool = False,
+    chunk: int | None = None,
+    vocabulary: VocabularyPart | None = None,
+) -> Tensor:
+    """Return sum_t loss_weight_t * (logsumexp(z_t) - z_t[labels_t]) with z = hidden weight^T + bias.
+
+    Only the logits of `chunk` tokens exist at a time. The gradients of hidden and weight are computed in the same pass,
+    so nothing is computed twice.
+
+    hidden: [..., d]; weight: [vocab, d]; bias: [vocab] or None.
+    labels: [...] int, -100 is ignored. loss_weight: [...] float, None for one everywhere.
+    num_correct: a float scalar; sum_t loss_weight_t * (argmax(z_t) == labels_t) is added to it in place. Of equal logits
+        the first is the prediction.
+    few_labels: drop tokens of weight zero first. Counting them synchronises with the device.
+    vocabulary: weight and bias are one of several equal parts of the rows. The result is that of all parts. The gradient
+        of hidden is this part's share, to be summed over the parts.
+
+    Returns a float32 scalar (float64 for float64 inputs). The gradient of loss_weight is the nll of each token, 0 where
+    the weight is 0.
+    Raises ValueError for labels that do not have one entry per row of hidden. On a CPU also for a label that is neither
+    -100 nor a row of weight; on CUDA labels are not checked, because reading them would synchronise.
+    """
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels {list(labels.shape)}: one for every row of hidden {list(hidden.shape)} is needed")
+    # The kernels read int64 and trust every label.
+    labels = labels.reshape(-1).long()
+    weights = torch.ones_like(labels, dtype=wide) if loss_weight is None else loss_weight.reshape(-1).to(wide)
+    weights = weights.masked_fill(labels == IGNORED_LABEL, 0.0)
+    labels = labels.masked_fill(labels == IGNORED_LABEL, 0)
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_labels(labels, len(weight) * (1 if vocabulary is None else vocabulary.count))
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    if few_labels and not weights.is_meta:  # which has none to count
+        kept = weights.detach().nonzero().squeeze(-1)
+        hidden, labels, weights = hidden[kept], labels[kept], weights[kept]
+    if chunk is None:
+        chunk = max(1, _CHUNK_ELEMENTS[hidden.is_cuda] // weight.shape[0])
+        parts = max(1, -(-len(hidden) // chunk))
+        chunk = max(1, -(-len(hidden) // parts))
+    return _CrossEntropySum.apply(hidden, weight, bias, labels, weights, num_correct, chunk, vocabulary)
+
+
+def _check_labels(labels: Tensor, vocab: int) -> None:
+    if not len(labels):
+        return
+    for label in (int(x) for x in labels.aminmax()):
+        if not 0 <= label < vocab:
+            raise ValueError(
+                f"label {label}: allowed are 0 to {vocab - 1}, the tokens of the vocabulary, and {IGNORED_LABEL} where there is "
+                "none; compare the tokenizer's size with model.vocab_size"
+            )
+
+
+# Logits held at a time, on a CPU and on CUDA: 16 MiB of float32, which caches hold, and 512 MiB of 16 bits, so that the
+# weight and its gradient, read and written once a chunk, cost little beside the products.
+_CHUNK_ELEMENTS = (1 << 22, 1 << 28)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        weights: Tensor,
+        num_correct: Tensor | None,
+        chunk: int,
+        vocabulary: VocabularyPart | None,
+    ) -> Tensor:
+        need_hidden, need_weight, need_bias, _, need_nll = ctx.needs_input_grad[:5]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros(weight.shape, dtype=weights.dtype, device=weight.device) if need_weight else None
+        d_bias = weights.new_zeros(len(weight)) if need_bias else None
+        total = weights.new_zeros(())
+        every_nll = torch.empty_like(weights) if need_nll else None
+        # The gradients are kept for weights of at most 1 and scaled in the backward pass: one over the tokens of a
+        # batch, the usual weight, would leave float16's range before the loss scale is multiplied in.
+        unit = weights.abs().amax() if len(weights) else total
+        unit = torch.where(unit == 0, 1.0, unit)
+        narrow = hidden.new_empty(min(chunk, len(hidden)), len(weight))
+        kernels = True
+        if takes(hidden):
+            from ..kernels.cross_entropy import add_product, gradient_in_place, row_statistics
+        elif cross_entropy_takes(hidden, weight):
+            from ..kernels.cpu.cross_entropy import add_product, gradient_in_place, row_statistics
+        else:
+            kernels = False
+        # They read every place after the one before.
+        bias = bias.contiguous() if kernels and bias is not None else bias
+        # The same memory where both would be of one type; the kernels need no other.
+        shared = kernels or narrow.dtype == weights.dtype
+        wide = narrow if shared else torch.empty_like(narrow, dtype=weights.dtype)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            label, token_weight = labels[rows, None], weights[rows, None]
+            # A token that counts nothing must not spoil the sum where it is not finite: 0 * inf is nan.
+            x = hidden[rows].masked_fill(token_weight == 0, 0.0)
+            logits, p = narrow[: len(x)], wide[: len(x)]
+            torch.mm(x, weight.t(), out=logits)
+            here: Tensor | None = None
+            if vocabulary is not None:
+                label = label - vocabulary.index * len(weight)
+                here = (label >= 0) & (label < len(weight))
+                label = label.masked_fill(~here, 0)
+            best: Tensor | None = None
+            if kernels:
+                highest, first, *others = row_statistics(logits, bias, label.squeeze(-1), num_correct is not None)
+                largest, mass, chosen = (y[:, None] for y in (highest, *others))
+                best = None if first is None else first[:, None]
+            else:
+                p.copy_(logits)
+                if bias is not None:
+                    p += bias
+                if num_correct is None:
+                    largest = p.amax(-1, keepdim=True)
+                else:
+                    largest, best = p.max(-1, keepdim=True)
+                chosen = p.gather(-1, label)
+                mass = p.sub_(largest).exp_().sum(-1, keepdim=True)
+            found: Tensor | None = None
+            if num_correct is not None and best is not None:
+                found = best == label if here is None else (best == label) & here
+            own = largest
+            if vocabulary is not None and here is not None:
+                # largest and mass are this part's: bring them to what they are over all parts.
+                columns = [largest, mass, chosen.masked_fill(~here, 0.0)]
+                parts = vocabulary.gather(torch.cat(columns if found is None else [*columns, found.to(mass.dtype)], -1))
+                largest, winner = parts[..., :1].max(0)
+                mass = (parts[..., 1:2] * (parts[..., :1] - largest).exp()).sum(0)
+                chosen = parts[..., 2:3].sum(0)
+                if found is not None:
+                    found = parts[..., 3:].gather(0, winner[None])[0] > 0
+            log_sum = mass.log() + largest
+            nll = log_sum - chosen
+            total += (nll * token_weight).sum()
+            if num_correct is not None and found is not None:
+                num_correct += (token_weight * found).sum()
+            if every_nll is not None:
+                every_nll[rows] = nll.squeeze(-1).masked_fill(weights[rows] == 0, 0.0)
+            if d_hidden is None and d_weight is None and d_bias is None:
+                continue
+            token_weight = token_weight / unit
+            if kernels:
+                place = label if here is None else label.masked_fill(~here, -1)
+                gradient_in_place(logits, bias, *(y.squeeze(-1) for y in (place, log_sum, token_weight)))
+            else:
+                p.mul_(token_weight * (own - largest).exp() / mass)
+                p.scatter_add_(-1, label, -token_weight if here is None else -token_weight * here)
+                logits.copy_(p)
+            if d_bias is not None:
+                d_bias += p.sum(0, dtype=d_bias.dtype)
+            if d_hidden is not None:
+                torch.mm(logits, weight, out=d_hidden[rows])
+            if d_weight is not None:
+                if kernels:
+                    add_product(d_weight, logits.t(), x)
+                else:
+                    d_weight += logits.t() @ x
+        ctx.save_for_backward(d_hidden, d_weight, d_bias, unit, every_nll)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight, d_bias, unit, every_nll = ctx.saved_tensors
+        factor = grad * unit
+        scale: Callable[..., Tensor] = _scaled
+        if takes(factor):
+            from ..kernels.cross_entropy import scaled as scale
+        if d_hidden is not None:
+            d_hidden = scale(d_hidden, factor, d_hidden.dtype)
+        if d_weight is not None:
+            d_weight = scale(d_weight, factor, ctx.weight_dtype)
+        if d_bias is not None:
+            d_bias = (d_bias * factor).to(ctx.weight_dtype)
+        return d_hidden, d_weight, d_bias, None, None if every_nll is None else grad * every_nll, *[None] * 3
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.to(factor.dtype) * factor).to(dtype)
