@@ -95,6 +95,7 @@ def train(config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]
 def _train(
     config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], held: ExitStack, early: StopSignal
 ) -> int:
+    from data.checksum import DamagedDataError
     from megatron_lite.checkpoint.reader import CheckpointError
     from megatron_lite.checkpoint.storage import versions
     from megatron_lite.fault_tolerance.guards import TooManySkippedSteps
@@ -126,7 +127,7 @@ def _train(
     try:
         # From the first step on any other error is no answer to a configuration: it keeps its traceback.
         return fit()
-    except (CheckpointError, TooManySkippedSteps) as error:
+    except (CheckpointError, DamagedDataError, TooManySkippedSteps) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return FAILED
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import shutil
 import struct
+import warnings
 from array import array
 from pathlib import Path
 from types import TracebackType
@@ -28,13 +28,19 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from .atomic_io import naming
+from .atomic_io import naming, put_in_place, sync, temporary_path
+from .checksum import Checksum, DamagedDataError, Record, difference
+from .index_checks import REMEDY, check_documents, check_length, check_sequences
+from .manifest import read_manifest
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 LONGEST_SEQUENCE = 2**31 - 1
+
+# States of files whose index was compared with itself, so that a process does it once.
+_checked: set[str] = set()
 
 # Codes 6 and 7 are floats, and Megatron-LM and GPT-NeoX disagree on which is which.
 CODE_TO_DTYPE: dict[int, np.dtype] = {
@@ -73,7 +79,7 @@ class IndexedWriter:
     """Writes a pair of token files, one document at a time, in constant memory a token.
 
     Both files are written aside and renamed when the ``with`` block ends well, so that a prefix never names half of a
-    corpus; after an exception nothing is left.
+    corpus; after an exception nothing is left. ``checksums`` then holds the records of both files, for the manifest.
 
         with IndexedWriter("corpus/train_text_document", token_dtype(tokenizer.vocab_size)) as writer:
             writer.add_document(tokens)
@@ -88,8 +94,10 @@ class IndexedWriter:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._sizes = array("i")
         self._document_starts = array("q", [0])
-        self._aside_bin = _aside(bin_path(self.prefix))
-        self._aside_idx = _aside(idx_path(self.prefix))
+        self._aside_bin = temporary_path(bin_path(self.prefix))
+        self._aside_idx = temporary_path(idx_path(self.prefix))
+        self._checksum = Checksum()
+        self.checksums: dict[str, Record] = {}
         self._file = open(self._aside_bin, "wb")  # noqa: SIM115 - closed by finish() or abandon()
 
     def add_document(self, *sequences: NDArray) -> None:
@@ -127,11 +135,18 @@ class IndexedWriter:
                 f" {int(tokens.max() if tokens.max() > limits.max else tokens.min())}, outside of {self.dtype}"
                 f" ({limits.min} to {limits.max}): the type was chosen for another tokenizer"
             )
-        with naming(bin_path(self.prefix)):
-            self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._write_bytes(tokens.astype(self.dtype, copy=False).tobytes())
 
-    def add_file(self, prefix: str | Path) -> None:
-        """Append all documents of another pair of files, boundaries kept. Raises ValueError when the types differ."""
+    def _write_bytes(self, content: bytes) -> None:
+        self._checksum.update(content)
+        with naming(bin_path(self.prefix)):
+            self._file.write(content)
+
+    def add_file(self, prefix: str | Path, record: Record | None = None) -> None:
+        """Append all documents of another pair of files, boundaries kept.
+
+        record: of its .bin file. Raises ValueError when the types differ, DamagedDataError when the content is not of the record.
+        """
         other = IndexedTokens(prefix)
         if other.dtype != self.dtype:
             raise ValueError(
@@ -139,12 +154,15 @@ class IndexedWriter:
                 " come from one tokenizer"
             )
         first = len(self._sizes)
-        with naming(bin_path(self.prefix)), open(bin_path(prefix), "rb") as tokens:
-            if other.is_contiguous:
-                shutil.copyfileobj(tokens, self._file, 1 << 22)
-            else:
-                for sequence in range(len(other)):
-                    self._file.write(other[sequence].tobytes())
+        if record is not None and (problem := difference(bin_path(prefix), record, whole=True)):
+            raise DamagedDataError(f"{problem}. Remove {other.prefix.parent} and give the same command again.")
+        if other.is_contiguous:
+            with open(bin_path(prefix), "rb") as tokens:
+                while piece := tokens.read(1 << 22):
+                    self._write_bytes(piece)
+        else:
+            for sequence in range(len(other)):
+                self._write_bytes(other[sequence].tobytes())
         self._sizes.frombytes(other.sizes.tobytes())
         self._document_starts.frombytes((other.document_starts[1:] + first).tobytes())
 
@@ -163,17 +181,25 @@ class IndexedWriter:
         np.cumsum(sizes[:-1], out=pointers[1:], dtype=np.int64)
         pointers *= self.dtype.itemsize
         starts = np.frombuffer(self._document_starts, dtype=np.int64)
+        index_checksum = Checksum()
         with naming(idx_path(self.prefix)), open(self._aside_idx, "wb") as index:
-            index.write(HEADER.pack(MAGIC, VERSION, DTYPE_TO_CODE[self.dtype], len(sizes), len(starts)))
-            index.write(sizes.astype("<i4", copy=False).tobytes())
-            index.write(pointers.astype("<i8", copy=False).tobytes())
-            index.write(starts.astype("<i8", copy=False).tobytes())
+            for content in (
+                HEADER.pack(MAGIC, VERSION, DTYPE_TO_CODE[self.dtype], len(sizes), len(starts)),
+                sizes.astype("<i4", copy=False).tobytes(),
+                pointers.astype("<i8", copy=False).tobytes(),
+                starts.astype("<i8", copy=False).tobytes(),
+            ):
+                index_checksum.update(content)
+                index.write(content)
             index.flush()
             os.fsync(index.fileno())
-        # An old index beside a new .bin would be a valid-looking lie, so it goes first.
-        idx_path(self.prefix).unlink(missing_ok=True)
+        # An old index beside a new .bin would look whole, so it goes first, on the disk too.
+        if idx_path(self.prefix).exists():
+            idx_path(self.prefix).unlink()
+            sync(self.prefix.parent)
         os.replace(self._aside_bin, bin_path(self.prefix))
-        os.replace(self._aside_idx, idx_path(self.prefix))
+        put_in_place(self._aside_idx, idx_path(self.prefix))
+        self.checksums = {"bin": self._checksum.record(), "idx": index_checksum.record()}
 
     def abandon(self) -> None:
         """Leave nothing behind."""
@@ -199,12 +225,15 @@ class IndexedWriter:
 
 
 class IndexedTokens:
-    """A pair of token files, memory-mapped: opening costs the same for any size.
+    """A pair of token files, memory-mapped. Opening reads the index once, to check it, and no tokens of large files.
 
     ``sizes`` int32 [N] tokens a sequence, ``pointers`` int64 [N] byte offsets, ``document_starts`` int64 [D],
-    ``tokens[i]`` the tokens of sequence i (a view of the file). Raises FileNotFoundError when a file is missing and
-    ValueError when the files are not what the format says: another magic, version or type, too short or too long by
-    so many bytes, or empty.
+    ``tokens[i]`` the tokens of sequence i (a view of the file). Warns of an index without documents, as GPT-NeoX's
+    merge_datasets writes it: then each sequence is a document. Files up to `checksum.ALWAYS_CHECKED` bytes are compared
+    with the checksums of the manifest, where it has some.
+
+    Raises FileNotFoundError when a file is missing, and ValueError when the files are not what the format says or not
+    what was written: another magic, version or type, too short or too long, empty, or damaged at a place that is named.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -217,7 +246,13 @@ class IndexedTokens:
         sizes_at = HEADER.size
         pointers_at = sizes_at + 4 * count
         starts_at = pointers_at + 8 * count
-        _check_length(index_file, starts_at + 8 * boundaries, f"{count:,} sequences and {boundaries:,} boundaries")
+        end = starts_at + 8 * boundaries
+        if count and index_file.stat().st_size == end + count:
+            raise ValueError(
+                f"{index_file} is of a multimodal corpus: after {count:,} sequences and {boundaries:,} boundaries it holds"
+                " a mode for each sequence. Models here read text: write the corpus again without modes."
+            )
+        check_length(index_file, end, f"{count:,} sequences and {boundaries:,} boundaries")
         if count == 0:
             raise ValueError(
                 f"{index_file} lists no sequences: the corpus held no text when it was written (a wrong text key is"
@@ -226,16 +261,30 @@ class IndexedTokens:
         self.sizes: NDArray[np.int32] = _mapped(index_file, "<i4", sizes_at, count)
         self.pointers: NDArray[np.int64] = _mapped(index_file, "<i8", pointers_at, count)
         self.document_starts: NDArray[np.int64] = _mapped(index_file, "<i8", starts_at, boundaries)
-        if boundaries == 0 or self.document_starts[0] != 0 or self.document_starts[-1] != count:
-            raise ValueError(
-                f"{index_file}: the document boundaries must run from 0 to {count}, the number of sequences. The file"
-                " is damaged or was not written by Megatron-LM, GPT-NeoX or this project."
+        self._check_once(pointers_at, starts_at)
+        if boundaries == 1:
+            warnings.warn(
+                f"{index_file} marks no documents (its document index is [0], as GPT-NeoX's merge_datasets writes it):"
+                f" each of its {count:,} sequences is taken as a document",
+                stacklevel=2,
             )
-        last = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
-        _check_length(token_file, last, f"the {count:,} sequences of {index_file.name}")
-        if last == 0:
-            raise ValueError(f"{token_file} holds no tokens. Write the corpus again from files that hold text.")
-        self._tokens: NDArray[np.uint8] = _mapped(token_file, "u1", 0, last)
+            self.document_starts = np.arange(count + 1)
+        self._tokens: NDArray[np.uint8] = _mapped(token_file, "u1", 0, token_file.stat().st_size)
+
+    def _check_once(self, pointers_at: int, starts_at: int) -> None:
+        """Compare the index with itself and the size of .bin, once per process and state of the files, and with the manifest."""
+        state = repr(file_identity(self.prefix))
+        index_file, token_file = idx_path(self.prefix), bin_path(self.prefix)
+        if state not in _checked:
+            check_documents(index_file, self.document_starts, len(self.sizes), starts_at)
+            check_sequences(
+                index_file, token_file, self.sizes, self.pointers, self.dtype.itemsize, HEADER.size, pointers_at
+            )
+            _checked.add(state)
+        checksums = (read_manifest(self.prefix) or {}).get("checksums", {})
+        for ending, path in (("bin", token_file), ("idx", index_file)):
+            if ending in checksums and (problem := difference(path, checksums[ending])):
+                raise DamagedDataError(f"{problem}. {REMEDY} If it was replaced on purpose, remove {self.prefix}.json.")
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -307,22 +356,6 @@ def _check_at_least(path: Path, have: int, need: int) -> None:
         raise ValueError(f"{path} is {have:,} bytes long, {need - have:,} bytes short of its header of {need}")
 
 
-def _check_length(path: Path, need: int, what: str) -> None:
-    have = path.stat().st_size
-    if have == 0 and need > 0:
-        raise ValueError(f"{path} is empty; {what} need {need:,} bytes. Write the corpus again.")
-    if have < need:
-        raise ValueError(
-            f"{path} is {need - have:,} bytes short: it has {have:,}, {what} need {need:,}. It was cut while being"
-            " written or copied: copy it again, or write the corpus again."
-        )
-    if have > need:
-        raise ValueError(
-            f"{path} is {have - need:,} bytes too long: it has {have:,}, {what} need {need:,}. The .bin and .idx files"
-            " do not belong together."
-        )
-
-
 def _mapped(path: Path, dtype: str, offset: int, count: int) -> NDArray:
     # A plain view: slices of numpy's memmap class cost several times as much, and samples are made of slices.
     return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
@@ -339,7 +372,3 @@ def _missing(prefix: Path, path: Path) -> str:
         " -m tools.preprocess_data; those of a sample with make data-pile-sample, data-c4-sample or data-text-sample"
         " (docs/data.md)."
     )
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.aside")

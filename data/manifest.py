@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .atomic_io import read_json, written_aside
+from .checksum import DamagedDataError, read_json_with_seal, write_sealed
 from .tokenizer import Tokenizer, load_tokenizer
+
+_REMEDY = (
+    "copy it again, write the token files again (python -m tools.preprocess_data ... --overwrite), or remove it and name"
+    " the tokenizer yourself"
+)
+_TOKENIZER_KEYS = {"type", "path", "hash", "vocab_size", "end_of_document_id"}
 
 
 def manifest_path(prefix: str | Path) -> Path:
@@ -17,15 +22,22 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def write_manifest(prefix: str | Path, content: dict[str, Any]) -> None:
-    """Write ``{prefix}.json``, whole or not at all."""
-    with written_aside(manifest_path(prefix)) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+    """Write ``{prefix}.json`` with a checksum of its own, whole or not at all."""
+    write_sealed(manifest_path(prefix), content)
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
-    """None where there is no manifest, as beside files that other projects wrote. ValueError for one that was damaged."""
+    """None where there is no manifest, as beside files that other projects wrote. DamagedDataError for one that was damaged.
+
+    A manifest of an earlier version has no checksums, neither of the token files nor of itself.
+    """
     path = manifest_path(prefix)
-    return read_json(path, "copy it again, or remove it and name the tokenizer yourself") if path.is_file() else None
+    if not path.is_file():
+        return None
+    content, has_seal = read_json_with_seal(path, _REMEDY)
+    if not has_seal and "checksums" in content:
+        raise DamagedDataError(f"{path} has lost its own checksum: {_REMEDY}")
+    return content
 
 
 def describe_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -48,7 +60,7 @@ def manifest_tokenizer(prefix: str | Path) -> Tokenizer | None:
     manifest = read_manifest(prefix)
     if manifest is None:
         return None
-    entry = manifest["tokenizer"]
+    entry = _tokenizer_entry(prefix, manifest)
     path = None if entry["path"] is None else Path(prefix).parent / entry["path"]
     return load_tokenizer(entry["type"], path)
 
@@ -58,7 +70,7 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     manifest = read_manifest(prefix)
     if manifest is None:
         return
-    entry = manifest["tokenizer"]
+    entry = _tokenizer_entry(prefix, manifest)
     if not same_tokenizer(entry, tokenizer):
         raise ValueError(
             f"{prefix} was written with another tokenizer: {entry['type']} {entry['path'] or ''} ({entry['vocab_size']}"
@@ -69,6 +81,14 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
         )
 
 
+def _tokenizer_entry(prefix: str | Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    entry = manifest.get("tokenizer")
+    if not isinstance(entry, dict) or not entry.keys() >= _TOKENIZER_KEYS:
+        keys = ", ".join(sorted(_TOKENIZER_KEYS))
+        raise DamagedDataError(f"{manifest_path(prefix)} does not describe a tokenizer by {keys}: {_REMEDY}")
+    return entry
+
+
 def same_tokenizer(entry: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
     """Whether a manifest's entry is of this tokenizer. The hash is of one file; what ends a document may stand beside it."""
-    return (entry["hash"], entry["end_of_document_id"]) == (tokenizer.hash, tokenizer.end_of_document_id)
+    return (entry.get("hash"), entry.get("end_of_document_id")) == (tokenizer.hash, tokenizer.end_of_document_id)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,8 @@ from data.datasets.sample_index import ORDERS
 from data.indexed import IndexedTokens
 from data.manifest import manifest_tokenizer, read_manifest
 from data.tokenizer import TOKENIZER_TYPES, Tokenizer, load_tokenizer
-from tools.cli.arguments import check_picture, command, command_line, from_zero, positive
+from data.verification import verify_caches, verify_token_files
+from tools.cli.arguments import FAILED, check_picture, command, command_line, from_zero, positive
 
 EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document                      counts, lengths, integrity
@@ -23,6 +25,8 @@ EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document --sample 0 --sequence-length 2048 --num-samples 1000 --seed 1234
                                                                             what a run takes first, and from where
   python -m tools.inspect_data data/pile_text_document --histogram lengths.png --most-common 20
+  python -m tools.inspect_data data/pile_text_document --verify              compare every byte with the checksums
+  python -m tools.inspect_data runs/cache --verify                           the same for the caches of a folder
 
 The tokenizer is the one that the .json beside the files names; for files of other projects give --tokenizer-type and
 --vocab-file.
@@ -34,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.histogram:
         check_picture(options.histogram, "--histogram")
+    if options.verify:
+        return _verify(options.prefix)
     tokens = IndexedTokens(options.prefix)
     tokenizer = (
         load_tokenizer(options.tokenizer_type, options.vocab_file)
@@ -53,6 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _draw_lengths(document_lengths(tokens), options.histogram, str(options.prefix))
         print(f"lengths of the documents: {options.histogram}")
     return 0
+
+
+def _verify(path: Path) -> int:
+    """Print what is as it was written and what is not. Returns 1 where something is damaged."""
+    findings = verify_caches(path) if path.is_dir() else verify_token_files(path)
+    for line in findings.compared:
+        print(f"OK       {line}")
+    for line in findings.unknown:
+        print(f"unknown  {line}")
+    for line in findings.damaged:
+        print(f"DAMAGED  {line}")
+    return FAILED if findings.damaged else 0
 
 
 def document_lengths(tokens: IndexedTokens) -> NDArray[np.int64]:
@@ -95,9 +113,9 @@ def _print_document(tokens: IndexedTokens, number: int, tokenizer: Tokenizer | N
 
 
 def _print_sample(options: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
-    from data.datasets.causal import CausalDataset
+    from data.datasets.blend import training_dataset
 
-    dataset = CausalDataset(
+    dataset: Any = training_dataset(
         options.prefix,
         sequence_length=options.sequence_length,
         num_samples=options.num_samples or options.sample + 1,
@@ -178,11 +196,16 @@ def _parser() -> argparse.ArgumentParser:
         EXAMPLES,
     )
     add = parser.add_argument
-    add("prefix", type=Path, help="the token files without extension")
+    add("prefix", type=Path, help="the token files without extension; with --verify also a cache folder")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--document", type=from_zero, metavar="N", help="print document N (from 0)")
     shown.add_argument(
         "--sample", type=from_zero, metavar="N", help="print training sample N (from 0) and where it comes from"
+    )
+    shown.add_argument(
+        "--verify",
+        action="store_true",
+        help="read everything and compare it with its checksums; exit status 1 if damaged",
     )
     add("--sequence-length", type=positive, default=2048, metavar="T", help="of the sample (2048)")
     add("--num-samples", type=positive, metavar="N", help="samples of the whole run: train_steps x global batch size")

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..atomic_io import written_aside
+from ..checksum import DamagedDataError, Record, difference, record_of
 from ..manifest import read_manifest
 
 UNKNOWN = "other"
@@ -62,16 +63,18 @@ def sources_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.sources.npy")
 
 
-def write_sources(prefix: str | Path, ids: NDArray[np.int16]) -> None:
-    """Write the number of each sequence's source, int16 [sequences], whole or not at all."""
+def write_sources(prefix: str | Path, ids: NDArray[np.int16]) -> Record:
+    """Write the number of each sequence's source, int16 [sequences], whole or not at all. Returns the file's record."""
     with written_aside(sources_path(prefix)) as file:
         np.save(file, ids)
+    return record_of(sources_path(prefix))
 
 
 def read_sources(prefix: str | Path, num_sequences: int) -> tuple[list[str], NDArray[np.int16]]:
     """(names, number of each sequence's source int16 [num_sequences]) of a token file; one source, named after the
-    file, where its documents name none. Raises ValueError where the files do not belong together."""
-    names = (read_manifest(prefix) or {}).get("sources", [])
+    file, where its documents name none. Raises ValueError where the files do not belong together or are damaged."""
+    manifest = read_manifest(prefix) or {}
+    names = manifest.get("sources", [])
     if not names:
         return [Path(prefix).name.removesuffix("_document").removesuffix("_text")], np.zeros(num_sequences, np.int16)
     path = sources_path(prefix)
@@ -79,10 +82,28 @@ def read_sources(prefix: str | Path, num_sequences: int) -> tuple[list[str], NDA
         raise ValueError(
             f"{path} does not exist, and the manifest beside it names sources: copy it with the token files"
         )
-    ids = np.load(path)
+    record = manifest.get("checksums", {}).get("sources.npy")
+    if record is not None and (problem := difference(path, record)):
+        raise DamagedDataError(f"{problem}. Copy it again, or write the token files again.")
+    ids = read_sources_file(path)
     if len(ids) != num_sequences or ids.min(initial=0) < 0 or ids.max(initial=0) >= len(names):
         raise ValueError(
             f"{path} numbers {len(ids):,} documents from {ids.min(initial=0)} to {ids.max(initial=0)}; the token file has"
             f" {num_sequences:,} and its manifest names {len(names)} sources. The files do not belong together."
         )
     return names, ids
+
+
+def read_sources_file(path: Path) -> NDArray[np.int16]:
+    """The array of a file that `write_sources` wrote. Raises DamagedDataError for anything else."""
+    try:
+        ids = np.load(path)
+    except OSError:
+        raise
+    except Exception as error:  # numpy raises errors of many kinds for a damaged header
+        raise DamagedDataError(
+            f"{path} is damaged ({error}). Copy it again, or write the token files again."
+        ) from error
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int16 or ids.ndim != 1:
+        raise DamagedDataError(f"{path} does not hold one int16 for each document. Copy it again, or write it again.")
+    return ids

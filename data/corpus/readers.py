@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..checksum import Checksum
 from .discovery import SourceFile, named_dataset
 
 BLOCK_BYTES = 1 << 20
@@ -59,12 +60,20 @@ class Parsed:
     broken: list[str] = field(default_factory=list)
 
 
-def read_blocks(files: Sequence[SourceFile]) -> Iterator[Block]:
-    """Blocks of the files in order. Raises ValueError naming file and position where a compressed file is damaged."""
+def read_blocks(files: Sequence[SourceFile], checksum: Checksum | None = None) -> Iterator[Block]:
+    """Blocks of the files in order, and their bytes into ``checksum``, but for data sets of the library datasets.
+
+    Raises ValueError naming file and position where a compressed file is damaged.
+    """
     for file in files:
         if file.format == "json lines":
-            yield from _line_blocks(file)
-        elif file.format == "parquet":
+            yield from _line_blocks(file, checksum)
+            continue
+        if checksum is not None and not file.format.endswith("dataset"):
+            with open(file.path, "rb") as content:
+                while piece := content.read(BLOCK_BYTES):
+                    checksum.update(piece)
+        if file.format == "parquet":
             yield from _parquet_blocks(file)
         elif file.format == "saved dataset":
             yield from _saved_blocks(file)
@@ -104,12 +113,12 @@ def read_documents(files: Sequence[SourceFile], text_key: str = "text") -> Itera
         yield from parsed.documents
 
 
-def _line_blocks(file: SourceFile) -> Iterator[Block]:
+def _line_blocks(file: SourceFile, checksum: Checksum | None) -> Iterator[Block]:
     first = 1
     lines: list[bytes] = []
     open_line: list[bytes] = []
     size = before = position = 0
-    for chunk, position in decompressed(file.path):
+    for chunk, position in decompressed(file.path, checksum):
         pieces = chunk.split(b"\n")
         if len(pieces) > 1:
             lines.append(b"".join([*open_line, pieces[0]]))
@@ -128,19 +137,24 @@ def _line_blocks(file: SourceFile) -> Iterator[Block]:
         yield Block(file, first, tuple(lines), position - before)
 
 
-def decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
+def decompressed(path: Path, checksum: Checksum | None = None) -> Iterator[tuple[bytes, int]]:
     """Pieces of a file, decompressed by its suffix, each with the position in the file after it. Several gzip members
-    or zstd frames in a row are one stream. Raises ValueError naming file and position where it is damaged."""
+    or zstd frames in a row are one stream. ``checksum`` takes the file's own bytes. Raises ValueError naming file and
+    position where it is damaged."""
     suffix = path.suffix.lower()
     with open(path, "rb") as file:
         if suffix not in (".gz", ".zst"):
             while chunk := file.read(BLOCK_BYTES):
+                if checksum is not None:
+                    checksum.update(chunk)
                 yield chunk, file.tell()
             return
         stream = _decompressor(suffix)
         fed = False
         done = 0
         while chunk := file.read(BLOCK_BYTES // 4):
+            if checksum is not None:
+                checksum.update(chunk)
             while chunk:
                 if stream.eof:
                     stream, fed = _decompressor(suffix), False
@@ -215,7 +229,7 @@ def _open_parquet(path: Path) -> Any:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is not a whole parquet file: {error}") from error
 

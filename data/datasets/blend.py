@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..cache import cached_arrays
+from ..cache import cached_arrays, damaged_order
 from ..indexed import IndexedTokens
 from .causal import CausalDataset, Packing
 
@@ -79,8 +79,11 @@ def training_dataset(
         CausalDataset(
             prefix,
             sequence_length=sequence_length,
-            # GPT-NeoX's margin: the shares of a finite run are not exact.
-            num_samples=num_samples if len(prefixes) == 1 else math.ceil(num_samples * share * 1.005),
+            # GPT-NeoX's margin, also for one file: the shares of a finite run are not exact. The order reshuffle of one
+            # file does not depend on the number of samples and needs no margin.
+            num_samples=num_samples
+            if len(prefixes) == 1 and order != "neox"
+            else math.ceil(num_samples * share * 1.005),
             seed=seed,
             order=order,
             packing=packing,
@@ -127,7 +130,10 @@ class BlendedDataset:
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
-        part = self.datasets[int(self.source[number])]
+        try:
+            part = self.datasets[int(self.source[number])]
+        except IndexError as error:
+            raise damaged_order(self.source, error) from error
         wanted = int(self.number[number])
         # Past its end GPT-NeoX counts a data set as one sample shorter than it is.
         return part[wanted if wanted < len(part) else wanted % max(1, len(part) - 1)]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..cache import damaged_order
 from ..corpus.document_sources import read_sources
 from ..indexed import IndexedTokens
 from .sample_index import cached_sample_index
@@ -105,8 +106,11 @@ class CausalDataset:
 
     def documents_of(self, number: int) -> list[Part]:
         """Where sample ``number`` comes from: (sequence id, first token, tokens) of each part."""
-        entry, offset = (int(x) for x in self.index.sample_index[int(self.index.shuffle_index[number])])
-        return parts_from(self.file.sizes, self.index.document_index, entry, offset, self.sequence_length + 1)
+        try:
+            entry, offset = (int(x) for x in self.index.sample_index[int(self.index.shuffle_index[number])])
+            return parts_from(self.file.sizes, self.index.document_index, entry, offset, self.sequence_length + 1)
+        except IndexError as error:
+            raise damaged_order(self.index.sample_index, error) from error
 
 
 class SequentialDataset:
@@ -189,11 +193,16 @@ def _causal_sample(stream: NDArray[np.int64]) -> Sample:
 
 
 def parts_from(sizes: NDArray, order: NDArray, entry: int, offset: int, count: int) -> list[Part]:
-    """(sequence id, first token, tokens) of the next ``count`` tokens from an entry of the order on; none is empty."""
+    """(sequence id, first token, tokens) of the next ``count`` tokens from an entry of the order on; none is empty.
+
+    Raises IndexError for a place that is not in the order, or not in its sequence.
+    """
     parts = []
     while count:
         sequence = int(order[entry])
         taken = min(count, int(sizes[sequence]) - offset)
+        if entry < 0 or sequence < 0 or offset < 0 or taken < 0:
+            raise IndexError(f"token {offset:,} of sequence {sequence:,}, entry {entry:,}")
         if taken:
             parts.append((sequence, offset, taken))
         count -= taken

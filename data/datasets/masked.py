@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..cache import cached_arrays
+from ..cache import cached_arrays, damaged_order
 from ..corpus.document_sources import read_sources
 from ..indexed import IndexedTokens
 from ..tokenizer import Tokenizer
@@ -110,7 +110,12 @@ class MaskedDataset:
             raise IndexError(f"sample {number} of {self.length}")
         place = number if self._order is None else int(self._order[number])
         random = np.random.default_rng([self.seed, number // self.per_epoch, place])
-        return self._padded(place, random) if self._pieces is not None else self._packed(place, random)
+        try:
+            return self._padded(place, random) if self._pieces is not None else self._packed(place, random)
+        except IndexError as error:
+            if self._order is None:
+                raise
+            raise damaged_order(self._order, error) from error
 
     def _padded(self, piece: int, random: np.random.Generator) -> Sample:
         assert self._pieces is not None

@@ -9,29 +9,35 @@ end all parts are joined and removed.
 from __future__ import annotations
 
 import contextlib
+import glob as globbing
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
 import shutil
+import socket
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..atomic_io import is_dead, remove_leftovers, write_whole
+from ..checksum import Checksum, DamagedDataError, Record, difference
 from ..corpus.discovery import SourceFile
 from ..corpus.readers import Block, read_blocks
 from ..indexed import bin_path, idx_path, token_dtype
 from ..manifest import read_manifest, same_tokenizer
 from ..tokenizer import Tokenizer, load_tokenizer
 from .encode import Encoded, Recipe, encode_block
-from .shards import Part, finished_reports, join_parts, read_digests
+from .shards import Part, finished_reports, input_records, join_parts, read_digests
 
 PREPROCESS_VERSION = 2
 PART_BLOCKS = 256  # a part is about as many MiB of text
+OWNER = "owner"  # the process that writes a folder of parts, as PID@HOST
 
 
 def preprocess(
@@ -40,23 +46,49 @@ def preprocess(
     """Write ``{output_prefix}_{name}_document.{bin,idx,json}`` and return the manifest of each name.
 
     Raises ValueError for lines that do not parse beyond ``max_broken``, a key that is not there and a corpus without
-    text; each names file and position.
+    text; each names file and position. DamagedDataError for an input that these settings were applied to before and that has
+    other content now, with the same size and time.
     """
     tokenizer = load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
     made_from = _made_from(files, recipe, tokenizer)
+    known = _known_inputs(output_prefix, recipe, made_from)
     parts = _parts_folder(output_prefix, made_from, tokenizer)
     parts.mkdir(parents=True, exist_ok=True)
+    for folder in (parts, parts.parent):
+        remove_leftovers(folder)
     try:
-        _write_parts(files, parts, recipe, tokenizer, workers, progress)
+        write_whole(parts / OWNER, f"{os.getpid()}@{socket.gethostname()}")
+        _write_parts(files, parts, recipe, tokenizer, workers, progress, known)
         manifests = join_parts(files, parts, Path(output_prefix), recipe, tokenizer, made_from)
     except BaseException:
-        with contextlib.suppress(OSError):  # finished parts, which the same command will use, keep it
-            parts.rmdir()
+        if not any(parts.glob("*.report")):  # finished parts, which the same command will use, keep it
+            shutil.rmtree(parts, ignore_errors=True)
         raise
     # A kill inside the removal must leave no reports of parts that are gone.
     shutil.rmtree(_done(parts), ignore_errors=True)
     shutil.rmtree(parts.rename(_done(parts)))
+    _remove_other_parts(output_prefix)
     return manifests
+
+
+def _known_inputs(output_prefix: str | Path, recipe: Recipe, made_from: str) -> dict[str, Record]:
+    """The records of the input files that the outputs there were made from, where these are the same files."""
+    known: dict[str, Record] = {}
+    for name in recipe.names():
+        with contextlib.suppress(DamagedDataError):  # it is written anew
+            manifest = read_manifest(f"{output_prefix}_{name}_document")
+            if manifest is not None and manifest.get("made_from") == made_from:
+                known.update(manifest.get("inputs", {}))
+    return known
+
+
+def _remove_other_parts(output_prefix: str | Path) -> None:
+    """Remove the parts of jobs with other settings for these outputs, where their process on this host is dead."""
+    prefix = Path(output_prefix)
+    for owner in prefix.parent.glob(f"{globbing.escape(prefix.name)}.parts-*/{OWNER}"):
+        process, _, host = owner.read_text().partition("@")
+        if process.isdigit() and is_dead(int(process), host):
+            shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def finished(
@@ -80,7 +112,7 @@ def finished(
         elif (
             manifest is not None
             and manifest.get("made_from") == made_from
-            and same_tokenizer(manifest["tokenizer"], tokenizer)
+            and same_tokenizer(manifest.get("tokenizer", {}), tokenizer)
         ):
             manifests[name] = manifest
         elif manifest is not None or not begun:
@@ -112,11 +144,20 @@ def _done(parts: Path) -> Path:
 
 
 def _write_parts(
-    files: Sequence[SourceFile], parts: Path, recipe: Recipe, tokenizer: Tokenizer, workers: int, progress: bool
+    files: Sequence[SourceFile],
+    parts: Path,
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    workers: int,
+    progress: bool,
+    known: Mapping[str, Record],
 ) -> None:
     from tqdm import tqdm
 
-    reports = [finished_reports(parts, file) for file in range(len(files))]
+    reports = finished_reports(parts, len(files))
+    for path, recorded in input_records(files, reports).items():
+        if problem := difference(Path(path), recorded):
+            raise DamagedDataError(_other_input(problem))
     counts = _Counts(recipe)
     seen: set[bytes] = set()
     for file, of_file in enumerate(reports):
@@ -128,6 +169,7 @@ def _write_parts(
         return
     done = [(sum(report["blocks"] for report in of_file), bool(of_file) and of_file[-1]["last"]) for of_file in reports]
     numbers = [len(of_file) for of_file in reports]
+    inputs: dict[int, Record] = {}
     part: Part | None = None
     total = sum(file.bytes for file in files)
     with (
@@ -137,18 +179,24 @@ def _write_parts(
         speed = _Speed(bar)
         bar.update(sum(file.bytes for file, (_, last) in zip(files, done, strict=True) if last))
         try:
-            for file, block, outcomes in _encoded_blocks(files, done, recipe, pool, workers):
+            for file, block, outcomes in _encoded_blocks(files, done, recipe, pool, workers, inputs):
                 if part is None:
                     part = Part(parts, file, numbers[file], recipe, token_dtype(tokenizer.vocab_size))
                 if block is not None and outcomes is not None:
-                    for key, outcome in enumerate(outcomes.result()):
+                    for key, outcome in enumerate(_result(outcomes, block)):
                         counts.add(outcome.skipped, len(outcome.broken), len(outcome.lengths), outcome.broken)
                         part.add(key, outcome, seen)
                         speed.documents += len(outcome.lengths)
                         speed.text_bytes += sum(outcome.sizes)
                     part.blocks += 1
                 if block is None or outcomes is None or part.blocks == PART_BLOCKS:
-                    part.finish(last=block is None)
+                    record = inputs.get(file)
+                    before = known.get(str(files[file].path))
+                    if block is None and record and before and record["sha256"] != before["sha256"]:
+                        raise DamagedDataError(
+                            _other_input(f"{files[file].path} has other content, of the same size and time")
+                        )
+                    part.finish(last=block is None, input_record=record if block is None else None)
                     numbers[file] += 1
                     part = None
                 if block is not None:
@@ -159,6 +207,23 @@ def _write_parts(
                 part.abandon()
             raise
     counts.check_at_end()
+
+
+def _other_input(problem: str) -> str:
+    return (
+        f"{problem}, than when token files were made from it with these settings. Copy or download it again; if it was"
+        " changed on purpose, touch it."
+    )
+
+
+def _result(outcomes: Future[list[Encoded]], block: Block) -> list[Encoded]:
+    try:
+        return outcomes.result()
+    except BrokenProcessPool as error:
+        raise ChildProcessError(
+            f"a process that tokenises was killed near {block.file.path}, block from {block.first:,} on: too little memory"
+            " (take fewer --workers) or a file so damaged that its reader crashes. Finished parts are kept."
+        ) from error
 
 
 @dataclass
@@ -221,20 +286,24 @@ def _encoded_blocks(
     recipe: Recipe,
     pool: ProcessPoolExecutor,
     workers: int,
+    inputs: dict[int, Record],
 ) -> Iterator[tuple[int, Block | None, Future[list[Encoded]] | None]]:
     """(number of the file, block, its outcome) in reading order, and a None for the block at the end of each file.
 
-    done: for each file the blocks that need not be done again, and whether that is all of it. A few blocks more than
-    the workers can hold are read ahead, so memory stays bounded.
+    done: for each file the blocks that need not be done again, and whether that is all of it. inputs: takes the record of
+    each file that was read to its end. A few blocks more than the workers can hold are read ahead, so memory stays bounded.
     """
     waiting: deque[tuple[int, Block | None, Future[list[Encoded]] | None]] = deque()
     for number, (file, (skip, whole)) in enumerate(zip(files, done, strict=True)):
         if whole:
             continue
-        for block in itertools.islice(read_blocks([file]), skip, None):
+        checksum = Checksum(most_blocks=16)
+        for block in itertools.islice(read_blocks([file], checksum), skip, None):
             waiting.append((number, replace(block, lines=()), pool.submit(_encode_block, block)))
             if len(waiting) >= 4 * workers:
                 yield waiting.popleft()
+        if not file.format.endswith("dataset"):
+            inputs[number] = checksum.record()
         waiting.append((number, None, None))
     yield from waiting
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..atomic_io import naming
+from ..atomic_io import naming, read_json
 from ..cache import built_folder
 from ..corpus.discovery import Corpus, SourceFile, source_files
 from ..corpus.document_sources import SourceTable, write_sources
@@ -90,7 +90,7 @@ def prepare_corpus(
 
 
 def _prepared(folder: Path) -> Prepared:
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json(folder / "manifest.json", f"remove {folder}, it is built again", "validation", "tokenizer")
     validation = manifest["validation"] is not None
     tokenizer = manifest["tokenizer"]
     return Prepared(
@@ -255,8 +255,9 @@ def _tokenise(recipe: _Recipe, folder: Path, tokenizer: Tokenizer, survey: _Surv
                     with naming(folder / "validation.txt"):
                         validation_text.write(raw)
     for side, table in tables.items():
+        counts[side]["checksums"] = writers[side].checksums
         if table.names:
-            write_sources(folder / f"{side}_text_document", table.ids)
+            counts[side]["checksums"]["sources.npy"] = write_sources(folder / f"{side}_text_document", table.ids)
         counts[side]["sources"] = table.names
         counts[side]["bytes_per_token"] = round(counts[side]["bytes"] / counts[side]["tokens"], 4)
     return counts

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..atomic_io import written_aside
+from ..checksum import DamagedDataError, Record, difference, read_sealed, record_of, write_sealed
 from ..corpus.discovery import SourceFile
-from ..corpus.document_sources import SourceTable, sources_path, write_sources
+from ..corpus.document_sources import SourceTable, read_sources_file, sources_path, write_sources
 from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from ..manifest import describe_tokenizer, manifest_path, write_manifest
 from ..tokenizer import Tokenizer, padded_vocab_size
@@ -60,17 +61,23 @@ class Part:
                 if chosen[document]:
                     self.sources[name].add(source)
 
-    def finish(self, last: bool) -> None:
-        """Put the outputs in place; ``last``: the file ends here."""
+    def finish(self, last: bool, input_record: Record | None = None) -> None:
+        """Put the outputs in place; ``last``: the file ends here, and this is its record."""
         documents = [writer.num_documents for writer in self.writers]
+        records: dict[str, Record] = {}
         for writer, table in zip(self.writers, self.sources, strict=True):
             if writer.num_documents:
                 writer.finish()
                 write_sources(writer.prefix, table.ids)
+                for path in (bin_path(writer.prefix), idx_path(writer.prefix), sources_path(writer.prefix)):
+                    ending = path.name.removeprefix(f"{writer.prefix.name}.")
+                    records[path.name] = writer.checksums.get(ending) or record_of(path)
             else:
                 writer.abandon()
-        with written_aside(self.folder / f"{self.name}.digests") as file:
+        digests = self.folder / f"{self.name}.digests"
+        with written_aside(digests) as file:
             file.write(b"".join(self.digests))
+        records[digests.name] = record_of(digests)
         report = {
             "documents": documents,
             "bytes": self.bytes,
@@ -79,21 +86,50 @@ class Part:
             "broken": self.broken,
             "blocks": self.blocks,
             "last": last,
+            "input": input_record,
+            "files": records,
         }
-        with written_aside(self.folder / f"{self.name}.report") as file:
-            file.write(json.dumps(report).encode())
+        write_sealed(_report_path(self.folder, self.name), report)
 
     def abandon(self) -> None:
         for writer in self.writers:
             writer.abandon()
 
 
-def finished_reports(parts: Path, file: int) -> list[dict[str, Any]]:
-    """Reports of a file's finished parts, from the first on."""
-    reports: list[dict[str, Any]] = []
-    while (path := parts / f"{_part_name(file, len(reports))}.report").is_file():
-        reports.append(json.loads(path.read_text()))
+def finished_reports(parts: Path, files: int) -> list[list[dict[str, Any]]]:
+    """Reports of the finished parts of so many files. From the first damaged part on all parts are removed, with a line.
+
+    Later parts go too, since they leave out repeats of documents of the damaged one.
+    """
+    reports: list[list[dict[str, Any]]] = []
+    problem: str | None = None
+    for file in range(files):
+        reports.append([])
+        number = 0
+        while (path := _report_path(parts, _part_name(file, number))).is_file():
+            problem = problem or _damage(path)
+            if problem:
+                path.unlink()
+            else:
+                reports[-1].append(read_sealed(path, ""))
+            number += 1
+    if problem:
+        print(f"finished parts are written again: {problem}", file=sys.stderr)
     return reports
+
+
+def _damage(report: Path) -> str | None:
+    """What is wrong with a part; the content of its large token files is compared when they are joined."""
+    try:
+        records = read_sealed(report, "it is written again", "files")["files"]
+    except DamagedDataError as error:
+        return str(error)
+    found = (difference(report.with_name(name), record) for name, record in records.items())
+    return next((problem for problem in found if problem), None)
+
+
+def _report_path(parts: Path, name: str) -> Path:
+    return parts / f"{name}.report"
 
 
 def read_digests(parts: Path, file: int, number: int) -> Iterator[bytes]:
@@ -114,7 +150,7 @@ def join_parts(
 
     made_from: what tells this input and these settings from others.
     """
-    reports = [finished_reports(parts, file) for file in range(len(files))]
+    reports = finished_reports(parts, len(files))
     every = [report for of_file in reports for report in of_file]
     skipped: Counter[str] = Counter()
     for report in every:
@@ -133,16 +169,14 @@ def join_parts(
             for path in (idx_path(prefix), bin_path(prefix), manifest_path(prefix), sources_path(prefix)):
                 path.unlink(missing_ok=True)
             continue
-        for left in prefix.parent.glob(f".{prefix.name}.*.aside"):
-            left.unlink()  # of a job that was killed while it joined
         table = SourceTable()
         with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
             for file, of_file in enumerate(reports):
                 for number, report in enumerate(of_file):
                     if report["documents"][index]:
                         part = parts / f"{_part_name(file, number)}_{name}"
-                        writer.add_file(part)
-                        table.extend(report["sources"][index], np.load(sources_path(part)))
+                        writer.add_file(part, report["files"][f"{part.name}.bin"])
+                        table.extend(report["sources"][index], read_sources_file(sources_path(part)))
         tokens = bin_path(prefix).stat().st_size // token_dtype(tokenizer.vocab_size).itemsize
         size = sum(report["bytes"][index] for report in every)
         manifests[name] = {
@@ -158,13 +192,21 @@ def join_parts(
             "padded_vocab_size": padded_vocab_size(tokenizer.vocab_size),
             "sources": table.names,
             "documents_of_files": [[str(file.path), count] for file, count in zip(files, by_file, strict=True)],
+            "inputs": input_records(files, reports),
+            "checksums": writer.checksums,
         }
         if table.names:
-            write_sources(prefix, table.ids)
+            manifests[name]["checksums"]["sources.npy"] = write_sources(prefix, table.ids)
         else:
             sources_path(prefix).unlink(missing_ok=True)
         write_manifest(prefix, manifests[name])
     return manifests
+
+
+def input_records(files: Sequence[SourceFile], reports: Sequence[list[dict[str, Any]]]) -> dict[str, Record]:
+    """The record of each input file that was read to its end, by its path."""
+    ends = ((file, of_file[-1]["input"]) for file, of_file in zip(files, reports, strict=True) if of_file)
+    return {str(file.path): record for file, record in ends if record is not None}
 
 
 def _part_name(file: int, number: int) -> str:

@@ -286,7 +286,7 @@ def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
             validation=data.validation,
             train_tokens=sum(IndexedTokens(prefix).num_tokens for prefix in data.train_files),
             validation_text=None,
-            validation_bytes=None if manifest is None else manifest["bytes"],
+            validation_bytes=None if manifest is None else manifest.get("bytes"),
             tokenizer_type=data.tokenizer.type,
             tokenizer_path=None if data.tokenizer.path is None else Path(data.tokenizer.path),
             test=data.test,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from data.datasets.blend import BlendedDataset, Shares, blend_order, normalised, running_counts, training_dataset
 from data.datasets.causal import CausalDataset
+from data.datasets.sample_index import epochs_needed
 from data.indexed import IndexedWriter
 
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
@@ -140,3 +141,13 @@ def test_past_its_end_a_file_is_counted_as_in_gpt_neox(tmp_path):
     blend = BlendedDataset([part, part], [0.5, 0.5], num_samples=12)
     taken = [blend[i]["tokens"].tolist() for i in range(0, 12, 2)]
     assert taken == [part[n]["tokens"].tolist() for n in (0, 1, 2, 3, 1, 2)]
+
+
+def test_one_file_in_the_order_neox_has_the_margin_of_gpt_neox(tmp_path):
+    prefix = write(tmp_path / "x", 101, 1)
+    settings = {"sequence_length": 10, "num_samples": 1000, "seed": 0}
+    samples = training_dataset(prefix, **settings)
+    assert samples.epochs == epochs_needed(1005, 101, 10)
+    assert len(samples) >= 1005
+    # The order reshuffle does not depend on the number of samples.
+    assert training_dataset(prefix, order="reshuffle", **settings).epochs == 100

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.atomic_io import temporary_path
 from data.cache import cached_arrays
 from data.datasets.causal import CausalDataset, SequentialDataset
 from data.datasets.masked import MaskedDataset
@@ -188,7 +189,7 @@ def test_a_cache_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
     kept = cached_arrays(tmp_path, "x", {}, lambda: {"a": np.arange(3)})
     (folder,) = tmp_path.iterdir()
-    left = folder.with_name(f".{folder.name}.{os.getpid()}.aside")  # by a process of that number that was killed
+    left = temporary_path(folder)  # by a process of that number that was killed
     folder.rename(left)
     again = cached_arrays(tmp_path, "x", {}, lambda: {"b": np.arange(4)})
     assert (list(kept), {name: array.tolist() for name, array in again.items()}) == (["a"], {"b": [0, 1, 2, 3]})

@@ -5,6 +5,7 @@ import gzip
 import importlib.util
 import json
 import random
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -188,7 +189,9 @@ def test_a_job_that_was_stopped_while_it_joined_goes_on(corpus, tmp_path, inline
             patch.setattr("data.preprocessing.shards.write_manifest", stopped)
             assert main(words) == 2
         assert (tmp_path / f"out_{at}_document.bin").exists()
-    (tmp_path / ".out_title_document.bin.1.aside").touch()  # of another that was killed
+    (
+        tmp_path / f".out_title_document.bin.{2**22 + 1}@{socket.gethostname()}.aside"
+    ).touch()  # of a process that is dead
     assert main(words) == 0
     assert read_manifest(tmp_path / "out_title_document")
     assert not list(tmp_path.glob(".*"))
@@ -260,7 +263,7 @@ def test_a_kill_inside_a_large_file_costs_its_last_part(tmp_path, inline, monkey
     Inline.done.clear()
     with pytest.raises(KeyboardInterrupt):
         preprocess(files, tmp_path / "cut", recipe, workers=1, progress=False)
-    finished = sum(report["blocks"] for report in finished_reports(next(tmp_path.glob("cut.parts-*")), 0))
+    finished = sum(report["blocks"] for report in finished_reports(next(tmp_path.glob("cut.parts-*")), 1)[0])
     assert 0 < finished <= len(Inline.done)
     assert finished % 2 == 0
     monkeypatch.setattr(module, "_pool", lambda recipe, workers: Inline(recipe))

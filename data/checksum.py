@@ -1,0 +1,160 @@
+"""Checksums: whether a file still holds what was written, and where it does not.
+
+The record of a file is ``{"bytes", "sha256", "block", "codes"}``. ``codes`` holds one CRC-32 per ``block`` bytes, 8 hex digits
+each. They are read only to say where a damaged file differs. Files up to ``ALWAYS_CHECKED`` bytes are compared with their
+record at every start; larger ones by size, and in full by ``python -m tools.inspect_data --verify``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import zlib
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .atomic_io import read_json, write_whole
+
+ALWAYS_CHECKED = 64 * 2**20
+UNIT = 2**16
+SEAL = "sha256_of_other_keys"
+
+Record = dict[str, Any]
+
+
+class DamagedDataError(ValueError):
+    """A file does not hold what was written. The message names the file, the place and the remedy."""
+
+
+class Checksum:
+    """The record of a file, from its bytes in order. Its memory is bounded by the number of blocks."""
+
+    def __init__(self, most_blocks: int = 1024) -> None:
+        self.bytes = 0
+        self._sha256 = hashlib.sha256()
+        self._most_blocks = most_blocks
+        self._units_per_block = 1
+        self._codes = array("L")  # the XOR of the CRC-32 of the units of each block
+        self._units = self._unit_bytes = self._unit_code = 0
+
+    def update(self, data: bytes) -> None:
+        """Add the next bytes."""
+        self._sha256.update(data)
+        self.bytes += len(data)
+        view = memoryview(data)
+        while view:
+            piece = view[: UNIT - self._unit_bytes]
+            self._unit_code = zlib.crc32(piece, self._unit_code)
+            self._unit_bytes += len(piece)
+            if self._unit_bytes == UNIT:
+                self._end_unit()
+            view = view[len(piece) :]
+
+    def record(self) -> Record:
+        """The record of what was added. Ends the checksum."""
+        if self._unit_bytes:
+            self._end_unit()
+        return {
+            "bytes": self.bytes,
+            "sha256": self._sha256.hexdigest(),
+            "block": self._units_per_block * UNIT,
+            "codes": "".join(f"{code:08x}" for code in self._codes),
+        }
+
+    def _end_unit(self) -> None:
+        if self._units % self._units_per_block == 0:
+            if len(self._codes) == self._most_blocks:
+                self._codes = array("L", (a ^ b for a, b in zip(self._codes[::2], self._codes[1::2], strict=True)))
+                self._units_per_block *= 2
+            self._codes.append(0)
+        self._codes[-1] ^= self._unit_code
+        self._units += 1
+        self._unit_bytes = self._unit_code = 0
+
+
+def record_of(path: Path) -> Record:
+    """The record of a file as it is now."""
+    checksum = Checksum()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            checksum.update(piece)
+    return checksum.record()
+
+
+def difference(path: Path, record: Mapping[str, Any], *, whole: bool = False) -> str | None:
+    """Say how a file differs from its record, with file and place; None where it does not.
+
+    whole: compare the content of files of any size, not only of those up to ``ALWAYS_CHECKED`` bytes.
+    """
+    if not path.is_file():
+        return f"{path} does not exist"
+    size, written = path.stat().st_size, record["bytes"]
+    if size != written:
+        missing = "empty" if size == 0 else f"{abs(written - size):,} bytes too {'short' if size < written else 'long'}"
+        return f"{path} is {missing}: {size:,} bytes of {written:,}"
+    if (not whole and size > ALWAYS_CHECKED) or _sha256(path) == record["sha256"]:
+        return None
+    return f"{path} is damaged {_place(path, record)}: its SHA-256 is not the one that was recorded when it was written"
+
+
+def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object together with the SHA-256 of its content, whole or not at all."""
+    write_whole(path, json.dumps({**content, SEAL: _content_hash(content)}, indent=2) + "\n")
+
+
+def read_sealed(path: Path, mend: str, *keys: str) -> dict[str, Any]:
+    """What `write_sealed` wrote. Raises OSError, and DamagedDataError with ``mend`` for a file that was changed or unsealed."""
+    content, has_seal = read_json_with_seal(path, mend)
+    if not has_seal:
+        raise DamagedDataError(f"{path} has no key {SEAL!r}: {mend}")
+    if missing := [key for key in keys if key not in content]:
+        raise DamagedDataError(f"{path} has no key {missing[0]!r}: {mend}")
+    return content
+
+
+def read_json_with_seal(path: Path, mend: str) -> tuple[dict[str, Any], bool]:
+    """A JSON object without its seal, and whether it had one. Raises OSError and DamagedDataError as `read_sealed`."""
+    try:
+        content = read_json(path, mend)
+    except ValueError as error:
+        raise DamagedDataError(str(error)) from error
+    seal = content.pop(SEAL, None)
+    if seal is not None and seal != _content_hash(content):
+        raise DamagedDataError(
+            f"{path} was changed after it was written: its content does not fit its {SEAL!r}: {mend}"
+        )
+    return content, seal is not None
+
+
+def _content_hash(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    state = path.stat()
+    return _sha256_of_state(path, state.st_ino, state.st_size, state.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sha256_of_state(path: Path, *state: int) -> str:
+    """One process opens the same files several times and reads them once."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _place(path: Path, record: Mapping[str, Any]) -> str:
+    """The first block that differs. The file has the recorded size."""
+    block, codes = record["block"], record["codes"]
+    with open(path, "rb") as file:
+        for first in range(0, record["bytes"], block):
+            code = 0
+            end = min(first + block, record["bytes"])
+            for _ in range(first, end, UNIT):
+                code ^= zlib.crc32(file.read(UNIT))
+            at = first // block * 8
+            if f"{code:08x}" != codes[at : at + 8]:
+                return f"between bytes {first:,} and {end:,}"
+    return "at an unknown place"
