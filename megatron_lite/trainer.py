@@ -17,9 +17,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from megatron_lite.checkpoint.storage import prune
-from megatron_lite.checkpoint.writer import CheckpointWriter
+from megatron_lite.checkpoint.writer import CheckpointWriter, refuse_not_finite
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Batch, Engine
+from megatron_lite.fault_tolerance.finite_check import fault_of_loss, state_not_finite
 from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
 from megatron_lite.fault_tolerance.heartbeat import Heartbeat, shorten_timeouts
 from megatron_lite.fault_tolerance.straggler_detection import SpreadMeter
@@ -49,6 +50,7 @@ class TrainState:
         consumed_samples: position in the order of samples; the data order is a function of it.
         consumed_tokens: tokens that carried a loss or not, padding included.
         skipped_steps: steps without an update; the learning rate follows step - skipped_steps.
+        skipped_in_a_row: those of them since the last update.
         seconds: training time so far, over all starts.
         loss_mean: running mean of the spike guard.
         losses_seen: losses that it is of.
@@ -60,6 +62,7 @@ class TrainState:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     seconds: float = 0.0
     loss_mean: float | None = None
     losses_seen: int = 0
@@ -133,7 +136,9 @@ class Trainer(Generic[ModelT]):
             asynchronous=config.checkpoint.asynchronous,
             afterwards=self._prune,
         )
-        self._skips = SkipCounter(config.run.max_skipped_steps, config.run.path, writes=engine.grid.is_main)
+        self._skips = SkipCounter(
+            config.run.max_skipped_steps, config.run.path, writes=engine.grid.is_main, in_a_row=state.skipped_in_a_row
+        )
         self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean, state.losses_seen)
         self._spread = SpreadMeter(engine.layers, engine.grid, config.logging.spread_interval)
 
@@ -143,6 +148,7 @@ class Trainer(Generic[ModelT]):
         Raises:
             TooManySkippedSteps: see `SkipCounter`.
             CheckpointError: a save failed; the previous checkpoint is intact.
+            NotFiniteError: weights, moments or a loss of held-out text are not finite.
         """
         config, state, grid = self.config, self.state, self.engine.grid
         stopped, timeouts = False, 60 * config.run.timeout_minutes
@@ -176,9 +182,7 @@ class Trainer(Generic[ModelT]):
             finished = state.step >= config.schedule.train_steps
             final = self._validate(None) if finished else {}
             if finished and self._test is not None:
-                values = self._evaluate(self._test, None, "test")
-                if self.metrics is not None:
-                    self.metrics.log(state.step, values, kind="test")
+                self._evaluate(self._test, None, "test")
             if finished:
                 self._evaluate_suites()
         return FitResult(finished, state, final, self._writer.last.path if self._writer.last else None)
@@ -203,6 +207,8 @@ class Trainer(Generic[ModelT]):
                 micro_batches, lr=lr, veto=self._spikes.veto, num_sources=len(sources.names)
             )
         sources.add(result.by_source)
+        if not math.isfinite(result.loss):
+            self._recompute(micro_batches)
         seconds = time.perf_counter() - begin
         first = state.consumed_samples
         samples = config.batch.size_at(first)
@@ -253,6 +259,15 @@ class Trainer(Generic[ModelT]):
         except TooManySkippedSteps:  # on every process
             self._note_saved(self._writer.finish())
             raise
+        state.skipped_in_a_row = self._skips.in_a_row
+
+    def _recompute(self, micro_batches: Sequence[Batch]) -> None:
+        """Log whether the fault behind a loss that is not finite is transient; a state that is not finite ends the run."""
+        fault = fault_of_loss(self.engine, micro_batches)
+        if fault is not None and self.metrics is not None:
+            self.metrics.warn(self.state.step + 1, fault.text, kind=fault.kind)
+        if fault is not None and fault.kind == "persistent_fault":
+            self._refuse_state(f"step {self.state.step + 1} is not finite")
 
     def _evaluate_due(self, watchdog: Watchdog) -> None:
         """What is measured after this step, which is not the last one."""
@@ -268,8 +283,6 @@ class Trainer(Generic[ModelT]):
         if self._validation is None:
             return {}
         values = self._evaluate(self._validation, limit, "validation")
-        if self.metrics is not None:
-            self.metrics.log(self.state.step, values, kind="validation")
         if self._sample is not None:
             with self.engine.evaluating():
                 text = self._sample()
@@ -281,7 +294,20 @@ class Trainer(Generic[ModelT]):
     def _evaluate(self, data: ValidationSet, limit: int | None, what: str) -> dict[str, float]:
         # Of a whole set, which may take as long as many steps.
         progress = partial(self.metrics.show_share, what) if limit is None and self.metrics is not None else None
-        return {**evaluate(self.engine, data, limit, progress), "tokens": self.state.consumed_tokens}
+        values = {**evaluate(self.engine, data, limit, progress), "tokens": self.state.consumed_tokens}
+        if self.metrics is not None:
+            self.metrics.log(self.state.step, values, kind=what)
+        if values["evaluated_tokens"] and not math.isfinite(values["loss"]):
+            self._refuse_state(f"the {what} loss of step {self.state.step} is not finite", always=True)
+        return values
+
+    def _refuse_state(self, what: str, *, always: bool = False) -> None:
+        """Raise NotFiniteError on every process where weights or moments are not finite, or `always`."""
+        names = state_not_finite(self.engine.optimizer_state, self.engine.grid)
+        if names or always:
+            self._note_saved(self._writer.finish())
+            names = names or ["all weights and moments are finite, so that the forward pass or the text makes it"]
+            refuse_not_finite(what, [names], Path(self.config.checkpoint.directory), self.engine.grid)
 
     def _evaluate_suites(self) -> None:
         """Logs the scores, or that and why there are none: what fails here never stops a run."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpoint.reader import OPTIMIZER_KEYS, CheckpointError, Reader, read_manifest, resolve
-from megatron_lite.checkpoint.writer import CheckpointWriter
+from megatron_lite.checkpoint.writer import CheckpointWriter, refuse_not_finite
 from megatron_lite.engine.engine import Engine
-from megatron_lite.parallel.grid import barrier
+from megatron_lite.parallel.grid import barrier, gather
 
 
 def save(engine: Engine, directory: Path, *, step: int, state: Mapping[str, Any], config_yaml: str) -> Path:
@@ -35,6 +35,7 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: no checkpoint there, a missing or corrupted file, or another architecture.
+        NotFiniteError: a weight or moment is not finite; on every process.
     """
     path = resolve(path)
     manifest = read_manifest(path)
@@ -45,6 +46,7 @@ def load(engine: Engine, path: Path) -> dict[str, Any]:
             target = fragment.tensors[kind]
             if target.numel():
                 target.copy_(reader.read(kind, fragment.name, fragment.shard, fragment.start, target.numel()))
+    refuse_not_finite(f"{path} is not finite", gather(reader.not_finite, engine.grid), path.parent, engine.grid)
     engine.optimizer_state.loss_scaler = manifest["loss_scale"]
     engine.optimizer_state.finish_load(manifest["optimizer_steps"])
     barrier(engine.grid)

@@ -3,7 +3,7 @@
 A checkpoint is a folder `step_00000100/` with
 
 - `manifest.json`: format version, step, trainer state, layout, software versions, command line; every tensor's shape,
-  partition word and the pieces it is stored in; every file's size and SHA-256;
+  partition word and the pieces it is stored in; every file's size and SHA-256; `finite`: all tensors were checked to be so;
 - `config.yml`: the resolved configuration;
 - `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: what rank R owned, as flat float32 pieces of the tensors.
   Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron_lite.fault_tolerance.finite_check import is_finite
 from megatron_lite.parallel.sharding_plan import Shard
 
 FORMAT = "metalion-checkpoint"
@@ -38,6 +39,26 @@ OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read; the message is for a person."""
+
+
+class NotFiniteError(CheckpointError):
+    """Weights, moments or a loss that are not finite."""
+
+
+def not_finite_error(what: str, names: Sequence[str], directory: Path) -> NotFiniteError:
+    """Return the error that names the tensors and the newest healthy checkpoint of a folder.
+
+    Args:
+        what: begins the sentence: "runs/a/checkpoints/step_00000003 is not finite".
+    """
+    shown = [*names[:8], *([f"{len(names) - 8} more"] if len(names) > 8 else [])]
+    healthy = newest_finite(directory)
+    advice = (
+        f"The newest healthy checkpoint is {healthy}: name that folder (checkpoint.resume={healthy} takes the run back)"
+        if healthy
+        else f"There is no healthy checkpoint in {directory}: start the run over (checkpoint.resume=never)"
+    )
+    return NotFiniteError(f"{what}{': ' if shown else ''}{', '.join(shown)}. {advice}")
 
 
 def resolve(path: Path | str) -> Path:
@@ -130,6 +151,7 @@ class Weights(Mapping[str, Tensor]):
 
     Raises:
         CheckpointError: as `resolve` and `read_manifest`, or a file whose checksum differs.
+        NotFiniteError: a weight is not finite.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -139,6 +161,14 @@ class Weights(Mapping[str, Tensor]):
         self._reader = Reader(self.path, manifest)
 
     def __getitem__(self, name: str) -> Tensor:
+        weight = self._read(name)
+        if self._reader.not_finite:
+            for other in self.shapes:  # all of them are named
+                self._read(other)
+            self._reader.require_finite()
+        return weight
+
+    def _read(self, name: str) -> Tensor:
         shape = self.shapes[name]
         return self._reader.read("weight", name, Shard(), 0, math.prod(shape)).reshape(shape)
 
@@ -193,10 +223,15 @@ def layout_words(layout: Mapping[str, Any]) -> str:
 
 
 class Reader:
-    """Parts of tensors out of the pieces of one checkpoint; checks the checksum of a file when it is first opened."""
+    """Parts of tensors out of the pieces of one checkpoint; checks the checksum of a file when it is first opened.
+
+    Attributes:
+        not_finite: the tensors in whose parts that were read an element is not finite ("exp_avg of head.norm.weight").
+    """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self._path, self._manifest = path, manifest
+        self.not_finite: list[str] = []
         self._open: dict[str, Any] = {}
         self._assembled: tuple[tuple[str, str], Tensor] | None = None
 
@@ -243,7 +278,14 @@ class Reader:
             raise CheckpointError(
                 f"{self._path}: {kind} of {name} has {covered} of the {numel} elements from {start} on"
             )
+        if not is_finite(out) and (entry := f"{kind} of {name}") not in self.not_finite:
+            self.not_finite.append(entry)
         return out
+
+    def require_finite(self) -> None:
+        """Raises NotFiniteError where something that was read is not finite."""
+        if self.not_finite:
+            raise not_finite_error(f"{self._path} is not finite", self.not_finite, self._path.parent)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -253,6 +295,26 @@ class Reader:
                 )
             self._open[name] = safe_open(self._path / name, framework="pt")
         return self._open[name]
+
+
+def newest_finite(directory: Path) -> Path | None:
+    """The newest step folder in which all weights and moments are finite; None where there is none.
+
+    A folder whose manifest does not say that it was checked is read.
+    """
+    for step in sorted(directory.glob("step_*"), reverse=True):
+        try:
+            manifest = read_manifest(step)
+            reader = Reader(step, manifest)
+            if not manifest.get("finite"):
+                for kind in ("weight", *OPTIMIZER_KEYS):
+                    for name, entry in manifest["tensors"].items():
+                        reader.read(kind, name, Shard(), 0, math.prod(entry["shape"]))
+        except Exception:  # damaged in any way
+            continue
+        if not reader.not_finite:
+            return step
+    return None
 
 
 def file_sha256(path: Path) -> str:

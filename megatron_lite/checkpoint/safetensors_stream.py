@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_lite.fault_tolerance.finite_check import is_finite
+
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -29,7 +31,7 @@ def write_tensors(
     """Write `path` with `tensors` in the order of `shapes`, converted to `dtype`, and flush it to the disk.
 
     Raises:
-        ValueError: a tensor that is not the next one of `shapes`, or of another shape.
+        ValueError: a tensor that is not the next one of `shapes`, of another shape, or not finite as `dtype`.
         OSError: the disk is full; what is there then is no complete file.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -39,14 +41,22 @@ def write_tensors(
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    expected = iter(shapes.items())
+    expected, not_finite = iter(shapes.items()), list[str]()
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors:
             if (name, tuple(tensor.shape)) != (wanted := next(expected, ("nothing", ()))):
                 raise ValueError(f"{path}: {name} {tuple(tensor.shape)} comes where {wanted[0]} {wanted[1]} belongs")
             flat = tensor.detach().to("cpu", dtype).contiguous().reshape(-1)
+            if not is_finite(flat):
+                not_finite.append(name)
             file.write(flat.view(torch.uint8).numpy().data)
+        if not_finite:
+            kind = str(dtype).removeprefix("torch.")
+            raise ValueError(
+                f"not finite as {kind}, and not written: {', '.join(not_finite)}. Take other weights"
+                + (", or a wider dtype" if dtype.itemsize < 4 else "")
+            )
         if (left := next(expected, None)) is not None:
             raise ValueError(f"{path}: no tensor came for {left[0]}")
         file.flush()

@@ -62,6 +62,7 @@ def write_weights(
             "format": FORMAT,
             "version": VERSION,
             "step": 0,
+            "finite": True,  # `write_tensors` refuses others
             "optimizer_steps": 0,
             "optimizer": "none",
             "state": {},
@@ -113,7 +114,14 @@ def rewrite(
         for part in parts:
             tensors[part.name]["pieces"].append(part.entry(rank))
     files: dict[str, dict[str, Any]] = {}
-    changed = {**manifest, "version": VERSION, "layout": dict(layout), "tensors": tensors, "files": files}
+    changed = {
+        **manifest,
+        "version": VERSION,
+        "finite": True,
+        "layout": dict(layout),
+        "tensors": tensors,
+        "files": files,
+    }
     if final.exists():
         if (directory / "latest").exists() or read_manifest(final) | {"files": files} != changed:
             raise CheckpointError(f"{final} exists: name another output folder")
@@ -133,6 +141,7 @@ def rewrite(
                 if names:
                     files |= write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
             progress()
+        reader.require_finite()
         publish(aside, final, changed, (source / "config.yml").read_text())
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not write {final}: {error}") from error

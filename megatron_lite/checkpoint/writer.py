@@ -13,19 +13,29 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpoint.reader import FORMAT, OPTIMIZER_KEYS, VERSION, CheckpointError, Part
+from megatron_lite.checkpoint.reader import (
+    FORMAT,
+    OPTIMIZER_KEYS,
+    VERSION,
+    CheckpointError,
+    NotFiniteError,
+    Part,
+    not_finite_error,
+)
 from megatron_lite.checkpoint.storage import publish, versions, write_file
 from megatron_lite.engine.engine import Engine
-from megatron_lite.parallel.grid import barrier, broadcast, gather
+from megatron_lite.fault_tolerance.finite_check import state_not_finite
+from megatron_lite.parallel.grid import Grid, barrier, broadcast, gather
 
 
 class Written(NamedTuple):
@@ -102,10 +112,13 @@ class CheckpointWriter:
 
         Raises:
             ValueError: a former save is not complete.
+            NotFiniteError: a weight or moment is not finite; on every process, and nothing is written.
         """
         if self._save is not None:
             raise ValueError(f"step {self._save.step} is not written yet: call finish before the next save")
         begin = time.perf_counter()
+        names = state_not_finite(self._engine.optimizer_state, self._engine.grid)
+        refuse_not_finite(f"step {step} is not finite and is not saved", [names], self._directory, self._engine.grid)
         path, aside = self._directory / f"step_{step:08d}", self._directory / f".step_{step:08d}.writing"
         problem = self._make_room(aside)
         barrier(self._engine.grid)
@@ -251,12 +264,24 @@ class CheckpointWriter:
         return ""
 
 
+def refuse_not_finite(what: str, names: Iterable[Sequence[str]], directory: Path, grid: Grid) -> None:
+    """Raise NotFiniteError on every process where tensors are named; one process looks for the newest healthy checkpoint.
+
+    Args:
+        names: the same on every process.
+    """
+    tensors = list(dict.fromkeys(chain.from_iterable(names)))
+    if tensors:
+        raise NotFiniteError(broadcast(str(not_finite_error(what, tensors, directory)) if grid.is_main else "", grid))
+
+
 def _manifest(engine: Engine, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
     """All of the manifest that does not depend on what the processes own."""
     return {
         "format": FORMAT,
         "version": VERSION,
         "step": step,
+        "finite": True,  # see `CheckpointWriter.begin`
         "optimizer_steps": engine.optimizer_state.steps,
         "state": dict(state),
         "loss_scale": engine.optimizer_state.loss_scaler,

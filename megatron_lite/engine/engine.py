@@ -277,8 +277,24 @@ class Engine:
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Evaluated:
         """Sums over the micro batches of all data ranks."""
-        self._engine.eval()
         self._take_right()
+        nll, weight = self._evaluate_own(micro_batches)
+        nll, weight, right = reduce_sum([nll, weight, self._take_right()], self.grid)
+        return Evaluated(nll, weight, None if self._right is None else right)
+
+    def recompute(self, micro_batches: Sequence[Batch]) -> tuple[bool, bool]:
+        """Compute the losses of the last step's micro-batches of this process once more; every process calls it.
+
+        Returns:
+            whether their sum was finite in the step, and whether it is now. Without effect on training.
+        """
+        first = math.isfinite(self._nll.item())
+        nll, _ = self._evaluate_own(micro_batches)
+        return first, math.isfinite(nll)
+
+    def _evaluate_own(self, micro_batches: Iterable[Batch]) -> tuple[float, float]:
+        """Sums of weight * nll and of the weight over this process's micro-batches, in evaluation mode."""
+        self._engine.eval()
         nll = weight = 0.0
         with torch.no_grad():
             for batch in map(self._own_part, micro_batches):
@@ -288,8 +304,7 @@ class Engine:
                     self._engine(batch) if self._stage is None else self._stage.evaluate(self._engine, batch)
                 ).item()
         self._engine.train()
-        nll, weight, right = reduce_sum([nll, weight, self._take_right()], self.grid)
-        return Evaluated(nll, weight, None if self._right is None else right)
+        return nll, weight
 
     def measure_step_seconds(self, micro_batches: Sequence[Batch]) -> float:
         """Seconds that a training step of these micro batches takes here, without changing any weight."""
@@ -364,6 +379,7 @@ class Engine:
     def _sums(self, nll: Tensor) -> Callable[[], list[float]]:
         """Begin to sum nll, a float64 scalar, and the weight of the right predictions over the replicas, and to fetch
         them."""
+        self._nll = nll.detach().clone()
         right = torch.zeros_like(nll) if self._right is None else self._right
         return begin_sum(torch.stack([nll, right]), self.grid)
 

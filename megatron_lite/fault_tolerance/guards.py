@@ -144,10 +144,11 @@ class SkipCounter:
         limit: skipped steps in a row that stop the run, 1 or more.
         directory: where the dump is written.
         writes: whether this process writes it; all of them count the same.
+        in_a_row: skipped steps in a row before the first `record`, in an earlier start of the run.
     """
 
-    def __init__(self, limit: int, directory: Path, *, writes: bool = True) -> None:
-        self.in_a_row = 0
+    def __init__(self, limit: int, directory: Path, *, writes: bool = True, in_a_row: int = 0) -> None:
+        self.in_a_row = in_a_row
         self._limit, self._directory, self._writes = limit, directory, writes
         self._history: deque[dict[str, Any]] = deque(maxlen=max(100, limit))
 
@@ -175,7 +176,7 @@ class SkipCounter:
             path = self._directory / f"skipped_step_{step:08d}.json"
             if self._writes:
                 path.write_text(json.dumps(list(self._history), indent=1) + "\n")
-            first = self._history[-self.in_a_row]
+            first = self._history[-min(self.in_a_row, len(self._history))]  # since this start of the run
             raise TooManySkippedSteps(
                 f"{self.in_a_row} steps in a row were skipped for a loss or gradient that is not finite (or a spike): "
                 f"steps {first['step']} to {step}, samples {first['first_sample']} to {samples[1] - 1}. The last "

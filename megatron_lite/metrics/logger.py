@@ -2,8 +2,9 @@
 
 `metrics.jsonl` is the one source for plots, reports and comparisons. Each line is a JSON object
 `{"kind": ..., "step": ..., "time": ..., **values}`; kinds in use are `train`, `validation`, `test`, `sample`, `evaluation`
-(scores of suites), `evaluation_error`, `checkpoint`, `stop` and `slow_rank`; `time` is in seconds since the epoch. A NaN or
-an infinity is written as `null`, because JSON has no number for either, and `read_metrics` returns it as NaN.
+(scores of suites), `evaluation_error`, `checkpoint`, `stop`, `slow_rank`, `transient_fault` and `persistent_fault`; `time`
+is in seconds since the epoch. A NaN or an infinity is written as `null`, because JSON has no number for either, and
+`read_metrics` returns it as NaN.
 
 Only rank 0 makes a `MetricsLogger`.
 """

@@ -92,6 +92,12 @@ class OptimizerState:
                 start = mapping.lp_fragment_address.start
                 yield Fragment(placed.name, placed.shard, start, placed.primary, tensors)
 
+    def buffers(self) -> Iterator[Tensor]:
+        """The flat buffers behind the fragments: master weights and both moments of each parameter group, with padding."""
+        for flat in self._flats:
+            state = self._adamw.state[flat]
+            yield from (flat.data, state["exp_avg"], state["exp_avg_sq"])
+
     def finish_load(self, step: int) -> None:
         """After the fragments were written to: set the optimizer's step count, refresh the 16-bit or gathered copies.
 

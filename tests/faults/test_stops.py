@@ -153,6 +153,12 @@ def poisoned(corpus, tmp_path_factory):
 def test_a_rank_whose_gradient_is_not_finite_skips_the_step_on_all(poisoned, layout):
     lines = [json.loads(line) for line in (poisoned / layout / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped_steps"] for line in lines if line["kind"] == "train"] == [0, 0, 1, 1, 1]
+    (fault,) = (line for line in lines if line["kind"] in ("transient_fault", "persistent_fault"))
+    assert (fault["kind"], fault["step"]) == ("transient_fault", 3)
+    owners = "ranks 0-1" if layout == "tensor" else "rank 1"  # which share every layer
+    assert re.match(
+        rf"the loss of {owners} \(\S+\) was not finite; computed once more .* transient fault", fault["text"]
+    )
     for line, other in zip(train_lines(poisoned / layout), train_lines(poisoned / "alone"), strict=True):
         if line["step"] == 3:
             assert line["loss"] is None is other["loss"]

@@ -167,6 +167,9 @@ def is_complete(config: Config[Any], manifest: Mapping[str, Any]) -> bool:
         report = json.loads((config.run.path / "summary.json").read_text())
         # The seconds tell the checkpoint from one of as many steps that an earlier run in this folder ended with.
         stored = manifest["step"], manifest["state"]["seconds"]
+        for measured in (report["validation"], report.get("test", {})):
+            if measured.get("loss", 0) is None and measured.get("evaluated_tokens"):
+                return False  # not finite
         return stored == (report["steps"], report["training_seconds"]) and stored[0] >= config.schedule.train_steps
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is no summary
         return False

@@ -299,3 +299,12 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning_and_is_tried_agai
     assert [folder.name for folder in gone] == ["step_00000020"]
     assert not (tmp_path / "step_00000010" / "manifest.json").exists()  # what is left of it is no checkpoint
     assert [folder.name for folder in prune(tmp_path, keep_last=2, keep=set())] == ["step_00000010"]
+
+
+def test_skipped_steps_of_an_earlier_start_count(tmp_path):
+    counter = SkipCounter(3, tmp_path, in_a_row=2)
+    with pytest.raises(TooManySkippedSteps, match="3 steps in a row were skipped"):
+        counter.record(step=7, skipped=True, samples=(24, 28), loss=math.nan, gradient_norm=math.inf)
+    state = TrainState(skipped_steps=2, skipped_in_a_row=2)
+    assert TrainState.from_dict(asdict(state)).skipped_in_a_row == 2
+    assert TrainState.from_dict({"skipped_steps": 2}).skipped_in_a_row == 0  # of an earlier version

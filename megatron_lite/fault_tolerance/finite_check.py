@@ -1,0 +1,84 @@
+"""Find tensors and losses that are not finite, on all ranks of a run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lite.fault_tolerance.rank_consistency import rank_words
+from megatron_lite.optim.zero_state import OptimizerState
+from megatron_lite.parallel.grid import Grid, any_process, gather
+
+if TYPE_CHECKING:
+    from megatron_lite.engine.engine import Engine
+    from megatron_lite.engine.sequential import Batch
+
+
+class Fault(NamedTuple):
+    """Why a loss is not finite: `kind` is "transient_fault" or "persistent_fault", `text` a sentence with the ranks."""
+
+    kind: str
+    text: str
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """Return whether every element is finite, a bool scalar on the device of `x`. One pass, without a copy."""
+    if not x.numel():
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    return torch.stack(x.detach().aminmax()).isfinite().all()  # a NaN is both the least and the greatest
+
+
+def names_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors that hold a NaN or an infinity. One wait for the device."""
+    flags = torch.stack([is_finite(tensor) for tensor in tensors.values()]).tolist() if tensors else []
+    return [name for name, finite in zip(tensors, flags, strict=True) if not finite]
+
+
+def state_not_finite(state: OptimizerState, grid: Grid) -> list[str]:
+    """Return the master weights and moments of the run that are not finite, with their ranks. Every rank calls this.
+
+    Returns:
+        "exp_avg of blocks.0.norm.weight (rank 1)", ...: the same on every rank; empty for a healthy state.
+    """
+    # The flat buffers first: a handful of reductions.
+    healthy = torch.stack([is_finite(buffer) for buffer in state.buffers()]).all().item()
+    if not any_process([not healthy], grid)[0]:
+        return []
+    local = {
+        f"{kind} of {fragment.name}": tensor
+        for fragment in state.fragments()
+        for kind, tensor in fragment.tensors.items()
+    }
+    ranks: dict[str, list[int]] = {}
+    for rank, names in enumerate(gather(names_not_finite(local), grid)):
+        for name in names:
+            ranks.setdefault(name, []).append(rank)
+    return [f"{name} ({rank_words(owners)})" for name, owners in ranks.items()]
+
+
+def fault_of_loss(engine: Engine, micro_batches: Sequence[Batch]) -> Fault | None:
+    """Compute a loss that is not finite once more, to tell a transient fault from a persistent one. Every rank calls this.
+
+    Args:
+        micro_batches: those of the last step of this process, whose update was skipped.
+
+    Returns:
+        The same on every rank; None where the loss of no rank is at fault: no token of the step had a weight.
+    """
+    verdicts = gather((*engine.recompute(micro_batches), socket.gethostname()), engine.grid)
+    first, again = ([rank for rank, verdict in enumerate(verdicts) if not verdict[i]] for i in (0, 1))
+
+    def named(ranks: list[int]) -> str:
+        return f"the loss of {rank_words(ranks)} ({', '.join(sorted({verdicts[rank][2] for rank in ranks}))})"
+
+    if again:
+        text = f"{named(again)} is not finite, computed once more too: a persistent fault of weights, samples or dtype"
+        return Fault("persistent_fault", text)
+    if first:
+        text = f"{named(first)} was not finite; computed once more from the same weights and samples it is: a transient fault"
+        return Fault("transient_fault", text)
+    return None
