@@ -111,7 +111,7 @@ def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
     from data.indexed import IndexedTokens
 
     found = find_model(options.checkpoint, device=options.device, dtype=options.dtype)
-    if found.model.two_sided_mixers():
+    if found.model.bidirectional_mixers():
         raise ValueError(
             f"{found.checkpoint} is a masked model: it sees the token that it would predict, so that it has no perplexity. "
             "Its pseudo-log-likelihood ranks the choices of --suite"

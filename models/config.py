@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from .options import describe_type, fits_type, nearest_names, require_divisor
 
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init"]
 
@@ -82,8 +83,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for key, kind in typing.get_type_hints(ModelConfig).items():
-            if not _fits(getattr(self, key), kind):
-                raise ValueError(f"model.{key} = {getattr(self, key)!r}: allowed are {_type_words(kind)}")
+            if not fits_type(getattr(self, key), kind):
+                raise ValueError(f"model.{key} = {getattr(self, key)!r}: allowed are {describe_type(kind)}")
         object.__setattr__(self, "mixers", tuple(self.mixers))
         for key in ("vocab_size", "num_layers", "hidden_size", "num_heads", "intermediate_size", "max_positions"):
             value = getattr(self, key)
@@ -108,10 +109,10 @@ class ModelConfig:
             raise ValueError("model.mixers is empty: name at least one mixer, for example [metala]")
         for name in self.mixers:
             if name not in MIXERS:
-                raise ValueError(f"model.mixers: unknown mixer {name!r}; {_nearest(name, MIXERS)}")
+                raise ValueError(f"model.mixers: unknown mixer {name!r}; {nearest_names(name, MIXERS)}")
         for name in self.mixer_options:
             if name not in MIXERS:
-                raise ValueError(f"model.mixer_options: unknown mixer {name!r}; {_nearest(name, MIXERS)}")
+                raise ValueError(f"model.mixer_options: unknown mixer {name!r}; {nearest_names(name, MIXERS)}")
             if name not in self.mixers:
                 raise ValueError(
                     f"model.mixer_options.{name} is set but model.mixers = {list(self.mixers)} does not use {name!r}; "
@@ -131,17 +132,17 @@ class ModelConfig:
         given: Mapping[str, Any] = self.mixer_options.get(mixer) or {}
         for key in given:
             if key not in known:
-                raise ValueError(f"model.mixer_options.{mixer}.{key}: unknown option; {_nearest(key, known)}")
+                raise ValueError(f"model.mixer_options.{mixer}.{key}: unknown option; {nearest_names(key, known)}")
         allowed = typing.get_type_hints(options)
         for key, value in given.items():
-            if not _fits(value, allowed[key]):
+            if not fits_type(value, allowed[key]):
                 raise ValueError(
-                    f"model.mixer_options.{mixer}.{key} = {value!r}: allowed are {_type_words(allowed[key])}"
+                    f"model.mixer_options.{mixer}.{key} = {value!r}: allowed are {describe_type(allowed[key])}"
                 )
         return options(**given)
 
-    def two_sided_mixers(self) -> list[str]:
-        """The mixers in use whose output at a token depends on later ones: for masked language models."""
+    def bidirectional_mixers(self) -> list[str]:
+        """Return the names of the mixers in use whose output at a token depends on later tokens."""
         from .mixers import MIXERS
 
         names = dict.fromkeys(self.mixers)
@@ -216,78 +217,3 @@ def check_sequence_shards(config: ModelConfig, count: int, length: int) -> None:
             f"stretches of {length} / {count} = {length // count} tokens are shorter than the {reach} tokens before them "
             "that a convolution of this model reads; use fewer stretches"
         )
-
-
-def _fits(value: Any, allowed: Any) -> bool:
-    """Whether a value from YAML is of an annotated type: bool, int, float, str, None, a Literal, a union of them, a tuple of
-    them, or a dict, in which null stands for a default."""
-    kinds, origin = typing.get_args(allowed), typing.get_origin(allowed)
-    if origin is Literal:
-        return any(value == kind and type(value) is type(kind) for kind in kinds)
-    if origin is tuple:
-        return isinstance(value, list | tuple) and all(_fits(item, kinds[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, Mapping) and all(item is None or _fits(item, kinds[1]) for item in value.values())
-    if kinds:
-        return any(_fits(value, kind) for kind in kinds)
-    if allowed is float:  # YAML writes 2 where 2.0 is meant; a bool is no number
-        return type(value) in (int, float)
-    return allowed is Any or type(value) is allowed
-
-
-def _type_words(allowed: Any) -> str:
-    names = {bool: "true, false", int: "whole numbers", float: "numbers", str: "text", type(None): "null"}
-    kinds, origin = typing.get_args(allowed), typing.get_origin(allowed)
-    if origin is Literal:
-        return ", ".join(str(kind) for kind in kinds)
-    if origin is tuple:
-        return f"lists of {_type_words(kinds[0])}"
-    if origin is dict:
-        return "mappings of mappings"
-    return ", ".join(_type_words(kind) for kind in kinds) if kinds else names[allowed]
-
-
-def require_divisor(key: str, value: int, what: str, number: float) -> None:
-    """ValueError that names the nearest legal values unless `value`, of the key `key`, divides `number`, which is `what`."""
-    if number % value:
-        legal = _words(nearest_divisors(max(int(number), 1), value))
-        raise ValueError(f"{key} = {value} does not divide {what} = {number:g}; nearest that do: {legal}")
-
-
-def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The largest divisor of `number` under `wanted` and the smallest over it, as far as they exist."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return below + above
-
-
-def require_at_least(mixer: str, options: Any, least: int, *keys: str) -> None:
-    """ValueError for an option of `mixer` among `keys` that is under `least`; None stands for a default and passes."""
-    for key in keys:
-        value = getattr(options, key)
-        if value is not None and value < least:
-            raise ValueError(f"model.mixer_options.{mixer}.{key} = {value}: must be at least {least}")
-
-
-def require_positive(mixer: str, options: Any, *keys: str) -> None:
-    """ValueError for an option of `mixer` among `keys` that is not greater than 0 (NaN is not)."""
-    for key in keys:
-        if not getattr(options, key) > 0:
-            raise ValueError(f"model.mixer_options.{mixer}.{key} = {getattr(options, key)}: must be greater than 0")
-
-
-def check_key_width(mixer: str, config: ModelConfig, expand_k: float) -> None:
-    """ValueError where keys of width expand_k * hidden_size over all heads cannot be cut into heads of equal width."""
-    what = f"the key width of {mixer}, model.hidden_size * {expand_k:g}"
-    require_divisor("model.num_heads", config.num_heads, what, config.hidden_size * expand_k)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
-    return f"did you mean {_words(close)}?" if close else f"allowed are {', '.join(names) or 'none'}"
-
-
-def _words(items: Iterable[Any]) -> str:
-    return " or ".join(str(item) for item in items)

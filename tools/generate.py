@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_sampling(options.temperature, options.top_k, options.top_p)
     prompts = _prompts(options)
     found = find_model(options.checkpoint, device=options.device, dtype=options.dtype)
-    if found.model.two_sided_mixers():
+    if found.model.bidirectional_mixers():
         raise ValueError(
             f"{found.checkpoint} is a masked model: it reads both sides of a token and continues no text; "
             "python -m tools.length evaluates it, python -m tools.finetune_glue trains it on tasks"

@@ -80,8 +80,8 @@ def _ramp(batch: BatchConfig) -> Iterator[tuple[KeyPath, str]]:
 
 def _samples(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
     data = config.data
-    if hasattr(config.model, "two_sided_mixers"):
-        two_sided, mixers = config.model.two_sided_mixers(), ", ".join(dict.fromkeys(config.model.mixers))
+    if hasattr(config.model, "bidirectional_mixers"):
+        two_sided, mixers = config.model.bidirectional_mixers(), ", ".join(dict.fromkeys(config.model.mixers))
         if data.objective == "causal" and two_sided:
             yield (
                 ("data", "objective"),

@@ -34,7 +34,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         leave_out_of_graphs()
         self.gradient_checkpointing = False
         model_config = config.model_config()
-        self._causal = not model_config.two_sided_mixers()
+        self._causal = not model_config.bidirectional_mixers()
         self._specs = {spec.name: spec for spec in layer_specs(model_config)}
         self.embedding = Embedding(model_config)
         self.blocks = nn.ModuleList(self._specs[f"blocks.{i}"].build() for i in range(config.num_layers))

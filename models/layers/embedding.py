@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..options import ModelShape
 from .init import init_std
 from .positions import LearnedPositions
 
@@ -23,7 +23,7 @@ class Embedding(nn.Module):
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "vocab"}
     parameter_kinds: ClassVar[dict[str, str]] = {"weight": "embedding"}
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         nn.init.normal_(self.weight, std=init_std(config))

@@ -8,10 +8,6 @@ from torch import Tensor
 from ..backend import takes
 from ..precision import wide
 
-# What the options of a mixer say of it.
-HEAD_NORM = "Norm of every head before the gate, without gain; rmsnorm in flash-linear-attention's models."
-HEAD_NORM_EPS = "Added to the variance (or mean square) in that norm."
-
 
 def gated_head_norm(o: Tensor, gate: Tensor, *, norm: str = "layernorm", eps: float = 1e-5) -> Tensor:
     """SiLU(gate) * norm(o), in gate's dtype; the output map, which follows, takes the place of the norm's gain.

@@ -7,10 +7,10 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..options import ModelShape
 
 
-def init_std(config: ModelConfig, *, output: bool = False) -> float:
+def init_std(config: ModelShape, *, output: bool = False) -> float:
     """Standard deviation of a matrix; `output` for the ones that write into the residual stream.
 
     normal: `config.init_std`. scaled_normal: that over sqrt(2 layers), as GPT-2 and Megatron-LM have it for outputs.
@@ -27,7 +27,7 @@ def init_std(config: ModelConfig, *, output: bool = False) -> float:
     return 2 / (config.num_layers * sqrt(config.hidden_size))
 
 
-def linear(config: ModelConfig, inputs: int, outputs: int, *, bias: bool = False, output: bool = False) -> nn.Linear:
+def linear(config: ModelShape, inputs: int, outputs: int, *, bias: bool = False, output: bool = False) -> nn.Linear:
     """`nn.Linear` with weight N(0, init_std) and bias zero."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(layer.weight, std=init_std(config, output=output))
@@ -36,7 +36,7 @@ def linear(config: ModelConfig, inputs: int, outputs: int, *, bias: bool = False
     return layer
 
 
-def head_numbers(config: ModelConfig) -> Tensor:
+def head_numbers(config: ModelShape) -> Tensor:
     """0, ..., num_heads - 1, for decays that follow from a head's number.
 
     They have values also where a model is built without any (on the device meta): no checkpoint brings them.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
+from ..options import ModelShape
 from .init import init_std, linear
 from .norm import Norm
 
@@ -24,7 +24,7 @@ class Head(nn.Module):
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "vocab", "bias": "vocab"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.norm = Norm(config)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -36,7 +36,7 @@ class Head(nn.Module):
         self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         # Of a masked model most tokens have no label, and their logits are not worth computing.
-        self._few_labels = bool(config.two_sided_mixers())
+        self._few_labels = bool(config.bidirectional_mixers())
         self._flops = 2 * config.vocab_size * config.hidden_size + 2 * masked * config.hidden_size**2
 
     def forward(
@@ -80,7 +80,7 @@ class _Transform(nn.Module):
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"dense": "replicated"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.dense = linear(config, config.hidden_size, config.hidden_size, bias=True)
         self.norm = Norm(config)

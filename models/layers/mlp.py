@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backend import takes
-from ..config import ModelConfig
 from ..kernels.cpu.swiglu import swiglu as native_swiglu
 from ..kernels.cpu.swiglu import swiglu_takes
+from ..options import ModelShape
 from ..recompute import forgettable
 from .init import linear
 from .projections import FanOut, apply_each
@@ -23,7 +23,7 @@ class SwiGLU(nn.Module):
     parameter_kinds: ClassVar[dict[str, str]] = {}
     fan_out_is_entry: ClassVar[bool] = True
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         size, width, bias = config.hidden_size, config.mlp_width, config.mlp_bias
         self.gate_proj = linear(config, size, width, bias=bias)
@@ -65,7 +65,7 @@ class GELU(nn.Module):
     parameter_kinds: ClassVar[dict[str, str]] = {}
     fan_out_is_entry: ClassVar[bool] = True
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         size, width, bias = config.hidden_size, config.mlp_width, config.mlp_bias
         self.up_proj = linear(config, size, width, bias=bias)

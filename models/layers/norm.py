@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backend import takes
-from ..config import ModelConfig
+from ..options import ModelShape
 from ..recompute import forgettable
 
 # Channels of a row that one program of the kernel holds.
@@ -25,7 +25,7 @@ class Norm(nn.Module):
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated", "bias": "replicated"}
     parameter_kinds: ClassVar[dict[str, str]] = {"weight": "norm", "bias": "norm"}
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         size = config.hidden_size
         self.centred = config.norm == "layernorm"

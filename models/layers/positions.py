@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
 from ..operators.context_parallel import SequenceShards, current_shards, refuse_state
 from ..operators.stretches import packing
 from ..operators.varlen import check_packed
+from ..options import ModelShape
 from .init import init_std
 
 
@@ -25,7 +25,7 @@ class LearnedPositions(nn.Module):
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated, gradient summed"}
     parameter_kinds: ClassVar[dict[str, str]] = {"weight": "embedding"}
 
-    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+    def __init__(self, config: ModelShape, max_positions: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(max_positions, config.hidden_size))
         nn.init.normal_(self.weight, std=init_std(config))

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_at_least, require_divisor
 from ..layers.init import linear
 from ..layers.projections import FanOut, apply_each
 from ..operators.varlen import check_packed
+from ..options import ModelShape, require_at_least, require_divisor
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Attention(nn.Module):
     fan_out_is_entry: ClassVar[bool] = True
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: AttentionOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: AttentionOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.options = options
@@ -69,14 +69,14 @@ class Attention(nn.Module):
         self._size, self._kv_size = size, kv_size
 
     @staticmethod
-    def check(config: ModelConfig, options: AttentionOptions) -> None:
+    def check(config: ModelShape, options: AttentionOptions) -> None:
         """ValueError when the heads of keys do not divide those of queries."""
         if options.num_kv_heads is not None:
             key = "model.mixer_options.attention.num_kv_heads"
             require_divisor(key, options.num_kv_heads, "model.num_heads", config.num_heads)
 
     @staticmethod
-    def cut_sizes(config: ModelConfig, options: AttentionOptions) -> dict[str, int]:
+    def cut_sizes(config: ModelShape, options: AttentionOptions) -> dict[str, int]:
         """Tensor parallelism cuts the heads of keys and values too."""
         return {"model.mixer_options.attention.num_kv_heads": options.num_kv_heads or config.num_heads}
 

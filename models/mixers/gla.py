@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, check_key_width, require_at_least, require_positive
-from ..layers.gated_norm import HEAD_NORM, HEAD_NORM_EPS, gated_head_norm
+from ..layers.gated_norm import gated_head_norm
 from ..layers.init import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding
+from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, check_key_dim, require_at_least, require_positive
 from ..precision import wide
 
 
@@ -64,7 +64,7 @@ class GLA(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: GLAOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: GLAOptions) -> None:
         super().__init__()
         size = config.hidden_size
         keys = round(size * options.expand_k)
@@ -82,9 +82,9 @@ class GLA(nn.Module):
         self._size, self._keys = size, keys
 
     @staticmethod
-    def check(config: ModelConfig, options: GLAOptions) -> None:
+    def check(config: ModelShape, options: GLAOptions) -> None:
         """ValueError when the heads do not divide the keys."""
-        check_key_width("gla", config, options.expand_k)
+        check_key_dim("gla", config, options.expand_k)
 
     def forward(
         self,

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
 from ..layers.gated_norm import gated_head_norm
 from ..layers.init import linear
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
+from ..options import ModelShape
 from ..precision import wide
 
 
@@ -58,7 +58,7 @@ class HGRN(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"theta": "decay"}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: HGRNOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: HGRNOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.parts = 2 if options.rotation else 1

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_positive
 from ..layers.init import linear
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding
+from ..options import ModelShape, require_positive
 from ..precision import wide
 
 
@@ -70,7 +70,7 @@ class HGRN2(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"lower_bound": "decay"}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: HGRN2Options) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: HGRN2Options) -> None:
         super().__init__()
         size = config.hidden_size
         self.head_dim = size // config.num_heads
@@ -87,7 +87,7 @@ class HGRN2(nn.Module):
         self._size = size
 
     @staticmethod
-    def cut_sizes(config: ModelConfig, options: HGRN2Options) -> dict[str, int]:
+    def cut_sizes(config: ModelShape, options: HGRN2Options) -> dict[str, int]:
         """Nothing can be cut where the norm takes all channels together."""
         return {"model.mixer_options.hgrn2.norm_over: all": 1} if options.norm_over == "all" else {}
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_at_least
 from ..layers.init import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.normalized import recurrence_with_row_sum
 from ..operators.gla.short_map import short_map
+from ..options import ModelShape, require_at_least
 from ..precision import ROW_SUM_EPS, wide
 
 
@@ -60,7 +60,7 @@ class LinearAttention(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: LinearAttentionOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: LinearAttentionOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.options = options

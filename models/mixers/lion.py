@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_positive
 from ..layers.init import init_std, linear
 from ..layers.norm import LayerNorm
 from ..layers.projections import FanOut, apply_each
@@ -20,6 +19,7 @@ from ..operators.gla.short_map import short_map
 from ..operators.lion.bidirectional_attention import ProjectedGate, bidirectional
 from ..operators.lion.feature_map import feature_map
 from ..operators.varlen import without_padding
+from ..options import ModelShape, require_positive
 from ..precision import ROW_SUM_EPS, wide
 
 
@@ -122,7 +122,7 @@ class Lion(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"decay_weight": "decay", "decay": "decay"}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: LionOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: LionOptions) -> None:
         super().__init__()
         size, heads = config.hidden_size, config.num_heads
         self.options = options

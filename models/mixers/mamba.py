@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_at_least, require_divisor
 from ..layers.init import init_std, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.selective_scan import selective_scan
+from ..options import ModelShape, require_at_least, require_divisor
 from ..precision import wide
 
 
@@ -64,7 +64,7 @@ class Mamba(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"a_log": "decay", "skip": "norm"}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: MambaOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: MambaOptions) -> None:
         super().__init__()
         size, groups, states = config.hidden_size, options.groups, options.state_size
         inner = options.expand * size
@@ -84,13 +84,13 @@ class Mamba(nn.Module):
         self._size, self._inner, self._rank = size, inner, rank
 
     @staticmethod
-    def check(config: ModelConfig, options: MambaOptions) -> None:
+    def check(config: ModelShape, options: MambaOptions) -> None:
         """ValueError when the groups do not divide the channels."""
         key = "model.mixer_options.mamba.groups"
         require_divisor(key, options.groups, "expand * model.hidden_size", options.expand * config.hidden_size)
 
     @staticmethod
-    def cut_sizes(config: ModelConfig, options: MambaOptions) -> dict[str, int]:
+    def cut_sizes(config: ModelShape, options: MambaOptions) -> dict[str, int]:
         """Tensor parallelism cuts between groups only, since a group's selection reads all of its channels."""
         return {"model.mixer_options.mamba.groups": options.groups}
 

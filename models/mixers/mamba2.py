@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backend import takes
-from ..config import ModelConfig, require_at_least, require_divisor
 from ..layers.init import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.gla.short_map import short_map
+from ..options import ModelShape, require_at_least, require_divisor
 from ..precision import wide
 
 
@@ -62,7 +62,7 @@ class Mamba2(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"a_log": "decay", "skip": "norm", "norm_weight": "norm"}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: Mamba2Options) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: Mamba2Options) -> None:
         super().__init__()
         size, heads = config.hidden_size, config.num_heads
         inner = options.expand * size
@@ -87,7 +87,7 @@ class Mamba2(nn.Module):
         self._size, self._heads = size, heads
 
     @staticmethod
-    def check(config: ModelConfig, options: Mamba2Options) -> None:
+    def check(config: ModelShape, options: Mamba2Options) -> None:
         """ValueError when the heads do not divide the channels."""
         what = "the channels of mamba2, expand * model.hidden_size"
         require_divisor("model.num_heads", config.num_heads, what, options.expand * config.hidden_size)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backend import takes, vector_decay_takes
-from ..config import ModelConfig, check_key_width, require_at_least, require_positive
 from ..kernels.cpu.metala import metala_core as native_core
 from ..kernels.cpu.metala import metala_core_takes
 from ..layers.init import linear
@@ -21,6 +20,7 @@ from ..operators.context_parallel import current_shards
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.metala import metala_epilogue
 from ..operators.varlen import without_padding
+from ..options import ModelShape, check_key_dim, require_at_least, require_positive
 from ..precision import wide
 from ..recompute import forgettable
 
@@ -88,7 +88,7 @@ class MetaLA(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"decay": "decay"}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: MetaLAOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: MetaLAOptions) -> None:
         super().__init__()
         size = config.hidden_size
         keys = round(size * options.expand_k)
@@ -111,9 +111,9 @@ class MetaLA(nn.Module):
         self._size, self._keys, self._heads = size, keys, config.num_heads
 
     @staticmethod
-    def check(config: ModelConfig, options: MetaLAOptions) -> None:
+    def check(config: ModelShape, options: MetaLAOptions) -> None:
         """ValueError when the heads do not divide the keys."""
-        check_key_width("metala", config, options.expand_k)
+        check_key_dim("metala", config, options.expand_k)
 
     def forward(
         self,

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_at_least
 from ..layers.init import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.context_parallel import current_shards
@@ -18,6 +17,7 @@ from ..operators.lion.context_parallel import from_both_sides
 from ..operators.metala import metala_epilogue
 from ..operators.stretches import packing
 from ..operators.varlen import without_padding
+from ..options import ModelShape, require_at_least
 from ..precision import wide
 from .metala import MetaLA
 
@@ -64,7 +64,7 @@ class MetaLABidirectional(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: MetaLABidirectionalOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: MetaLABidirectionalOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.options = options
@@ -81,7 +81,7 @@ class MetaLABidirectional(nn.Module):
         self._size = size
 
     @staticmethod
-    def check(config: ModelConfig, options: MetaLABidirectionalOptions) -> None:
+    def check(config: ModelShape, options: MetaLABidirectionalOptions) -> None:
         """ValueError when the heads do not divide the keys, which have half the width."""
         MetaLA.check(config, MetaLA.Options())
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
 from ..layers.init import linear
 from ..operators.gla.gated_linear_attention import recurrence
+from ..options import ModelShape
 from ..precision import wide
 
 # 1 / eta with eta at least 1e-6: it comes near 0, and the quotient would leave the range of numbers.
@@ -51,7 +51,7 @@ class NormalisedAttention(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: NormalisedAttentionOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: NormalisedAttentionOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.options = options

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
 from ..layers.init import linear
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
+from ..options import ModelShape
 from ..precision import wide
 
 
@@ -50,7 +50,7 @@ class QLSTM(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"log_exponent": "decay"}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: QLSTMOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: QLSTMOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.forget_proj = linear(config, size, size)

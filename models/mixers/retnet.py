@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_at_least, require_divisor, require_positive
-from ..layers.gated_norm import HEAD_NORM, HEAD_NORM_EPS, gated_head_norm
+from ..layers.gated_norm import gated_head_norm
 from ..layers.init import head_numbers, linear
 from ..layers.positions import token_positions
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding
+from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, require_at_least, require_divisor, require_positive
 from ..precision import wide
 
 
@@ -55,7 +55,7 @@ class RetNet(nn.Module):
     parameter_kinds: ClassVar[dict[str, str]] = {}
     head_index: Tensor
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: RetNetOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: RetNetOptions) -> None:
         super().__init__()
         size, inner = config.hidden_size, options.expand_v * config.hidden_size
         self.options = options
@@ -71,7 +71,7 @@ class RetNet(nn.Module):
         self._size = size
 
     @staticmethod
-    def check(config: ModelConfig, options: RetNetOptions) -> None:
+    def check(config: ModelShape, options: RetNetOptions) -> None:
         """ValueError when a head has no pairs of channels to rotate."""
         what = "the pairs of channels that retnet rotates, model.hidden_size / 2"
         require_divisor("model.num_heads", config.num_heads, what, config.hidden_size / 2)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_at_least, require_divisor, require_positive
 from ..layers.init import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
+from ..options import ModelShape, require_at_least, require_divisor, require_positive
 from ..precision import wide
 
 
@@ -57,7 +57,7 @@ class RGLRU(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"decay": "decay"}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: RGLRUOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: RGLRUOptions) -> None:
         super().__init__()
         size, heads = config.hidden_size, config.num_heads
         width = options.width or size
@@ -76,7 +76,7 @@ class RGLRU(nn.Module):
         self._size, self._width, self._block = size, width, block
 
     @staticmethod
-    def check(config: ModelConfig, options: RGLRUOptions) -> None:
+    def check(config: ModelShape, options: RGLRUOptions) -> None:
         """ValueError when the heads do not divide the width into blocks."""
         width = options.width or config.hidden_size
         require_divisor("model.num_heads", config.num_heads, "model.mixer_options.rg_lru.width", width)

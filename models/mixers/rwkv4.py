@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
 from ..layers.init import linear
 from ..operators.context_parallel import SequenceShards, current_shards, refuse_state
 from ..operators.cumulative_decay import running_sum
 from ..operators.scan.linear_scan import local_scan
 from ..operators.stretches import Packing, exchange, left_neighbour, nothing_of, packing
 from ..operators.varlen import check_packed, last, previous, real_bounds, segment_starts
+from ..options import ModelShape
 from ..precision import wide
 
 # The logarithm of a weight of zero, finite so that differences of two stay numbers.
@@ -60,7 +60,7 @@ class RWKV4(nn.Module):
         "bonus": "decay",
     }
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: RWKV4Options) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: RWKV4Options) -> None:
         super().__init__()
         size = config.hidden_size
         # Appendix E: from layer to layer more of the past, slower decays in later channels.

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig, require_at_least, require_divisor, require_positive
 from ..layers.init import linear
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
+from ..options import ModelShape, require_at_least, require_divisor, require_positive
 from ..precision import wide
 
 
@@ -58,7 +58,7 @@ class S5(nn.Module):
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"nu": "decay", "theta": "decay", "log_gamma": "decay"}
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: S5Options) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: S5Options) -> None:
         super().__init__()
         size = config.hidden_size
         states = options.state_size or size
@@ -73,7 +73,7 @@ class S5(nn.Module):
         self._size, self._states = size, states
 
     @staticmethod
-    def check(config: ModelConfig, options: S5Options) -> None:
+    def check(config: ModelShape, options: S5Options) -> None:
         """ValueError when the heads, by which a layer is cut, do not divide the states."""
         states = options.state_size or config.hidden_size
         require_divisor("model.num_heads", config.num_heads, "model.mixer_options.s5.state_size", states)

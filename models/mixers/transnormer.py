@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config import ModelConfig
 from ..layers.init import head_numbers, linear
 from ..layers.positions import token_positions
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding
+from ..options import ModelShape
 from ..precision import wide
 
 
@@ -55,7 +55,7 @@ class TransNormer(nn.Module):
     parameter_kinds: ClassVar[dict[str, str]] = {"theta": "decay"}
     head_index: Tensor
 
-    def __init__(self, config: ModelConfig, layer_index: int, options: TransNormerOptions) -> None:
+    def __init__(self, config: ModelShape, layer_index: int, options: TransNormerOptions) -> None:
         super().__init__()
         size = config.hidden_size
         self.head_dim = size // config.num_heads

@@ -160,7 +160,7 @@ def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, sour
 
 def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str, sequence_length: int) -> None:
     """config.json, generation_config.json, tokenizer and source."""
-    causal = not model.two_sided_mixers()
+    causal = not model.bidirectional_mixers()
     special = export_tokenizer(tokenizer, folder, causal=causal, max_length=sequence_length)
     main_class = "MetalionForCausalLM" if causal else "MetalionForMaskedLM"
     main_auto = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"

@@ -179,7 +179,7 @@ def _configuration(
     else:
         length = int(model.max_positions or theirs.get("max_position_embeddings") or 2048)
         values = {
-            "data": {"corpus": "stdlib", "objective": "masked" if model.two_sided_mixers() else "causal"},
+            "data": {"corpus": "stdlib", "objective": "masked" if model.bidirectional_mixers() else "causal"},
             "batch": {"sequence_length": min(length, 2048), "micro_batch_size": 1, "global_batch_size": 8},
             "optimizer": {"lr": 1e-5},
             "schedule": {"train_steps": 1000, "warmup_fraction": 0.01},

@@ -67,7 +67,7 @@ def compare_logits(
 @torch.no_grad()
 def exported_logits(folder: Path, tokens: Tensor, config: ModelConfig) -> Tensor:
     """Logits of the export, loaded with its own source, float32. Blocks are widened one at a time."""
-    model = load_export(folder, causal=not config.two_sided_mixers())
+    model = load_export(folder, causal=not config.bidirectional_mixers())
     for layer in (model.embedding, *model.blocks, model.head):
         _widen_while_running(layer)
     return model(input_ids=tokens, use_cache=False).logits.float()

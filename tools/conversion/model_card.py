@@ -56,7 +56,7 @@ def model_card(
     config: the run's configuration as plain YAML values. step: name of the step folder. parameters: weights, tied ones
     once. Tables of evaluations come from `results.json` in the run's folder, tokens from its metrics.
     """
-    causal = not model.two_sided_mixers()
+    causal = not model.bidirectional_mixers()
     name = str(config.get("run", {}).get("name") or run.name)
     tag = "text-generation" if causal else "fill-mask"
     head = [

@@ -62,7 +62,7 @@ class ProjectLM(TemplateLM):
         self.processes = processes or Processes()
         self.answers = AnswerFile(None, "", self.processes) if answers is None else answers
         self._tokenizer = tokenizer
-        self.masked = bool(model.config.two_sided_mixers())
+        self.masked = bool(model.config.bidirectional_mixers())
         self.scorer: Scorer | PseudoScorer
         if self.masked:
             before = () if tokenizer.begin_id is None else (tokenizer.begin_id,)

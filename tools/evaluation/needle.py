@@ -80,7 +80,7 @@ def needle_command(options: argparse.Namespace) -> dict[str, Any] | None:
     except UnicodeDecodeError as error:
         raise ValueError(f"--filler {options.filler}: no UTF-8 at byte {error.start}") from error
     found = look_for_model(options)
-    if found is not None and found.model.two_sided_mixers():
+    if found is not None and found.model.bidirectional_mixers():
         raise ValueError(f"{found.checkpoint} is a masked model: it sees both directions and writes no answer")
     opened = open_model(options, "needle.json", max_length=max(lengths))
     settings = {

@@ -74,7 +74,7 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
     kinds: dict[str, Path] = {}
     for run in runs:
         found = find_model(run, device=options.device, dtype=options.dtype)
-        kinds.setdefault("masked" if found.model.two_sided_mixers() else "causal", run)
+        kinds.setdefault("masked" if found.model.bidirectional_mixers() else "causal", run)
         if len(kinds) > 1:
             words = " and ".join(f"{path} is a {kind} model" for kind, path in kinds.items())
             raise ValueError(f"{words}: one picture holds one kind")
@@ -101,7 +101,7 @@ def measure_run(
     from tools.length.causal import loss_over_length, pieces_read
     from tools.length.masked import masked_accuracy
 
-    masked = bool(loaded.model.config.two_sided_mixers())
+    masked = bool(loaded.model.config.bidirectional_mixers())
     prefix = data or str(validation_text(loaded).prefix)
     size, trained = IndexedTokens(prefix).num_tokens, int(loaded.config["batch"]["sequence_length"])
     lengths = _lengths(loaded.run, loaded.model.config, loaded.config, asked)
@@ -126,7 +126,7 @@ def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], asked: Se
     from tools.length.causal import MULTIPLES
 
     trained = int(config["batch"]["sequence_length"])
-    if model.two_sided_mixers():
+    if model.bidirectional_mixers():
         lengths = sorted({*(asked or MASKED_LENGTHS)})
     else:
         whole = [int(trained * multiple) for multiple in MULTIPLES if trained * multiple % 1 == 0]

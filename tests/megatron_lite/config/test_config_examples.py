@@ -115,7 +115,7 @@ def test_masked_recipes_are_the_paper_s(name: str) -> None:
     assert (config.data.masked.rate, config.data.masked.validation_rate) == (0.30, 0.15)
     positions = "learned" if name.startswith(("bert", "lion_lit")) else "none"
     assert (config.model.positions, config.model.head) == (positions, "mlm")
-    assert config.model.two_sided_mixers() == list(config.model.mixers)
+    assert config.model.bidirectional_mixers() == list(config.model.mixers)
     head = config.model.hidden_size * (config.model.hidden_size + 3) + config.model.vocab_size
     parameters = count_parameters(config.model)
     # The paper counts the large model without its head.

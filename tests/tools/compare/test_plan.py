@@ -212,7 +212,7 @@ def test_the_masked_comparison(tmp_path: Path, monkeypatch) -> None:
     variants = {run.config.model.mixer_options["lion"]["variant"] for run in runs if run.model != "softmax"}
     assert variants == {"lit", "d", "s"}
     for run in runs:
-        assert run.config.model.two_sided_mixers()
+        assert run.config.model.bidirectional_mixers()
         assert abs(run.body / runs[0].body - 1) < 0.01
         assert (run.config.model.num_layers, run.config.model.hidden_size) == (12, 768)
         assert run.config.data.objective == "masked"
@@ -232,7 +232,7 @@ def test_the_language_model_comparison(tmp_path: Path, monkeypatch) -> None:
     for size in ("small", "medium", "large"):
         here = {run.model: run for run in runs if run.size == size}
         for run in here.values():
-            assert not run.config.model.two_sided_mixers()
+            assert not run.config.model.bidirectional_mixers()
             assert abs(run.body / here["metala"].body - 1) < 0.01
             assert run.config.model.num_layers == here["metala"].config.model.num_layers
             assert run.config.optimizer == here["metala"].config.optimizer

@@ -68,7 +68,7 @@ def test_logits_are_the_language_models(mixer: str) -> None:
     cfg = config([mixer])
     language_model = LanguageModel(cfg.model_config(), seed=0).eval()
     away_from_zero(language_model)
-    kind = MetalionForMaskedLM if cfg.model_config().two_sided_mixers() else MetalionForCausalLM
+    kind = MetalionForMaskedLM if cfg.model_config().bidirectional_mixers() else MetalionForCausalLM
     model = kind(cfg).eval()
     missing, unexpected = model.load_state_dict(language_model.state_dict(), strict=False)
     assert not missing

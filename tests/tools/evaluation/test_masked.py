@@ -38,7 +38,7 @@ def encoder(vocab_size: int = 320, **shape: Any) -> LanguageModel:
 @pytest.mark.parametrize("shape", ENCODERS)
 def test_one_token_at_a_time(shape):
     model = encoder(**shape).double()
-    assert model.config.two_sided_mixers()
+    assert model.config.bidirectional_mixers()
     draw = np.random.default_rng(0)
     contexts = [draw.integers(0, 256, n) for n in (5, 1, 30, 12)]
     targets = [draw.integers(0, 256, n) for n in (3, 7, 1, 2)]
@@ -100,4 +100,4 @@ def test_a_tokenizer_without_a_row_for_its_mask_is_refused():
 
 
 def test_causal_models_are_not_masked():
-    assert not ModelConfig(vocab_size=10, num_layers=1, hidden_size=32, num_heads=2).two_sided_mixers()
+    assert not ModelConfig(vocab_size=10, num_layers=1, hidden_size=32, num_heads=2).bidirectional_mixers()

@@ -26,7 +26,7 @@ def config_of(name: str) -> ModelConfig:
     return ModelConfig(**{**values, "vocab_size": VOCABULARY})
 
 
-CAUSAL = sorted(p.stem for p in CONFIGS.glob("*_tiny.yml") if not config_of(p.stem).two_sided_mixers())
+CAUSAL = sorted(p.stem for p in CONFIGS.glob("*_tiny.yml") if not config_of(p.stem).bidirectional_mixers())
 
 
 def model_of(name: str, seed: int = 0, **changes: Any) -> LanguageModel:

@@ -62,7 +62,7 @@ def test_what_a_stretch_hands_on_is_the_state_of_its_mixer(name: str, options: d
     found = state_elements(model)
     if name == "attention":
         assert found == 0
-    elif not model.two_sided_mixers():
+    elif not model.bidirectional_mixers():
         mixer = MIXERS[name](model, 0, model.options_of(name))
         with torch.no_grad():
             _, state = mixer(torch.zeros(1, 8, 256), return_state=True)

@@ -1,0 +1,133 @@
+"""What layers and mixers need from the configuration: the shape that they read, and checks of options.
+
+`models/config.py` imports the mixers to check their options, so layers and mixers import this file instead.
+Importing it needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Protocol
+
+# Descriptions of options that several mixers have.
+HEAD_NORM = "Norm of every head before the gate, without gain; rmsnorm in flash-linear-attention's models."
+HEAD_NORM_EPS = "Added to the variance (or mean square) in that norm."
+
+
+class ModelShape(Protocol):
+    """The part of `models.config.ModelConfig` that layers and mixers read; the keys are described there."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def mlp_width(self) -> int: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def norm(self) -> str: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def norm_affine(self) -> bool: ...
+    @property
+    def head(self) -> str: ...
+    @property
+    def max_positions(self) -> int | None: ...
+    @property
+    def init_method(self) -> str: ...
+    @property
+    def output_init_method(self) -> str: ...
+    @property
+    def init_std(self) -> float: ...
+    def bidirectional_mixers(self) -> list[str]: ...
+
+
+def require_divisor(key: str, value: int, what: str, number: float) -> None:
+    """Raise ValueError with the nearest legal values unless `value` divides `number`.
+
+    key: the config key of `value`. what: the name of `number` in the message.
+    """
+    if number % value:
+        legal = join_names(nearest_divisors(max(int(number), 1), value))
+        raise ValueError(f"{key} = {value} does not divide {what} = {number:g}; nearest that do: {legal}")
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """Return the largest divisor of `number` below `wanted` and the smallest above it, as far as they exist."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return below + above
+
+
+def require_at_least(mixer: str, options: Any, least: int, *keys: str) -> None:
+    """Raise ValueError for an option of `mixer` among `keys` that is below `least`; None is a default and passes."""
+    for key in keys:
+        value = getattr(options, key)
+        if value is not None and value < least:
+            raise ValueError(f"model.mixer_options.{mixer}.{key} = {value}: must be at least {least}")
+
+
+def require_positive(mixer: str, options: Any, *keys: str) -> None:
+    """Raise ValueError for an option of `mixer` among `keys` that is not greater than 0 (NaN is not)."""
+    for key in keys:
+        if not getattr(options, key) > 0:
+            raise ValueError(f"model.mixer_options.{mixer}.{key} = {getattr(options, key)}: must be greater than 0")
+
+
+def check_key_dim(mixer: str, config: ModelShape, expand_k: float) -> None:
+    """Raise ValueError if the heads do not divide the key width expand_k * hidden_size."""
+    what = f"the key width of {mixer}, model.hidden_size * {expand_k:g}"
+    require_divisor("model.num_heads", config.num_heads, what, config.hidden_size * expand_k)
+
+
+def fits_type(value: Any, allowed: Any) -> bool:
+    """Return whether a value from YAML has an annotated type.
+
+    Types: bool, int, float, str, None, a Literal, a union or a tuple of them, or a dict, in which null is a default.
+    """
+    kinds, origin = typing.get_args(allowed), typing.get_origin(allowed)
+    if origin is Literal:
+        return any(value == kind and type(value) is type(kind) for kind in kinds)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and all(fits_type(item, kinds[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, Mapping) and all(item is None or fits_type(item, kinds[1]) for item in value.values())
+    if kinds:
+        return any(fits_type(value, kind) for kind in kinds)
+    if allowed is float:  # YAML writes 2 where 2.0 is meant; a bool is no number
+        return type(value) in (int, float)
+    return allowed is Any or type(value) is allowed
+
+
+def describe_type(allowed: Any) -> str:
+    """Return the allowed values of an annotated type, as `fits_type` reads it, in words."""
+    names = {bool: "true, false", int: "whole numbers", float: "numbers", str: "text", type(None): "null"}
+    kinds, origin = typing.get_args(allowed), typing.get_origin(allowed)
+    if origin is Literal:
+        return ", ".join(str(kind) for kind in kinds)
+    if origin is tuple:
+        return f"lists of {describe_type(kinds[0])}"
+    if origin is dict:
+        return "mappings of mappings"
+    return ", ".join(describe_type(kind) for kind in kinds) if kinds else names[allowed]
+
+
+def nearest_names(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean ..." with the known names most similar to `name`, or a list of all if none is similar."""
+    names = sorted(known)
+    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    return f"did you mean {join_names(close)}?" if close else f"allowed are {', '.join(names) or 'none'}"
+
+
+def join_names(items: Iterable[Any]) -> str:
+    """Return the items as "a or b or c"."""
+    return " or ".join(str(item) for item in items)
