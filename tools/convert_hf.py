@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.cli.arguments import above_zero, command, command_line
+from tools.cli.arguments import FAILED, above_zero, command, command_line
 
 if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
     from tools.conversion.export_hf import Export
@@ -19,9 +19,30 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0, 1 when logits differ by more than the tolerance, 2 after an error."""
     options = _parser().parse_args(arguments)
-    if options.text is not None:
+    if getattr(options, "text", None) is not None:
         options.text.open("rb").close()  # refused before a folder is written, not when logits are compared
-    return _export(options) if options.command == "export" else _import(options)
+    return {"export": _export, "import": _import, "verify": _verify}[options.command](options)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from megatron_lite.checkpoint.checksums import CheckpointError, check_files
+    from megatron_lite.checkpoint.reader import resolve, step_folders, verify
+    from tools.conversion.hf_folder import check_folder
+
+    folder, status = options.folder, 0
+    if (folder / "config.json").is_file():
+        check_folder(folder)
+        count = check_files(folder, "")
+        print(f"{folder}: {count} files are as they were written" if count else f"{folder}: stores no hashes")
+        return 0
+    steps = list(step_folders(folder).values()) or list(step_folders(folder / "checkpoints").values())
+    for step in steps or [resolve(folder)]:
+        try:
+            print(f"{step}: {verify(step)} files are as they were written")
+        except CheckpointError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = FAILED
+    return status
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -34,6 +55,7 @@ def _export(options: argparse.Namespace) -> int:
         max_shard_bytes=options.max_shard_size,
         overwrite=options.overwrite,
         licence=options.licence,
+        tokenizer_file=options.tokenizer,
         text=options.text,
         progress=sys.stderr.isatty(),
     )
@@ -47,7 +69,7 @@ def _import(options: argparse.Namespace) -> int:
 
     from megatron_lite.checkpoint.reader import Weights
     from tools.conversion.import_hf import import_folder, original_logits, processes_of_a_copy
-    from tools.conversion.logit_parity import real_text, rows_of, trainer_logits
+    from tools.conversion.logit_parity import counted_rows, real_text, rows_of, trainer_logits
 
     done = import_folder(
         options.folder, options.run, overwrite=options.overwrite, text=options.text, progress=sys.stderr.isatty()
@@ -58,8 +80,7 @@ def _import(options: argparse.Namespace) -> int:
         tokens = rows_of(text, done.tokenizer, done.model)
     else:
         print("no tokenizer there: set data.tokenizer before training")
-        name = "a count from 0 on"
-        tokens = (torch.arange(min(256, done.model.max_positions or 256)) % done.model.vocab_size)[None]
+        tokens, name = counted_rows(done.model), "a count from 0 on"
     theirs, why = original_logits(options.folder, done.kind, done.model, tokens)
     over = False
     if theirs is None:
@@ -85,15 +106,19 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _check(done: Export, options: argparse.Namespace) -> int:
-    from tools.conversion.logit_parity import compare_logits, real_text, rows_of
+    from tools.conversion.logit_parity import compare_logits, counted_rows, real_text, rows_of
     from tools.conversion.tokenizer import check_same_ids
     from tools.loading.model import DTYPES, model_config
 
-    text, name = real_text(done.config, done.tokenizer, options.text)
     config = model_config(done.config)
-    tokens = rows_of(text, done.tokenizer, config)
-    compared = check_same_ids(done.tokenizer, done.folder, [text])
-    print(f"tokenizer: AutoTokenizer gives the same ids on {compared:,} tokens")
+    if done.tokenizer is None:
+        print("no tokenizer: the run was imported without one; --tokenizer FILE puts one into the folder")
+        tokens, name = counted_rows(config), "a count from 0 on"
+    else:
+        text, name = real_text(done.config, done.tokenizer, options.text)
+        tokens = rows_of(text, done.tokenizer, config)
+        compared = check_same_ids(done.tokenizer, done.folder, [text])
+        print(f"tokenizer: AutoTokenizer gives the same ids on {compared:,} tokens")
     kind, progress = DTYPES[options.dtype], sys.stderr.isatty()
     result = compare_logits(done.weights, config, done.folder, tokens, kind, progress=progress)
     print(
@@ -133,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
             "  python -m tools.convert_hf export runs/default exported/ --dtype bf16 --overwrite\n"
             "  python -m tools.convert_hf import exported/ runs/again              an export, to train on\n"
             "  python -m tools.convert_hf import pythia-410m/ runs/pythia          GPT-NeoX, Llama, MetaLA, GLA, RetNet, HGRN2\n"
+            "  python -m tools.convert_hf verify runs/default                      read and check every file of a run or export\n"
             "\n"
             "An export ends by comparing its logits with the trainer's and fails over the tolerance. docs/huggingface.md"
         ),
@@ -151,6 +177,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--overwrite", action="store_true", help="replace the folder where it is an export already")
     export.add_argument("--licence", default="apache-2.0", help="the model card's, as the hub spells it (apache-2.0)")
+    export.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer.json, tokenizer.model, vocab.txt or a folder with one (default: the run's)",
+    )
     export.add_argument(
         "--text",
         type=Path,
@@ -176,6 +208,12 @@ def _parser() -> argparse.ArgumentParser:
         default=1e-4,
         help="largest difference, over the largest logit where that is over 1 (1e-4)",
     )
+    verified = commands.add_parser(
+        "verify",
+        help="compare the files of a run's checkpoints or of an export with their hashes",
+        description="Read every file and compare its SHA-256. Exit status 1 names the damaged ones.",
+    )
+    verified.add_argument("folder", type=Path, help="a run, a checkpoints folder, a step folder or an export")
     return parser
 
 

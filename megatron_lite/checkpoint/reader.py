@@ -5,6 +5,7 @@ A checkpoint is a folder `step_00000100/` with
 - `manifest.json`: format version, step, trainer state, layout, software versions, command line; every tensor's shape,
   partition word and the pieces it is stored in; every file's size and SHA-256; `finite`: all tensors were checked to be so;
 - `config.yml`: the resolved configuration;
+- `SHA256SUMS`: SHA-256 of all files, the manifest's own included, as `sha256sum -c` reads it;
 - `weights-RRRRR.safetensors`, `optimizer-RRRRR.safetensors`: what rank R owned, as flat float32 pieces of the tensors.
   Keys are `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` with canonical parameter names.
 
@@ -17,18 +18,21 @@ loadable and `latest` on a complete one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from safetensors import safe_open
+from pydantic import BaseModel, Field, ValidationError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_lite.checkpoint.checksums import CheckpointError, check_files, file_sha256, inside
+from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.fault_tolerance.finite_check import is_finite
 from megatron_lite.parallel.sharding_plan import Shard
 
@@ -37,8 +41,8 @@ VERSION = 2  # 1 had no shards, and is read
 OPTIMIZER_KEYS = ("exp_avg", "exp_avg_sq")
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or read; the message is for a person."""
+MANIFEST, CONFIG = "manifest.json", "config.yml"
+_STEP = re.compile(r"step_[0-9]+")
 
 
 class NotFiniteError(CheckpointError):
@@ -68,18 +72,14 @@ def resolve(path: Path | str) -> Path:
         CheckpointError: there is none; says what was looked for.
     """
     path = Path(path)
-    if (path / "manifest.json").is_file():
+    if (path / MANIFEST).is_file():
         return path
     for folder in (path, path / "checkpoints"):
-        latest = folder / "latest"
-        if latest.is_file():
-            step = folder / latest.read_text().strip()
-            if (step / "manifest.json").is_file():
-                return step
-            raise CheckpointError(
-                f"{latest} names {step.name}, which is no complete checkpoint; name another step folder beside it "
-                f"(for a run: checkpoint.resume=FOLDER)"
-            )
+        if (folder / "latest").is_file():
+            return _named_by(folder / "latest")
+        # A first save that was interrupted before its last file.
+        if steps := [step for step in step_folders(folder).values() if (step / MANIFEST).is_file()]:
+            return steps[-1]
     if not path.exists():
         near = sorted(str(p) for p in path.parent.glob("*") if p.is_dir())[:5] if path.parent.is_dir() else []
         beside = f" (beside it: {', '.join(near)})" if near else ""
@@ -87,52 +87,132 @@ def resolve(path: Path | str) -> Path:
     raise CheckpointError(f"{path} is no checkpoint: {_NEEDED}")
 
 
+def _named_by(latest: Path) -> Path:
+    """The step folder that the file `latest` names. Raises CheckpointError."""
+    try:
+        name = latest.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        name = ""
+    if not _STEP.fullmatch(name):
+        raise CheckpointError(f"{latest} is damaged (it names no folder like step_00000100 beside it); {_OTHER}")
+    if not (latest.parent / name / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{latest} names {name}, which is no complete checkpoint (it has no {MANIFEST}); {_OTHER}"
+        )
+    return latest.parent / name
+
+
+def step_folders(directory: Path) -> dict[int, Path]:
+    """The step folders of a checkpoints folder by their steps, in order; complete or not."""
+    found = {int(path.name[5:]): path for path in directory.glob("step_*") if _STEP.fullmatch(path.name)}
+    return dict(sorted(found.items()))
+
+
 _NEEDED = "a run folder, a checkpoints folder with the file 'latest', or a step folder with manifest.json is needed"
 
 
 def exists(path: Path) -> bool:
     """Whether a run or checkpoints folder has a finished checkpoint."""
-    return any((folder / "latest").is_file() for folder in (path, path / "checkpoints"))
+    return any(
+        (folder / "latest").is_file() or any((step / MANIFEST).is_file() for step in step_folders(folder).values())
+        for folder in (path, path / "checkpoints")
+    )
 
 
 def names_own(resume: str, directory: Path) -> bool:
     """Whether `checkpoint.resume` names a run's own checkpoints folder, which is `directory`, or a step folder of it, also one
     that is not there: each start takes the run back to it. Any other path is what a run without checkpoints starts from."""
-    if resume in ("auto", "never"):
+    if resume in ("auto", "never", "newest_readable"):
         return False
     path = Path(resume).resolve()
     return directory.resolve() in (path, path.parent, (path / "checkpoints").resolve())
 
 
+class _Piece(BaseModel):
+    rank: Annotated[int, Field(ge=0)]
+    start: Annotated[int, Field(ge=0)]
+    numel: Annotated[int, Field(ge=1)]
+    shard: tuple[int, int, int] = (0, 0, 1)
+
+
+class _Tensor(BaseModel):
+    shape: list[Annotated[int, Field(ge=0)]]
+    pieces: list[_Piece]
+
+
+class _File(BaseModel):
+    bytes: int
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    """What must stand in a manifest; any other key is allowed."""
+
+    step: int
+    state: dict[str, Any]
+    layout: dict[str, Any]
+    tensors: dict[str, _Tensor]
+    files: dict[str, _File]
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a step folder, with every file that it lists checked to be there in full.
+    """The manifest of a step folder. Its hash and that of config.yml are compared, and every file is there in full.
 
     Raises:
-        CheckpointError: unreadable, another format or version, or a file that is missing or short (named).
+        CheckpointError: unreadable, another format or version, or a file that is missing, short or changed (named).
     """
-    file = path / "manifest.json"
+    file = path / MANIFEST
+    check_files(path, _OTHER, (MANIFEST, CONFIG))
     try:
-        manifest = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged ({error}); {_OTHER}") from error
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{file} is damaged (it holds no keys); {_OTHER}")
     if manifest.get("format") != FORMAT or manifest.get("version") not in range(1, VERSION + 1):
         raise CheckpointError(
-            f"{path}: format {manifest.get('format')!r} version {manifest.get('version')!r}; this program reads "
+            f"{file}: format {manifest.get('format')!r} version {manifest.get('version')!r}; this program reads "
             f"{FORMAT!r} up to version {VERSION}"
         )
-    if missing := [key for key in ("step", "state", "layout", "tensors", "files") if key not in manifest]:
-        raise CheckpointError(f"{file} is damaged (it has no key {missing[0]!r}); {_OTHER}")
+    try:
+        _Manifest.model_validate(manifest)
+    except ValidationError as error:
+        detail = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, detail["loc"]))
+        raise CheckpointError(f"{file} is damaged ({key}: {detail['msg']}); {_OTHER}") from error
     for name, entry in manifest["files"].items():
-        size = (path / name).stat().st_size if (path / name).is_file() else None
+        stored = inside(path, name, file)
+        size = stored.stat().st_size if stored.is_file() else None
         if size != entry["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes of {entry['bytes']}"
             raise CheckpointError(f"{path}: the file {name} {found}; {_OTHER}")
     return manifest
 
 
-_OTHER = "resume from another step folder beside it (checkpoint.resume=FOLDER)"
+_OTHER = (
+    "name another step folder, or let the run go on from the newest checkpoint that is whole "
+    "(checkpoint.resume=newest_readable)"
+)
+
+
+def verify(path: Path) -> int:
+    """Read every byte of a step folder; return how many files were compared with their hashes.
+
+    Raises:
+        CheckpointError: as `read_manifest`, or a file whose content was changed. Names it.
+    """
+    files = read_manifest(path)["files"]
+    read_config_yaml(path)
+    for name, entry in files.items():
+        _check_hash(path, name, entry)
+    return len(files) + check_files(path, _OTHER, (MANIFEST, CONFIG))
+
+
+def _check_hash(path: Path, name: str, entry: Mapping[str, Any] | None) -> None:
+    if entry is None:
+        raise CheckpointError(f"{path / MANIFEST} is damaged (it lists no file {name}); {_OTHER}")
+    if file_sha256(path / name) != entry["sha256"]:
+        raise CheckpointError(f"{path}: the file {name} is corrupted (its SHA-256 is not the manifest's); {_OTHER}")
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
@@ -187,9 +267,10 @@ def read_config_yaml(path: Path | str) -> dict[str, Any]:
     """
     import yaml
 
-    file = resolve(path) / "config.yml"
+    file = resolve(path) / CONFIG
+    check_files(file.parent, _OTHER, (CONFIG,))
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        config = yaml.load(file.read_text(encoding="utf-8"), BoundedLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{file} is damaged ({' '.join(str(error).split())}); {_OTHER}") from error
     if not isinstance(config, dict):
@@ -236,7 +317,19 @@ class Reader:
         self._assembled: tuple[tuple[str, str], Tensor] | None = None
 
     def read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the flattened shard of a tensor, float32 on the CPU."""
+        """Elements [start, start + numel) of the flattened shard of a tensor, float32 on the CPU.
+
+        Raises:
+            CheckpointError: a file that was changed, or a manifest that its files do not fit.
+        """
+        try:
+            return self._read(kind, name, shard, start, numel)
+        except (SafetensorError, LookupError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{self._path / MANIFEST} does not fit its files at {kind} of {name} ({error}); {_OTHER}"
+            ) from error
+
+    def _read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
         if kind != "weight" and self._manifest.get("optimizer") == "none":  # weights from elsewhere
             return torch.zeros(numel, dtype=torch.float32)
         entry = self._manifest["tensors"][name]
@@ -265,18 +358,20 @@ class Reader:
     def _range(self, kind: str, name: str, placed: list[tuple[dict[str, Any], int]], start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) out of pieces, each with the place of its first element."""
         out = torch.empty(numel, dtype=torch.float32)
-        covered = 0
-        for piece, place in placed:
-            low, high = max(start, place), min(start + numel, place + piece["numel"])
+        covered, end = start, start + numel
+        for piece, place in sorted(placed, key=lambda one: one[1]):
+            low, high = max(start, place), min(end, place + piece["numel"])
             if low < high:
+                if low != covered:
+                    break
                 stem = "weights" if kind == "weight" else "optimizer"
                 file = self._file(f"{stem}-{piece['rank']:05d}.safetensors")
                 view = file.get_slice(f"{kind}/{name}")
                 out[low - start : high - start] = view[low - place : high - place]
-                covered += high - low
-        if covered != numel:
+                covered = high
+        if covered != end:
             raise CheckpointError(
-                f"{self._path}: {kind} of {name} has {covered} of the {numel} elements from {start} on"
+                f"{self._path / MANIFEST} is damaged ({kind} of {name}: no piece goes on at element {covered}); {_OTHER}"
             )
         if not is_finite(out) and (entry := f"{kind} of {name}") not in self.not_finite:
             self.not_finite.append(entry)
@@ -289,10 +384,7 @@ class Reader:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            if file_sha256(self._path / name) != self._manifest["files"][name]["sha256"]:
-                raise CheckpointError(
-                    f"{self._path}: the file {name} is corrupted (its SHA-256 is not the manifest's); {_OTHER}"
-                )
+            _check_hash(self._path, name, self._manifest["files"].get(name))
             self._open[name] = safe_open(self._path / name, framework="pt")
         return self._open[name]
 
@@ -315,9 +407,3 @@ def newest_finite(directory: Path) -> Path | None:
         if not reader.not_finite:
             return step
     return None
-
-
-def file_sha256(path: Path) -> str:
-    """In hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,15 +18,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_lite.checkpoint.checksums import FILE_NAME, CheckpointError, checksums_text, file_sha256
 from megatron_lite.checkpoint.reader import (
+    CONFIG,
     FORMAT,
+    MANIFEST,
     OPTIMIZER_KEYS,
     VERSION,
-    CheckpointError,
     Part,
     Reader,
-    file_sha256,
     read_manifest,
+    step_folders,
 )
 from megatron_lite.checkpoint.safetensors_stream import write_tensors
 
@@ -56,7 +58,7 @@ def write_weights(
     flat = {f"weight/{name}": (math.prod(shape),) for name, shape in shapes.items()}
     try:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        make_folder(aside)
         write_tensors(file, flat, ((f"weight/{name}", tensor.reshape(-1)) for name, tensor in weights))
         manifest = {
             "format": FORMAT,
@@ -130,7 +132,7 @@ def rewrite(
     kinds = {"weights": ("weight",), "optimizer": () if manifest.get("optimizer") == "none" else OPTIMIZER_KEYS}
     try:
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        make_folder(aside)
         for rank, parts in enumerate(ranks):
             for stem, names in kinds.items():
                 group = {
@@ -142,7 +144,7 @@ def rewrite(
                     files |= write_file(aside / f"{stem}-{rank:05d}.safetensors", group)
             progress()
         reader.require_finite()
-        publish(aside, final, changed, (source / "config.yml").read_text())
+        publish(aside, final, changed, (source / CONFIG).read_text(encoding="utf-8"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"could not write {final}: {error}") from error
     finally:
@@ -155,9 +157,12 @@ def publish(aside: Path, final: Path, manifest: Mapping[str, Any], config_yaml: 
 
     A folder of that name, of the same step saved before, stays until the new one has its place.
     """
-    write_text(aside / "config.yml", config_yaml)
-    write_text(aside / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    sync(aside)
+    write_text(aside / CONFIG, config_yaml)
+    write_text(aside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    sums = {name: entry["sha256"] for name, entry in manifest.get("files", {}).items()}
+    write_text(
+        aside / FILE_NAME, checksums_text(sums | {name: file_sha256(aside / name) for name in (CONFIG, MANIFEST)})
+    )
     former = final.with_name(f".{final.name}.former.writing")
     if final.exists():
         shutil.rmtree(former, ignore_errors=True)
@@ -183,14 +188,14 @@ def rewind(folder: Path) -> Path | None:
         where they are now; None where there was none. Killed in between, it leaves some of them, which count no more.
     """
     directory = folder.parent
-    later = [path for step, path in sorted(_steps(directory).items()) if step > _step(folder.name)]
+    later = [path for step, path in step_folders(directory).items() if step > _step(folder.name)]
     write_text(directory / "latest", folder.name + "\n")
     return _move_beside(directory, later)
 
 
 def set_aside(directory: Path) -> Path | None:
     """Move all checkpoints out of the way of a run that starts over; returns as `rewind`. The folder stays: a run holds it."""
-    return _move_beside(directory, [*directory.glob("latest"), *_steps(directory).values()])
+    return _move_beside(directory, [*step_folders(directory).values(), *directory.glob("latest")])
 
 
 def _move_beside(directory: Path, paths: Sequence[Path]) -> Path | None:
@@ -200,6 +205,8 @@ def _move_beside(directory: Path, paths: Sequence[Path]) -> Path | None:
     aside.mkdir()
     for path in paths:
         path.rename(aside / path.name)
+    sync(aside)
+    sync(directory)
     return aside
 
 
@@ -215,7 +222,7 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     Returns:
         the deleted folders.
     """
-    steps = _steps(directory)
+    steps = step_folders(directory)
     latest = directory / "latest"
     # A run that was killed between a folder's name and `latest` goes on from the one before, and one that goes back from any:
     # what is later than `latest` is not the newest, and is replaced when the run comes to it.
@@ -225,17 +232,12 @@ def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:
     for folder in [steps[step] for step in counted[:-keep_last]]:  # [:-0] is none
         try:
             # Without it the rest is no checkpoint, should this be interrupted; the next call removes that rest.
-            (folder / "manifest.json").unlink(missing_ok=True)
+            (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder)
             gone.append(folder)
         except OSError as error:  # protected, or on a network disk and being read
             warnings.warn(f"the old checkpoint {folder} cannot be deleted, and stays: {error}", stacklevel=2)
     return gone
-
-
-def _steps(directory: Path) -> dict[int, Path]:
-    """The step folders by their steps."""
-    return {_step(p.name): p for p in directory.glob("step_*") if p.name[5:].isdigit()}
 
 
 def _step(name: str) -> int:
@@ -272,13 +274,22 @@ def versions() -> dict[str, str]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A text file, flushed to the disk, that takes its name when it is whole."""
+    """A text file, flushed to the disk with its name, which it takes when it is whole."""
     aside = path.with_name(f".{path.name}.writing")
-    with open(aside, "w") as file:
+    with open(aside, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it that are missing; flush their names to the disk. Raises OSError."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
 
 
 def sync(path: Path) -> None:

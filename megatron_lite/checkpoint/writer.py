@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.checkpoint.checksums import CheckpointError
 from megatron_lite.checkpoint.reader import (
     FORMAT,
     OPTIMIZER_KEYS,
     VERSION,
-    CheckpointError,
     NotFiniteError,
     Part,
     not_finite_error,
 )
-from megatron_lite.checkpoint.storage import publish, versions, write_file
+from megatron_lite.checkpoint.storage import make_folder, publish, versions, write_file
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.finite_check import state_not_finite
 from megatron_lite.parallel.grid import Grid, barrier, broadcast, gather
@@ -202,7 +202,7 @@ class CheckpointWriter:
     def _make_room(self, aside: Path) -> str:
         if self._engine.grid.is_main:
             try:
-                self._directory.mkdir(parents=True, exist_ok=True)
+                make_folder(self._directory)
                 for leftover in self._directory.glob(".step_*.writing"):  # of a save that was killed
                     shutil.rmtree(leftover)
                 aside.mkdir()

@@ -18,6 +18,8 @@ from typing import Any
 
 import yaml
 
+from megatron_lite.config.bounded_yaml import BoundedLoader
+
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 KeyPath = tuple[str, ...]
 
@@ -239,7 +241,7 @@ def _nearest_files(name: str) -> str:
     )
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     """YAML 1.2 core schema, with underscores in integers."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (the parent's own table)

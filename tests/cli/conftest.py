@@ -22,16 +22,20 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A hundred short documents of a toy language."""
-    folder = tmp_path_factory.mktemp("corpus")
+    path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
+    write_corpus(path)
+    return path
+
+
+def write_corpus(path: Path) -> None:
+    """Write a hundred short documents of a toy language."""
     draw = random.Random(0)
     words = ["state", "decay", "query", "key", "value", "head", "token", "mixer", "layer", "gate"]
     lines = [
         json.dumps({"text": " ".join(draw.choice(words) for _ in range(draw.randint(20, 60))) + "."})
         for _ in range(100)
     ]
-    path = folder / "toy.jsonl"
     path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 @pytest.fixture

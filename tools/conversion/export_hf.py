@@ -18,6 +18,7 @@ from torch import Tensor
 
 from data.atomic_io import folder_aside
 from data.tokenizer import Tokenizer
+from megatron_lite.checkpoint.checksums import FILE_NAME, checksums_text, file_sha256
 from megatron_lite.checkpoint.reader import Weights, read_config_yaml, resolve
 from megatron_lite.checkpoint.safetensors_stream import write_tensors
 from models.config import ModelConfig
@@ -25,8 +26,16 @@ from tools.conversion.flatten_source import flat_source
 from tools.conversion.hf_folder import read_config
 from tools.conversion.logit_parity import real_text
 from tools.conversion.model_card import model_card
-from tools.conversion.tokenizer import export_tokenizer
-from tools.loading.model import DTYPES, keep_tokenizer, model_config, read_tokenizer, run_folder
+from tools.conversion.tokenizer import export_tokenizer, tokenizer_at
+from tools.loading.model import (
+    DTYPES,
+    data_config,
+    keep_tokenizer,
+    kept_tokenizer,
+    model_config,
+    read_tokenizer,
+    run_folder,
+)
 
 # What an import needs to train on: the run's configuration and its tokenizer as the trainer reads it.
 TRAINING_FOLDER = "training"
@@ -41,7 +50,7 @@ class Export:
         checkpoint: the step folder that it came from.
         weights: its weights, to read again.
         config: the run's configuration as plain YAML values.
-        tokenizer: the trainer's.
+        tokenizer: the trainer's; None where the run was imported without one.
         parameters: number of weights, a tied matrix once.
         bytes: size of the weights.
         shards: number of weight files.
@@ -51,7 +60,7 @@ class Export:
     checkpoint: Path
     weights: Weights
     config: dict[str, Any]
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     parameters: int
     bytes: int
     shards: int
@@ -65,6 +74,7 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     licence: str = "apache-2.0",
+    tokenizer_file: Path | None = None,
     text: Path | None = None,
     progress: bool = False,
 ) -> Export:
@@ -74,6 +84,7 @@ def export(
         dtype: "fp32", "bf16" or "fp16" for the stored weights.
         max_shard_bytes: a weight file ends before it passes this size; a single larger tensor has a file of its own.
         overwrite: replace a folder that is there, if it is an export.
+        tokenizer_file: as of `tokenizer_at`; None for the one that the run keeps, or none where it was imported without.
         text: what logits are to be compared on; refused as by `real_text` before anything is written.
 
     Raises:
@@ -94,10 +105,11 @@ def export(
     weights = Weights(source)
     check_shapes(weights.shapes, model, source)
     run = run_folder(source, config)
-    tokenizer = read_tokenizer(run, config)
-    check_vocabulary(tokenizer.vocab_size, model.vocab_size, str(tokenizer.path or tokenizer.type))
-    if text is not None:
-        real_text(config, tokenizer, text)
+    tokenizer = _tokenizer(run, config) if tokenizer_file is None else tokenizer_at(tokenizer_file)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer.vocab_size, model.vocab_size, str(tokenizer.path or tokenizer.type))
+        if text is not None:
+            real_text(config, tokenizer, text)
 
     with folder_aside(folder, overwrite=overwrite) as aside:
         write_description(aside, model, tokenizer, dtype, int(config["batch"]["sequence_length"]))
@@ -105,8 +117,21 @@ def export(
         sizes = write_shards(aside, weights, weights.shapes, DTYPES[dtype], max_shard_bytes, progress=progress)
         parameters = sum(math.prod(shape) for shape in weights.shapes.values())
         card = model_card(config, model, run=run, step=source.name, parameters=parameters, dtype=dtype, licence=licence)
-        (aside / "README.md").write_text(card, encoding="utf-8")
+        (aside / FILE_NAME).write_text(checksums_text(_checksums(aside)), encoding="utf-8")
+        (aside / "README.md").write_text(card, encoding="utf-8")  # without a hash: cards are edited
     return Export(folder, source, weights, config, tokenizer, parameters, sum(sizes), len(sizes))
+
+
+def _tokenizer(run: Path, config: dict[str, Any]) -> Tokenizer | None:
+    if (kept := kept_tokenizer(run)) is not None:
+        return kept
+    # Bytes that a run does not keep are the placeholder of an import without a tokenizer.
+    return None if data_config(config).tokenizer.type == "bytes" else read_tokenizer(run, config)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): file_sha256(path) for path in files}
 
 
 def check_target(folder: Path, overwrite: bool) -> None:
@@ -158,10 +183,15 @@ def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, sour
         )
 
 
-def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str, sequence_length: int) -> None:
-    """config.json, generation_config.json, tokenizer and source."""
+def write_description(
+    folder: Path, model: ModelConfig, tokenizer: Tokenizer | None, dtype: str, sequence_length: int
+) -> None:
+    """config.json, generation_config.json, source, and the tokenizer where there is one."""
     causal = not model.bidirectional_mixers()
-    special = export_tokenizer(tokenizer, folder, causal=causal, max_length=sequence_length)
+    special, entries = {}, model.vocab_size
+    if tokenizer is not None:
+        special = export_tokenizer(tokenizer, folder, causal=causal, max_length=sequence_length)
+        entries = tokenizer.vocab_size
     main_class = "MetalionForCausalLM" if causal else "MetalionForMaskedLM"
     main_auto = "AutoModelForCausalLM" if causal else "AutoModelForMaskedLM"
     ids = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
@@ -182,13 +212,13 @@ def write_description(folder: Path, model: ModelConfig, tokenizer: Tokenizer, dt
     _write_json(folder / "config.json", config)
     if causal:
         # Rows that pad the embedding to a round number mean nothing and are never drawn.
-        padding = list(range(tokenizer.vocab_size, model.vocab_size))
+        padding = list(range(entries, model.vocab_size))
         _write_json(folder / "generation_config.json", {**ids, **({"suppress_tokens": padding} if padding else {})})
     for name, text in flat_source(model.mixers).items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def write_training_side(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+def write_training_side(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
     """The folder `training/`: what the run was, for an import to train on."""
     import yaml
 
@@ -197,7 +227,8 @@ def write_training_side(folder: Path, config: Mapping[str, Any], tokenizer: Toke
     (side / "config.yml").write_text(
         yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
     )
-    keep_tokenizer(tokenizer, side)
+    if tokenizer is not None:
+        keep_tokenizer(tokenizer, side)
 
 
 def write_shards(

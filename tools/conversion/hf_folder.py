@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from data.atomic_io import read_json
+from megatron_lite.checkpoint.checksums import FILE_NAME, check_files, inside
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -22,6 +23,27 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path, "it must name the model_type that its weights are of", "model_type")
 
 
+def check_folder(folder: Path) -> None:
+    """Compare all files with the hashes that an export holds, and open the weights.
+
+    Raises:
+        ValueError: a file is missing or was changed, or is no safetensors file. Names it.
+    """
+    again = f"copy it again, or write it again (python -m tools.convert_hf export RUN {folder} --overwrite)"
+    check_files(folder, f"{again}; where the change was meant, remove {FILE_NAME}")
+    for file in sorted(folder.glob("*.safetensors")):
+        _open(file)
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no safetensors file, or is cut short ({error}): copy it again") from error
+
+
 class Tensors(Mapping[str, Tensor]):
     """The tensors of model.safetensors, or of the files that model.safetensors.index.json names; in their own dtype.
 
@@ -31,11 +53,12 @@ class Tensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import SafetensorError, safe_open
-
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(read_json(index, "copy it again", "weight_map")["weight_map"].values()))
+            named = read_json(index, "copy it again", "weight_map")["weight_map"]
+            if not isinstance(named, dict):
+                raise ValueError(f"{index} is damaged (weight_map holds no names): copy it again")
+            names = sorted({str(inside(Path(), name, index)) for name in named.values()})
         else:
             names = ["model.safetensors"]
         if not index.is_file() and not (folder / "model.safetensors").is_file():
@@ -50,11 +73,9 @@ class Tensors(Mapping[str, Tensor]):
         self._of: dict[str, str] = {}
         for name in names:
             try:
-                self._files[name] = safe_open(folder / name, framework="pt")
+                self._files[name] = _open(folder / name)
             except FileNotFoundError:
                 raise FileNotFoundError(f"{folder / name} is missing; {index.name} names it") from None
-            except SafetensorError as error:
-                raise ValueError(f"{folder / name} is no safetensors file: {error}") from error
             self._of |= dict.fromkeys(self._files[name].keys(), name)
         self.shapes = {key: tuple(self._files[file].get_slice(key).get_shape()) for key, file in self._of.items()}
 

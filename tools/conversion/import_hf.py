@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from data.atomic_io import folder_aside
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.storage import write_weights
+from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.config.loader import ConfigError, dump_config, load_config
 from megatron_lite.parallel.sharding_plan import partition_words
 from models.config import ModelConfig
@@ -24,8 +25,9 @@ from models.language_model import LanguageModel
 from tools.conversion.export_hf import TRAINING_FOLDER, check_vocabulary
 from tools.conversion.foreign.mapping import check_names, make
 from tools.conversion.foreign.registry import translate
-from tools.conversion.hf_folder import Tensors, read_config
+from tools.conversion.hf_folder import Tensors, check_folder, read_config
 from tools.conversion.logit_parity import real_text
+from tools.conversion.tokenizer import tokenizer_in
 from tools.loading.model import keep_tokenizer, kept_tokenizer
 
 _COPY = f"copy it again, or remove {TRAINING_FOLDER}/ to begin with placeholders"
@@ -74,6 +76,7 @@ def import_folder(
     if overwrite and folder.resolve().is_relative_to(run.resolve()):
         raise FileExistsError(f"{folder} lies in {run}, which --overwrite would remove: name another run folder")
     theirs = read_config(folder)
+    check_folder(folder)
     try:
         foreign = translate(theirs)
     except KeyError as error:
@@ -152,10 +155,7 @@ def _check_run(run: Path, overwrite: bool) -> None:
 def _tokenizer(folder: Path) -> Tokenizer | None:
     if (kept := kept_tokenizer(folder / TRAINING_FOLDER)) is not None:
         return kept
-    for kind, name in (("hf", "tokenizer.json"), ("sentencepiece", "tokenizer.model"), ("wordpiece", "vocab.txt")):
-        if (folder / name).is_file():
-            return load_tokenizer(kind, folder / name)
-    return None
+    return tokenizer_in(folder)
 
 
 def _configuration(
@@ -171,8 +171,8 @@ def _configuration(
     side = folder / TRAINING_FOLDER / "config.yml"
     if side.is_file():
         try:
-            values = yaml.safe_load(side.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
+            values = yaml.load(side.read_text(encoding="utf-8"), BoundedLoader)
+        except (UnicodeDecodeError, yaml.YAMLError) as error:
             raise ValueError(f"{side} is no YAML ({' '.join(str(error).split())}): {_COPY}") from error
         if not isinstance(values, dict) or "data" not in values:
             raise ValueError(f"{side} is no configuration, or a part of one: {_COPY}")

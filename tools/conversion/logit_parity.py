@@ -83,6 +83,8 @@ def load_export(folder: Path, *, causal: bool, **options: Any) -> Any:
     try:
         auto = AutoModelForCausalLM if causal else AutoModelForMaskedLM
         return auto.from_pretrained(folder, trust_remote_code=True, dtype="auto", **options).eval()
+    except ImportError as error:  # of the installed transformers
+        raise ValueError(f"{folder}: {error}") from error
     finally:
         if bar:
             logging.enable_progress_bar()
@@ -139,6 +141,11 @@ def real_text(config: Mapping[str, Any], tokenizer: Tokenizer, given: Path | Non
             return text, name
     own = Path(sysconfig.get_paths()["stdlib"]) / "textwrap.py"
     return own.read_text(encoding="utf-8"), str(own)
+
+
+def counted_rows(config: ModelConfig) -> Tensor:
+    """Token ids [1, up to 256] for a model without a tokenizer."""
+    return (torch.arange(min(256, config.max_positions or 256)) % config.vocab_size)[None]
 
 
 def rows_of(text: str, tokenizer: Tokenizer, config: ModelConfig) -> Tensor:

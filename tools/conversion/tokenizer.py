@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from data.tokenizer import END_OF_DOCUMENT, Tokenizer, load_tokenizer
 
 # What the trial of `check_same_ids` adds to real text: scripts, runs, controls, characters of one to four bytes.
 HARD_TEXTS = (
@@ -78,6 +78,27 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, causal: bool, max_le
         config["split_special_tokens"] = True
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     return {role: model.token_to_id(token) for role, token in special.items()}
+
+
+_FILES = {"tokenizer.json": "hf", "tokenizer.model": "sentencepiece", "vocab.txt": "wordpiece"}
+
+
+def tokenizer_in(folder: Path) -> Tokenizer | None:
+    """Load the tokenizer of a Hugging Face folder, None where there is none. Raises as `load_tokenizer`."""
+    return next(
+        (load_tokenizer(kind, folder / name) for name, kind in _FILES.items() if (folder / name).is_file()), None
+    )
+
+
+def tokenizer_at(path: Path) -> Tokenizer:
+    """Load a tokenizer from its file, or from a folder that holds it. Raises ValueError and OSError."""
+    kinds = {Path(name).suffix: kind for name, kind in _FILES.items()}
+    tokenizer = tokenizer_in(path) if path.is_dir() else None
+    if tokenizer is None and path.suffix in kinds:
+        tokenizer = load_tokenizer(kinds[path.suffix], path)
+    if tokenizer is None:
+        raise ValueError(f"--tokenizer {path}: {', '.join(_FILES)}, or a folder with one of them, is allowed")
+    return tokenizer
 
 
 def check_same_ids(tokenizer: Tokenizer, folder: Path, texts: Sequence[str]) -> int:

@@ -1,0 +1,187 @@
+"""Damage files of run folders and exports at random, and count how the commands that read them answer.
+
+Each case copies a small run or an export, damages one file and starts a command in this process: `train.py` and
+`tools.generate` on a run, `tools.convert_hf import` on an export. An undamaged copy gives the result to compare with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import random
+import shutil
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import train
+from tests.cli.conftest import run_words, write_corpus
+from tools import convert_hf, generate
+
+NAMED = "refused, names the file"
+UNNAMED = "refused, names no file"
+HARMLESS = "equal result"
+SILENT = "silently accepted"
+TRACEBACK = "traceback"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a command ended: its exit status (None after an exception), its words, a digest of its result."""
+
+    status: int | None
+    words: str
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A folder to damage, the commands that read it, and what they give on an undamaged copy."""
+
+    name: str
+    original: Path
+    copy: Path
+    commands: tuple[Callable[[], Answer], ...]
+    expected: tuple[Answer, ...]
+
+
+def run(count: int, seed: int, folder: Path) -> dict[str, int]:
+    """Return how many of `count` damaged copies ended in each category.
+
+    Args:
+        folder: holds the copies. Cases that are neither refused by name nor harmless are described in `failures.txt`.
+    """
+    draw = random.Random(seed)
+    subjects = _subjects(folder)
+    counts = dict.fromkeys((NAMED, UNNAMED, HARMLESS, SILENT, TRACEBACK), 0)
+    for number in range(count):
+        subject = subjects[number % len(subjects)]
+        _copy(subject)
+        file = choose(subject.copy, draw)
+        what = damage(file, draw)
+        category = ""
+        for command, expected in zip(subject.commands, subject.expected, strict=True):
+            answer = command()
+            category = judge(answer, expected, file)
+            if category in (UNNAMED, SILENT, TRACEBACK):
+                with (folder / "failures.txt").open("a", encoding="utf-8") as out:
+                    place = file.relative_to(subject.copy)
+                    out.write(
+                        f"seed {seed}, case {number}: {category}: {subject.name}/{place}, {what}\n{answer.words}\n\n"
+                    )
+            if category != HARMLESS:
+                break
+        counts[category] += 1
+    return counts
+
+
+def choose(folder: Path, draw: random.Random) -> Path:
+    """Return a file below `folder`; each ending has the same share, so that source files do not outweigh the rest."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            files.setdefault(path.suffix, []).append(path)
+    return draw.choice(files[draw.choice(sorted(files))])
+
+
+def damage(file: Path, draw: random.Random) -> str:
+    """Change, cut or remove a file; return what was done to it."""
+    content = bytearray(file.read_bytes())
+    kind = draw.choice(["byte", "bytes", "zeros", "cut", "missing"] if content else ["missing"])
+    if kind == "missing":
+        file.unlink()
+        return "removed"
+    place = draw.randrange(len(content))
+    if kind == "cut":
+        file.write_bytes(content[:place])
+        return f"cut to {place} bytes"
+    length = 1 if kind == "byte" else min(draw.choice([2, 16, 512]), len(content) - place)
+    before = bytes(content[place : place + length])
+    while content[place : place + length] == before:
+        content[place : place + length] = bytes(length) if kind == "zeros" and any(before) else draw.randbytes(length)
+    file.write_bytes(content)
+    return f"{length} bytes from {place} on: {before[:16]!r} became {bytes(content[place : place + length][:16])!r}"
+
+
+def judge(answer: Answer, expected: Answer, file: Path) -> str:
+    """Return the category of an answer after a damage of `file`."""
+    if answer.status is None:
+        return TRACEBACK
+    if answer.status != expected.status:
+        return NAMED if file.name in answer.words else UNNAMED
+    return HARMLESS if answer.digest == expected.digest else SILENT
+
+
+def _subjects(folder: Path) -> list[Subject]:
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = folder / "toy.jsonl"
+    write_corpus(corpus)
+    copy, imported = folder / "case" / "run", folder / "case" / "imported"
+    settings = {"evaluation.sample_tokens": 0, "logging.progress_bar": "false", "schedule.decay_steps": 8}
+    words = run_words(corpus, copy.parent, "run", **settings)
+    export = folder / "case" / "export"
+    _started(lambda: train.main([*words, "schedule.train_steps=6"]))
+    exported = _started(lambda: convert_hf.main(["export", str(copy), str(export), "--text", str(corpus)]))
+    assert exported.status == 0, exported.words
+
+    def trained() -> Answer:
+        answer = _started(lambda: train.main([*words, "schedule.train_steps=7"]))
+        manifest = copy / "checkpoints" / "step_00000007" / "manifest.json"
+        return Answer(answer.status, answer.words, _digest_of_manifest(manifest) if answer.status == 0 else "")
+
+    def generated() -> Answer:
+        return _started(lambda: generate.main([str(copy), "--prompt", "state", "--greedy", "--max-tokens", "8"]))
+
+    def imports() -> Answer:
+        shutil.rmtree(imported, ignore_errors=True)
+        answer = _started(lambda: convert_hf.main(["import", str(export), str(imported)]))
+        if answer.status != 0:
+            return answer
+        step = imported / "checkpoints" / "step_00000000"
+        rest = [step / "config.yml", *sorted((imported / "tokenizer").iterdir())]
+        content = b"".join(path.read_bytes() for path in rest)
+        digest = _digest_of_manifest(step / "manifest.json") + hashlib.sha256(content).hexdigest()
+        return Answer(answer.status, answer.words, digest)
+
+    subjects = []
+    for name, place, commands in (("run", copy, (generated, trained)), ("export", export, (imports,))):
+        original = folder / f"original-{name}"
+        shutil.rmtree(original, ignore_errors=True)
+        shutil.copytree(place, original)
+        subject = Subject(name, original, place, commands, ())
+        expected = []
+        for command in commands:
+            _copy(subject)
+            expected.append(command())
+            assert expected[-1].status == 0, expected[-1].words
+        subjects.append(Subject(name, original, place, commands, tuple(expected)))
+    return subjects
+
+
+def _copy(subject: Subject) -> None:
+    shutil.rmtree(subject.copy, ignore_errors=True)
+    shutil.copytree(subject.original, subject.copy)
+
+
+def _digest_of_manifest(file: Path) -> str:
+    """Of weights, optimizer state and the place in the data."""
+    manifest = json.loads(file.read_text())
+    state = {key: manifest["state"].get(key) for key in ("step", "consumed_samples", "consumed_tokens")}
+    files = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+    return hashlib.sha256(json.dumps([state, files], sort_keys=True).encode()).hexdigest()
+
+
+def _started(command: Callable[[], int]) -> Answer:
+    """Run a command line in this process. Its output is a result too, where it writes no file."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            status: int | None = command()
+        except Exception:
+            return Answer(None, err.getvalue() + traceback.format_exc())
+    return Answer(status, out.getvalue() + err.getvalue(), out.getvalue())
