@@ -311,6 +311,11 @@ def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool, bo
         if resume == "never":
             checkpoint_folder.set_aside(folder)
             return None, False, False
+        if resume == "newest_readable":
+            newest, problems = checkpoint.newest_whole(folder)
+            for problem in problems:
+                print(f"not readable: {problem}", file=sys.stderr)
+            return newest, newest is not None, bool(problems)
         begun = checkpoint.exists(folder)
         if resume != "auto" and (not begun or checkpoint.names_own(resume, folder)):
             source = checkpoint.resolve(resume)
@@ -331,6 +336,8 @@ def _asked_start(config: Config[Any]) -> str:
     from megatron_lite.checkpoint import reader as checkpoint
 
     folder, resume = Path(config.checkpoint.directory), config.checkpoint.resume
+    if resume == "newest_readable":
+        return resume
     # torchrun --max-restarts; a job that SLURM queued again.
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     if any(count != "0" for count in counts) and checkpoint.exists(folder):

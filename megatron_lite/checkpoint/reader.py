@@ -208,6 +208,37 @@ def verify(path: Path) -> int:
     return len(files) + check_files(path, _OTHER, (MANIFEST, CONFIG))
 
 
+def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest step folder whose every byte verifies, and what is wrong with the newer ones.
+
+    What is later than `latest` counts only where `latest` cannot be followed. None for a folder without checkpoints.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is whole.
+    """
+    problems = []
+    try:
+        end = int(_named_by(directory / "latest").name[5:])
+    except FileNotFoundError:
+        end = None
+    except CheckpointError as error:
+        problems.append(str(error))
+        end = None
+    for step, path in reversed(step_folders(directory).items()):
+        if end is not None and step > end:
+            continue
+        try:
+            verify(path)
+            return path, problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(
+            f"no checkpoint in {directory} is whole; checkpoint.resume=never begins again. " + " ".join(problems)
+        )
+    return None, []
+
+
 def _check_hash(path: Path, name: str, entry: Mapping[str, Any] | None) -> None:
     if entry is None:
         raise CheckpointError(f"{path / MANIFEST} is damaged (it lists no file {name}); {_OTHER}")

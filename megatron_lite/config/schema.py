@@ -377,7 +377,8 @@ class CheckpointConfig(Section):
     extra_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), description="Save at these steps too.")
     resume: Text = Field(
         default="auto",
-        description="auto: from the latest checkpoint of this run; never; or a run or checkpoint folder: a run that has no "
+        description="auto: from the latest checkpoint of this run; newest_readable: from the newest one of this run of which "
+        "every byte verifies, with damaged newer ones moved aside; never; or a run or checkpoint folder: a run that has no "
         "checkpoint yet from its weights and optimizer state, or, where it is one of this run, this run back at that step.",
     )
 

@@ -258,7 +258,7 @@ def test_a_disk_that_fills_up_stops_the_run_and_spares_the_previous_checkpoint(a
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_corrupted_or_short_file_of_a_checkpoint_is_named(arguments, tmp_path, capsys):
+def test_a_corrupted_checkpoint_is_named_and_the_newest_readable_one_is_resumed(arguments, tmp_path, capsys):
     train.main(arguments())
     step = checkpoint.resolve(tmp_path / "run")
     file = step / "weights-00000.safetensors"
@@ -269,7 +269,21 @@ def test_a_corrupted_or_short_file_of_a_checkpoint_is_named(arguments, tmp_path,
     assert f"weights-00000.safetensors has {len(content) - 5} bytes of {len(content)}" in capsys.readouterr().err
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert train.main(longer) == 2
-    assert "weights-00000.safetensors is corrupted" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "weights-00000.safetensors is corrupted" in error
+    assert "(checkpoint.resume=newest_readable)" in error
+    whole = train_lines(tmp_path / "run")
+    again = arguments(**{"checkpoint.resume": "newest_readable"})
+    assert train.main(again) == 0
+    out, error = capsys.readouterr()
+    assert f"not readable: {step}: the file weights-00000.safetensors is corrupted" in error
+    assert "step_00000006 at step 6\n" in out
+    aside = tmp_path / "run" / "checkpoints.1"
+    assert f"what came after that step is kept: {aside}, " in out
+    assert [path.name for path in aside.iterdir()] == ["step_00000008"]
+    assert train_lines(tmp_path / "run") == whole
+    assert train.main(again) == 0
+    assert " is complete: 8 steps, " in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(arguments, tmp_path, capsys):
@@ -359,7 +373,7 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert train.main([*words, "schedule.train_steps=8"]) == 2
-    assert "resume from another step folder beside it (checkpoint.resume=FOLDER)" in capsys.readouterr().err
+    assert "name another step folder, or let the run go on from the newest" in capsys.readouterr().err
     back = f"checkpoint.resume={checkpoints.relative_to(tmp_path) / 'step_00000004'}"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)  # the path as it is given is not the run's own word for it

@@ -1,0 +1,203 @@
+"""Damaged checkpoints are refused with the file's name, and the newest one that is whole is found."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron_lite.checkpoint import reader, storage
+from megatron_lite.checkpoint.checksums import CheckpointError, check_files, inside
+from megatron_lite.checkpoint.storage import publish, write_file, write_weights
+from megatron_lite.config.bounded_yaml import BoundedLoader
+from megatron_lite.config.files import read_sources
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join(['*' + former] * 10)}]\n" for former, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def save(directory: Path, step: int = 0) -> Path:
+    """A step folder with two tensors."""
+    weights = {"embedding.weight": torch.arange(6.0).reshape(3, 2), "head.norm.weight": torch.ones(2)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    words = dict.fromkeys(shapes, "replicated")
+    folder = write_weights(directory, weights.items(), shapes, words=words, config_yaml="model: {a: 1}\n")
+    if step:
+        folder = folder.rename(folder.with_name(f"step_{step:08d}"))
+        (directory / "latest").write_text(f"{folder.name}\n")
+    return folder
+
+
+def change(file: Path, place: int = -1) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.yml", "SHA256SUMS", "weights-00000.safetensors"])
+def test_a_changed_file_is_refused_by_name(tmp_path, name):
+    folder = save(tmp_path)
+    assert reader.verify(folder) == 3
+    change(folder / name, 3)
+    with pytest.raises(CheckpointError, match=name) as problem:
+        reader.read_weights(tmp_path)
+    assert "checkpoint.resume=newest_readable" in str(problem.value)
+    with pytest.raises(CheckpointError, match=name):
+        reader.verify(folder)
+
+
+def test_consumed_samples_cannot_be_changed(tmp_path):
+    folder = save(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"state": {"consumed_samples": 5}}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: its SHA-256"):
+        reader.read_manifest(folder)
+
+
+def test_sha256sum_checks_a_step_folder(tmp_path):
+    folder = save(tmp_path)
+    lines = (folder / "SHA256SUMS").read_text().splitlines()
+    assert [line[64:] for line in lines] == ["  config.yml", "  manifest.json", "  weights-00000.safetensors"]
+    assert check_files(folder, "") == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("step",), "x", "step: Input should be a valid integer"),
+        (("tensors", "head.norm.weight"), [], r"tensors\.head\.norm\.weight: Input should be"),
+        (("files", "../../x"), {"bytes": 1, "sha256": ""}, r"names '../../x': only names of files inside"),
+        (("files", "/etc/hostname"), {"bytes": 1, "sha256": ""}, r"names '/etc/hostname': only names"),
+        (("tensors", "head.norm.weight", "pieces", 0, "rank"), 7, r"it lists no file weights-00007"),
+        (("tensors", "head.norm.weight", "pieces", 0, "start"), 1, "no piece goes on at element 0"),
+        (("tensors", "head.norm.weight", "shape"), [3], "no piece goes on at element 2"),
+    ],
+)
+def test_a_wrong_manifest_of_an_earlier_version_is_refused(tmp_path, path, value, message):
+    """A checkpoint without SHA256SUMS is read; its manifest must hold what is read from it."""
+    folder = save(tmp_path)
+    (folder / "SHA256SUMS").unlink()
+    assert len(reader.read_weights(tmp_path)) == 2
+    manifest = json.loads((folder / "manifest.json").read_text())
+    section = manifest
+    for key in path[:-1]:
+        section = section[key]
+    section[path[-1]] = value
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=message) as problem:
+        reader.read_weights(tmp_path)
+    assert "manifest.json" in str(problem.value)
+
+
+def test_pieces_that_overlap_beside_a_gap_are_refused(tmp_path):
+    folder = save(tmp_path)
+    (folder / "SHA256SUMS").unlink()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    piece = {"rank": 0, "start": 0, "numel": 3}
+    manifest["tensors"]["embedding.weight"]["pieces"] = [piece, piece]  # six elements in all
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="no piece goes on at element 3"):
+        reader.read_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../step_00000000", "/step_00000000", "", "step_0000000x", "step_00000000/..", b"\xff"]
+)
+def test_latest_names_a_step_folder_beside_it(tmp_path, name):
+    save(tmp_path)
+    (tmp_path / "latest").write_bytes(name if isinstance(name, bytes) else name.encode())
+    with pytest.raises(CheckpointError, match=r"latest is damaged .*newest_readable"):
+        reader.resolve(tmp_path)
+
+
+def test_without_latest_the_newest_step_folder_is_taken(tmp_path):
+    """A kill between the first checkpoint's name and `latest` loses nothing."""
+    save(tmp_path, 9)
+    newest = save(tmp_path, 10)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "step_00000011").mkdir()
+    assert reader.exists(tmp_path)
+    assert reader.resolve(tmp_path) == newest
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "", ".", "a\0b", 3, None])
+def test_names_that_lead_outside_a_folder_are_refused(name):
+    with pytest.raises(CheckpointError, match=r"description\.json names .*: only names of files inside here are allowed"):
+        inside(Path("here"), name, Path("description.json"))
+    assert inside(Path("here"), "a/b", Path("description.json")) == Path("here/a/b")
+
+
+def test_the_newest_whole_checkpoint(tmp_path):
+    assert reader.newest_whole(tmp_path) == (None, [])
+    first, second, third = (save(tmp_path, step) for step in (1, 2, 3))
+    assert reader.newest_whole(tmp_path) == (third, [])
+    change(third / "weights-00000.safetensors")
+    found, problems = reader.newest_whole(tmp_path)
+    assert found == second
+    assert len(problems) == 1
+    assert f"{third}: the file weights-00000.safetensors is corrupted" in problems[0]
+    (tmp_path / "latest").write_text("nothing")
+    found, problems = reader.newest_whole(tmp_path)
+    assert found == second
+    assert len(problems) == 2
+    (tmp_path / "latest").write_text("step_00000001\n")  # what is later does not count
+    assert reader.newest_whole(tmp_path) == (first, [])
+    (first / "config.yml").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole; checkpoint\.resume=never begins again"):
+        reader.newest_whole(tmp_path)
+
+
+def test_an_alias_bomb_ends_with_a_sentence(tmp_path):
+    folder = save(tmp_path)
+    (folder / "SHA256SUMS").unlink()
+    (folder / "config.yml").write_text(BOMB)
+    with pytest.raises(
+        CheckpointError, match=r"config\.yml is damaged \(its aliases stand for more than 100,000 values"
+    ):
+        reader.read_config_yaml(tmp_path)
+    assert "its aliases stand for more than" in read_sources([folder / "config.yml"]).problems[0]
+    for text in ("[" * 5000, "a: &a [*a]"):
+        with pytest.raises(yaml.YAMLError):
+            yaml.load(text, BoundedLoader)
+    assert yaml.load("a: &a [1]\nb: *a\n", BoundedLoader) == {"a": [1], "b": [1]}
+
+
+def test_every_file_and_name_is_on_the_disk_before_a_later_one_needs_it(tmp_path, monkeypatch):
+    """A cut of the power keeps what was flushed: files before their folder, the folder's name before `latest`, then that."""
+    events: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        events.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+
+    replace = os.replace
+
+    def renamed(source: Path, target: Path) -> None:
+        replace(source, target)
+        events.append(f"-> {os.path.relpath(target, tmp_path)}")
+
+    monkeypatch.setattr(storage.os, "fsync", fsync)
+    monkeypatch.setattr(storage.os, "replace", renamed)
+    aside, final = tmp_path / "run" / "checkpoints" / ".step_00000001.writing", "run/checkpoints/step_00000001"
+    storage.make_folder(aside)
+    assert events == [".", "run", "run/checkpoints"]
+    files = write_file(aside / "weights-00000.safetensors", {"a": torch.ones(2)})
+    publish(aside, tmp_path / final, {"files": files}, "")
+    needed = [
+        "run/checkpoints/.step_00000001.writing/weights-00000.safetensors",
+        *(
+            f"-> run/checkpoints/.step_00000001.writing/{name}"
+            for name in ("config.yml", "manifest.json", "SHA256SUMS")
+        ),
+        "run/checkpoints/.step_00000001.writing",
+        f"-> {final}",
+        "run/checkpoints",
+        "-> run/checkpoints/latest",
+        "run/checkpoints",
+    ]
+    rest = iter(events[3:])
+    assert [event for event in needed if event in rest] == needed
