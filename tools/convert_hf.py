@@ -25,21 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from megatron_lite.checkpoint.checksums import CheckpointError, check_files
     from megatron_lite.checkpoint.reader import resolve, step_folders, verify
     from tools.conversion.hf_folder import check_folder
 
-    folder, status = options.folder, 0
+    folder, check = options.folder, verify
     if (folder / "config.json").is_file():
-        check_folder(folder)
-        count = check_files(folder, "")
-        print(f"{folder}: {count} files are as they were written" if count else f"{folder}: stores no hashes")
-        return 0
-    steps = list(step_folders(folder).values()) or list(step_folders(folder / "checkpoints").values())
-    for step in steps or [resolve(folder)]:
+        places, check = [folder], check_folder
+    else:
+        places = [*step_folders(folder).values(), *step_folders(folder / "checkpoints").values()] or [resolve(folder)]
+    status = 0
+    for place in places:
         try:
-            print(f"{step}: {verify(step)} files are as they were written")
-        except CheckpointError as error:
+            count = check(place)
+            print(f"{place}: {count} files are as they were written" if count else f"{place} stores no hashes")
+        except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             status = FAILED
     return status

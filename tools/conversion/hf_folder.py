@@ -23,16 +23,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path, "it must name the model_type that its weights are of", "model_type")
 
 
-def check_folder(folder: Path) -> None:
-    """Compare all files with the hashes that an export holds, and open the weights.
+def check_folder(folder: Path) -> int:
+    """Compare files with the hashes that an export holds, and open the weights; return how many were compared.
 
     Raises:
         ValueError: a file is missing or was changed, or is no safetensors file. Names it.
     """
     again = f"copy it again, or write it again (python -m tools.convert_hf export RUN {folder} --overwrite)"
-    check_files(folder, f"{again}; where the change was meant, remove {FILE_NAME}")
+    count = check_files(folder, f"{again}; where the change was meant, remove {FILE_NAME}")
     for file in sorted(folder.glob("*.safetensors")):
         _open(file)
+    return count
 
 
 def _open(file: Path) -> Any:

@@ -127,7 +127,9 @@ def test_without_latest_the_newest_step_folder_is_taken(tmp_path):
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "", ".", "a\0b", 3, None])
 def test_names_that_lead_outside_a_folder_are_refused(name):
-    with pytest.raises(CheckpointError, match=r"description\.json names .*: only names of files inside here are allowed"):
+    with pytest.raises(
+        CheckpointError, match=r"description\.json names .*: only names of files inside here are allowed"
+    ):
         inside(Path("here"), name, Path("description.json"))
     assert inside(Path("here"), "a/b", Path("description.json")) == Path("here/a/b")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.storage import write_weights
 from megatron_lite.config.loader import dump_config, load_config
 from megatron_lite.parallel.sharding_plan import partition_words
@@ -14,6 +15,7 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.tools.conftest import trained_run
 from tools.convert_hf import main
+from tools.loading.model import keep_tokenizer
 
 __all__ = ["trained_run"]
 
@@ -41,6 +43,8 @@ def write_run(run: Path, overrides: list[str], files: list[str], seed: int = 0, 
     with torch.no_grad():
         for parameter in model.parameters() if noise else ():
             parameter.add_(0.05 * torch.randn_like(parameter))
+    if config.data.tokenizer.type == "bytes":
+        keep_tokenizer(load_tokenizer("bytes"), run)
     weights = dict(model.named_parameters())
     write_weights(
         run / "checkpoints",

@@ -173,7 +173,7 @@ def test_what_is_no_checkpoint(trained_run: Path, tmp_path: Path, capsys: pytest
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "is no checkpoint" in capsys.readouterr().err
     run = tmp_path / "run"
-    shutil.copytree(trained_run, run)
+    shutil.copytree(trained_run, run, ignore=shutil.ignore_patterns("SHA256SUMS"))
     config = run / "checkpoints" / "step_00000030" / "config.yml"
     config.write_text(config.read_text().replace("hidden_size: 64", "hidden_size: 32"))
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
@@ -256,3 +256,43 @@ def test_memory_stays_at_a_tensor(tmp_path: Path) -> None:
     layer = 4 * (4 * 256 * 256 + 3 * 256 * 1024)
     assert (tmp_path / "b" / "model.safetensors").stat().st_size > 12 * layer
     assert grown < 2 * layer, f"{grown:,} bytes for layers of {layer:,}"
+
+
+def test_every_file_of_an_export_and_of_a_run_is_verified(
+    trained_run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(trained_run)]) == 0
+    assert capsys.readouterr().out.count(": 4 files are as they were written\n") == 2  # both step folders
+    run, folder = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(trained_run, run)
+    optimizer = run / "checkpoints" / "step_00000010" / "optimizer-00000.safetensors"
+    shutil.copytree(exported, folder)
+    assert main(["verify", str(folder)]) == 0
+    for changed in (optimizer, folder / "model.safetensors"):
+        content = bytearray(changed.read_bytes())
+        content[-1] ^= 1
+        changed.write_bytes(content)
+        assert main(["verify", str(run if changed is optimizer else folder)]) == 1
+        assert changed.name in capsys.readouterr().err
+    (folder / "README.md").write_text("edited\n")
+    (folder / "SHA256SUMS").unlink()
+    assert main(["verify", str(folder)]) == 0
+    assert f"{folder} stores no hashes" in capsys.readouterr().out
+
+
+def test_a_run_without_a_tokenizer_is_exported_without_one(
+    tmp_path: Path, trained_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bytes in the configuration of an import without a tokenizer are a placeholder."""
+    words = ["data.corpus=stdlib", "data.tokenizer.type=bytes", "model.vocab_size=512"]
+    write_run(tmp_path / "run", words, ["configs/model/metala_tiny.yml"])
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert "no tokenizer: the run was imported without one; --tokenizer FILE" in capsys.readouterr().out
+    assert not [*tmp_path.glob("out/**/tokenizer*")]
+    assert "eos_token_id" not in (tmp_path / "out" / "config.json").read_text()
+    given = str(next((trained_run / "tokenizer").glob("*.model")))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "with"), "--tokenizer", given]) == 0
+    assert "AutoTokenizer gives the same ids" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "x"), "--tokenizer", str(tmp_path)]) == 2
+    assert "tokenizer.json, tokenizer.model, vocab.txt, or a folder with one of them" in capsys.readouterr().err

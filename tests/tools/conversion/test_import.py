@@ -203,7 +203,7 @@ def test_the_command_that_trains_on_names_the_kind_of_text_of_the_configuration(
 ) -> None:
     assert main(["import", str(exported), str(tmp_path / "my runs" / "a")]) == 0
     assert f"python train.py '{tmp_path}/my runs/a/config.yml' data.corpus=...   trains on" in capsys.readouterr().out
-    copy = shutil.copytree(exported, tmp_path / "of token files")
+    copy = shutil.copytree(exported, tmp_path / "of token files", ignore=shutil.ignore_patterns("SHA256SUMS"))
     side = copy / "training" / "config.yml"
     config = yaml.safe_load(side.read_text())
     config["data"] |= {"corpus": None, "train": "corpora/a_text_document"}
@@ -376,9 +376,21 @@ def test_shards_and_sixteen_bits_come_back(
     assert main(["import", folder, str(tmp_path / "run")]) == 0
     before, after = read_weights(trained_run), read_weights(tmp_path / "run")
     assert all(torch.equal(before[name].bfloat16().float(), after[name]) for name in before)
-    next((tmp_path / "out").glob("model-00002-*")).unlink()
+    part = next((tmp_path / "out").glob("model-00002-*"))
+    content = part.read_bytes()
+    part.unlink()
+    assert f"{part} is missing; copy it again" in error_of(["import", folder, str(tmp_path / "run2")], capsys)
+    (tmp_path / "out" / "SHA256SUMS").unlink()
     said = error_of(["import", folder, str(tmp_path / "run2")], capsys)
     assert "is missing; model.safetensors.index.json names it" in said
+    part.write_bytes(content[:-1])
+    said = error_of(["import", folder, str(tmp_path / "run2")], capsys)
+    assert f"{part} is no safetensors file, or is cut short" in said
+    part.write_bytes(content)
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(part.name, f"../{part.name}"))
+    said = error_of(["import", folder, str(tmp_path / "run2")], capsys)
+    assert f"names '../{part.name}': only names of files inside" in said
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])

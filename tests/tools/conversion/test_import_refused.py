@@ -17,8 +17,13 @@ from tools.conversion.import_hf import import_folder
 from tools.convert_hf import main
 
 
+def without_hashes(exported: Path, folder: Path) -> None:
+    """A copy as earlier versions wrote it, whose content is read as it is."""
+    shutil.copytree(exported, folder, ignore=shutil.ignore_patterns("SHA256SUMS"))
+
+
 def broken(exported: Path, folder: Path, **config: Any) -> dict[str, torch.Tensor]:
-    shutil.copytree(exported, folder)
+    without_hashes(exported, folder)
     values = json.loads((folder / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(values))
     return load_file(folder / "model.safetensors")
@@ -111,9 +116,12 @@ def test_a_damaged_export_is_named(
     exported: Path, file: str, content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "folder"
-    shutil.copytree(exported, folder)
+    without_hashes(exported, folder)
     (folder / file).write_text(content)
     assert says in error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    shutil.copyfile(exported / "SHA256SUMS", folder / "SHA256SUMS")
+    said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
+    assert f"{folder / file} is damaged: its SHA-256 is not the one in {folder / 'SHA256SUMS'}; copy it again" in said
     assert not (tmp_path / "run").exists()
 
 
