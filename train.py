@@ -303,6 +303,7 @@ def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool, bo
     """
     from megatron_lite.checkpoint import reader as checkpoint
     from megatron_lite.checkpoint import storage as checkpoint_folder
+    from megatron_lite.checkpoint.verify import newest_whole
 
     folder = Path(config.checkpoint.directory)
 
@@ -312,7 +313,7 @@ def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool, bo
             checkpoint_folder.set_aside(folder)
             return None, False, False
         if resume == "newest_readable":
-            newest, problems = checkpoint.newest_whole(folder)
+            newest, problems = newest_whole(folder)
             for problem in problems:
                 print(f"not readable: {problem}", file=sys.stderr)
             return newest, newest is not None, bool(problems)

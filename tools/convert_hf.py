@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from megatron_lite.checkpoint.reader import resolve, step_folders, verify
+    from megatron_lite.checkpoint.reader import resolve, step_folders
+    from megatron_lite.checkpoint.verify import verify
     from tools.conversion.hf_folder import check_folder
 
     folder, check = options.folder, verify

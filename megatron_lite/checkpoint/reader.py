@@ -24,14 +24,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.checkpoint.checksums import CheckpointError, check_files, file_sha256, inside
+from megatron_lite.checkpoint.manifest_schema import Manifest
 from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.fault_tolerance.finite_check import is_finite
 from megatron_lite.parallel.sharding_plan import Shard
@@ -76,7 +77,7 @@ def resolve(path: Path | str) -> Path:
         return path
     for folder in (path, path / "checkpoints"):
         if (folder / "latest").is_file():
-            return _named_by(folder / "latest")
+            return named_by(folder / "latest")
         # A first save that was interrupted before its last file.
         if steps := [step for step in step_folders(folder).values() if (step / MANIFEST).is_file()]:
             return steps[-1]
@@ -87,18 +88,16 @@ def resolve(path: Path | str) -> Path:
     raise CheckpointError(f"{path} is no checkpoint: {_NEEDED}")
 
 
-def _named_by(latest: Path) -> Path:
+def named_by(latest: Path) -> Path:
     """The step folder that the file `latest` names. Raises CheckpointError."""
     try:
         name = latest.read_text(encoding="utf-8").strip()
     except UnicodeDecodeError:
         name = ""
     if not _STEP.fullmatch(name):
-        raise CheckpointError(f"{latest} is damaged (it names no folder like step_00000100 beside it); {_OTHER}")
+        raise CheckpointError(f"{latest} is damaged (it names no folder like step_00000100 beside it); {MEND}")
     if not (latest.parent / name / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{latest} names {name}, which is no complete checkpoint (it has no {MANIFEST}); {_OTHER}"
-        )
+        raise CheckpointError(f"{latest} names {name}, which is no complete checkpoint (it has no {MANIFEST}); {MEND}")
     return latest.parent / name
 
 
@@ -128,33 +127,6 @@ def names_own(resume: str, directory: Path) -> bool:
     return directory.resolve() in (path, path.parent, (path / "checkpoints").resolve())
 
 
-class _Piece(BaseModel):
-    rank: Annotated[int, Field(ge=0)]
-    start: Annotated[int, Field(ge=0)]
-    numel: Annotated[int, Field(ge=1)]
-    shard: tuple[int, int, int] = (0, 0, 1)
-
-
-class _Tensor(BaseModel):
-    shape: list[Annotated[int, Field(ge=0)]]
-    pieces: list[_Piece]
-
-
-class _File(BaseModel):
-    bytes: int
-    sha256: str
-
-
-class _Manifest(BaseModel):
-    """What must stand in a manifest; any other key is allowed."""
-
-    step: int
-    state: dict[str, Any]
-    layout: dict[str, Any]
-    tensors: dict[str, _Tensor]
-    files: dict[str, _File]
-
-
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a step folder. Its hash and that of config.yml are compared, and every file is there in full.
 
@@ -162,88 +134,45 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: unreadable, another format or version, or a file that is missing, short or changed (named).
     """
     file = path / MANIFEST
-    check_files(path, _OTHER, (MANIFEST, CONFIG))
+    check_files(path, MEND, (MANIFEST, CONFIG))
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}); {_OTHER}") from error
+        raise CheckpointError(f"{file} is damaged ({error}); {MEND}") from error
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{file} is damaged (it holds no keys); {_OTHER}")
+        raise CheckpointError(f"{file} is damaged (it holds no keys); {MEND}")
     if manifest.get("format") != FORMAT or manifest.get("version") not in range(1, VERSION + 1):
         raise CheckpointError(
             f"{file}: format {manifest.get('format')!r} version {manifest.get('version')!r}; this program reads "
             f"{FORMAT!r} up to version {VERSION}"
         )
     try:
-        _Manifest.model_validate(manifest)
+        Manifest.model_validate(manifest)
     except ValidationError as error:
         detail = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(map(str, detail["loc"]))
-        raise CheckpointError(f"{file} is damaged ({key}: {detail['msg']}); {_OTHER}") from error
+        raise CheckpointError(f"{file} is damaged ({key}: {detail['msg']}); {MEND}") from error
     for name, entry in manifest["files"].items():
         stored = inside(path, name, file)
         size = stored.stat().st_size if stored.is_file() else None
         if size != entry["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes of {entry['bytes']}"
-            raise CheckpointError(f"{path}: the file {name} {found}; {_OTHER}")
+            raise CheckpointError(f"{path}: the file {name} {found}; {MEND}")
     return manifest
 
 
-_OTHER = (
+MEND = (
     "name another step folder, or let the run go on from the newest checkpoint that is whole "
     "(checkpoint.resume=newest_readable)"
 )
 
 
-def verify(path: Path) -> int:
-    """Read every byte of a step folder; return how many files were compared with their hashes.
-
-    Raises:
-        CheckpointError: as `read_manifest`, or a file whose content was changed. Names it.
-    """
-    files = read_manifest(path)["files"]
-    read_config_yaml(path)
-    for name, entry in files.items():
-        _check_hash(path, name, entry)
-    return len(files) + check_files(path, _OTHER, (MANIFEST, CONFIG))
-
-
-def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest step folder whose every byte verifies, and what is wrong with the newer ones.
-
-    What is later than `latest` counts only where `latest` cannot be followed. None for a folder without checkpoints.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none is whole.
-    """
-    problems = []
-    try:
-        end = int(_named_by(directory / "latest").name[5:])
-    except FileNotFoundError:
-        end = None
-    except CheckpointError as error:
-        problems.append(str(error))
-        end = None
-    for step, path in reversed(step_folders(directory).items()):
-        if end is not None and step > end:
-            continue
-        try:
-            verify(path)
-            return path, problems
-        except CheckpointError as error:
-            problems.append(str(error))
-    if problems:
-        raise CheckpointError(
-            f"no checkpoint in {directory} is whole; checkpoint.resume=never begins again. " + " ".join(problems)
-        )
-    return None, []
-
-
-def _check_hash(path: Path, name: str, entry: Mapping[str, Any] | None) -> None:
+def check_hash(path: Path, name: str, entry: Mapping[str, Any] | None) -> None:
+    """Compare a file of a step folder with its entry in the manifest. Raises CheckpointError where they differ."""
     if entry is None:
-        raise CheckpointError(f"{path / MANIFEST} is damaged (it lists no file {name}); {_OTHER}")
+        raise CheckpointError(f"{path / MANIFEST} is damaged (it lists no file {name}); {MEND}")
     if file_sha256(path / name) != entry["sha256"]:
-        raise CheckpointError(f"{path}: the file {name} is corrupted (its SHA-256 is not the manifest's); {_OTHER}")
+        raise CheckpointError(f"{path}: the file {name} is corrupted (its SHA-256 is not the manifest's); {MEND}")
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
@@ -299,13 +228,13 @@ def read_config_yaml(path: Path | str) -> dict[str, Any]:
     import yaml
 
     file = resolve(path) / CONFIG
-    check_files(file.parent, _OTHER, (CONFIG,))
+    check_files(file.parent, MEND, (CONFIG,))
     try:
         config = yaml.load(file.read_text(encoding="utf-8"), BoundedLoader)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{file} is damaged ({' '.join(str(error).split())}); {_OTHER}") from error
+        raise CheckpointError(f"{file} is damaged ({' '.join(str(error).split())}); {MEND}") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file} is damaged (it holds no sections); {_OTHER}")
+        raise CheckpointError(f"{file} is damaged (it holds no sections); {MEND}")
     return config
 
 
@@ -357,7 +286,7 @@ class Reader:
             return self._read(kind, name, shard, start, numel)
         except (SafetensorError, LookupError, RuntimeError) as error:
             raise CheckpointError(
-                f"{self._path / MANIFEST} does not fit its files at {kind} of {name} ({error}); {_OTHER}"
+                f"{self._path / MANIFEST} does not fit its files at {kind} of {name} ({error}); {MEND}"
             ) from error
 
     def _read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
@@ -402,7 +331,7 @@ class Reader:
                 covered = high
         if covered != end:
             raise CheckpointError(
-                f"{self._path / MANIFEST} is damaged ({kind} of {name}: no piece goes on at element {covered}); {_OTHER}"
+                f"{self._path / MANIFEST} is damaged ({kind} of {name}: no piece goes on at element {covered}); {MEND}"
             )
         if not is_finite(out) and (entry := f"{kind} of {name}") not in self.not_finite:
             self.not_finite.append(entry)
@@ -415,7 +344,7 @@ class Reader:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            _check_hash(self._path, name, self._manifest["files"].get(name))
+            check_hash(self._path, name, self._manifest["files"].get(name))
             self._open[name] = safe_open(self._path / name, framework="pt")
         return self._open[name]
 

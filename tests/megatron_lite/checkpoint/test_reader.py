@@ -13,6 +13,7 @@ import yaml
 from megatron_lite.checkpoint import reader, storage
 from megatron_lite.checkpoint.checksums import CheckpointError, check_files, inside
 from megatron_lite.checkpoint.storage import publish, write_file, write_weights
+from megatron_lite.checkpoint.verify import newest_whole, verify
 from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.config.files import read_sources
 
@@ -42,13 +43,13 @@ def change(file: Path, place: int = -1) -> None:
 @pytest.mark.parametrize("name", ["manifest.json", "config.yml", "SHA256SUMS", "weights-00000.safetensors"])
 def test_a_changed_file_is_refused_by_name(tmp_path, name):
     folder = save(tmp_path)
-    assert reader.verify(folder) == 3
+    assert verify(folder) == 3
     change(folder / name, 3)
     with pytest.raises(CheckpointError, match=name) as problem:
         reader.read_weights(tmp_path)
     assert "checkpoint.resume=newest_readable" in str(problem.value)
     with pytest.raises(CheckpointError, match=name):
-        reader.verify(folder)
+        verify(folder)
 
 
 def test_consumed_samples_cannot_be_changed(tmp_path):
@@ -135,23 +136,23 @@ def test_names_that_lead_outside_a_folder_are_refused(name):
 
 
 def test_the_newest_whole_checkpoint(tmp_path):
-    assert reader.newest_whole(tmp_path) == (None, [])
+    assert newest_whole(tmp_path) == (None, [])
     first, second, third = (save(tmp_path, step) for step in (1, 2, 3))
-    assert reader.newest_whole(tmp_path) == (third, [])
+    assert newest_whole(tmp_path) == (third, [])
     change(third / "weights-00000.safetensors")
-    found, problems = reader.newest_whole(tmp_path)
+    found, problems = newest_whole(tmp_path)
     assert found == second
     assert len(problems) == 1
     assert f"{third}: the file weights-00000.safetensors is corrupted" in problems[0]
     (tmp_path / "latest").write_text("nothing")
-    found, problems = reader.newest_whole(tmp_path)
+    found, problems = newest_whole(tmp_path)
     assert found == second
     assert len(problems) == 2
     (tmp_path / "latest").write_text("step_00000001\n")  # what is later does not count
-    assert reader.newest_whole(tmp_path) == (first, [])
+    assert newest_whole(tmp_path) == (first, [])
     (first / "config.yml").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole; checkpoint\.resume=never begins again"):
-        reader.newest_whole(tmp_path)
+        newest_whole(tmp_path)
 
 
 def test_an_alias_bomb_ends_with_a_sentence(tmp_path):

@@ -1,0 +1,40 @@
+"""What must stand in a checkpoint's manifest, checked before anything is read by it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+
+class Piece(BaseModel):
+    """A range of a tensor, or of its part `shard`, in the file of a rank."""
+
+    rank: Annotated[int, Field(ge=0)]
+    start: Annotated[int, Field(ge=0)]
+    numel: Annotated[int, Field(ge=1)]
+    shard: tuple[int, int, int] = (0, 0, 1)
+
+
+class TensorEntry(BaseModel):
+    """A tensor and where its elements are."""
+
+    shape: list[Annotated[int, Field(ge=0)]]
+    pieces: list[Piece]
+
+
+class FileEntry(BaseModel):
+    """Size and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What must stand in a manifest; any other key is allowed."""
+
+    step: int
+    state: dict[str, Any]
+    layout: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]

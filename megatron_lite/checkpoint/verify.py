@@ -1,0 +1,61 @@
+"""Reading every byte of checkpoints before one is trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_lite.checkpoint.checksums import CheckpointError, check_files
+from megatron_lite.checkpoint.reader import (
+    CONFIG,
+    MANIFEST,
+    MEND,
+    check_hash,
+    named_by,
+    read_config_yaml,
+    read_manifest,
+    step_folders,
+)
+
+
+def verify(path: Path) -> int:
+    """Read every byte of a step folder; return how many files were compared with their hashes.
+
+    Raises:
+        CheckpointError: as `read_manifest`, or a file whose content was changed. Names it.
+    """
+    files = read_manifest(path)["files"]
+    read_config_yaml(path)
+    for name, entry in files.items():
+        check_hash(path, name, entry)
+    return len(files) + check_files(path, MEND, (MANIFEST, CONFIG))
+
+
+def newest_whole(directory: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest step folder whose every byte verifies, and what is wrong with the newer ones.
+
+    What is later than `latest` counts only where `latest` cannot be followed. None for a folder without checkpoints.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is whole.
+    """
+    problems = []
+    try:
+        end = int(named_by(directory / "latest").name[5:])
+    except FileNotFoundError:
+        end = None
+    except CheckpointError as error:
+        problems.append(str(error))
+        end = None
+    for step, path in reversed(step_folders(directory).items()):
+        if end is not None and step > end:
+            continue
+        try:
+            verify(path)
+            return path, problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(
+            f"no checkpoint in {directory} is whole; checkpoint.resume=never begins again. " + " ".join(problems)
+        )
+    return None, []
