@@ -72,7 +72,12 @@ def _import(options: argparse.Namespace) -> int:
     from tools.conversion.logit_parity import counted_rows, real_text, rows_of, trainer_logits
 
     done = import_folder(
-        options.folder, options.run, overwrite=options.overwrite, text=options.text, progress=sys.stderr.isatty()
+        options.folder,
+        options.run,
+        overwrite=options.overwrite,
+        text=options.text,
+        progress=sys.stderr.isatty(),
+        trust_remote_code=options.trust_remote_code,
     )
     print(f"{done.checkpoint}: {done.parameters:,} parameters of {options.folder} ({done.kind})")
     if done.tokenizer is not None:
@@ -81,7 +86,8 @@ def _import(options: argparse.Namespace) -> int:
     else:
         print("no tokenizer there: set data.tokenizer before training")
         tokens, name = counted_rows(done.model), "a count from 0 on"
-    theirs, why = original_logits(options.folder, done.kind, done.model, tokens)
+    trust = options.trust_remote_code
+    theirs, why = original_logits(options.folder, done.kind, done.model, tokens, trust_remote_code=trust)
     over = False
     if theirs is None:
         print(f"logits were not compared with the original's: {why}")
@@ -201,6 +207,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     imported.add_argument("run", type=Path, help="the run folder to write")
     imported.add_argument("--overwrite", action="store_true", help="replace an import in which nothing was trained")
+    imported.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="of an export with source that is not this version's: run it, to compare logits with it",
+    )
     imported.add_argument("--text", type=Path, help="text to compare logits on (default: as for export)")
     imported.add_argument(
         "--tolerance",

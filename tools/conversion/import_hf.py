@@ -23,6 +23,7 @@ from megatron_lite.parallel.sharding_plan import partition_words
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.conversion.export_hf import TRAINING_FOLDER, check_vocabulary
+from tools.conversion.export_source import check_source
 from tools.conversion.foreign.mapping import check_names, make
 from tools.conversion.foreign.registry import translate
 from tools.conversion.hf_folder import Tensors, check_folder, read_config
@@ -57,19 +58,26 @@ class Import:
 
 
 def import_folder(
-    folder: Path, run: Path, *, overwrite: bool = False, text: Path | None = None, progress: bool = False
+    folder: Path,
+    run: Path,
+    *,
+    overwrite: bool = False,
+    text: Path | None = None,
+    progress: bool = False,
+    trust_remote_code: bool = False,
 ) -> Import:
     """Write the run folder `run` from a Hugging Face folder.
 
     Args:
         overwrite: replace a run folder that is there, if nothing was trained in it.
         text: what logits are to be compared on; refused as by `real_text` before anything is written.
+        trust_remote_code: take an export whose source is not this version's.
 
     Raises:
         FileExistsError: `run` is there already.
         FileNotFoundError: no Hugging Face folder, or a file of it is missing.
         ValueError: another kind of model, a setting without counterpart, tensors that are missing, too many or of another
-            shape, pickles, or a tokenizer that is larger than the embedding.
+            shape, pickles, a tokenizer that is larger than the embedding, or an export with other source.
         CheckpointError: the checkpoint could not be written.
     """
     _check_run(run, overwrite)
@@ -83,6 +91,8 @@ def import_folder(
         raise ValueError(
             f"{folder / 'config.json'} has no key {error}, which a {theirs['model_type']} needs: write it there"
         ) from error
+    if theirs["model_type"] == "metalion" and not trust_remote_code:
+        check_source(folder, foreign.model.mixers)
     tensors = Tensors(folder)
     check_names(foreign, tensors, str(folder))
     with torch.device("meta"):
@@ -115,12 +125,17 @@ def import_folder(
 
 
 @torch.no_grad()
-def original_logits(folder: Path, kind: str, model: ModelConfig, tokens: Tensor) -> tuple[Tensor | None, str]:
-    """Logits of the model that was read, in float32, or None and why it cannot be run here."""
+def original_logits(
+    folder: Path, kind: str, model: ModelConfig, tokens: Tensor, *, trust_remote_code: bool = False
+) -> tuple[Tensor | None, str]:
+    """Logits of the model that was read, in float32, or None and why it cannot be run here.
+
+    trust_remote_code: of an export, run the folder's own source; else the project's own classes load its weights.
+    """
     from tools.conversion.logit_parity import exported_logits
 
     if kind == "metalion":
-        return exported_logits(folder, tokens, model), ""
+        return exported_logits(folder, tokens, model, trust_remote_code=trust_remote_code), ""
     if kind == "metala":
         return None, "the published MetaLA code is no package that could be loaded"
     if kind in ("gla", "retnet", "hgrn2"):
@@ -129,7 +144,7 @@ def original_logits(folder: Path, kind: str, model: ModelConfig, tokens: Tensor)
         import fla.models  # noqa: F401 - registers its models with transformers
     from transformers import AutoModelForCausalLM
 
-    original = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    original = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32).eval()
     if kind in ("gla", "retnet", "hgrn2"):
         return original.cuda()(tokens.cuda()).logits.float().cpu(), ""
     return original(tokens).logits.float(), ""

@@ -1,7 +1,7 @@
 """Logits of an export beside the trainer's, on real text.
 
-The export is loaded as its users load it. The trainer's side is computed layer by layer straight from the checkpoint, so
-that memory holds the export and one layer more.
+An export that was just written is loaded as its users load it, with its own source. The trainer's side is computed layer by
+layer straight from the checkpoint, so that memory holds the export and one layer more.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.reader import Weights
 from models.config import ModelConfig
 from models.language_model import layer_specs
+from tools.conversion.export_source import model_class
 from tools.loading.model import data_config
 
 # Longer than a chunk of the recurrence, and little enough for a large model on a CPU.
@@ -51,7 +52,7 @@ def compare_logits(
     weights: Weights, config: ModelConfig, folder: Path, tokens: Tensor, dtype: torch.dtype, *, progress: bool = False
 ) -> Comparison:
     """Compare on `tokens` [batch, length]; `dtype` is that of the stored weights."""
-    theirs = exported_logits(folder, tokens, config)
+    theirs = exported_logits(folder, tokens, config, trust_remote_code=True)  # as users load what was just written
     ours = trainer_logits(weights, config, tokens, dtype, progress=progress)
     exact = ours
     if dtype != torch.float32:
@@ -65,24 +66,28 @@ def compare_logits(
 
 
 @torch.no_grad()
-def exported_logits(folder: Path, tokens: Tensor, config: ModelConfig) -> Tensor:
-    """Logits of the export, loaded with its own source, float32. Blocks are widened one at a time."""
-    model = load_export(folder, causal=not config.bidirectional_mixers())
+def exported_logits(folder: Path, tokens: Tensor, config: ModelConfig, *, trust_remote_code: bool) -> Tensor:
+    """Return the logits of an export in float32. Blocks are widened one at a time."""
+    model = load_export(folder, causal=not config.bidirectional_mixers(), trust_remote_code=trust_remote_code)
     for layer in (model.embedding, *model.blocks, model.head):
         _widen_while_running(layer)
     return model(input_ids=tokens, use_cache=False).logits.float()
 
 
-def load_export(folder: Path, *, causal: bool, **options: Any) -> Any:
-    """The exported model through its auto class, in evaluation mode, on the CPU, without a word on the screen."""
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+def load_export(folder: Path, *, causal: bool, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Return the exported model in evaluation mode, on the CPU, without a word on the screen.
+
+    Its class is the project's, or the folder's with `trust_remote_code`. Raises ValueError as `check_source`.
+    """
     from transformers.utils import logging
 
+    if trust_remote_code:
+        options["trust_remote_code"] = True
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        auto = AutoModelForCausalLM if causal else AutoModelForMaskedLM
-        return auto.from_pretrained(folder, trust_remote_code=True, dtype="auto", **options).eval()
+        kind = model_class(folder, "CausalLM" if causal else "MaskedLM", trust_remote_code=trust_remote_code)
+        return kind.from_pretrained(folder, dtype="auto", **options).eval()
     except ImportError as error:  # of the installed transformers
         raise ValueError(f"{folder}: {error}") from error
     finally:

@@ -406,7 +406,8 @@ def test_few_positions_and_what_transformers_saved(objective: str, tmp_path: Pat
     trained = write_run(tmp_path / "run", [*words, f"data.objective={objective}"], [str(shape)])
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert main(["import", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
-    load_export(tmp_path / "out", causal=objective == "causal").save_pretrained(tmp_path / "saved")
+    exported = load_export(tmp_path / "out", causal=objective == "causal", trust_remote_code=True)
+    exported.save_pretrained(tmp_path / "saved")
     assert main(["import", str(tmp_path / "saved"), str(tmp_path / "other")]) == 0
     for run in ("again", "other"):
         config = load_config([tmp_path / run / "config.yml"], [], model_type=ModelConfig, world_size=1)

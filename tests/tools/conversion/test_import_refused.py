@@ -70,6 +70,27 @@ def test_pickles_are_not_opened(exported: Path, tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "opened").exists()
 
 
+def test_source_of_an_export_is_run_only_where_the_flag_says_so(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, ran = tmp_path / "folder", tmp_path / "ran"
+    shutil.copytree(exported, folder)
+    source = folder / "modeling_metalion.py"
+    text = source.read_text()
+    source.write_bytes(text.replace("\n", "\r\n").encode())  # as git may check it out
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 0
+    assert "largest difference to the original's 0.00e+00" in capsys.readouterr().out
+    source.write_text(f"{text}\nopen({str(ran)!r}, 'w').close()\n")
+    (folder / "more.py").write_text("")
+    said = error_of(["import", str(folder), str(tmp_path / "run2")], capsys)
+    assert "files of source are not this version's (modeling_metalion.py, more.py)" in said
+    assert "let them run with --trust-remote-code" in said
+    assert not ran.exists()
+    assert not (tmp_path / "run2").exists()
+    assert main(["import", str(folder), str(tmp_path / "run2"), "--trust-remote-code"]) == 0
+    assert ran.exists()
+
+
 def test_a_tokenizer_larger_than_the_embedding(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

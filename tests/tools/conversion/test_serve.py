@@ -9,17 +9,19 @@ import subprocess
 import time
 import urllib.request
 from pathlib import Path
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from models.hf.modeling_metalion import MetalionForCausalLM
 from tests.parity.launch import free_port
 from tests.tools.conversion.environments import SERVING, environment, python_of
 from tools.inference.generation import complete
+from tools.inference.request_guard import CHAT, COMPLETIONS, RefusedRequestError
 from tools.loading.model import load_model
-from tools.serve import main, served_class
+from tools.serve import main, served_class, token_counter
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,6 +60,15 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
         assert answer is not None, "the server did not come up"
         request.data = json.dumps({**body, "temperature": 1e-40}).encode()
         cold = json.load(urllib.request.urlopen(request, timeout=60))
+        request.data = json.dumps({**body, "stream": True}).encode()
+        streamed = urllib.request.urlopen(request, timeout=60).read().decode()
+        request.data = json.dumps({"messages": [{"role": "user", "content": "def "}]}).encode()
+        said = []
+        for path in ("/v1/chat/completions", "/load_model"):
+            request.full_url = f"http://127.0.0.1:{port}{path}"
+            with pytest.raises(HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=60)
+            said.append((refused.value.code, json.load(refused.value)["error"]["message"]))
         models = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60))
     finally:
         server.terminate()
@@ -65,14 +76,19 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
     loaded = load_model(trained_run)
     expected = complete(loaded.model, loaded.tokenizer, "def ", max_tokens=12, temperature=0.0)
     assert answer["choices"][0]["text"] == cold["choices"][0]["text"] == expected
+    events = streamed.strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-1]]
+    assert "".join(texts) == expected
+    assert [code for code, _ in said] == [400, 404]
+    assert said[0][1].startswith("the model has no chat template: ask /v1/completions")
     assert answer["usage"]["prompt_tokens"] == len(loaded.tokenizer.encode("def "))
     assert [model["id"] for model in models["data"]] == [str(exported)]
 
 
-def test_a_request_for_sampling_is_sampled(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_for_sampling_is_sampled(exported: Path) -> None:
     """The server hands a request's temperature to `generate`, which leaves it aside where the model's settings say greedy."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
-    model = served_class(str(exported), "MetalionForCausalLM").from_pretrained(str(exported))
+    model = served_class(MetalionForCausalLM).from_pretrained(exported)
     settings = copy.deepcopy(model.generation_config)
     settings.temperature = 5.0  # what the server does with a request's
     ids = torch.ones(8, 2, dtype=torch.long)
@@ -89,16 +105,30 @@ def test_a_request_for_sampling_is_sampled(exported: Path, tmp_path: Path, monke
     assert torch.equal(cold, greedy)
 
 
-def test_an_empty_prompt_begins_a_document(
-    exported: Path, trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
-    model = served_class(str(exported), "MetalionForCausalLM").from_pretrained(str(exported))
-    inputs = AutoTokenizer.from_pretrained(exported, trust_remote_code=True)("", return_tensors="pt")
+def test_an_empty_prompt_begins_a_document(exported: Path, trained_run: Path) -> None:
+    model = served_class(MetalionForCausalLM).from_pretrained(exported)
+    inputs = AutoTokenizer.from_pretrained(exported, trust_remote_code=False)("", return_tensors="pt")
     ids = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0].tolist()
     loaded = load_model(trained_run)
     assert loaded.tokenizer.decode(ids) == complete(loaded.model, loaded.tokenizer, "", max_tokens=12, temperature=0.0)
     assert len(ids) <= 12, "what begins the document is not among the answer"
+
+
+def test_tokens_of_a_request_are_counted(exported: Path, trained_run: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(exported, trust_remote_code=False)
+    count = token_counter(tokenizer, {"max_positions": 20})
+    assert count(COMPLETIONS, {"prompt": "def "}) == len(load_model(trained_run).tokenizer.encode("def "))
+    assert count(COMPLETIONS, {}) == 0
+    with pytest.raises(RefusedRequestError, match=r"max_tokens = 20 are over the model's 20 positions: ask for less"):
+        count(COMPLETIONS, {"prompt": "def ", "max_tokens": 20})
+    conversation = {"messages": [{"role": "user", "content": "def "}]}
+    with pytest.raises(RefusedRequestError, match="no chat template"):
+        count(CHAT, conversation)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert count(CHAT, conversation) == count(COMPLETIONS, {"prompt": "def "})
+    tokenizer.chat_template = "{{ raise_exception('roles\nalternate') }}"
+    with pytest.raises(RefusedRequestError, match="the chat template refuses the messages: roles alternate"):
+        count(CHAT, conversation)
 
 
 def test_what_cannot_be_served(
