@@ -10,7 +10,7 @@ from .config import ModelConfig
 from .layers.mlp import MLPS
 from .layers.norm import Norm
 from .mixers import MIXERS
-from .operators.context_parallel import current_shards, refuse_state
+from .operators.context_parallel import context_parallel_group, refuse_state
 from .operators.gla.gated_linear_attention import leave_out_of_graphs
 
 
@@ -46,8 +46,8 @@ class Block(nn.Module):
 
     def mix(self, x: Tensor, **context: Any) -> tuple[Tensor, Any]:
         """The first part of `forward`, with its arguments: x as `finish` takes it, and what the mixer gave."""
-        if current_shards() is not None:
-            self._check_shards(context.get("state") is not None or context.get("return_state", False))
+        if context_parallel_group() is not None:
+            self._check_context_parallel(context.get("state") is not None or context.get("return_state", False))
         normed, x = self.norm1(x, return_sum=True)
         return x, self.mixer(normed, **context)
 
@@ -58,9 +58,11 @@ class Block(nn.Module):
         normed, hidden = self.norm2(x, mixed, return_sum=True)
         return hidden + self.mlp(normed)
 
-    def _check_shards(self, with_state: bool) -> None:
-        if not getattr(self.mixer, "splits_sequence", False):
-            raise ValueError(f"{type(self.mixer).__name__} cannot work on a stretch of a sequence: see splits_sequence")
+    def _check_context_parallel(self, with_state: bool) -> None:
+        if not getattr(self.mixer, "supports_context_parallel", False):
+            raise ValueError(
+                f"{type(self.mixer).__name__} needs the whole sequence: it does not set supports_context_parallel"
+            )
         if with_state:
             refuse_state()
 

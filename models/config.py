@@ -174,7 +174,7 @@ class ModelConfig:
     def context_refused(self) -> str:
         """Why no sequence of this model can lie over several processes; empty where it can."""
         try:
-            check_sequence_shards(self, 2, 1 << 30)
+            check_context_parallel(self, 2, 1 << 30)
         except ValueError as error:
             return str(error)
         return ""
@@ -189,31 +189,31 @@ class ModelConfig:
         return 4 * self.hidden_size
 
 
-def check_sequence_shards(config: ModelConfig, count: int, length: int) -> None:
-    """Refuse, before anything is built, a model or a sequence length that cannot be split into `count` stretches.
+def check_context_parallel(config: ModelConfig, count: int, length: int) -> None:
+    """Raise ValueError for a model or a sequence length that cannot be split over `count` context-parallel ranks.
 
-    A mixer says with `splits_sequence = True` that its layer can; one that does not say so is refused. Raises
-    ValueError naming the mixer or the lengths, and what is possible.
+    A mixer declares support by `supports_context_parallel = True`. The message names the mixer or the lengths, and the
+    nearest possible choices.
     """
     if count == 1:
         return
     from .mixers import MIXERS
 
     for name in dict.fromkeys(config.mixers):
-        if not getattr(MIXERS[name], "splits_sequence", False):
-            able = [other for other in MIXERS if getattr(MIXERS[other], "splits_sequence", False)]
+        if not getattr(MIXERS[name], "supports_context_parallel", False):
+            able = [other for other in MIXERS if getattr(MIXERS[other], "supports_context_parallel", False)]
             raise ValueError(
-                f"model.mixers: {name!r} cannot be split along the sequence: every token needs all others, not a state of "
-                f"constant size; sequence shards are for {', '.join(able)}"
+                f"model.mixers: {name!r} does not support context parallelism: every token needs all others, not a state of "
+                f"constant size; supported are {', '.join(able)}"
             )
     if length % count:
         raise ValueError(
-            f"sequence length {length} does not divide into {count} stretches; nearest lengths that do: "
+            f"sequence length {length} does not divide by {count} context-parallel ranks; nearest lengths that do: "
             f"{length // count * count or count} or {-(-length // count) * count}"
         )
     reach = max(getattr(config.options_of(name), "conv_kernel", 1) - 1 for name in config.mixers)
     if length // count < reach:
         raise ValueError(
-            f"stretches of {length} / {count} = {length // count} tokens are shorter than the {reach} tokens before them "
-            "that a convolution of this model reads; use fewer stretches"
+            f"local shards of {length} / {count} = {length // count} tokens are shorter than the {reach} tokens before them "
+            "that a convolution of this model reads; use fewer context-parallel ranks"
         )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 _ACTIVE: ContextVar[bool] = ContextVar("forgetting", default=False)
 
@@ -112,3 +113,10 @@ def _remember(kept: _Held | _Forgotten) -> Tensor:
             f"{kept.version}, now {kept.tensor._version}): work on a copy"
         )
     return kept.tensor
+
+
+def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return function(*arguments), computed again in the backward pass instead of keeping its intermediate results."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -29,7 +29,7 @@ from megatron_lite.metrics.per_source_loss import loss_by_source, traced
 from megatron_lite.optim.bf16_optimizer import spare_gradients
 from megatron_lite.optim.param_groups import build_optimizer
 from megatron_lite.optim.zero_state import OptimizerState
-from megatron_lite.parallel.context_parallel import ContextShards, context_shards, own_stretch
+from megatron_lite.parallel.context_parallel import ContextParallelGroup, context_parallel_group, local_shard
 from megatron_lite.parallel.grid import Grid, begin_sum, reduce_sum
 from megatron_lite.planning.memory import Setting
 
@@ -74,7 +74,7 @@ class Engine:
         build_layer: (spec, index, seed) -> the layer at full width, with the same weights in every layout.
         dtype: "bf16", "fp16" or "fp32".
         sequence_length: of the samples, to share the layers out over the stages by what they cost.
-        split_sequence: a context in which the layers take their sequences for one process's stretch; needed with
+        context_parallel: a context in which the layers treat their inputs as the local shard of a sequence; needed with
             context parallelism.
         forgetting: a context in which the layers make again what is cheap instead of keeping it; needed with activation
             checkpointing of mode "elementwise".
@@ -102,7 +102,7 @@ class Engine:
         parallel: ParallelConfig,
         precision: PrecisionConfig,
         sequence_length: int = 2048,
-        split_sequence: Callable[[ContextShards], contextlib.AbstractContextManager[None]] | None = None,
+        context_parallel: Callable[[ContextParallelGroup], contextlib.AbstractContextManager[None]] | None = None,
         forgetting: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         count_right: bool = False,
         asked_share: float = 1.0,
@@ -122,19 +122,19 @@ class Engine:
             asked_share=asked_share,
         )
         self.model, self.layers, self.words = own.model, list(own.layers.values()), own.words
-        self._shards = context_shards(grid)
-        if self._shards is not None and split_sequence is None:
+        self._context = context_parallel_group(grid)
+        if self._context is not None and context_parallel is None:
             raise ValueError(
-                "context parallelism needs `split_sequence`: the layers' own way to take part of a sequence"
+                "context parallelism needs `context_parallel`: a context in which the layers treat inputs as a local shard"
             )
 
         def around(layer: nn.Module) -> Callable[..., Tensor]:
-            if self._shards is None or split_sequence is None:
+            if self._context is None or context_parallel is None:
                 return layer
-            shards = self._shards
+            group = self._context
 
             def call(hidden: Tensor, **context: Any) -> Tensor:
-                with split_sequence(shards):
+                with context_parallel(group):
                     return layer(hidden, **context)
 
             return call
@@ -373,8 +373,8 @@ class Engine:
             self._engine.micro_steps = 0  # DeepSpeed counts to the end of a step by the remainder
 
     def _own_part(self, batch: Batch) -> Batch:
-        """The part of a micro batch that this process computes: all of it, or its stretch of the sequence."""
-        return batch if self._shards is None else own_stretch(batch, self._shards)
+        """The part of a micro batch that this process computes: all of it, or its local shard of the sequence."""
+        return batch if self._context is None else local_shard(batch, self._context)
 
     def _sums(self, nll: Tensor) -> Callable[[], list[float]]:
         """Begin to sum nll, a float64 scalar, and the weight of the right predictions over the replicas, and to fetch

@@ -1,7 +1,7 @@
-"""Context parallelism: a sequence that lies over several processes, each with a stretch of it.
+"""Context parallelism: a sequence over several processes, each with a contiguous local shard of it.
 
-The layers decide what they exchange (states and total decays, and the few tokens that a short convolution reads); here
-is how: an all-gather whose gradient is a reduce-scatter.
+The layers decide what they exchange: states, total decays, and the few tokens that a short convolution reads. This file
+gives them the collective: an all-gather whose gradient is a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_lite.parallel.grid import Grid, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
-class ContextShards:
-    """This process's stretch among those of its sequence.
+class ContextParallelGroup:
+    """The processes that share a sequence, as one of them sees them.
 
     Attributes:
-        group, index, count: the processes of the sequence, and this one's place among them.
+        group, index, count: the process group, this process's number in it, and the number of processes.
     """
 
     group: dist.ProcessGroup
@@ -30,38 +30,40 @@ class ContextShards:
     count: int
 
     def gather(self, x: Tensor) -> Tensor:
-        """[count, *x.shape]: x of every stretch, in order. The gradient of x is the sum over all processes of that of
-        its row."""
+        """Return x of every process in order, [count, *x.shape].
+
+        The gradient of x is the sum, over all processes, of the gradients of its row.
+        """
         if x.is_complex():
             return torch.view_as_complex(self.gather(torch.view_as_real(x)))
         return _Gather.apply(x, self) if x.is_floating_point() else all_gather(x, self.group, self.count)
 
 
-def context_shards(grid: Grid) -> ContextShards | None:
-    """The stretches of this process's sequences; None where they are whole."""
+def context_parallel_group(grid: Grid) -> ContextParallelGroup | None:
+    """Return the group of this process, or None where sequences are whole."""
     if grid.context_group is None:
         return None
-    return ContextShards(grid.context_group, grid.context_rank, grid.context_size)
+    return ContextParallelGroup(grid.context_group, grid.context_rank, grid.context_size)
 
 
-def own_stretch(batch: Mapping[str, Tensor], shards: ContextShards) -> dict[str, Tensor]:
-    """This process's stretch of a batch: everything that is [batch, length] is cut along the length.
+def local_shard(batch: Mapping[str, Tensor], group: ContextParallelGroup) -> dict[str, Tensor]:
+    """Return this process's shard of a batch: every [batch, length] tensor is cut along the length.
 
-    `cu_seqlens` stays that of the whole row: where a packed sequence began tells what it takes from the left.
+    `cu_seqlens` stays that of the whole row: the start of a packed sequence decides what it takes from previous ranks.
     """
-    length = batch["tokens"].shape[1] // shards.count
+    length = batch["tokens"].shape[1] // group.count
     return {
-        key: value if key == "cu_seqlens" else value.narrow(1, shards.index * length, length)
+        key: value if key == "cu_seqlens" else value.narrow(1, group.index * length, length)
         for key, value in batch.items()
     }
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: ContextShards) -> Tensor:
-        ctx.shards = shards
-        return all_gather(x, shards.group, shards.count)
+    def forward(ctx: Any, x: Tensor, group: ContextParallelGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group.group, group.count)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grad, ctx.shards.group), None
+        return reduce_scatter(grad, ctx.group.group), None

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..operators.context_parallel import SequenceShards, current_shards, refuse_state
-from ..operators.stretches import packing
+from ..operators.context_parallel import ContextParallelGroup, context_parallel_group, refuse_state, shard_segments
 from ..operators.varlen import check_packed
 from ..options import ModelShape
 from .init import init_std
@@ -36,16 +35,16 @@ class LearnedPositions(nn.Module):
         """Vectors [batch, length, hidden_size] for tokens [batch, length], and where each sequence goes on.
 
         mask, cu_seqlens, start and the second result as in `token_positions`. ValueError for a sequence that is longer
-        than there are positions, over sequence shards in every shard.
+        than there are positions, under context parallelism on every rank.
         """
         position, end = token_positions(tokens, mask, cu_seqlens, start)
         # Without packing or a state the shape tells; reading the values of a CUDA tensor waits for the device.
-        shards = current_shards()
-        longest = tokens.shape[1] * (1 if shards is None else shards.count)
+        group = context_parallel_group()
+        longest = tokens.shape[1] * (1 if group is None else group.count)
         if longest > len(self.weight) or start is not None:
             last = position.amax() if position.numel() else position.new_full((), -1)
-            # All shards come here alike, and none may go on without the others.
-            longest = int(last if shards is None else shards.gather(last).amax()) + 1
+            # All ranks take this branch alike: none may skip the collective.
+            longest = int(last if group is None else group.gather(last).amax()) + 1
         if longest > len(self.weight):
             raise ValueError(
                 f"a sequence of {longest} tokens has more positions than model.max_positions = {len(self.weight)}, which "
@@ -65,14 +64,14 @@ def token_positions(
     Returns the positions [batch, length], -1 before the first real token of a sequence that starts at 0, and the
     position of the next token [batch or segments].
 
-    Inside `models.operators.context_parallel.sequence_shards` x and mask are a stretch of the sequence, cu_seqlens that of the
-    whole, and start is None.
+    Under context parallelism x and mask are the local shard of the sequence, cu_seqlens is that of the whole, and start is
+    None.
     """
-    shards = current_shards()
-    if shards is not None:
+    group = context_parallel_group()
+    if group is not None:
         if start is not None:
             refuse_state()
-        start, cu_seqlens = _start_of_stretch(shards, x, mask, cu_seqlens)
+        start, cu_seqlens = _start_of_shard(group, x, mask, cu_seqlens)
     if cu_seqlens is not None:
         check_packed(x, cu_seqlens)
     batch, length = x.shape[:2]
@@ -88,19 +87,19 @@ def token_positions(
     return seen - 1 + offset[segment], edges[1:] + offset
 
 
-def _start_of_stretch(
-    shards: SequenceShards, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+def _start_of_shard(
+    group: ContextParallelGroup, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """`start` and `cu_seqlens` of `token_positions` for the tokens of this stretch."""
+    """Return `start` and `cu_seqlens` of `token_positions` for the tokens of the local shard."""
     batch, length = x.shape[:2]
     if cu_seqlens is None:
         if mask is None:
-            return torch.full((batch,), shards.index * length, device=x.device), None
-        return shards.gather(mask.sum(1))[: shards.index].sum(0), None
+            return torch.full((batch,), group.index * length, device=x.device), None
+        return group.gather(mask.sum(1))[: group.index].sum(0), None
     if mask is not None:
         raise ValueError(
-            "mask and cu_seqlens over sequence shards: positions are for one of them; leave the padding out"
+            "mask and cu_seqlens were both given under context parallelism: give one of them; leave the padding out"
         )
-    packed = packing(cu_seqlens, length, shards)
+    segments = shard_segments(cu_seqlens, length, group)
     start = torch.zeros(len(cu_seqlens) - 1, dtype=torch.long, device=x.device)
-    return start.index_copy(0, packed.first, packed.age), packed.cu_seqlens
+    return start.index_copy(0, segments.first, segments.age), segments.cu_seqlens

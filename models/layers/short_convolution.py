@@ -13,8 +13,13 @@ from torch.autograd.function import once_differentiable
 from ..backend import takes
 from ..kernels.cpu.causal_conv1d import causal_convolution as native_convolution
 from ..kernels.cpu.causal_conv1d import convolution_takes
-from ..operators.context_parallel import SequenceShards, current_shards, refuse_state
-from ..operators.stretches import left_neighbour, packing
+from ..operators.context_parallel import (
+    ContextParallelGroup,
+    context_parallel_group,
+    from_previous_rank,
+    refuse_state,
+    shard_segments,
+)
 from ..operators.varlen import check_packed, real_bounds
 from ..precision import wide
 from ..recompute import forgettable
@@ -52,16 +57,16 @@ class CausalConvolution(nn.Module):
 
         mask: [batch, length] bool, True for real tokens; padding counts as the outside of the sequence.
         cu_seqlens: [segments + 1], batch 1, every segment starts anew. history: [batch or segments, kernel - 1,
-        channels], what an earlier call returned. Inside `models.operators.context_parallel.sequence_shards` x is a stretch of the
-        sequence, at least kernel - 1 tokens, but cu_seqlens that of the whole, and there is no history.
-        Raises ValueError for cu_seqlens that do not cover x, a history of another shape, one where there is none, and a
-        stretch that is too short.
+        channels], what an earlier call returned. Under context parallelism x is the local shard of the sequence, at least
+        kernel - 1 tokens, but cu_seqlens is that of the whole, and there is no history.
+        Raises ValueError for cu_seqlens that do not cover x, a history of another shape or under context parallelism, and a
+        local shard that is too short.
         """
-        shards = current_shards()
-        if shards is not None:
+        group = context_parallel_group()
+        if group is not None:
             if history is not None or return_history:
                 refuse_state()
-            return self._over_shards(shards, x, mask, cu_seqlens), None
+            return self._over_ranks(group, x, mask, cu_seqlens), None
         if cu_seqlens is not None:
             check_packed(x, cu_seqlens)
         past = self.weight.shape[1] - 1
@@ -91,25 +96,27 @@ class CausalConvolution(nn.Module):
         end = (mask * torch.arange(1, x.shape[1] + 1, device=x.device)).amax(1)
         return y, padded.gather(1, _window(end, padded[:, :past]))
 
-    def _over_shards(self, shards: SequenceShards, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """The stretch on the left sends its last kernel - 1 inputs."""
+    def _over_ranks(
+        self, group: ContextParallelGroup, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """Convolve the local shard behind the last kernel - 1 inputs of the previous rank."""
         past = self.weight.shape[1] - 1
         if x.shape[1] < past:
             raise ValueError(
-                f"a stretch of {x.shape[1]} tokens is shorter than the {past} before it that the convolution reads: use "
-                f"fewer sequence shards"
+                f"a local shard of {x.shape[1]} tokens is shorter than the {past} tokens before it that the convolution "
+                "reads: use fewer context-parallel ranks"
             )
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
-        before = left_neighbour(shards, x[:, x.shape[1] - past :]) if past else x[:, :0]
+        before = from_previous_rank(group, x[:, x.shape[1] - past :]) if past else x[:, :0]
         if cu_seqlens is None:
             return _convolve(before, x, self.weight, self.silu)
-        packed = packing(cu_seqlens, x.shape[1], shards)
-        # Of the tokens before, those of the sequence that the stretch begins in.
-        own = torch.arange(past, 0, -1, device=x.device) <= packed.age
+        segments = shard_segments(cu_seqlens, x.shape[1], group)
+        # Of the tokens before, those of the segment that the shard begins in.
+        own = torch.arange(past, 0, -1, device=x.device) <= segments.age
         history = x.new_zeros(len(cu_seqlens) - 1, past, x.shape[2])
-        history = history.index_copy(0, packed.first, before * own[None, :, None])
-        return self._packed(x, None, packed.cu_seqlens, history, False)[0]
+        history = history.index_copy(0, segments.first, before * own[None, :, None])
+        return self._packed(x, None, segments.cu_seqlens, history, False)[0]
 
     def _packed(
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor, history: Tensor | None, return_history: bool

@@ -11,7 +11,7 @@ and where there is something to say
   check(config, options)        static: ValueError naming the key when the shape cannot be built (left out: all can)
   cut_sizes(config, options)    static: what tensor parallelism cuts beside heads, by the key that sets it
   causal                        False where a token sees later ones; an option of that name goes before it
-  splits_sequence               whether it runs inside `models.operators.context_parallel.sequence_shards` (left out: it does not)
+  supports_context_parallel     whether it runs on a local shard of a sequence, under context parallelism (left out: it does not)
 The plan's words are read by the trainer: "column" and "row" linear maps, "shard" a vector cut with the columns,
 "replicated", and "replicated, gradient summed" for what is used whole inside the parallel region. The region begins
 once, at the mixer's input (with `fan_out_is_entry = True` at that of its fan-out), and ends at its row output. Head

@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
     Options = AttentionOptions
     state_size: ClassVar[str] = "2 d * kv_heads / heads a token seen"
-    splits_sequence: ClassVar[bool] = False
+    supports_context_parallel: ClassVar[bool] = False
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",

@@ -50,7 +50,7 @@ class GLA(nn.Module):
 
     Options = GLAOptions
     state_size: ClassVar[str] = "d^2 / (2 heads) float32"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     # W_1 is used whole by every process of the parallel region, whose heads each see a part of its gradient.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "conv": "replicated, gradient summed",

@@ -47,7 +47,7 @@ class HGRN(nn.Module):
 
     Options = HGRNOptions
     state_size: ClassVar[str] = "d float32 (2 d with rotation)"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "forget_proj": "column",
         "input_proj": "column",

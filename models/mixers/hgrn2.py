@@ -60,7 +60,7 @@ class HGRN2(nn.Module):
 
     Options = HGRN2Options
     state_size: ClassVar[str] = "d^2 / heads float32"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "f_proj": "column",

@@ -50,7 +50,7 @@ class LinearAttention(nn.Module):
 
     Options = LinearAttentionOptions
     state_size: ClassVar[str] = "d^2 / heads + d float32"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "conv": "replicated, gradient summed",
         "q_proj": "column",

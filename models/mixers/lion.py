@@ -109,7 +109,7 @@ class Lion(nn.Module):
 
     Options = LionOptions
     state_size: ClassVar[str] = "d^2 / heads + d float32; none when not causal"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",

@@ -49,7 +49,7 @@ class Mamba(nn.Module):
 
     Options = MambaOptions
     state_size: ClassVar[str] = "expand d N float32 and (kernel - 1) expand d"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     # dt, B and C come from the channels of their group only: where groups are cut, nothing is read across a cut.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",

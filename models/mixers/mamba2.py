@@ -43,7 +43,7 @@ class Mamba2(nn.Module):
 
     Options = Mamba2Options
     state_size: ClassVar[str] = "expand d N float32 and (kernel - 1) (expand d + 2 N)"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     # B and C are whole in every process of the parallel region, whose heads each see a part of their gradient.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",

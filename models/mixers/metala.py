@@ -16,7 +16,7 @@ from ..kernels.cpu.metala import metala_core_takes
 from ..layers.init import linear
 from ..layers.projections import FanOut, apply_each
 from ..layers.short_convolution import CausalConvolution, convolve_input
-from ..operators.context_parallel import current_shards
+from ..operators.context_parallel import context_parallel_group
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.metala import metala_epilogue
 from ..operators.varlen import without_padding
@@ -73,7 +73,7 @@ class MetaLA(nn.Module):
 
     Options = MetaLAOptions
     state_size: ClassVar[str] = "d^2 / (2 heads) float32 and (kernel - 1) d"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     fan_out_is_entry: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "conv": "replicated",
@@ -178,7 +178,7 @@ def _core(
     q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """What computes gate, recurrence and epilogue as one step, where something does."""
-    if current_shards() is not None:
+    if context_parallel_group() is not None:
         return None
     if takes(q) and vector_decay_takes(q, a, v, a):
         from ..kernels.metala.fused_layer import metala_core

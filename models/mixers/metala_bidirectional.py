@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from ..layers.init import linear
 from ..layers.short_convolution import CausalConvolution
-from ..operators.context_parallel import current_shards
+from ..operators.context_parallel import context_parallel_group, shard_segments
 from ..operators.gla.gated_linear_attention import local_recurrence
-from ..operators.lion.context_parallel import from_both_sides
+from ..operators.lion.context_parallel import from_other_ranks
 from ..operators.metala import metala_epilogue
-from ..operators.stretches import packing
 from ..operators.varlen import without_padding
 from ..options import ModelShape, require_at_least
 from ..precision import wide
@@ -57,7 +56,7 @@ class MetaLABidirectional(nn.Module):
     Options = MetaLABidirectionalOptions
     causal: ClassVar[bool] = False
     state_size: ClassVar[str] = "none"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         **{name: word for name, word in MetaLA.tensor_parallel_plan.items() if name not in ("k_proj", "decay")},
         "conv": "replicated, gradient summed",  # here the parallel region begins before it
@@ -108,13 +107,13 @@ class MetaLABidirectional(nn.Module):
         k = -torch.expm1(log_decay)
         log_decay, k = without_padding(mask, log_decay, k)
         scale = self.head_dim_k**-0.5 if self.options.preset == "released" else 1.0
-        shards = current_shards()
-        if shards is None:
+        group = context_parallel_group()
+        if group is None:
             o = _both_directions(q, k, v, log_decay, scale, cu_seqlens)
         else:
-            packed = None if cu_seqlens is None else packing(cu_seqlens, x.shape[1], shards)
-            o = _both_directions(q, k, v, log_decay, scale, None if packed is None else packed.cu_seqlens)
-            o = o + from_both_sides(shards, q * scale, k, v, log_decay, log_decay, packed).to(o.dtype)
+            segments = None if cu_seqlens is None else shard_segments(cu_seqlens, x.shape[1], group)
+            o = _both_directions(q, k, v, log_decay, scale, None if segments is None else segments.cu_seqlens)
+            o = o + from_other_ranks(group, q * scale, k, v, log_decay, log_decay, segments).to(o.dtype)
         return self.out_proj(metala_epilogue(o, q, k.to(v.dtype), v, self.aug_weight, self.gate_proj(x)))
 
     def flops_per_token(self, length: int) -> int:

@@ -41,7 +41,7 @@ class NormalisedAttention(nn.Module):
 
     Options = NormalisedAttentionOptions
     state_size: ClassVar[str] = "d^2 / heads float32"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",

@@ -39,7 +39,7 @@ class QLSTM(nn.Module):
 
     Options = QLSTMOptions
     state_size: ClassVar[str] = "d float32"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "forget_proj": "column",
         "input_proj": "column",

@@ -42,7 +42,7 @@ class RetNet(nn.Module):
 
     Options = RetNetOptions
     state_size: ClassVar[str] = "expand_v d^2 / heads float32 and a position"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     # head_index is a buffer: the decay of a head follows from the head's number in the whole layer.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",

@@ -43,7 +43,7 @@ class RGLRU(nn.Module):
 
     Options = RGLRUOptions
     state_size: ClassVar[str] = "width float32 and (kernel - 1) width"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
         "gate_proj": "column",

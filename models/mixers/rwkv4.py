@@ -11,10 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.init import linear
-from ..operators.context_parallel import SequenceShards, current_shards, refuse_state
+from ..operators.context_parallel import (
+    ContextParallelGroup,
+    ShardSegments,
+    all_gather_states,
+    context_parallel_group,
+    from_previous_rank,
+    refuse_state,
+    shard_segments,
+    zeros_with_grad,
+)
 from ..operators.cumulative_decay import running_sum
 from ..operators.scan.linear_scan import local_scan
-from ..operators.stretches import Packing, exchange, left_neighbour, nothing_of, packing
 from ..operators.varlen import check_packed, last, previous, real_bounds, segment_starts
 from ..options import ModelShape
 from ..precision import wide
@@ -39,7 +47,7 @@ class RWKV4(nn.Module):
 
     Options = RWKV4Options
     state_size: ClassVar[str] = "3 d float32 and d"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     # The token shift begins the parallel region, and every channel of the cut maps reads it.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "mix_r": "replicated, gradient summed",
@@ -121,17 +129,17 @@ def _token_shift(
     x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """x_{t-1} of every token, and the last real token of every sequence."""
-    shards = current_shards()
-    if shards is not None:
+    group = context_parallel_group()
+    if group is not None:
         if before is not None:
             refuse_state()
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
-        mask, before = None, left_neighbour(shards, x[:, -1])
+        mask, before = None, from_previous_rank(group, x[:, -1])
         if cu_seqlens is not None:
-            packed = packing(cu_seqlens, x.shape[1], shards)
+            segments = shard_segments(cu_seqlens, x.shape[1], group)
             none = before.new_zeros(len(cu_seqlens) - 1, x.shape[2])
-            cu_seqlens, before = packed.cu_seqlens, none.index_copy(0, packed.first, before * packed.from_left[0])
+            cu_seqlens, before = segments.cu_seqlens, none.index_copy(0, segments.first, before * segments.from_left[0])
     if cu_seqlens is not None:
         check_packed(x, cu_seqlens)
     if mask is None or x.shape[1] == 0:
@@ -183,13 +191,13 @@ def _wkv(
     The largest log weight m_t = max(k_t, m_{t-1} - w) is a scale that the quotient does not depend on: no gradient
     passes through it.
     """
-    shards, packed = current_shards(), None
-    if shards is not None:
+    group, segments = context_parallel_group(), None
+    if group is not None:
         if state is not None:
             refuse_state()
         if cu_seqlens is not None:
-            packed = packing(cu_seqlens, k.shape[1], shards)
-            cu_seqlens = packed.cu_seqlens
+            segments = shard_segments(cu_seqlens, k.shape[1], group)
+            cu_seqlens = segments.cu_seqlens
     step = w.expand_as(k)
     if mask is not None:
         padding = ~mask.unsqueeze(-1)
@@ -214,38 +222,44 @@ def _wkv(
         finals.append(final)
     with torch.no_grad():
         scale = torch.maximum(m_before, u + k)
-    if shards is not None:
-        reached, *from_left = _from_left(shards, packed, ends[0], ends[1], m[:, -1:], step)
-        scale = torch.maximum(scale, reached.detach())
+    if group is not None:
+        log_weight, *incoming = _incoming_sums(group, segments, ends[0], ends[1], m[:, -1:], step)
+        scale = torch.maximum(scale, log_weight.detach())
     past, now = (m_before - scale).exp(), (u + k - scale).exp()
     above, below = past * sums[0] + now * v, past * sums[1] + now
-    if shards is not None:
-        weight = (reached - scale).exp()
-        above, below = above + weight * from_left[0], below + weight * from_left[1]
+    if group is not None:
+        weight = (log_weight - scale).exp()
+        above, below = above + weight * incoming[0], below + weight * incoming[1]
     return above / below, torch.stack([*finals, last(m, largest, cu_seqlens)], 1)
 
 
-def _from_left(
-    shards: SequenceShards, packed: Packing | None, numerator: Tensor, denominator: Tensor, m: Tensor, step: Tensor
+def _incoming_sums(
+    group: ContextParallelGroup,
+    segments: ShardSegments | None,
+    numerator: Tensor,
+    denominator: Tensor,
+    m: Tensor,
+    step: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the stretches before this one add: a log weight [batch, length, channels] on a numerator and denominator.
+    """Return the sums of the previous ranks: a log weight [batch, length, channels], a numerator and a denominator.
 
-    numerator, denominator, m: [batch, 1, channels], of this stretch alone; step: [batch, length, channels].
+    As `models.operators.context_parallel.incoming_states`, with sums that are held relative to exp(m).
+    numerator, denominator, m: [batch, 1, channels] at the end of the local shard; step: [batch, length, channels].
     """
     fallen = running_sum(step, 1)
     total, none = fallen[:, -1:], m.new_full((), -_NOTHING)
-    if packed is not None:
-        total = torch.where(packed.from_left[-1], total, none)
-    stretches = exchange(shards, numerator, denominator, m, total)
-    above, below, largest = nothing_of(stretches[0][0]), nothing_of(stretches[0][1]), torch.full_like(m, _NOTHING)
-    for numerator_, denominator_, m_, total_ in stretches[: shards.index]:
+    if segments is not None:
+        total = torch.where(segments.from_left[-1], total, none)
+    ranks = all_gather_states(group, numerator, denominator, m, total)
+    above, below, largest = zeros_with_grad(ranks[0][0]), zeros_with_grad(ranks[0][1]), torch.full_like(m, _NOTHING)
+    for numerator_, denominator_, m_, total_ in ranks[: group.index]:
         with torch.no_grad():
             larger = torch.maximum(largest - total_, m_)
         kept, added = (largest - total_ - larger).exp(), (m_ - larger).exp()
         above, below, largest = kept * above + added * numerator_, kept * below + added * denominator_, larger
     before = torch.cat([torch.zeros_like(total), fallen[:, :-1]], 1)
-    if packed is not None:
-        before = torch.where(packed.from_left[None, :, None], before, none)
+    if segments is not None:
+        before = torch.where(segments.from_left[None, :, None], before, none)
     return largest - before, above, below
 
 

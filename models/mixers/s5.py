@@ -48,7 +48,7 @@ class S5(nn.Module):
 
     Options = S5Options
     state_size: ClassVar[str] = "2 d float32"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "b_proj": "column",
         "nu": "shard",

@@ -41,7 +41,7 @@ class TransNormer(nn.Module):
 
     Options = TransNormerOptions
     state_size: ClassVar[str] = "2 d^2 / heads float32 and a position; half without the phase"
-    splits_sequence: ClassVar[bool] = True
+    supports_context_parallel: ClassVar[bool] = True
     # head_index is a buffer: the decay of a head follows from the head's number in the whole layer.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",

@@ -1,64 +1,186 @@
-"""One sequence over several processes: what a mixer asks of its neighbours, and who answers is set from outside.
+"""Context parallelism: one sequence over several ranks, each with a contiguous local shard of it.
 
-Each shard holds a contiguous stretch of the sequence, [batch, length / count, ...], stretch 0 first. The operators of
-this package look for `current_shards()` and then exchange states and total decays, never tokens but the few that a
-short convolution reads. Nothing here knows how shards talk to one another.
+Rank 0 holds the start of the sequence, [batch, length / count, ...]. Every causal linear operator runs in four steps
+(`causal_over_ranks`), with S a state and b_t the sum of log decays up to token t of the shard:
+
+1. local result: outputs and end state from a zero state, by any kernel;
+2. exchange: one all-gather of (end state, total decay), whose size does not depend on the length;
+3. incoming state: S <- exp(b_last) S + (end state), over the previous ranks;
+4. correction: o_t = (local o)_t + q_t exp(b_t) S.
+
+All ranks build the same graph, so that their backward passes meet in the same collectives. A trainer sets the group from
+outside with `context_parallel`; nothing here knows how the ranks communicate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+import torch
 from torch import Tensor
 
 
-class SequenceShards(Protocol):
-    """This shard's place among those of its sequence, and the one way in which they talk."""
+class ContextParallelGroup(Protocol):
+    """The ranks that share a sequence, as one of them sees them."""
 
     @property
     def index(self) -> int:
-        """This shard's number, 0 for the start of the sequence."""
+        """Return this rank's number, 0 for the start of the sequence."""
 
     @property
     def count(self) -> int:
-        """Number of shards of the sequence."""
+        """Return the number of ranks."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """x, of the same shape and dtype in every shard -> [count, *x.shape], the shards' x in order, in every shard.
+        """Return x of every rank in order, [count, *x.shape]. x has the same shape and dtype on every rank.
 
-        Differentiable where x is of floating point: the gradient of x in a shard is the sum, over all shards, of the
-        gradient of their row of this shard (a reduce-scatter). Every shard calls it equally often, in the same order,
-        forward and backward: the operators see to that.
+        Differentiable for floating point: the gradient of x is the sum, over all ranks, of the gradients of its row (a
+        reduce-scatter). Every rank calls it equally often and in the same order, forward and backward.
         """
 
 
-_CURRENT: ContextVar[SequenceShards | None] = ContextVar("sequence_shards", default=None)
+_GROUP: ContextVar[ContextParallelGroup | None] = ContextVar("context_parallel_group", default=None)
 
 
-def current_shards() -> SequenceShards | None:
-    """The shards set by `sequence_shards` around this call; None where the sequence is whole."""
-    return _CURRENT.get()
+def context_parallel_group() -> ContextParallelGroup | None:
+    """Return the group set by `context_parallel` around this call, or None for a sequence on one rank."""
+    return _GROUP.get()
 
 
 @contextmanager
-def sequence_shards(shards: SequenceShards | None) -> Iterator[None]:
-    """Have the operators called inside take their sequences for stretches of one that lies over `shards`.
+def context_parallel(group: ContextParallelGroup | None) -> Iterator[None]:
+    """Make the operators called inside treat their inputs as the local shard of a sequence over `group`.
 
-    It must also be entered where activation checkpointing calls a layer again, in the backward pass.
+    Activation checkpointing must enter it again where it recomputes a layer in the backward pass.
     """
-    token = _CURRENT.set(shards)
+    token = _GROUP.set(group)
     try:
         yield
     finally:
-        _CURRENT.reset(token)
+        _GROUP.reset(token)
 
 
 def refuse_state() -> NoReturn:
-    """A decode state, in or out, belongs to a whole sequence. Raises ValueError."""
+    """Raise ValueError: a decode state belongs to a whole sequence."""
     raise ValueError(
-        "a decode state was given or asked for inside sequence_shards: a state belongs to a whole sequence; prefill and "
-        "decode outside of it"
+        "a decode state was given or requested under context parallelism: a state belongs to a whole sequence; prefill and "
+        "decode on one rank"
     )
+
+
+@dataclass(frozen=True)
+class ShardSegments:
+    """Packed sequences as the local shard sees them.
+
+    cu_seqlens: [segments + 1], inside the shard; segments that lie elsewhere are empty.
+    from_left, from_right: [length] bool, tokens whose segment began before the shard, or continues after it.
+    first, last: [1] int, the segment of the first and of the last token.
+    age: [1] int, tokens of the first segment that lie before the shard.
+    """
+
+    cu_seqlens: Tensor
+    from_left: Tensor
+    from_right: Tensor
+    first: Tensor
+    last: Tensor
+    age: Tensor
+
+
+def shard_segments(cu_seqlens: Tensor, length: int, group: ContextParallelGroup) -> ShardSegments:
+    """Cut the segments of the whole sequence, cu_seqlens [segments + 1], down to the `length` tokens of the local shard.
+
+    Raises ValueError unless cu_seqlens covers the whole sequence. On CUDA the values are not read.
+    """
+    total = length * group.count
+    # Reading a CUDA tensor would synchronise with the device.
+    if not cu_seqlens.is_cuda and (int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != total):
+        raise ValueError(
+            f"cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}: with {group.count} context-parallel ranks "
+            f"of {length} tokens it must be that of the whole sequence, from 0 to {total}"
+        )
+    edges = cu_seqlens.long() - group.index * length
+    inside = edges.clamp(0, length)
+    token = torch.arange(length, device=edges.device)
+    segment = torch.searchsorted(edges[1:], token, right=True)
+    return ShardSegments(
+        inside,
+        edges[segment] < 0,
+        edges[segment + 1] > length,
+        segment[:1],
+        segment[-1:],
+        -edges[segment[:1]],
+    )
+
+
+def causal_over_ranks(
+    group: ContextParallelGroup,
+    length: int,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    *,
+    local: Callable[[Tensor | None], tuple[Tensor, Tensor]],
+    total_decay: Callable[[Tensor | None], Tensor],
+    correction: Callable[[Tensor, Tensor | None], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Run a causal linear operator on the local shard, of `length` tokens, in the four steps of this module.
+
+    cu_seqlens: [segments + 1] of the whole sequence, or None. initial_state: must be None.
+    local: (cu_seqlens of the shard) -> outputs and final states [batch or segments, ...] from a zero state.
+    total_decay: (tokens [length] bool, None for all) -> the factor of those tokens on a state, of broadcastable shape.
+    correction: (incoming state [batch, ...], tokens that see it as above) -> the addition to the outputs.
+
+    Returns the outputs, and the final states of the shard's segments at its end. Raises ValueError for an initial state.
+    """
+    if initial_state is not None:
+        refuse_state()
+    segments = None if cu_seqlens is None else shard_segments(cu_seqlens, length, group)
+    o, final = local(None if segments is None else segments.cu_seqlens)
+    decay = total_decay(None)
+    if segments is None:
+        (state,) = incoming_states(group, (final, decay))
+        return o + correction(state, None).to(o.dtype), final + decay * state
+    from_left = segments.from_left
+    (state,) = incoming_states(group, (final.index_select(0, segments.last), decay * from_left[-1]))
+    of_first = total_decay(from_left) * from_left[0]
+    return o + correction(state, from_left).to(o.dtype), final.index_add(0, segments.first, of_first * state)
+
+
+def incoming_states(group: ContextParallelGroup, *directions: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Return the state that reaches the local shard in each direction, S <- decay S + end state over the ranks before it.
+
+    directions: (end state, total decay) of the local shard. The first runs from rank 0 to the last, the second back.
+    """
+    ranks = all_gather_states(group, *(x for direction in directions for x in direction))
+    states = []
+    for number, before in enumerate((ranks[: group.index], ranks[: group.index : -1])[: len(directions)]):
+        state = zeros_with_grad(ranks[0][2 * number])
+        for rank in before:
+            end, decay = rank[2 * number : 2 * number + 2]
+            state = decay * state + end
+        states.append(state)
+    return states
+
+
+def all_gather_states(group: ContextParallelGroup, *tensors: Tensor) -> list[list[Tensor]]:
+    """Return the tensors of every rank in order, by one all-gather. All have one dtype, or one complex dtype."""
+    shapes = [x.shape for x in tensors]
+    flat = torch.cat([x.flatten() for x in tensors])
+    sizes = [shape.numel() for shape in shapes]
+    rows = group.gather(torch.view_as_real(flat) if flat.is_complex() else flat).unbind(0)
+    parts = ((torch.view_as_complex(row) if flat.is_complex() else row).split(sizes) for row in rows)
+    return [[x.view(shape) for x, shape in zip(row, shapes, strict=True)] for row in parts]
+
+
+def from_previous_rank(group: ContextParallelGroup, x: Tensor) -> Tensor:
+    """Return x of the previous rank, zeros on rank 0."""
+    rows = group.gather(x).unbind(0)
+    return rows[group.index - 1] if group.index else zeros_with_grad(rows[0])
+
+
+def zeros_with_grad(x: Tensor) -> Tensor:
+    """Return zeros in x's shape, with a zero gradient to x: no rank may skip a collective of the backward pass."""
+    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0.0)

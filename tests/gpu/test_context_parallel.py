@@ -1,4 +1,4 @@
-"""Mixers on stretches of a sequence over the kernels of a CUDA device, against the whole sequence in float32."""
+"""Mixers on local shards of a sequence over the kernels of a CUDA device, against the whole sequence in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.mixer_cases import build, name_of, tokens
-from tests.models.shard_threads import over_shards
+from tests.models.rank_threads import over_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -26,7 +26,7 @@ def results(module: nn.Module, x: Tensor, weight: Tensor, **context: Any) -> lis
     module.zero_grad()
     x = x.clone().requires_grad_()
     y = module(x, **context)
-    # In the thread that calls: a device has one thread for backward passes, and the stretches wait for one another.
+    # In the thread that calls: a device has one thread for backward passes, and the ranks wait for one another.
     with torch.autograd.set_multithreading_enabled(False):
         (y * weight).sum().backward()
     return [t.detach().double() for t in (y, x.grad, *(p.grad for p in module.parameters()))]
@@ -34,7 +34,7 @@ def results(module: nn.Module, x: Tensor, weight: Tensor, **context: Any) -> lis
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_stretches_are_the_whole_on_kernels(case: tuple[str, dict[str, Any]], packed: bool) -> None:
+def test_local_shards_equal_the_whole_on_kernels(case: tuple[str, dict[str, Any]], packed: bool) -> None:
     pytest.importorskip("fla")
     batch, length, count = (1 if packed else 2), 600, 2
     context = {"cu_seqlens": torch.tensor([0, 100, 100, 290, 410, 600], device="cuda")} if packed else {}
@@ -48,7 +48,7 @@ def test_stretches_are_the_whole_on_kernels(case: tuple[str, dict[str, Any]], pa
     def work(index: int) -> list[Tensor]:
         return results(copies[index], x.chunk(count, 1)[index], weight.chunk(count, 1)[index], **context)
 
-    parts = over_shards(count, work)
+    parts = over_ranks(count, work)
     joined = [torch.cat(pieces, 1) for pieces in list(zip(*parts, strict=True))[:2]]
     joined += [sum(pieces) for pieces in list(zip(*parts, strict=True))[2:]]
     for number, (got, reference, wanted) in enumerate(zip(joined, whole, exact, strict=True)):

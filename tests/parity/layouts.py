@@ -214,7 +214,7 @@ def cases(processes: int) -> list[Case]:
         # With the sequence cut, the gradient of all that is whole is summed; without, of what its word says.
         whole = [m for m in rest if any("replicated" in word for word in MIXERS[m].tensor_parallel_plan.values())]
         found += [Case(mixer, "tensor2", EVERY[2]["tensor2"], SHORT) for mixer in whole]
-        split = [mixer for mixer in rest if getattr(MIXERS[mixer], "splits_sequence", False)]
+        split = [mixer for mixer in rest if getattr(MIXERS[mixer], "supports_context_parallel", False)]
         found += [Case(mixer, "context2", CONTEXT[2]["context2"], SHORT) for mixer in split]
         found += [Case("hybrid", name, EVERY[2][name], UNTIED) for name in ("tensor2_sequence", "pipeline2")]
         found += [Case("attention", name, EVERY[2][name], POSITIONS) for name in ("tensor2", "tensor2_sequence")]

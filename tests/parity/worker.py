@@ -21,7 +21,7 @@ from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.grid import Grid, init_grid
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
-from models.operators.context_parallel import sequence_shards
+from models.operators.context_parallel import context_parallel
 from models.recompute import forgetting
 from tests.megatron_lite.conftest import leave_bf16_steps, reduce_in_float32
 from tests.parity import layouts
@@ -80,7 +80,7 @@ def engine_of(
         parallel=ParallelConfig(**parallel),
         precision=PrecisionConfig(optimizer_state=state),  # type: ignore[arg-type]
         sequence_length=layouts.LENGTH,
-        split_sequence=sequence_shards,
+        context_parallel=context_parallel,
         forgetting=forgetting,
         count_right=count_right,
     )

@@ -7,7 +7,7 @@ from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
-from models.operators.context_parallel import sequence_shards
+from models.operators.context_parallel import context_parallel
 from models.recompute import forgetting
 
 
@@ -32,7 +32,7 @@ def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
         parallel=config.parallel,
         precision=config.precision,
         sequence_length=config.batch.sequence_length,
-        split_sequence=sequence_shards,
+        context_parallel=context_parallel,
         forgetting=forgetting,
         count_right=config.data.objective == "masked",
         asked_share=config.data.asked_share,

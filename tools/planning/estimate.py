@@ -147,12 +147,12 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
 def state_elements(model: ModelConfig) -> float:
     """Numbers that a block hands on for a sample where a sequence is split, states and their decays, as a mean over blocks.
 
-    The mixers say so themselves: one of each kind runs on "meta" as a stretch of a sequence, and what it gathers counts.
+    The mixers say so themselves: one of each kind runs on "meta" on a local shard, and what it gathers counts.
     """
     import torch
 
     from models.mixers import MIXERS
-    from models.operators.context_parallel import sequence_shards
+    from models.operators.context_parallel import context_parallel
     from tools.planning.meta_device import kernels_of_cuda
 
     found: dict[str, int] = {}
@@ -162,20 +162,20 @@ def state_elements(model: ModelConfig) -> float:
             if name in found:
                 continue
             found[name] = 0
-            if getattr(MIXERS[name], "splits_sequence", False):
+            if getattr(MIXERS[name], "supports_context_parallel", False):
                 with torch.device("meta"):
                     mixer = MIXERS[name](model, index, model.options_of(name))
                 mixer.to("meta", torch.bfloat16)  # and buffers that are made elsewhere
                 x = torch.zeros(1, 64, model.hidden_size, dtype=torch.bfloat16, device="meta")
                 counter = _Counter()
-                with sequence_shards(counter):
+                with context_parallel(counter):
                     mixer(x)
                 found[name] = counter.numbers
     return sum(found[name] for name in names) / len(names)
 
 
 class _Counter:
-    """Sequence shards that count the float32 numbers gathered; a convolution's few tokens are of 16 bits and left out."""
+    """A context-parallel group that counts the float32 numbers gathered. A convolution's few tokens, of 16 bits, are left out."""
 
     index, count = 1, 2
 

@@ -16,13 +16,13 @@ from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
 from megatron_lite.engine.model_shard import place_layer
 from megatron_lite.parallel import context_parallel, grid, tensor_parallel
 from megatron_lite.parallel import fused_projections as fan_out
-from megatron_lite.parallel.context_parallel import ContextShards
+from megatron_lite.parallel.context_parallel import ContextParallelGroup
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.parallel.tensor_parallel import TensorGroup
 from megatron_lite.planning.memory import LayerCost, layer_cost
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
-from models.operators.context_parallel import sequence_shards
+from models.operators.context_parallel import context_parallel as on_local_shard
 from models.recompute import forgetting
 from tools.planning.meta_device import kernels_of_cuda
 
@@ -51,8 +51,8 @@ def layer_costs(
     if layout.tensor > 1:
         kept = parallel.activation_checkpointing.mode == "selective"
         tensor = TensorGroup(group, 0, layout.tensor, sequence=layout.sequence_parallel, products_kept=kept)
-    # The last stretch carries the states of all before it.
-    shards = ContextShards(group, layout.context - 1, layout.context) if layout.context > 1 else None
+    # The last rank has an incoming state from all before it.
+    ranks = ContextParallelGroup(group, layout.context - 1, layout.context) if layout.context > 1 else None
     tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64, device=device)
     weight = torch.ones(micro_batch_size, length, device=device)
     costs: list[LayerCost] = []
@@ -68,7 +68,7 @@ def layer_costs(
                 layer = layer.to(dtype)
                 shape = (micro_batch_size, outside, model.hidden_size)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)
-                call = checkpointed(partial(_of_stretch, shards, layer), index, len(specs), parallel, forgetting)
+                call = checkpointed(partial(_on_rank, ranks, layer), index, len(specs), parallel, forgetting)
                 extra = {"labels": tokens, "loss_weight": weight} if index == len(specs) - 1 else {}
                 own = sum(p.numel() for p in layer.parameters())
                 if spec.tied_to is not None:
@@ -78,8 +78,8 @@ def layer_costs(
     return costs
 
 
-def _of_stretch(shards: ContextShards | None, layer: Callable[..., Tensor], x: Tensor, **context: Tensor) -> Tensor:
-    with sequence_shards(shards):
+def _on_rank(ranks: ContextParallelGroup | None, layer: Callable[..., Tensor], x: Tensor, **context: Tensor) -> Tensor:
+    with on_local_shard(ranks):
         return layer(x, **context)
 
 

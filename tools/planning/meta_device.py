@@ -24,7 +24,7 @@ from torch import Tensor
 from models import backend, kernels
 from models.operators.gla import fla as fla_backend
 from models.operators.gla import gated_linear_attention as recurrence
-from models.operators.scan import fla_scan
+from models.operators.scan import linear_scan
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def kernels_of_cuda() -> Iterator[None]:
         # As on Hopper, where the project's kernels then take these decays.
         mock.patch.object(fla_backend, "_scalar_gradient_is_refused", return_value=True),
         mock.patch.object(recurrence, "chunked_recurrence", _recurrence),  # reads values, to choose its chunks
-        mock.patch.object(fla_scan, "fla_scan", _Scan.apply),
+        mock.patch.object(linear_scan, "fla_scan", _Scan.apply),
         mock.patch.object(F, "scaled_dot_product_attention", _attention),
     ):
         yield

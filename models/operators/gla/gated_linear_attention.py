@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...backend import vector_decay_takes
 from ...precision import wide as widened
-from ..context_parallel import SequenceShards, current_shards, refuse_state
+from ...recompute import recomputed
+from ..context_parallel import causal_over_ranks, context_parallel_group
 from ..cumulative_decay import decay_from_start, pairwise_decay, sum_after
-from ..stretches import carried, exchange, packing, recomputed
 from ..varlen import check_packed
 from .chunk import chunked_recurrence
 
@@ -50,18 +50,32 @@ def recurrence(
     one token, else chunked.
     Raises ValueError for shapes that do not fit and for a form that does not exist.
 
-    Inside `models.operators.context_parallel.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
-    the whole. There is no initial state then, and the final states are those of this stretch's segments at its end.
+    Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
+    is that of the whole. There is no initial state then. The final states are those of the shard's segments at its end.
     """
-    shards = current_shards()
-    if shards is None:
+    group = context_parallel_group()
+    if group is None:
         return local_recurrence(
             q, k, v, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, mild_decay=mild_decay,
             form=form,
         )  # fmt: skip
-    if initial_state is not None:
-        refuse_state()
-    return _over_shards(shards, q, k, v, log_decay, scale, cu_seqlens, mild_decay, form)
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+
+    def local(cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        return local_recurrence(
+            q, k, v, log_decay, scale=scale, cu_seqlens=cu_seqlens, mild_decay=mild_decay, form=form
+        )
+
+    def total_decay(tokens: Tensor | None) -> Tensor:
+        of_tokens = log_decay if tokens is None else log_decay.masked_fill(~tokens[None, :, None, None], 0.0)
+        return of_tokens.sum(1, dtype=torch.float64).exp().to(dtype).unsqueeze(-1)
+
+    def correction(state: Tensor, tokens: Tensor | None) -> Tensor:
+        return recomputed(_from_state, q, log_decay, state, scale, tokens)
+
+    return causal_over_ranks(
+        group, q.shape[1], cu_seqlens, initial_state, local=local, total_decay=total_decay, correction=correction
+    )
 
 
 def local_recurrence(
@@ -76,7 +90,7 @@ def local_recurrence(
     mild_decay: bool = False,
     form: Form = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """As `recurrence`, of these tokens alone, also where they are a stretch of a longer sequence."""
+    """Compute `recurrence` of these tokens alone, also where they are a local shard."""
     check(q, k, v, log_decay, initial_state, cu_seqlens)
     if form == "auto":
         if q.is_cuda and q.numel() and q.dtype in (torch.bfloat16, torch.float16):
@@ -144,41 +158,12 @@ def leave_out_of_graphs() -> None:
         by_kernels = torch.compiler.disable(by_kernels)
 
 
-def _over_shards(
-    shards: SequenceShards,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    mild_decay: bool,
-    form: Form,
-) -> tuple[Tensor, Tensor]:
-    """The stretch from a zero state, by any kernel, and what the state from the stretches before adds to it."""
-    packed = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], shards)
-    inside = None if packed is None else packed.cu_seqlens
-    o, final = local_recurrence(q, k, v, log_decay, scale=scale, cu_seqlens=inside, mild_decay=mild_decay, form=form)
-    end, decay = final, log_decay.sum(1, dtype=torch.float64).exp().to(final.dtype).unsqueeze(-1)
-    if packed is not None:
-        end, decay = final.index_select(0, packed.last), decay * packed.from_left[-1]
-    ends, decays = zip(*exchange(shards, end, decay), strict=True)
-    state = carried(shards.index, ends, decays)
-    from_left = None if packed is None else packed.from_left
-    o = o + recomputed(_reached, q, log_decay, state, scale, from_left).to(o.dtype)
-    if packed is None:
-        return o, final + decay * state
-    aged = log_decay.masked_fill(~packed.from_left[None, :, None, None], 0.0).sum(1, dtype=torch.float64)
-    decay = aged.exp().to(final.dtype).unsqueeze(-1) * packed.from_left[0]
-    return o, final.index_add(0, packed.first, decay * state)
-
-
-def _reached(q: Tensor, log_decay: Tensor, state: Tensor, scale: float, from_left: Tensor | None) -> Tensor:
-    """scale q_t exp(b_t) S for S [batch, heads, head_dim_k, head_dim_v] from the left, for the tokens that see it."""
+def _from_state(q: Tensor, log_decay: Tensor, state: Tensor, scale: float, tokens: Tensor | None) -> Tensor:
+    """Return scale q_t exp(b_t) S for an incoming state S [batch, heads, head_dim_k, head_dim_v], 0 outside `tokens`."""
     factor = decay_from_start(widened(log_decay), 1)
-    if from_left is not None:
-        factor = factor.masked_fill(~from_left[None, :, None, None], 0.0)
-    # A sum over a long sequence may lie outside of float16.
+    if tokens is not None:
+        factor = factor.masked_fill(~tokens[None, :, None, None], 0.0)
+    # A sum over a long sequence may exceed float16.
     dtype = q.dtype if q.dtype == torch.bfloat16 else state.dtype
     return torch.einsum("blhk,bhkv->blhv", (widened(q) * factor * scale).to(dtype), state.to(dtype))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...backend import takes
-from ..context_parallel import current_shards
+from ..context_parallel import context_parallel_group
 
 # Tokens for which what is quadratic in them costs less than states between chunks do, and channels of a head that the
 # kernels take.
@@ -32,7 +32,9 @@ def short_map(
 
     Arguments as there; log_decay: [batch, length, heads] or with a last axis of 1.
     """
-    with_state = return_state or initial_state is not None or cu_seqlens is not None or current_shards() is not None
+    with_state = (
+        return_state or initial_state is not None or cu_seqlens is not None or context_parallel_group() is not None
+    )
     if with_state or not 1 < q.shape[1] <= _LONGEST or max(q.shape[-1], v.shape[-1]) > _LARGEST:
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype or not takes(v):

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from ...backend import can_take
 from ...precision import ROW_SUM_EPS, wide
-from ..context_parallel import SequenceShards, current_shards
-from ..stretches import left_neighbour, packing
+from ..context_parallel import ContextParallelGroup, context_parallel_group, from_previous_rank, shard_segments
 from ..varlen import check_covers
 from .chunk import chunk_size, chunked, decays, heads_first, recurrent, values_of
-from .context_parallel import from_both_sides
+from .context_parallel import from_other_ranks
 from .feature_map import feature_map
 
 FORMS = ("auto", "parallel", "recurrent", "chunked", "triton_tile", "triton_chunk")
@@ -83,14 +82,14 @@ def bidirectional(
     of the two on CUDA where they apply and "chunked" elsewhere.
     Returns [batch, length, heads, head_dim_v] in v's dtype. Raises ValueError for arguments that do not fit together.
 
-    Inside `models.operators.context_parallel.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
-    the whole.
+    Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
+    is that of the whole.
     """
-    shards = current_shards()
-    if shards is not None:
+    group = context_parallel_group()
+    if group is not None:
         if phi is not None:
             q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
-        return _over_shards(shards, q, k, v, log_decay, gate, scaled, mask, cu_seqlens, mask_convention, form)
+        return _over_ranks(group, q, k, v, log_decay, gate, scaled, mask, cu_seqlens, mask_convention, form)
     return local_bidirectional(
         q,
         k,
@@ -120,7 +119,7 @@ def local_bidirectional(
     mask_convention: str = "eq17",
     form: str = "auto",
 ) -> Tensor:
-    """As `bidirectional`, of these tokens alone, also where they are a stretch of a longer sequence."""
+    """Compute `bidirectional` of these tokens alone, also where they are a local shard."""
     _check(q, k, v, log_decay, gate, mask, cu_seqlens, mask_convention, form)
     # No tokens at all are for the chunked form.
     triton = form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention))
@@ -183,8 +182,8 @@ def _of_every_token(gate: Tensor | ProjectedGate | None, q: Tensor) -> Tensor | 
     return gate if gate is None or gate.ndim > 1 else wide(gate).expand(q.shape[:3])
 
 
-def _over_shards(
-    shards: SequenceShards,
+def _over_ranks(
+    group: ContextParallelGroup,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -196,14 +195,14 @@ def _over_shards(
     mask_convention: str,
     form: str,
 ) -> Tensor:
-    """Numerators and row sums of the stretch, by any form, and of the rest of the sequence; only then the quotient."""
+    """Add numerators and normalizers of the local shard, by any form, and of the other ranks; then divide."""
     gate = _of_every_token(gate, q)
-    packed = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], shards)
-    inside = None if packed is None else packed.cu_seqlens
-    # Sums over a long stretch, and their gradients, may not fit into float16.
+    segments = None if cu_seqlens is None else shard_segments(cu_seqlens, q.shape[1], group)
+    inside = None if segments is None else segments.cu_seqlens
+    # Sums over a long shard, and their gradients, may exceed float16.
     dtype = torch.float32 if scaled and v.dtype == torch.float16 else v.dtype
 
-    def stretch(values: Tensor) -> Tensor:
+    def local(values: Tensor) -> Tensor:
         o = local_bidirectional(
             q.to(dtype),
             k.to(dtype),
@@ -222,16 +221,16 @@ def _over_shards(
     parts = [v, torch.ones_like(v[..., :1])] if scaled else [v]
     if scaled and not q.is_cuda:
         parts = [torch.cat(parts, -1)]
-    o = torch.cat([stretch(part) for part in parts], -1)
+    o = torch.cat([local(part) for part in parts], -1)
     forward, backward = (x.transpose(1, 2) for x in decays(q, log_decay, gate, mask, None, mask_convention)[:2])
     if mask_convention == "shifted":
-        before = left_neighbour(shards, backward[:, -1:])
+        before = from_previous_rank(group, backward[:, -1:])
         forward = torch.cat([before, backward[:, :-1]], 1)
     if mask is not None:
         q, k = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (q, k))
     # Rows of 16 bytes for the products.
     values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if v.is_cuda else 0)) if scaled else v
-    o = o + from_both_sides(shards, q, k, values, forward, backward, packed)[..., : o.shape[-1]]
+    o = o + from_other_ranks(group, q, k, values, forward, backward, segments)[..., : o.shape[-1]]
     if scaled:
         o = o[..., :-1] / (o[..., -1:] + ROW_SUM_EPS)
     return o.to(v.dtype)

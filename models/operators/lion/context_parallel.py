@@ -1,12 +1,12 @@
-"""What the rest of a sequence adds to a stretch of it under the bidirectional operator, before rows are divided.
+"""Context parallelism of the bidirectional operator: the addition of the other ranks' tokens, before normalisation.
 
-With b the running sum of log decays inside the stretch and B its total, F and G the states that come from the left and
+With b the running sum of log decays inside the local shard and B its total, F and G the incoming states from the left and
 from the right (`models.operators.lion.bidirectional_attention`),
 
     o_i += e^(b_i) q_i F + e^(B - b_i) q_i G
     F <- e^B F + sum_j e^(B - b_j) k_j v_j        G <- e^B G + sum_j e^(b_j) k_j v_j
 
-over the stretches on the left and on the right. All sums are linear in length; the stretch itself is any form's.
+over the ranks on the left and on the right. All sums are linear in length. Any form computes the local result.
 """
 
 from __future__ import annotations
@@ -15,47 +15,46 @@ import torch
 from torch import Tensor
 
 from ...precision import wide
-from ..context_parallel import SequenceShards
+from ...recompute import recomputed
+from ..context_parallel import ContextParallelGroup, ShardSegments, incoming_states
 from ..cumulative_decay import decay_from_start, decay_to_end
-from ..stretches import Packing, carried, exchange, recomputed
 
 
-def from_both_sides(
-    shards: SequenceShards,
+def from_other_ranks(
+    group: ContextParallelGroup,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     forward: Tensor,
     backward: Tensor,
-    packed: Packing | None,
+    segments: ShardSegments | None,
 ) -> Tensor:
-    """q, k: [batch, length, heads, head_dim_k], padding 0 in k; v: [batch, length, heads, head_dim_v].
+    """Return the contribution of all other ranks to the outputs, [batch, length, heads, head_dim_v].
 
+    q, k: [batch, length, heads, head_dim_k], padding 0 in k; v: [batch, length, heads, head_dim_v].
     forward, backward: log decays of both directions, [batch, length, heads, 1 or head_dim_k], in float32 or float64, the
-    dtype of the states. Products are of bfloat16 where v is. Returns [batch, length, heads, head_dim_v].
+    dtype of the states. Matmuls run in bfloat16 if v is bfloat16.
     """
     totals = [x.sum(1, dtype=torch.float64).exp().to(x.dtype).unsqueeze(-1) for x in (forward, backward)]
-    if packed is not None:
-        totals = [totals[0] * packed.from_left[-1], totals[1] * packed.from_right[0]]
-    to_right, to_left = recomputed(_end_states, k, v, forward, backward, packed)
-    rights, lefts, decays, decays_back = zip(*exchange(shards, to_right, to_left, *totals), strict=True)
-    left = carried(shards.index, rights, decays)
-    right = carried(shards.count - 1 - shards.index, lefts[::-1], decays_back[::-1])
+    if segments is not None:
+        totals = [totals[0] * segments.from_left[-1], totals[1] * segments.from_right[0]]
+    to_right, to_left = recomputed(_end_states, k, v, forward, backward, segments)
+    left, right = incoming_states(group, (to_right, totals[0]), (to_left, totals[1]))
     dtype = v.dtype if v.dtype == torch.bfloat16 else forward.dtype
-    return recomputed(_reached, q, forward, backward, left, right, packed, dtype)
+    return recomputed(_from_states, q, forward, backward, left, right, segments, dtype)
 
 
 def _end_states(
-    k: Tensor, v: Tensor, forward: Tensor, backward: Tensor, packed: Packing | None
+    k: Tensor, v: Tensor, forward: Tensor, backward: Tensor, segments: ShardSegments | None
 ) -> tuple[Tensor, Tensor]:
-    """To the right sum_j e^(B - b_j) k_j v_j, to the left sum_j e^(b_j) k_j v_j: [batch, heads, dim_k, dim_v]."""
+    """Return sum_j e^(B - b_j) k_j v_j for the right and sum_j e^(b_j) k_j v_j for the left: [batch, heads, dim_k, dim_v]."""
     to_right, to_left = decay_to_end(forward, 1), decay_from_start(backward, 1)
-    if packed is not None:
+    if segments is not None:
         token = torch.arange(k.shape[1], device=k.device)
-        segment = torch.searchsorted(packed.cu_seqlens[1:], token, right=True)
-        to_right = to_right * (segment == packed.last)[:, None, None]
-        to_left = to_left * (segment == packed.first)[:, None, None]
-    # A sum over a long sequence may lie outside of float16.
+        segment = torch.searchsorted(segments.cu_seqlens[1:], token, right=True)
+        to_right = to_right * (segment == segments.last)[:, None, None]
+        to_left = to_left * (segment == segments.first)[:, None, None]
+    # A sum over a long sequence may exceed float16.
     v = v if v.dtype == torch.bfloat16 else v.to(forward.dtype)
     keys = torch.cat([(wide(k) * weight).to(v.dtype) for weight in (to_right, to_left)], -1)
     states = torch.einsum("blhk,blhv->bhkv", keys, v).to(forward.dtype)
@@ -63,18 +62,18 @@ def _end_states(
     return right, left
 
 
-def _reached(
+def _from_states(
     q: Tensor,
     forward: Tensor,
     backward: Tensor,
     left: Tensor,
     right: Tensor,
-    packed: Packing | None,
+    segments: ShardSegments | None,
     dtype: torch.dtype,
 ) -> Tensor:
     from_left, from_right = decay_from_start(forward, 1), decay_to_end(backward, 1)
-    if packed is not None:
-        from_left = from_left * packed.from_left[:, None, None]
-        from_right = from_right * packed.from_right[:, None, None]
+    if segments is not None:
+        from_left = from_left * segments.from_left[:, None, None]
+        from_right = from_right * segments.from_right[:, None, None]
     queries = torch.cat([(wide(q) * weight).to(dtype) for weight in (from_left, from_right)], -1)
     return torch.einsum("blhk,bhkv->blhv", queries, torch.cat([left, right], 2).to(dtype))

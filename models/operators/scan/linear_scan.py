@@ -1,9 +1,11 @@
-"""The elementwise recurrence h_t = exp(log_decay_t) h_{t-1} + x_t: one number, real or complex, a channel as state.
+"""The elementwise recurrence h_t = exp(log_decay_t) h_{t-1} + x_t, with one real or complex number per channel as state.
 
-The operator of the models whose state is a vector (Mamba, RWKV-4, RG-LRU, HGRN, qLSTM, S5). The recurrent form goes
-token by token. The chunked form, linear in length, is the same arithmetic in another order: all chunks advance
-together from a zero state, with the product of their decays beside them, and then the true states pass from chunk to
-chunk. Only products of decays occur, never a quotient, so it is exact for every decay, -inf included.
+It is the operator of the models whose state is a vector (Mamba, RWKV-4, RG-LRU, HGRN, qLSTM, S5). It has three forms:
+
+recurrent  token by token.
+chunked    linear in length. All chunks advance together from a zero state, with the product of their decays. Then the true
+           states pass from chunk to chunk. Only products of decays occur, so it is exact for every decay, -inf included.
+kernel     flash-linear-attention's kernels on CUDA.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..context_parallel import SequenceShards, current_shards, refuse_state
+from ..context_parallel import causal_over_ranks, context_parallel_group
 from ..cumulative_decay import decay_from_start
-from ..stretches import carried, exchange, packing
+from ..gla.fla import missing_package
 from ..varlen import check_packed, last, segment_starts
 
 Form = Literal["auto", "recurrent", "chunked", "kernel"]
+
+# Up to this length the token-by-token kernel is faster, forward and backward, than the two kernels by chunks of 128.
+_RECURRENT_LENGTH = 256
 
 
 def scan(
@@ -32,7 +37,7 @@ def scan(
     form: Form = "auto",
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """h_t = exp(log_decay_t) h_{t-1} + x_t, a channel at a time.
+    """Return h_t = exp(log_decay_t) h_{t-1} + x_t, per channel.
 
     x, log_decay: [batch, length, channels], real or complex; the real part of log_decay at most 0, -inf allowed.
     initial_state: [batch, channels], zero if None. cu_seqlens: [segments + 1] int with batch 1, every segment starts
@@ -43,17 +48,31 @@ def scan(
     CUDA where compute_dtype (x.dtype if None), the dtype of the model's activations, has 16 bits, else chunked.
     Raises ValueError for shapes that do not fit and for a form that does not exist.
 
-    Inside `models.operators.context_parallel.sequence_shards` the arguments are a stretch of the sequence, but cu_seqlens that of
-    the whole. There is no initial state then, and the final states are those of this stretch's segments at its end.
+    Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
+    is that of the whole. There is no initial state then. The final states are those of the shard's segments at its end.
     """
-    shards = current_shards()
-    if shards is None:
+    group = context_parallel_group()
+    if group is None:
         return local_scan(
             x, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens, form=form, compute_dtype=compute_dtype
         )
-    if initial_state is not None:
-        refuse_state()
-    return _over_shards(shards, x, log_decay, cu_seqlens, form, compute_dtype)
+    decay = decay_from_start(log_decay, 1).to(_state_dtype(x, log_decay))
+
+    def local(cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        return local_scan(x, log_decay, cu_seqlens=cu_seqlens, form=form, compute_dtype=compute_dtype)
+
+    def total_decay(tokens: Tensor | None) -> Tensor:
+        if tokens is None:
+            return decay[:, -1]
+        return decay_from_start(log_decay.masked_fill(~tokens[None, :, None], 0.0), 1)[:, -1].to(decay.dtype)
+
+    def correction(state: Tensor, tokens: Tensor | None) -> Tensor:
+        seen = decay if tokens is None else decay.masked_fill(~tokens[None, :, None], 0.0)
+        return seen * state.unsqueeze(1)
+
+    return causal_over_ranks(
+        group, x.shape[1], cu_seqlens, initial_state, local=local, total_decay=total_decay, correction=correction
+    )
 
 
 def local_scan(
@@ -65,49 +84,46 @@ def local_scan(
     form: Form = "auto",
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `scan`, of these tokens alone, also where they are a stretch of a longer sequence."""
+    """Compute `scan` of these tokens alone, also where they are a local shard."""
     _check(x, log_decay, initial_state, cu_seqlens)
-    if form == "auto":
-        half = (compute_dtype or x.dtype) in (torch.bfloat16, torch.float16)
-        short = x.shape[1] == 1 and cu_seqlens is None
-        complex_state = x.is_complex() or log_decay.is_complex()
-        form = "recurrent" if short else "kernel" if x.is_cuda and half and not complex_state else "chunked"
-    if form not in _FORMS:
-        raise ValueError(f"form = {form!r}: allowed are auto, {', '.join(_FORMS)}")
-    dtype = torch.promote_types(torch.promote_types(x.dtype, log_decay.dtype), torch.float32)
+    form = _select_form(form, x, log_decay, cu_seqlens, compute_dtype)
+    dtype = _state_dtype(x, log_decay)
     x, log_decay = x.to(dtype), log_decay.to(dtype) if log_decay.is_complex() else log_decay.to(dtype.to_real())
     if x.shape[1]:
         x, log_decay = _fold(x, log_decay, initial_state, cu_seqlens)
-        h = _FORMS[form](x, log_decay)
+        h = {"recurrent": _recurrent, "chunked": _chunked, "kernel": fla_scan}[form](x, log_decay)
     else:
         h = x
     return h, last(h, initial_state, cu_seqlens)
 
 
-def _over_shards(
-    shards: SequenceShards,
-    x: Tensor,
-    log_decay: Tensor,
-    cu_seqlens: Tensor | None,
-    form: Form,
-    compute_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """The stretch from a zero state, and what the state from the stretches before adds to it."""
-    packed = None if cu_seqlens is None else packing(cu_seqlens, x.shape[1], shards)
-    inside = None if packed is None else packed.cu_seqlens
-    h, _ = local_scan(x, log_decay, cu_seqlens=inside, form=form, compute_dtype=compute_dtype)
-    decay = decay_from_start(log_decay, 1).to(h.dtype)
-    if packed is not None:
-        decay = decay.masked_fill(~packed.from_left[None, :, None], 0.0)
-    ends, decays = zip(*exchange(shards, h[:, -1], decay[:, -1]), strict=True)
-    h = h + decay * carried(shards.index, ends, decays).unsqueeze(1)
-    return h, last(h, None, inside)
+def _select_form(
+    form: Form, x: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, compute_dtype: torch.dtype | None
+) -> Form:
+    """Return the form that runs, as documented in `scan`. This is the only place that decides."""
+    if form != "auto":
+        if form not in ("recurrent", "chunked", "kernel"):
+            raise ValueError(f"form = {form!r}: allowed are auto, recurrent, chunked, kernel")
+        return form
+    if x.shape[1] == 1 and cu_seqlens is None:
+        return "recurrent"
+    sixteen_bits = (compute_dtype or x.dtype) in (torch.bfloat16, torch.float16)
+    real = not (x.is_complex() or log_decay.is_complex())
+    return "kernel" if x.is_cuda and sixteen_bits and real else "chunked"
+
+
+def _state_dtype(x: Tensor, log_decay: Tensor) -> torch.dtype:
+    """Return the dtype of the states: float32 or complex64, float64 or complex128."""
+    return torch.promote_types(torch.promote_types(x.dtype, log_decay.dtype), torch.float32)
 
 
 def _fold(
     x: Tensor, log_decay: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same recurrence from a zero state: a first token takes up the decayed initial state and forgets the rest."""
+    """Return the inputs of the same recurrence from a zero state.
+
+    The first token of a sequence takes up the decayed initial state, and its own decay is 0.
+    """
     if cu_seqlens is None:
         if initial_state is not None:
             first_token = x[:, :1] + log_decay[:, :1].exp() * initial_state.to(x.dtype).unsqueeze(1)
@@ -132,17 +148,22 @@ def _chunked(x: Tensor, log_decay: Tensor) -> Tensor:
     return _Scan.apply(x, log_decay.exp())
 
 
-def _kernel(x: Tensor, log_decay: Tensor) -> Tensor:
-    from .fla_scan import fla_scan
+def fla_scan(x: Tensor, log_decay: Tensor) -> Tensor:
+    """Run flash-linear-attention's kernels from a zero state. x, log_decay: [batch, length, channels] float32 on CUDA.
 
-    return fla_scan(x, log_decay)
-
-
-_FORMS = {"recurrent": _recurrent, "chunked": _chunked, "kernel": _kernel}
+    Raises ImportError with the command to run where the package is missing.
+    """
+    try:
+        from fla.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
+    except ImportError as error:
+        raise missing_package() from error
+    # The final states of the kernels are unused: the chunked kernel has no gradient for them.
+    kernel = fused_recurrent_hgrn if x.shape[1] <= _RECURRENT_LENGTH else chunk_hgrn
+    return kernel(x.contiguous(), log_decay.contiguous())[0]
 
 
 class _Scan(torch.autograd.Function):
-    """h_t = decay_t h_{t-1} + x_t from zero. Its backward pass is itself, from the last token to the first."""
+    """h_t = decay_t h_{t-1} + x_t from zero. The backward pass is the same recurrence, from the last token to the first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, decay: Tensor) -> Tensor:
@@ -154,7 +175,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor, Tensor]:
         h, decay = ctx.saved_tensors
-        # What reaches h_t is its own gradient and decay_{t+1} times what reaches h_{t+1}.
+        # The gradient of h_t is its own plus decay_{t+1} times that of h_{t+1}.
         none = torch.zeros_like(decay[:, :1])
         d_x = _solve(d_h, torch.cat([decay[:, 1:], none], 1).conj().resolve_conj(), reverse=True)
         d_decay = torch.zeros_like(d_x)
@@ -163,9 +184,9 @@ class _Scan(torch.autograd.Function):
 
 
 def _solve(x: Tensor, decay: Tensor, *, reverse: bool) -> Tensor:
-    """h_t = decay_t h_{t-1} + x_t, or h_t = decay_t h_{t+1} + x_t, from zero. x, decay: [batch, length, channels]."""
+    """Solve h_t = decay_t h_{t-1} + x_t, or reversed in time, from zero. x, decay: [batch, length, channels]."""
     batch, length, channels = x.shape
-    # Steps within a chunk and steps from chunk to chunk run one after the other: as many of the one as of the other.
+    # Steps within a chunk and steps between chunks are sequential: choose equal numbers of both.
     chunk = 1 << max(0, (length - 1).bit_length() + 1) // 2
     count = -(-length // chunk)
     h, product = (t.new_zeros(batch, count * chunk, channels) for t in (x, decay))

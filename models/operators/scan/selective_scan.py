@@ -2,8 +2,8 @@
 h_t[c, n] = exp(dt_t[c] A[c, n]) h_{t-1}[c, n] + dt_t[c] B_t[n] x_t[c], y_t[c] = sum_n C_t[n] h_t[c, n].
 
 Gu and Dao 2023 (arXiv 2312.00752), Algorithm 2, with the discretisation of its released models. The states of all
-tokens would be as many times larger than the input as there are states a channel. They exist for one stretch of
-tokens at a time, and again in the backward pass.
+tokens would be larger than the input by the number of states per channel. They exist for one chunk of tokens at a time,
+and are recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..context_parallel import SequenceShards, current_shards, refuse_state
+from ...recompute import recomputed
+from ..context_parallel import causal_over_ranks, context_parallel_group
 from ..cumulative_decay import running_sum
-from ..stretches import carried, exchange, packing, recomputed
 from .linear_scan import local_scan
 
-_STRETCH = 128
+_CHUNK = 128
 
 
 def selective_scan(
@@ -32,21 +32,37 @@ def selective_scan(
     cu_seqlens: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x, dt: [batch, length, groups, channels]; a: [groups, channels, states], at most 0; b, c: [batch, length, groups,
+    """Run the selective scan.
+
+    x, dt: [batch, length, groups, channels]; a: [groups, channels, states], at most 0; b, c: [batch, length, groups,
     states], shared by the channels of a group; all float32 or float64.
 
     initial_state: [batch, groups, channels, states], zero if None. cu_seqlens: [segments + 1] int with batch 1, every
     segment starts anew; states are then [segments, ...]. compute_dtype: as in `models.operators.scan.linear_scan.scan`.
     Returns y in x's shape and the state after the last token.
 
-    Inside `models.operators.context_parallel.sequence_shards` as `models.operators.scan.linear_scan.scan`.
+    Under context parallelism as `models.operators.scan.linear_scan.scan`.
     """
-    shards = current_shards()
-    if shards is None:
+    group = context_parallel_group()
+    if group is None:
         return _local(x, dt, a, b, c, initial_state, cu_seqlens, compute_dtype)
-    if initial_state is not None:
-        refuse_state()
-    return _over_shards(shards, x, dt, a, b, c, cu_seqlens, compute_dtype)
+    elapsed = running_sum(dt, 1)
+
+    def local(cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _local(x, dt, a, b, c, None, cu_seqlens, compute_dtype)
+
+    def total_decay(tokens: Tensor | None) -> Tensor:
+        of_tokens = elapsed[:, -1] if tokens is None else (dt * tokens[None, :, None, None]).sum(1)
+        return (of_tokens.unsqueeze(-1) * a).exp()
+
+    def correction(state: Tensor, tokens: Tensor | None) -> Tensor:
+        seen = c if tokens is None else c * tokens[None, :, None, None]
+        chunks = zip(elapsed.split(_CHUNK, 1), seen.split(_CHUNK, 1), strict=True)
+        return torch.cat([recomputed(_from_state, elapsed_, a, c_, state) for elapsed_, c_ in chunks], 1)
+
+    return causal_over_ranks(
+        group, x.shape[1], cu_seqlens, initial_state, local=local, total_decay=total_decay, correction=correction
+    )
 
 
 def _local(
@@ -62,54 +78,22 @@ def _local(
     sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     state = x.new_zeros(sequences, *a.shape) if initial_state is None else initial_state.to(x.dtype)
     outputs = []
-    for start in range(0, x.shape[1], _STRETCH):
-        end = min(start + _STRETCH, x.shape[1])
+    for start in range(0, x.shape[1], _CHUNK):
+        end = min(start + _CHUNK, x.shape[1])
         bounds = None if cu_seqlens is None else cu_seqlens.clamp(start, end) - start
-        stretch = partial(_stretch, bounds=bounds, compute_dtype=compute_dtype)
+        chunk = partial(_of_chunk, bounds=bounds, compute_dtype=compute_dtype)
         tensors = (*(t[:, start:end] for t in (x, dt, b, c)), a, state)
-        y, state = recomputed(stretch, *tensors) if x.shape[1] > _STRETCH else stretch(*tensors)
+        y, state = recomputed(chunk, *tensors) if x.shape[1] > _CHUNK else chunk(*tensors)
         outputs.append(y)
     return torch.cat(outputs, 1) if outputs else x, state
 
 
-def _over_shards(
-    shards: SequenceShards,
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    cu_seqlens: Tensor | None,
-    compute_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """The tokens of this process from a zero state, and what the state from the processes before adds to them."""
-    packed = None if cu_seqlens is None else packing(cu_seqlens, x.shape[1], shards)
-    inside = None if packed is None else packed.cu_seqlens
-    y, final = _local(x, dt, a, b, c, None, inside, compute_dtype)
-    elapsed = running_sum(dt, 1)
-    end, decay = final, (elapsed[:, -1].unsqueeze(-1) * a).exp()
-    if packed is not None:
-        end, decay = final.index_select(0, packed.last), decay * packed.from_left[-1]
-        c = c * packed.from_left[None, :, None, None]
-    ends, decays = zip(*exchange(shards, end, decay), strict=True)
-    state = carried(shards.index, ends, decays)
-    outputs = []
-    for start in range(0, x.shape[1], _STRETCH):
-        stretch = slice(start, start + _STRETCH)
-        outputs.append(recomputed(_reached, elapsed[:, stretch], a, c[:, stretch], state))
-    y = y + torch.cat(outputs, 1)
-    if packed is None:
-        return y, final + decay * state
-    aged = (dt * packed.from_left[None, :, None, None]).sum(1)
-    return y, final.index_add(0, packed.first, (aged.unsqueeze(-1) * a).exp() * packed.from_left[0] * state)
-
-
-def _reached(elapsed: Tensor, a: Tensor, c: Tensor, state: Tensor) -> Tensor:
-    """sum_n C_t[n] exp(elapsed_t A[n]) h[n] for the state h from before, [batch, groups, channels, states]."""
+def _from_state(elapsed: Tensor, a: Tensor, c: Tensor, state: Tensor) -> Tensor:
+    """Return sum_n C_t[n] exp(elapsed_t A[n]) h[n] for an incoming state h [batch, groups, channels, states]."""
     return ((elapsed.unsqueeze(-1) * a).exp() * state.unsqueeze(1) * c.unsqueeze(3)).sum(-1)
 
 
-def _stretch(
+def _of_chunk(
     x: Tensor,
     dt: Tensor,
     b: Tensor,
@@ -119,7 +103,7 @@ def _stretch(
     bounds: Tensor | None,
     compute_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Segments that lie elsewhere are empty here, and an empty segment keeps its state."""
+    """Return the outputs of a chunk and the states after it. Segments that lie elsewhere are empty and keep their state."""
     log_decay = dt.unsqueeze(-1) * a
     update = (dt * x).unsqueeze(-1) * b.unsqueeze(3)
     h, final = local_scan(

@@ -15,7 +15,7 @@ import models.operators.scan.linear_scan
 from models.layers.gated_norm import gated_head_norm
 from models.operators.gla.normalized import recurrence_with_row_sum
 from tests.models.mixer_cases import CASES, build, name_of, tokens
-from tests.models.shard_threads import over_shards
+from tests.models.rank_threads import over_ranks
 
 
 def _never_forgets(case: tuple[str, dict[str, Any]]) -> bool:
@@ -101,7 +101,7 @@ def test_row_sums_of_many_tokens_in_float16(weight: int) -> None:
 @pytest.mark.parametrize("variant", ["lit", "lstm"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_row_sums_of_both_directions_above_the_largest_float16(variant: str, count: int) -> None:
-    """Outputs and gradients, of the whole and over sequence shards; gates that hardly forget."""
+    """Outputs and gradients, of the whole and over context-parallel ranks; gates that hardly forget."""
     case = ("lion", {"variant": variant, "causal": False, "phi": "elu", "output_norm": False})
     mixer, x = build(case, torch.float16, size=64, heads=1), (tokens(3000, size=64) + 0.5).half()
     if variant == "lstm":
@@ -119,7 +119,7 @@ def test_row_sums_of_both_directions_above_the_largest_float16(variant: str, cou
         parts = [outputs_and_gradients(mixer, x, weight)]
     else:
         stretches = list(zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True))
-        parts = over_shards(count, lambda index: outputs_and_gradients(copy.deepcopy(mixer), *stretches[index]))
+        parts = over_ranks(count, lambda index: outputs_and_gradients(copy.deepcopy(mixer), *stretches[index]))
     y, *gradients = zip(*parts, strict=True)
     for got, expected in zip([torch.cat(y, 1), *map(sum, gradients)], exact, strict=True):
         assert ((got - expected).norm() / expected.norm()).item() < 1e-2

@@ -1,4 +1,4 @@
-"""Every mixer on stretches of a sequence, one thread a shard, equals itself on the whole: outputs and all gradients."""
+"""Every mixer on local shards of a sequence, one thread per rank, equals itself on the whole: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.config import ModelConfig, check_sequence_shards
+from models.config import ModelConfig, check_context_parallel
 from models.language_model import LanguageModel
 from models.layers.positions import LearnedPositions
 from models.layers.short_convolution import CausalConvolution
 from models.mixers import MIXERS
-from models.operators.context_parallel import current_shards, sequence_shards
+from models.operators.context_parallel import context_parallel, context_parallel_group
 from models.operators.gla.gated_linear_attention import recurrence
 from models.operators.scan.linear_scan import scan
 from models.operators.scan.selective_scan import selective_scan
 from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
-from tests.models.shard_threads import Meeting, Threads, over_shards
+from tests.models.rank_threads import Meeting, Threads, over_ranks
 
-SPLIT = [case for case in CASES if MIXERS[case[0]].splits_sequence]
+SPLIT = [case for case in CASES if MIXERS[case[0]].supports_context_parallel]
 every_case = pytest.mark.parametrize("case", SPLIT, ids=name_of)
 
 
@@ -48,20 +48,20 @@ def compare(
     (expected * weight).sum().backward()
     gradients = {name: p.grad.clone() for name, p in module.named_parameters()}
     copies = [copy.deepcopy(module) for _ in range(count)]
-    stretches = [t.clone().requires_grad_() for t in x.chunk(count, 1)]
+    shards = [t.clone().requires_grad_() for t in x.chunk(count, 1)]
     masks = [None] * count if mask is None else mask.chunk(count, 1)
 
     def work(index: int) -> Tensor:
         copies[index].zero_grad()
-        y = copies[index](stretches[index], mask=masks[index], cu_seqlens=cu_seqlens)
+        y = copies[index](shards[index], mask=masks[index], cu_seqlens=cu_seqlens)
         (y * weight.chunk(count, 1)[index]).sum().backward()
         return y.detach()
 
-    y = torch.cat(over_shards(count, work, meeting), 1)
+    y = torch.cat(over_ranks(count, work, meeting), 1)
     if mask is not None:
         y, expected = y[mask], expected[mask]
     assert_close(y, expected.detach(), tolerance)
-    assert_close(torch.cat([t.grad for t in stretches], 1), whole.grad, tolerance)
+    assert_close(torch.cat([t.grad for t in shards], 1), whole.grad, tolerance)
     for name, gradient in gradients.items():
         parts = [dict(piece.named_parameters())[name].grad for piece in copies]
         assert_close(sum(parts), gradient, tolerance)
@@ -75,12 +75,12 @@ def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @every_case
 @pytest.mark.parametrize("count", [2, 4])
-def test_stretches_are_the_whole(case: tuple[str, dict[str, Any]], count: int) -> None:
+def test_local_shards_equal_the_whole(case: tuple[str, dict[str, Any]], count: int) -> None:
     compare(build(case, torch.float64), tokens(36, batch=2, dtype=torch.float64), count, 1e-9)
 
 
 @every_case
-def test_stretches_are_the_whole_in_single_precision(case: tuple[str, dict[str, Any]]) -> None:
+def test_local_shards_equal_the_whole_in_single_precision(case: tuple[str, dict[str, Any]]) -> None:
     compare(build(case), tokens(120, batch=2), 3, 1e-4)
 
 
@@ -91,7 +91,7 @@ def test_rwkv4_keys_of_any_size() -> None:
 @every_case
 def test_sixteen_bits_follow_the_whole_in_single_precision(case: tuple[str, dict[str, Any]]) -> None:
     mixer, x = build(case).bfloat16(), tokens(48, batch=2).bfloat16()
-    got = torch.cat(over_shards(3, lambda index: mixer(x.chunk(3, 1)[index])), 1)
+    got = torch.cat(over_ranks(3, lambda index: mixer(x.chunk(3, 1)[index])), 1)
     expected = mixer.float()(x.float())
     assert got.dtype == torch.bfloat16
     assert ((got.float() - expected).norm() / expected.norm()).item() < 0.05
@@ -99,8 +99,8 @@ def test_sixteen_bits_follow_the_whole_in_single_precision(case: tuple[str, dict
 
 @every_case
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_across_stretches(case: tuple[str, dict[str, Any]], side: str) -> None:
-    """One row is padded beyond the first (last) stretch, the other within it."""
+def test_padding_across_ranks(case: tuple[str, dict[str, Any]], side: str) -> None:
+    """One row is padded beyond the first (last) shard, the other within it."""
     place = torch.arange(24)
     mask = torch.stack([place >= 11, place >= 3])
     mask = mask if side == "left" else mask.flip(1)
@@ -108,8 +108,8 @@ def test_padding_across_stretches(case: tuple[str, dict[str, Any]], side: str) -
 
 
 @every_case
-def test_packed_sequences_across_stretches(case: tuple[str, dict[str, Any]]) -> None:
-    """Sequences within a stretch, over two, over three, and boundaries where stretches meet; empty ones among them."""
+def test_packed_sequences_across_ranks(case: tuple[str, dict[str, Any]]) -> None:
+    """Sequences within a shard, over two, over three, and boundaries where shards meet; empty ones among them."""
     mixer, x = build(case, torch.float64), tokens(16, dtype=torch.float64)
     for bounds in ([0, 1, 3, 3, 7, 12, 16], [0, 4, 4, 5, 16, 16]):
         compare(mixer, x, 4, 1e-9, cu_seqlens=torch.tensor(bounds))
@@ -144,11 +144,11 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], t
 @pytest.mark.parametrize("scalar", [True, False])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_final_states(operator: str, bounds: list[int] | None, scalar: bool) -> None:
-    """Where a sequence ends in a stretch, that stretch's final state of it is the sequence's."""
+    """Where a sequence ends in a shard, that shard's final state of it is the sequence's."""
     inputs = operands(32, torch.float64, scalar)
     run, cu_seqlens = OPERATORS[operator], None if bounds is None else torch.tensor(bounds)
     y, final = run(*inputs, cu_seqlens)
-    results = over_shards(4, lambda index: run(*(x.chunk(4, 1)[index] for x in inputs), cu_seqlens))
+    results = over_ranks(4, lambda index: run(*(x.chunk(4, 1)[index] for x in inputs), cu_seqlens))
     assert_close(torch.cat([y for y, _ in results], 1), y, 1e-12)
     for segment, (start, end) in enumerate(pairwise(bounds or [0, 32])):
         if start < end:
@@ -176,12 +176,12 @@ def test_decays_that_forget_everything_stay_exact(scalar: bool) -> None:
         y, _ = recurrence(*parts)
         return y.detach(), *torch.autograd.grad(y.square().sum(), parts)
 
-    for got, wanted in zip(zip(*over_shards(4, work), strict=True), (expected, *gradients), strict=True):
+    for got, wanted in zip(zip(*over_ranks(4, work), strict=True), (expected, *gradients), strict=True):
         assert_close(torch.cat(got, 1), wanted.detach(), 1e-12)
 
 
-def test_single_precision_stays_exact_over_long_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slow decays and turning phases over 20000 tokens a stretch: running sums lose no digits."""
+def test_single_precision_stays_exact_over_long_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow decays and turning phases over 20000 tokens per shard: running sums lose no digits."""
     monkeypatch.undo()
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, 40000, 3, 2, generator=generator, dtype=torch.float64)
@@ -193,7 +193,7 @@ def test_single_precision_stays_exact_over_long_stretches(monkeypatch: pytest.Mo
     def work(index: int) -> Tensor:
         return scan(*(t.chunk(2, 1)[index] for t in single))[0]
 
-    error = (torch.cat(over_shards(2, work), 1) - exact).abs().max()
+    error = (torch.cat(over_ranks(2, work), 1) - exact).abs().max()
     assert error < 2 * (scan(*single)[0] - exact).abs().max()
 
 
@@ -228,7 +228,7 @@ def test_a_language_model_with_positions(recompute: bool) -> None:
         loss.backward()
         return loss.detach()
 
-    assert_close(sum(over_shards(3, work)), expected.detach(), 1e-12)
+    assert_close(sum(over_ranks(3, work)), expected.detach(), 1e-12)
     for name, gradient in gradients.items():
         assert_close(sum(dict(piece.named_parameters())[name].grad for piece in copies), gradient, 1e-9)
 
@@ -249,7 +249,7 @@ def test_positions_are_those_of_the_whole_sequence() -> None:
             except ValueError as error:
                 return str(error)
 
-        found = over_shards(4, work)
+        found = over_ranks(4, work)
         if not isinstance(found[0], str):
             assert torch.equal(torch.cat(found, 1), layer(ids, mask, cu_seqlens, None)[0])
         return found
@@ -266,14 +266,14 @@ def test_positions_are_those_of_the_whole_sequence() -> None:
 
 
 def test_the_context_is_that_of_the_thread_that_set_it() -> None:
-    assert current_shards() is None
-    shards = Threads(1, 2, Meeting(2))
-    with sequence_shards(shards):
-        assert current_shards() is shards
-        with sequence_shards(None):
-            assert current_shards() is None
-        assert current_shards() is shards
-    assert current_shards() is None
+    assert context_parallel_group() is None
+    group = Threads(1, 2, Meeting(2))
+    with context_parallel(group):
+        assert context_parallel_group() is group
+        with context_parallel(None):
+            assert context_parallel_group() is None
+        assert context_parallel_group() is group
+    assert context_parallel_group() is None
 
 
 def config(*mixers: str, **options: Any) -> ModelConfig:
@@ -282,37 +282,37 @@ def config(*mixers: str, **options: Any) -> ModelConfig:
 
 
 def test_what_cannot_be_split_is_refused_before_the_start() -> None:
-    check_sequence_shards(config("metala", "lion"), 4, 64)
-    check_sequence_shards(config("attention"), 1, 63)
+    check_context_parallel(config("metala", "lion"), 4, 64)
+    check_context_parallel(config("attention"), 1, 63)
     with pytest.raises(
-        ValueError, match=r"'attention' cannot be split along the sequence: .* shards are for gla, hgrn,"
+        ValueError, match=r"'attention' does not support context parallelism: .* supported are gla, hgrn,"
     ):
-        check_sequence_shards(config("metala", "attention"), 2, 64)
-    with pytest.raises(ValueError, match=r"length 63 does not divide into 4 stretches; nearest .* 60 or 64"):
-        check_sequence_shards(config("metala"), 4, 63)
-    with pytest.raises(ValueError, match=r"stretches of 16 / 8 = 2 tokens are shorter than the 3 tokens"):
-        check_sequence_shards(config("metala"), 8, 16)
-    check_sequence_shards(config("metala", conv_kernel=3), 8, 16)
+        check_context_parallel(config("metala", "attention"), 2, 64)
+    with pytest.raises(ValueError, match=r"length 63 does not divide by 4 context-parallel ranks; nearest .* 60 or 64"):
+        check_context_parallel(config("metala"), 4, 63)
+    with pytest.raises(ValueError, match=r"local shards of 16 / 8 = 2 tokens are shorter than the 3 tokens"):
+        check_context_parallel(config("metala"), 8, 16)
+    check_context_parallel(config("metala", conv_kernel=3), 8, 16)
 
 
 def test_what_cannot_be_split_is_refused_when_it_runs() -> None:
     lm, ids = LanguageModel(config("metala", "attention"), seed=1), torch.zeros(1, 8, dtype=torch.long)
 
-    def shards() -> Threads:
+    def group() -> Threads:
         return Threads(0, 1, Meeting(1))
 
     x = lm.embedding(ids)
-    with sequence_shards(shards()), pytest.raises(ValueError, match="Attention cannot work on a stretch"):
+    with context_parallel(group()), pytest.raises(ValueError, match="Attention needs the whole sequence"):
         lm.blocks[1](x)
-    with sequence_shards(shards()), pytest.raises(ValueError, match="a state belongs to a whole sequence"):
+    with context_parallel(group()), pytest.raises(ValueError, match="a state belongs to a whole sequence"):
         lm.blocks[0](x, return_state=True)
     _, state = lm.blocks[0](x, return_state=True)
-    with sequence_shards(shards()):
+    with context_parallel(group()):
         with pytest.raises(ValueError, match="a state belongs to a whole sequence"):
             lm.blocks[0](x, state=state)
         with pytest.raises(ValueError, match="a state belongs to a whole sequence"):
             recurrence(*operands(4, torch.float32, True), initial_state=torch.zeros(1, 2, 4, 4))
-        with pytest.raises(ValueError, match="a stretch of 2 tokens is shorter than the 3 before it"):
+        with pytest.raises(ValueError, match="a local shard of 2 tokens is shorter than the 3 tokens before it"):
             CausalConvolution(32, 4, silu=True)(x[:, :2])
         with pytest.raises(ValueError, match=r"runs from 0 to 6: .* from 0 to 8"):
             lm.blocks[0](x, cu_seqlens=torch.tensor([0, 6]))

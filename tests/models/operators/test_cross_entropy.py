@@ -90,7 +90,7 @@ def test_of_equal_logits_the_first_is_the_prediction():
 
 def test_correct_predictions_of_a_vocabulary_in_parts():
     """Two parts in two threads; ties over their border count once, for the first."""
-    from tests.models.shard_threads import Meeting, Threads, over_shards
+    from tests.models.rank_threads import Meeting, Threads, over_ranks
 
     _, _, labels, loss_weight = example()
     loss_weight = loss_weight.double()
@@ -123,7 +123,7 @@ def test_correct_predictions_of_a_vocabulary_in_parts():
         return torch.stack([loss, num_correct])
 
     whole = cross_entropy_sum(hidden, weight, labels, loss_weight, bias=bias).item()
-    for loss, num_correct in over_shards(2, work):
+    for loss, num_correct in over_ranks(2, work):
         assert loss.item() == pytest.approx(whole, rel=1e-12)
         assert num_correct.item() == pytest.approx(expected, rel=1e-12)
 
@@ -131,7 +131,7 @@ def test_correct_predictions_of_a_vocabulary_in_parts():
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float64, 18), (torch.float32, 16)])
 def test_gradients_of_a_vocabulary_in_parts(dtype, rows):
     """By PyTorch's operators, and with parts that the C++ kernels take; logits of one part far above the other's."""
-    from tests.models.shard_threads import Meeting, Threads, over_shards
+    from tests.models.rank_threads import Meeting, Threads, over_ranks
 
     hidden, weight, labels, loss_weight = example(dtype)
     bias = torch.randn(2 * rows, dtype=dtype) + 3 * (torch.arange(2 * rows) < rows)
@@ -148,7 +148,7 @@ def test_gradients_of_a_vocabulary_in_parts(dtype, rows):
         loss = cross_entropy_sum(*own[:2], labels, loss_weight, bias=own[2], chunk=7, vocabulary=vocabulary)
         return torch.autograd.grad(loss, own)
 
-    (first, *one), (second, *other) = over_shards(2, work)
+    (first, *one), (second, *other) = over_ranks(2, work)
     tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 1e-5}
     torch.testing.assert_close(first + second, of_hidden, **tolerance)
     for parts, expected in zip(zip(one, other, strict=True), of_parts, strict=True):
@@ -209,7 +209,7 @@ def test_a_label_for_every_row():
 
 
 def test_labels_outside_a_vocabulary_in_parts_are_refused():
-    from tests.models.shard_threads import Meeting, Threads, over_shards
+    from tests.models.rank_threads import Meeting, Threads, over_ranks
 
     hidden, weight, meeting = torch.randn(2, 8), torch.randn(2, 16, 8), Meeting(2)
 
@@ -218,10 +218,10 @@ def test_labels_outside_a_vocabulary_in_parts_are_refused():
         return cross_entropy_sum(hidden, weight[index], labels, vocabulary=Threads(index, 2, meeting))
 
     whole = cross_entropy_sum(hidden, weight.flatten(0, 1), torch.tensor([31, -100]))
-    torch.testing.assert_close(over_shards(2, lambda index: work(index, -100), meeting), [whole, whole])
+    torch.testing.assert_close(over_ranks(2, lambda index: work(index, -100), meeting), [whole, whole])
     for label in (32, -1):
         with pytest.raises(ValueError, match=f"label {label}: allowed are 0 to 31"):
-            over_shards(2, lambda index, label=label: work(index, label))
+            over_ranks(2, lambda index, label=label: work(index, label))
 
 
 def test_a_token_that_counts_nothing_may_be_anything():

@@ -54,7 +54,7 @@ def test_what_is_sent():
 @pytest.mark.parametrize(
     ("name", "options"), [*((name, {}) for name in MIXERS), ("linear_attention", {"feature_map": "taylor"})]
 )
-def test_what_a_stretch_hands_on_is_the_state_of_its_mixer(name: str, options: dict[str, str]):
+def test_gathered_numbers_are_the_state_of_the_mixer(name: str, options: dict[str, str]):
     model = ModelConfig(
         vocab_size=64, num_layers=2, hidden_size=256, num_heads=4, mixers=(name, "attention"),
         mixer_options={name: options} if options else {},

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.operators.lion.bidirectional_attention import CONVENTIONS, bidirectional
-from tests.models.shard_threads import over_shards
+from tests.models.rank_threads import over_ranks
 
 PLAIN = ("parallel", "recurrent", "chunked")
 
@@ -199,7 +199,7 @@ def test_stretches_of_a_sequence(
         y = bidirectional(*leaves, **options)
         return y.detach(), *torch.autograd.grad(y.square().sum(), leaves)
 
-    parts = over_shards(3, lambda index: run([x.chunk(3, 1)[index] for x in whole]))
+    parts = over_ranks(3, lambda index: run([x.chunk(3, 1)[index] for x in whole]))
     for pieces, expected in zip(zip(*parts, strict=True), run(whole), strict=True):
         torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-9, atol=1e-10)
 
@@ -207,7 +207,7 @@ def test_stretches_of_a_sequence(
 def test_sums_over_stretches_may_leave_float16() -> None:
     """300 values of 300 sum to more than 65504; their mean is what is asked for."""
     q, v = torch.ones(1, 900, 1, 1, dtype=torch.float16), torch.full((1, 900, 1, 2), 300.0, dtype=torch.float16)
-    parts = over_shards(3, lambda index: bidirectional(*(x.chunk(3, 1)[index] for x in (q, q, v))))
+    parts = over_ranks(3, lambda index: bidirectional(*(x.chunk(3, 1)[index] for x in (q, q, v))))
     torch.testing.assert_close(torch.cat(parts, 1), v)
 
 

@@ -1,4 +1,4 @@
-"""`SequenceShards` with a thread a shard, for tests in one process."""
+"""`ContextParallelGroup` with one thread per rank, for tests in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.operators.context_parallel import sequence_shards
+from models.operators.context_parallel import context_parallel
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Threads:
-    """`SequenceShards` with a thread a shard."""
+    """`ContextParallelGroup` with one thread per rank."""
 
     index: int
     count: int
@@ -48,24 +48,24 @@ class Threads:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Threads) -> Tensor:
-        ctx.shards = shards
-        return shards.meeting.all_parts(shards.index, x.detach().clone())
+    def forward(ctx: Any, x: Tensor, group: Threads) -> Tensor:
+        ctx.group = group
+        return group.meeting.all_parts(group.index, x.detach().clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        shards = ctx.shards
-        return shards.meeting.all_parts(shards.index, gradient)[:, shards.index].sum(0), None
+        group = ctx.group
+        return group.meeting.all_parts(group.index, gradient)[:, group.index].sum(0), None
 
 
-def over_shards(count: int, work: Callable[[int], Any], meeting: Meeting | None = None) -> list[Any]:
-    """work(index) in `count` threads, each inside its sequence_shards; the results in order."""
+def over_ranks(count: int, work: Callable[[int], Any], meeting: Meeting | None = None) -> list[Any]:
+    """work(index) in `count` threads, each under context parallelism; the results in order."""
     meeting = meeting or Meeting(count)
     results: list[Any] = [None] * count
 
     def run(index: int) -> None:
         try:
-            with sequence_shards(Threads(index, count, meeting)):
+            with context_parallel(Threads(index, count, meeting)):
                 results[index] = work(index)
         except BaseException as error:
             meeting.barrier.abort()
