@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .atomic_io import written_aside
+from .atomic_io import read_json, written_aside
 
 TOKENIZER_TYPES = ("sentencepiece", "hf", "wordpiece", "bytes")
 
@@ -245,7 +244,11 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         if missing:
             raise ValueError(f"{path} is not a BERT vocabulary: {', '.join(missing)} is not among its lines")
         uncased = not any("A" <= entry[:1] <= "Z" for entry in entries)
-        self._set(tokenizers.BertWordPieceTokenizer(str(path), lowercase=uncased)._tokenizer, path)
+        try:
+            model = tokenizers.BertWordPieceTokenizer(str(path), lowercase=uncased)._tokenizer
+        except Exception as error:
+            raise ValueError(f"{path} is not a BERT vocabulary ({error}): copy it again") from error
+        self._set(model, path)
         self._set_special(self._model.token_to_id("[SEP]"))
 
 
@@ -347,5 +350,5 @@ def _configured_eos(path: Path) -> str | None:
     config = path.with_name("tokenizer_config.json")
     if not config.is_file():
         return None
-    token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    token = read_json(config, "copy it again, or remove it if the tokenizer needs none").get("eos_token")
     return token.get("content") if isinstance(token, dict) else token

@@ -1,0 +1,44 @@
+"""Power cuts and damaged files, a few of each; ``python -m tests.faults.campaign`` takes many."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from data.atomic_io import written_aside
+from tests.faults import fuzz_data, power_cut
+
+
+def test_after_a_power_cut_the_same_command_goes_on(tmp_path: Path) -> None:
+    counts = power_cut.run(6, 0, tmp_path / "cuts")
+    assert counts == {"cuts": 6, "restarted": 6, "by hand": 0, "other result": 0}
+
+
+def test_damaged_data_are_never_accepted_in_silence(tmp_path: Path) -> None:
+    counts = fuzz_data.run(60, 0, tmp_path / "fuzz")
+    assert [counts[name] for name in ("cases", "silently accepted", "file not named", "traceback")] == [60, 0, 0, 0]
+    assert counts["refused"] > 20
+    assert counts["harmless"] > 5
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_a_recording_holds_what_was_synced(tmp_path: Path, synced: bool) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    recording = power_cut.Recording(root)
+    with recording.recorded():
+        if synced:
+            with written_aside(root / "x") as file:
+                file.write(b"content")
+        else:
+            (root / "aside").write_bytes(b"content")
+            os.replace(root / "aside", root / "x")
+    contents = set()
+    for seed in range(30):
+        recording.write_image(len(recording.operations) - 1, random.Random(seed))
+        assert synced <= (root / "x").exists()
+        contents |= {path.read_bytes() for path in root.iterdir()}
+    assert contents == {b"content"} if synced else b"" in contents
