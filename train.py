@@ -101,6 +101,7 @@ def _train(
     from megatron_lite.fault_tolerance.guards import TooManySkippedSteps
     from megatron_lite.fault_tolerance.rank_consistency import code_facts, configuration_facts, require_agreement
     from megatron_lite.fault_tolerance.run_lock import RunInUse
+    from megatron_lite.parallel.collectives import on_main
     from megatron_lite.parallel.grid import init_grid
 
     try:
@@ -116,7 +117,7 @@ def _train(
         sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context}
         grid = init_grid(config.run.device, **sizes)
         # Before hours of tokenising.
-        _on_main(grid, lambda: _hold_folders(config, held))
+        on_main(grid, lambda: _hold_folders(config, held))
         fit = _prepare(config, reload, grid, early)
     except RunInUse as error:  # no mistake of the configuration: SLURM may try again
         print(f"\nerror: {error}", file=sys.stderr)
@@ -180,6 +181,7 @@ def _prepare(
     from megatron_lite.engine.precision import faster_dtype
     from megatron_lite.fault_tolerance.rank_consistency import file_facts, require_agreement
     from megatron_lite.metrics.logger import PREVIOUS_FILE_NAME, MetricsLogger
+    from megatron_lite.parallel.collectives import on_main
     from megatron_lite.planning.flops import peak_flops, training_flops_per_token
     from megatron_lite.trainer import Trainer, TrainState
     from models.language_model import LanguageModel
@@ -199,7 +201,7 @@ def _prepare(
         steps = checkpoint.read_config_yaml(source)["schedule"]["train_steps"]
         config = reload(f"schedule.train_steps={steps}")
     # Where the steps are done and the end is not (the last validation, say), `fit` has it to do.
-    if stored is not None and own and _on_main(grid, lambda: is_complete(config, stored)):
+    if stored is not None and own and on_main(grid, lambda: is_complete(config, stored)):
         with torch.device("meta"):  # of another architecture it is refused as if there were steps to do
             shapes = {name: tuple(weight.shape) for name, weight in LanguageModel(config.model).named_parameters()}
         engine_checkpoint.check_shapes(shapes, stored, source)
@@ -207,12 +209,12 @@ def _prepare(
             print(complete_message(config, source, stored["step"]))
         return lambda: 0
 
-    data: PreparedData = _on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
+    data: PreparedData = on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
     require_agreement({"data": file_facts(data.files)}, grid)
     tokenizer = data.load_tokenizer()
     dtype = config.precision.dtype
     if dtype == "auto":
-        dtype = stored["layout"]["dtype"] if trained else _on_main(grid, lambda: _dtype(config, grid, faster_dtype))
+        dtype = stored["layout"]["dtype"] if trained else on_main(grid, lambda: _dtype(config, grid, faster_dtype))
     engine = build_engine(config, grid, dtype)
 
     state, aside = TrainState(), None
@@ -221,7 +223,7 @@ def _prepare(
         def build() -> Any:
             return training_samples(config, data, tokenizer, steps, state.step, state.consumed_samples)
 
-        _on_main(grid, lambda: build() and None)  # one process writes the cache of the sample order
+        on_main(grid, lambda: build() and None)  # one process writes the cache of the sample order
         return build()
 
     if source is not None:
@@ -229,7 +231,7 @@ def _prepare(
         if not own:  # weights and optimizer state of another run, from its first sample on
             state = TrainState()
         elif back:  # to an earlier step of this run, which can be read
-            aside = _on_main(grid, lambda: rewind(source))
+            aside = on_main(grid, lambda: rewind(source))
     if not trained and config.schedule.time_budget_minutes:
         config = reload(
             f"schedule.train_steps={_steps_in_budget(config, engine, training_steps(config, dataset(1), grid)(0), grid)}"
@@ -304,6 +306,7 @@ def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool, bo
     from megatron_lite.checkpoint import reader as checkpoint
     from megatron_lite.checkpoint import storage as checkpoint_folder
     from megatron_lite.checkpoint.verify import newest_whole
+    from megatron_lite.parallel.collectives import on_main
 
     folder = Path(config.checkpoint.directory)
 
@@ -329,7 +332,7 @@ def _resume_from(config: Config[Any], grid: Grid) -> tuple[Path | None, bool, bo
             )
         return (checkpoint.resolve(folder), True, False) if begun else (None, False, False)
 
-    return _on_main(grid, find)
+    return on_main(grid, find)
 
 
 def _asked_start(config: Config[Any]) -> str:
@@ -348,23 +351,6 @@ def _asked_start(config: Config[Any]) -> str:
     return resume
 
 
-def _on_main(grid: Grid, function: Callable[[], Any]) -> Any:
-    """What the function returns on the main process, on every process; its error too, so that none is left waiting."""
-    from megatron_lite.parallel.grid import broadcast
-
-    value: Any = None
-    error: Exception | None = None
-    if grid.is_main:
-        try:
-            value = function()
-        except Exception as problem:
-            error = problem
-    value, error = broadcast((value, error), grid)
-    if error is not None:
-        raise error
-    return value
-
-
 def _writes_samples(config: Config[Any], grid: Grid) -> bool:
     # A model whose layers are on several processes does not write text while it trains: tools.generate does.
     together = grid.pipe_size * grid.context_size == 1
@@ -378,12 +364,14 @@ def _dtype(config: Config[ModelConfig], grid: Grid, faster_dtype: Callable[..., 
 
 def _steps_in_budget(config: Config[Any], engine: Any, steps: Steps, grid: Grid) -> int:
     """How many steps fit into `schedule.time_budget_minutes`, at most `schedule.train_steps`."""
+    from megatron_lite.parallel.collectives import on_main
+
     with closing(steps):
         seconds = engine.measure_step_seconds(next(steps))
     # A batch that grows is measured where it is smallest.
     samples = config.schedule.time_budget_minutes * 60 / seconds * config.batch.size_at(0)
     steps_in = range(1, config.schedule.train_steps + 1)
-    return _on_main(grid, lambda: max(1, bisect.bisect_right(steps_in, samples, key=config.batch.samples_of)))
+    return on_main(grid, lambda: max(1, bisect.bisect_right(steps_in, samples, key=config.batch.samples_of)))
 
 
 if __name__ == "__main__":

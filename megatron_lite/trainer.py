@@ -27,7 +27,7 @@ from megatron_lite.fault_tolerance.straggler_detection import SpreadMeter
 from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.metrics.per_source_loss import SourceLosses
 from megatron_lite.optim.lr_schedule import learning_rate
-from megatron_lite.parallel.grid import any_process
+from megatron_lite.parallel.collectives import any_rank
 from megatron_lite.validation import ValidationSet, evaluate
 
 ModelT = TypeVar("ModelT")
@@ -168,7 +168,7 @@ class Trainer(Generic[ModelT]):
                     shorten_timeouts(timeouts)
                     timeouts = 0.0
                 watchdog.kick()
-                stopped, busy = any_process([signal.received is not None, self._writer.is_busy], grid)
+                stopped, busy = any_rank([signal.received is not None, self._writer.is_busy], grid)
                 self._note_saved(self._writer.settle(busy))
                 last = state.step == config.schedule.train_steps
                 state.evaluation_due = not last

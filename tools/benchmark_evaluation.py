@@ -117,7 +117,7 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
     from data.tokenizer import load_tokenizer, padded_vocab_size
     from megatron_lite.checkpoint.storage import write_weights
     from megatron_lite.config.loader import dump_config, load_config
-    from megatron_lite.parallel.sharding_plan import partition_words
+    from megatron_lite.parallel.sharding_plan import sharding_specs
     from models.config import ModelConfig
     from models.language_model import LanguageModel
     from tools.loading.model import keep_tokenizer
@@ -139,8 +139,8 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
         built = LanguageModel(config.model, seed=config.run.seed)
     weights = {name: parameter.detach().cpu() for name, parameter in built.named_parameters()}
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    words = partition_words(built)
-    saved = write_weights(run / "checkpoints", weights.items(), shapes, words=words, config_yaml=dump_config(config))
+    specs = sharding_specs(built)
+    saved = write_weights(run / "checkpoints", weights.items(), shapes, specs=specs, config_yaml=dump_config(config))
     keep_tokenizer(reader, run)
     return saved
 

@@ -46,7 +46,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     from megatron_lite.checkpoint import reader as checkpoint
     from megatron_lite.checkpoint.storage import rewrite
     from megatron_lite.parallel.layout import Layout, layout_problems, limits_of, nearest_layouts, stage_bounds
-    from megatron_lite.parallel.sharding_plan import shard_of
+    from megatron_lite.parallel.sharding_plan import ShardingSpec, shard_of
     from megatron_lite.planning.flops import forward_flops
     from models.config import ModelConfig
     from models.language_model import build_layer, layer_specs
@@ -78,7 +78,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     for name, entry in manifest["tensors"].items():
         layer = max((spec.name for spec in specs if name.startswith(spec.name + ".")), key=len)
         for index in range(tensor):
-            shard = shard_of(entry["partition"], tuple(entry["shape"]), index, tensor)
+            shard = shard_of(ShardingSpec(entry["partition"]), tuple(entry["shape"]), index, tensor)
             if shard.count == 1 and index:
                 break
             numel = 1

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_lite.checkpoint.reader import OPTIMIZER_KEYS, CheckpointError, Reader, read_manifest, resolve
 from megatron_lite.checkpoint.writer import CheckpointWriter, refuse_not_finite
 from megatron_lite.engine.engine import Engine
-from megatron_lite.parallel.grid import barrier, gather
+from megatron_lite.parallel.collectives import barrier, gather
 
 
 def save(engine: Engine, directory: Path, *, step: int, state: Mapping[str, Any], config_yaml: str) -> Path:

@@ -38,7 +38,7 @@ def write_weights(
     weights: Iterable[tuple[str, Tensor]],
     shapes: Mapping[str, tuple[int, ...]],
     *,
-    words: Mapping[str, str],
+    specs: Mapping[str, str],
     config_yaml: str,
 ) -> Path:
     """Write `directory/step_00000000` from weights alone and let `latest` name it: a run starts or goes on from it.
@@ -47,7 +47,7 @@ def write_weights(
 
     Args:
         weights: canonical name and full tensor, in the order of `shapes`.
-        words: partition word of every tensor.
+        specs: sharding spec of every tensor.
 
     Raises:
         CheckpointError: could not be written. Nothing is left behind, and what was there before stays.
@@ -75,7 +75,7 @@ def write_weights(
             "tensors": {
                 name: {
                     "shape": list(shape),
-                    "partition": words[name],
+                    "partition": specs[name],
                     "pieces": [{"rank": 0, "start": 0, "numel": math.prod(shape)}],
                 }
                 for name, shape in shapes.items()

@@ -35,7 +35,8 @@ from megatron_lite.checkpoint.reader import (
 from megatron_lite.checkpoint.storage import make_folder, publish, versions, write_file
 from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.finite_check import state_not_finite
-from megatron_lite.parallel.grid import Grid, barrier, broadcast, gather
+from megatron_lite.parallel.collectives import barrier, broadcast, gather
+from megatron_lite.parallel.grid import Grid
 
 
 class Written(NamedTuple):
@@ -289,7 +290,7 @@ def _manifest(engine: Engine, step: int, state: Mapping[str, Any]) -> dict[str, 
         "versions": versions(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "tensors": {
-            name: {"shape": list(shape), "partition": engine.words[name], "pieces": []}
+            name: {"shape": list(shape), "partition": engine.sharding_specs[name], "pieces": []}
             for name, shape in engine.parameter_shapes().items()
         },
         "files": {},

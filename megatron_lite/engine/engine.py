@@ -29,8 +29,9 @@ from megatron_lite.metrics.per_source_loss import loss_by_source, traced
 from megatron_lite.optim.bf16_optimizer import spare_gradients
 from megatron_lite.optim.param_groups import build_optimizer
 from megatron_lite.optim.zero_state import OptimizerState
+from megatron_lite.parallel.collectives import all_reduce_async, all_reduce_sum
 from megatron_lite.parallel.context_parallel import ContextParallelGroup, context_parallel_group, local_shard
-from megatron_lite.parallel.grid import Grid, begin_sum, reduce_sum
+from megatron_lite.parallel.grid import Grid
 from megatron_lite.planning.memory import Setting
 
 
@@ -84,7 +85,7 @@ class Engine:
     Attributes:
         model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
         layers: the layers of this process's stage, cut.
-        words: partition word of every parameter of the model, by canonical name.
+        sharding_specs: sharding spec of every parameter of the model, by canonical name.
         optimizer_state: master weights, moments and loss scale of this process.
     """
 
@@ -121,7 +122,7 @@ class Engine:
             sequence_length=sequence_length,
             asked_share=asked_share,
         )
-        self.model, self.layers, self.words = own.model, list(own.layers.values()), own.words
+        self.model, self.layers, self.sharding_specs = own.model, list(own.layers.values()), own.sharding_specs
         self._context = context_parallel_group(grid)
         if self._context is not None and context_parallel is None:
             raise ValueError(
@@ -217,7 +218,7 @@ class Engine:
         self._accumulate(len(micro_batches))
         batches = [self._own_part(batch) for batch in micro_batches]
         # Before they are on the device, which may still be at the last update.
-        (weight,) = reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in batches)], self.grid)
+        (weight,) = all_reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in batches)], self.grid)
         if num_sources:
             batches = [traced(self._to_device(batch)) for batch in batches]
         # DeepSpeed averages over micro batches and replicas. Undoing that here makes the loss sum(weight * nll) over
@@ -279,7 +280,7 @@ class Engine:
         """Sums over the micro batches of all data ranks."""
         self._take_right()
         nll, weight = self._evaluate_own(micro_batches)
-        nll, weight, right = reduce_sum([nll, weight, self._take_right()], self.grid)
+        nll, weight, right = all_reduce_sum([nll, weight, self._take_right()], self.grid)
         return Evaluated(nll, weight, None if self._right is None else right)
 
     def recompute(self, micro_batches: Sequence[Batch]) -> tuple[bool, bool]:
@@ -381,7 +382,7 @@ class Engine:
         them."""
         self._nll = nll.detach().clone()
         right = torch.zeros_like(nll) if self._right is None else self._right
-        return begin_sum(torch.stack([nll, right]), self.grid)
+        return all_reduce_async(torch.stack([nll, right]), self.grid)
 
     def _take_right(self) -> float:
         """The weight of this process's right predictions since the last call; 0 where none are counted."""

@@ -14,7 +14,7 @@ from megatron_lite.optim.zero_state import Placed
 from megatron_lite.parallel.fused_projections import join_fan_outs
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.layout import stage_bounds
-from megatron_lite.parallel.sharding_plan import partition_words, shard_of
+from megatron_lite.parallel.sharding_plan import ShardingSpec, shard_of, sharding_specs
 from megatron_lite.parallel.tensor_parallel import TensorGroup, cut_layer
 from megatron_lite.planning.flops import forward_flops
 
@@ -42,7 +42,7 @@ class OwnLayers:
         layers: index in the model -> layer, of this stage.
         tensor: the processes that share these layers; None where each is whole.
         tied: name of a layer -> name of the layer whose `weight` it shares.
-        shapes, words: full shape and partition word of every parameter of the model by canonical name, a tied one once.
+        shapes, sharding_specs: full shape and sharding spec of every parameter of the model by canonical name, a tied one once.
 
     Raises:
         ValueError: as `cut_layer`.
@@ -102,21 +102,21 @@ class OwnLayers:
         """This stage's parameters, each with its part of the full tensor."""
         rank, size = self._grid.tensor_rank, self._grid.tensor_size
         for name, parameter, first in self.named_parameters():
-            shard = shard_of(self.words[name], self.shapes[name], rank, size)
+            shard = shard_of(self.sharding_specs[name], self.shapes[name], rank, size)
             yield Placed(name, parameter, shard, primary=first and (shard.count > 1 or rank == 0))
 
     def _describe(self, specs: Sequence[LayerSpec]) -> None:
-        """Shapes, partition words and kinds of every parameter of the model, by canonical name."""
+        """Shapes, sharding specs and kinds of every parameter of the model, by canonical name."""
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.words: dict[str, str] = {}
+        self.sharding_specs: dict[str, ShardingSpec] = {}
         self._kinds: dict[str, str] = {}
         for spec, layer in zip(specs, self.model, strict=True):
-            words = partition_words(layer)
+            specs_of_layer = sharding_specs(layer)
             for key, parameter in layer.named_parameters():
                 if spec.tied_to is not None and key == "weight":
                     continue
                 name = f"{spec.name}.{key}"
-                self.shapes[name], self.words[name] = tuple(parameter.shape), words[key]
+                self.shapes[name], self.sharding_specs[name] = tuple(parameter.shape), specs_of_layer[key]
                 self._kinds[name] = parameter_kind(layer, key)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_lite.fault_tolerance.rank_consistency import rank_words
 from megatron_lite.optim.zero_state import OptimizerState
-from megatron_lite.parallel.grid import Grid, any_process, gather
+from megatron_lite.parallel.collectives import any_rank, gather
+from megatron_lite.parallel.grid import Grid
 
 if TYPE_CHECKING:
     from megatron_lite.engine.engine import Engine
@@ -46,7 +47,7 @@ def state_not_finite(state: OptimizerState, grid: Grid) -> list[str]:
     """
     # The flat buffers first: a handful of reductions.
     healthy = torch.stack([is_finite(buffer) for buffer in state.buffers()]).all().item()
-    if not any_process([not healthy], grid)[0]:
+    if not any_rank([not healthy], grid)[0]:
         return []
     local = {
         f"{kind} of {fragment.name}": tensor

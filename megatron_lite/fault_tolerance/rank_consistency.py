@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.parallel.grid import Grid, gather
+from megatron_lite.parallel.collectives import gather
+from megatron_lite.parallel.grid import Grid
 
 Facts = Mapping[str, Mapping[str, str]]
 

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.parallel.grid import Grid, gather
+from megatron_lite.parallel.collectives import gather
+from megatron_lite.parallel.grid import Grid
 
 SLOW = 1.3  # times the median of the stage
 LEAST_SECONDS = 2e-3  # over the median: less is noise

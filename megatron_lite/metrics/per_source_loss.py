@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel.grid import Grid, reduce_sum
+from megatron_lite.parallel.collectives import all_reduce_sum
+from megatron_lite.parallel.grid import Grid
 
 
 def traced(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -34,7 +35,7 @@ def loss_by_source(
         if batch["loss_weight"].grad is not None:  # None on all stages of a pipeline but the last
             sums[0].index_add_(0, source, weight * batch["loss_weight"].grad.double().flatten())
         sums[1].index_add_(0, source, weight)
-    values = reduce_sum(sums.flatten().tolist(), grid)
+    values = all_reduce_sum(sums.flatten().tolist(), grid)
     factor = total / (sum(values[:count]) or math.nan)
     return tuple((nll * factor, weight) for nll, weight in zip(values[:count], values[count:], strict=True))
 

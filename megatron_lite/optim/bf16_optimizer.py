@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.optim.gradient_reduction import average_own
-from megatron_lite.parallel.host_copy import host_copy
+from megatron_lite.parallel.collectives import async_to_host
+
+_BUCKET = 1 << 26  # elements per reduce-scatter
 
 
 def spare_gradients(engine: Any, zero: Any, replicas: int, *, release: bool, kernels: bool = False) -> None:
@@ -130,7 +131,7 @@ class _Step:
                 dist.all_reduce(square, group=zero.dp_process_group)
             length = square.sqrt()
             # Fetched before the update is queued: the host goes on to the next step while the device is at it.
-            told = host_copy(length)
+            told = async_to_host(length)
             factor = (zero.clip_grad / (length + 1e-6)).clamp(max=1) if zero.clip_grad > 0 else torch.ones_like(length)
             self._arithmetic.update(gradients, torch.where(length.isfinite(), factor, nan).float())
             self._gather()
@@ -308,3 +309,32 @@ def _own_weights(zero: Any) -> list[Tensor]:
 
 def _contiguous(gradients: list[Tensor | None]) -> list[Tensor | None]:
     return [None if gradient is None else gradient.contiguous() for gradient in gradients]
+
+
+def average_own(flat: Tensor, group: Any, dtype: torch.dtype) -> None:
+    """Replace this rank's slice of `flat` by its mean over the group (ZeRO 1, Rajbhandari et al. 2020, arXiv 1910.02054).
+
+    Args:
+        flat: [processes x elements]; the r-th stretch of so many elements is of process r. The others are left as they are.
+        group: the process group of the replicas.
+        dtype: in which the sum is sent and taken.
+    """
+    replicas = dist.get_world_size(group)
+    rows = flat.view(replicas, -1)
+    own = rows[dist.get_rank(group)]
+    before = None
+    for columns, into in zip(rows.split(_BUCKET // replicas, dim=1), own.split(_BUCKET // replicas), strict=True):
+        sent = columns.to(dtype).contiguous()
+        total = torch.empty_like(into, dtype=dtype)
+        work = dist.reduce_scatter_tensor(total, sent.view(-1), group=group, async_op=True)
+        # While this one is on its way, the one before it is put in its place.
+        if before is not None:
+            _finish_bucket(*before, replicas)
+        before = work, total, into
+    if before is not None:
+        _finish_bucket(*before, replicas)
+
+
+def _finish_bucket(work: Any, total: Tensor, into: Tensor, replicas: int) -> None:
+    work.wait()
+    into.copy_(total).div_(replicas)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.parallel.grid import Grid, all_gather, reduce_scatter
+from megatron_lite.parallel.collectives import all_gather, reduce_scatter
+from megatron_lite.parallel.grid import Grid
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""This process's place among all processes, and the few collectives that the trainer needs.
+"""This process's coordinates among all processes of the run.
 
 The environment says everything (`torchrun`, `srun` and the deepspeed launcher all set it): RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Without them the run has one process, which talks to nobody and needs no port.
@@ -10,15 +10,11 @@ import atexit
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from megatron_lite.parallel.host_copy import host_copy
 
 
 @dataclass(frozen=True)
@@ -134,75 +130,6 @@ def init_grid(
         tensor_group=_group(ranks, 3, rank, urgent=place.type == "cuda"),
         context_group=_group(ranks, 2, rank),
     )
-
-
-def reduce_sum(values: list[float], grid: Grid) -> list[float]:
-    """Sums of the values over the replicas (data and context ranks), in float64; the same on every process.
-
-    Processes of one tensor group and pipeline hold copies, of which the last stage's first is counted: it is the last
-    stage that has a loss.
-    """
-    if grid.world_size == 1:
-        return values
-    return begin_sum(torch.tensor(values, dtype=torch.float64, device=grid.device), grid)()
-
-
-def begin_sum(values: torch.Tensor, grid: Grid) -> Callable[[], list[float]]:
-    """Begin `reduce_sum` of values [n] on the device, float64. The function that is returned waits for the sums, but not
-    for what the device is given to do in the meantime."""
-    if grid.world_size > 1:
-        counted = grid.is_last_stage and grid.tensor_rank == 0
-        # NCCL reduces float64 as well as gloo does; one small tensor a step costs microseconds.
-        values = values.clone() if counted else torch.zeros_like(values)
-        dist.all_reduce(values)
-    return host_copy(values)
-
-
-def any_process(flags: Sequence[bool], grid: Grid) -> list[bool]:
-    """For each flag whether it is set on any process; the same answer on every one."""
-    if grid.world_size == 1:
-        return list(flags)
-    tensor = torch.tensor([float(flag) for flag in flags], device=grid.device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return [value > 0 for value in tensor.tolist()]
-
-
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup, count: int) -> torch.Tensor:
-    """[count, *x.shape]: x of every process of the group, in order."""
-    out = x.new_empty(count, *x.shape)
-    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
-    return out
-
-
-def reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This process's row of the sum over the group of parts [count, ...]."""
-    out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-    dist.reduce_scatter_tensor(out.view(-1), parts.contiguous().view(-1), group=group)
-    return out
-
-
-def broadcast(value: Any, grid: Grid) -> Any:
-    """Rank 0's value, on every process. The value is pickled between processes of the same run."""
-    if grid.world_size == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=grid.device)
-    return box[0]
-
-
-def gather(value: Any, grid: Grid) -> list[Any]:
-    """Every process's value, in the order of their ranks, on every process. The values are pickled as in `broadcast`."""
-    if grid.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * grid.world_size
-    dist.all_gather_object(values, value)
-    return values
-
-
-def barrier(grid: Grid) -> None:
-    """Wait for every process of the run."""
-    if grid.world_size > 1:
-        dist.barrier()
 
 
 def _group(ranks: torch.Tensor, dimension: int, rank: int, *, urgent: bool = False) -> dist.ProcessGroup | None:

@@ -1,24 +1,38 @@
-"""Partition words: each parameter says once how it is partitioned, and everything that must agree reads that word.
+"""Sharding specs: each parameter has exactly one, and sharding, gradients, checkpoints and conversion all read it.
 
-A module declares `tensor_parallel_plan`, from the name of one of its parameters or submodules to a word:
-
-| word                        | meaning                                                                           |
-|-----------------------------|-----------------------------------------------------------------------------------|
-| column                      | a linear's output features (rows of its weight) are cut                           |
-| row                         | a linear's input features (columns of its weight) are cut, the outputs are summed |
-| vocab                       | the vocabulary (first dimension) is cut                                           |
-| shard                       | the first dimension is cut along with the heads                                   |
-| replicated                  | whole everywhere, and every process sees the whole gradient                       |
-| replicated, gradient summed | whole everywhere, and every process sees a part of the gradient, which is summed  |
+A module declares `tensor_parallel_plan`: the name of one of its parameters or submodules -> the value of a `ShardingSpec`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from torch import Tensor, nn
 
-WORDS = ("column", "row", "vocab", "shard", "replicated", "replicated, gradient summed")
+
+class ShardingSpec(StrEnum):
+    """How tensor parallelism holds a parameter.
+
+    COLUMN: the output features of a linear layer (rows of its weight) are sharded.
+    ROW: the input features (columns of its weight) are sharded; the outputs are summed.
+    VOCAB: the vocabulary (first dimension) is sharded.
+    HEADS: the first dimension is sharded along with the heads.
+    REPLICATED: every rank holds the whole parameter and computes its whole gradient.
+    PARTIAL_GRAD: every rank holds the whole parameter and computes a part of its gradient; the parts are summed.
+    """
+
+    COLUMN = "column"
+    ROW = "row"
+    VOCAB = "vocab"
+    HEADS = "heads"
+    REPLICATED = "replicated"
+    PARTIAL_GRAD = "partial_grad"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ShardingSpec | None:
+        """Read the names that checkpoints of earlier versions hold."""
+        return {"shard": cls.HEADS, "replicated, gradient summed": cls.PARTIAL_GRAD}.get(str(value))
 
 
 @dataclass(frozen=True)
@@ -51,49 +65,49 @@ class Shard:
         return (*full[: self.dim], full[self.dim] // self.count, *full[self.dim + 1 :]) if self.count > 1 else full
 
 
-def partition_words(module: nn.Module) -> dict[str, str]:
-    """The partition word of every parameter of a module, by parameter name.
+def sharding_specs(module: nn.Module) -> dict[str, ShardingSpec]:
+    """Return the sharding spec of every parameter of a module, by parameter name.
 
     The innermost plan that names the parameter, or a submodule on the way to it, decides.
 
     Raises:
-        ValueError: a parameter without a word, or a word that does not exist.
+        ValueError: a parameter without a spec, or a spec that does not exist.
     """
-    words: dict[str, str] = {}
+    specs: dict[str, ShardingSpec] = {}
     for name, _ in module.named_parameters(remove_duplicate=False):
-        word = word_of(module, name)
-        if word not in WORDS:
-            owner = "no plan names it" if word is None else f"its word is {word!r}"
+        spec = spec_of(module, name)
+        if spec not in list(ShardingSpec):
+            problem = "no plan names it" if spec is None else f"its spec is {spec!r}"
             raise ValueError(
-                f"{type(module).__name__} parameter {name}: {owner}; the tensor_parallel_plan of its module must say "
-                f"one of {', '.join(WORDS)}"
+                f"{type(module).__name__} parameter {name}: {problem}; the tensor_parallel_plan of its module must give it "
+                f"one of {', '.join(ShardingSpec)}"
             )
-        words[name] = word
-    return words
+        specs[name] = ShardingSpec(spec)
+    return specs
 
 
-def word_of(module: nn.Module, name: str) -> str | None:
-    """The word that the plans in `module` give to a parameter or buffer, None where they give none."""
-    return _word(module, name.split("."))
+def spec_of(module: nn.Module, name: str) -> str | None:
+    """Return the spec that the plans in `module` give to a parameter or buffer; None if no plan names it."""
+    return _spec(module, name.split("."))
 
 
-def shard_of(word: str | None, shape: tuple[int, ...], index: int, count: int) -> Shard:
-    """The shard of a tensor of shape `shape` with this word on process `index` of `count` of a tensor group.
+def shard_of(spec: str | None, shape: tuple[int, ...], index: int, count: int) -> Shard:
+    """Return the shard of a tensor of shape `shape` with this spec on rank `index` of `count` of a tensor-parallel group.
 
-    A row-cut linear's bias (one dimension) is whole: it is added once, after the sum.
+    The bias of a row-parallel linear layer (one dimension) is whole: it is added once, after the sum.
     """
     if count == 1:
         return Shard()
-    if word in ("column", "vocab", "shard"):
+    if spec in (ShardingSpec.COLUMN, ShardingSpec.VOCAB, ShardingSpec.HEADS):
         return Shard(0, index, count)
-    if word == "row" and len(shape) == 2:
+    if spec == ShardingSpec.ROW and len(shape) == 2:
         return Shard(1, index, count)
     return Shard()
 
 
-def _word(module: nn.Module, path: list[str]) -> str | None:
-    word = getattr(module, "tensor_parallel_plan", {}).get(path[0])
+def _spec(module: nn.Module, path: list[str]) -> str | None:
+    spec = getattr(module, "tensor_parallel_plan", {}).get(path[0])
     if len(path) > 1:
-        inner = _word(getattr(module, path[0]), path[1:])
-        word = inner if inner is not None else word
-    return word
+        inner = _spec(getattr(module, path[0]), path[1:])
+        spec = inner if inner is not None else spec
+    return spec

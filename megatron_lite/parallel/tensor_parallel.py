@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lite.parallel.grid import all_gather, reduce_scatter
-from megatron_lite.parallel.sharding_plan import partition_words, shard_of, word_of
+from megatron_lite.parallel.collectives import all_gather, reduce_scatter
+from megatron_lite.parallel.sharding_plan import ShardingSpec, shard_of, sharding_specs, spec_of
 
 
 @dataclass
@@ -62,25 +62,25 @@ class TensorGroup:
 
 
 def cut_layer(layer: nn.Module, tensor: TensorGroup) -> None:
-    """Cut a whole layer in place to this process's part, by its partition words; it then computes what it did whole.
+    """Cut a whole layer in place to this process's part, by its sharding specs; it then computes what it did whole.
 
     Raises:
         ValueError: a dimension that does not divide (the parameter is named), or a module that cannot be cut.
     """
-    words = partition_words(layer)
+    specs = sharding_specs(layer)
     modules = dict(layer.named_modules())
     for name, module in modules.items():
         if "row" in getattr(module, "tensor_parallel_plan", {}).values():
             module.register_forward_pre_hook(partial(_enter, tensor))
             if getattr(module, "fan_out_is_entry", False):
                 module.fan_out = partial(_entered, tensor)
-        if isinstance(module, nn.Linear) and words[f"{name}.weight"] == "row":
+        if isinstance(module, nn.Linear) and specs[f"{name}.weight"] == ShardingSpec.ROW:
             *path, local = name.split(".")
             setattr(layer.get_submodule(".".join(path)), local, _RowLinear(module, tensor))
         _cut_buffers(layer, name, module, tensor)
     for name, parameter in list(layer.named_parameters()):
         *path, local = name.split(".")
-        shard = shard_of(words[name], tuple(parameter.shape), tensor.index, tensor.count)
+        shard = shard_of(specs[name], tuple(parameter.shape), tensor.index, tensor.count)
         try:
             piece = nn.Parameter(shard.cut(parameter.detach()).clone())
         except ValueError as error:
@@ -90,7 +90,7 @@ def cut_layer(layer: nn.Module, tensor: TensorGroup) -> None:
         if shard.count > 1:
             # DeepSpeed counts a parameter without these once a tensor group in the gradient norm.
             piece.tensor_model_parallel = piece.model_parallel = True  # type: ignore[attr-defined]
-        elif words[name] == "replicated, gradient summed" or tensor.sequence:
+        elif specs[name] == ShardingSpec.PARTIAL_GRAD or tensor.sequence:
             # Every process saw a part: of the heads, or of the sequence.
             piece.register_hook(partial(_summed, tensor))
         setattr(layer.get_submodule(".".join(path)), local, piece)
@@ -117,7 +117,7 @@ def _summed(tensor: TensorGroup, gradient: Tensor) -> Tensor:
 
 def _cut_buffers(layer: nn.Module, name: str, module: nn.Module, tensor: TensorGroup) -> None:
     for local, buffer in list(module.named_buffers(recurse=False)):
-        shard = shard_of(word_of(layer, f"{name}.{local}" if name else local), buffer.shape, tensor.index, tensor.count)
+        shard = shard_of(spec_of(layer, f"{name}.{local}" if name else local), buffer.shape, tensor.index, tensor.count)
         setattr(module, local, shard.cut(buffer).clone())
 
 

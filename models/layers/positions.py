@@ -21,7 +21,7 @@ class LearnedPositions(nn.Module):
     """
 
     # Added by one part of a cut vocabulary before the parts are summed: the others' gradient is zero.
-    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated, gradient summed"}
+    tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "partial_grad"}
     parameter_kinds: ClassVar[dict[str, str]] = {"weight": "embedding"}
 
     def __init__(self, config: ModelShape, max_positions: int) -> None:

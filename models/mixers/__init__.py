@@ -12,8 +12,8 @@ and where there is something to say
   cut_sizes(config, options)    static: what tensor parallelism cuts beside heads, by the key that sets it
   causal                        False where a token sees later ones; an option of that name goes before it
   supports_context_parallel     whether it runs on a local shard of a sequence, under context parallelism (left out: it does not)
-The plan's words are read by the trainer: "column" and "row" linear maps, "shard" a vector cut with the columns,
-"replicated", and "replicated, gradient summed" for what is used whole inside the parallel region. The region begins
+The trainer reads the plan's sharding specs: "column" and "row" for linear layers, "heads" for a vector cut with the columns,
+"replicated", and "partial_grad" for what is used whole inside the parallel region. The region begins
 once, at the mixer's input (with `fan_out_is_entry = True` at that of its fan-out), and ends at its row output. Head
 counts therefore follow from tensor shapes at run time.
 """

@@ -53,11 +53,11 @@ class GLA(nn.Module):
     supports_context_parallel: ClassVar[bool] = True
     # W_1 is used whole by every process of the parallel region, whose heads each see a part of its gradient.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
-        "conv": "replicated, gradient summed",
+        "conv": "partial_grad",
         "q_proj": "column",
         "k_proj": "column",
         "v_proj": "column",
-        "decay_down": "replicated, gradient summed",
+        "decay_down": "partial_grad",
         "decay_up": "column",
         "gate_proj": "column",
         "out_proj": "row",

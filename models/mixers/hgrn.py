@@ -53,7 +53,7 @@ class HGRN(nn.Module):
         "input_proj": "column",
         "candidate_proj": "column",
         "gate_proj": "column",
-        "theta": "shard",
+        "theta": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"theta": "decay"}

@@ -65,7 +65,7 @@ class HGRN2(nn.Module):
         "q_proj": "column",
         "f_proj": "column",
         "v_proj": "column",
-        "lower_bound": "shard",
+        "lower_bound": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"lower_bound": "decay"}

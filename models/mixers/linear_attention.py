@@ -52,7 +52,7 @@ class LinearAttention(nn.Module):
     state_size: ClassVar[str] = "d^2 / heads + d float32"
     supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
-        "conv": "replicated, gradient summed",
+        "conv": "partial_grad",
         "q_proj": "column",
         "k_proj": "column",
         "v_proj": "column",

@@ -54,12 +54,12 @@ class Mamba(nn.Module):
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
         "gate_proj": "column",
-        "conv": "shard",
-        "select_weight": "shard",
-        "dt_weight": "shard",
-        "dt_bias": "shard",
-        "a_log": "shard",
-        "skip": "shard",
+        "conv": "heads",
+        "select_weight": "heads",
+        "dt_weight": "heads",
+        "dt_bias": "heads",
+        "a_log": "heads",
+        "skip": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"a_log": "decay", "skip": "norm"}

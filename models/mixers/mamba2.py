@@ -47,17 +47,17 @@ class Mamba2(nn.Module):
     # B and C are whole in every process of the parallel region, whose heads each see a part of their gradient.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
-        "b_proj": "replicated, gradient summed",
-        "c_proj": "replicated, gradient summed",
+        "b_proj": "partial_grad",
+        "c_proj": "partial_grad",
         "dt_proj": "column",
         "gate_proj": "column",
-        "conv_x": "shard",
-        "conv_b": "replicated, gradient summed",
-        "conv_c": "replicated, gradient summed",
-        "dt_bias": "shard",
-        "a_log": "shard",
-        "skip": "shard",
-        "norm_weight": "shard",
+        "conv_x": "heads",
+        "conv_b": "partial_grad",
+        "conv_c": "partial_grad",
+        "dt_bias": "heads",
+        "a_log": "heads",
+        "skip": "heads",
+        "norm_weight": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"a_log": "decay", "skip": "norm", "norm_weight": "norm"}

@@ -80,10 +80,10 @@ class MetaLA(nn.Module):
         "q_proj": "column",
         "k_proj": "column",
         "a_proj": "column",
-        "decay": "shard",
+        "decay": "heads",
         "v_proj": "column",
         "gate_proj": "column",
-        "aug_weight": "shard",
+        "aug_weight": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"decay": "decay"}

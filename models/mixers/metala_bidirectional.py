@@ -59,7 +59,7 @@ class MetaLABidirectional(nn.Module):
     supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         **{name: word for name, word in MetaLA.tensor_parallel_plan.items() if name not in ("k_proj", "decay")},
-        "conv": "replicated, gradient summed",  # here the parallel region begins before it
+        "conv": "partial_grad",  # here the parallel region begins before it
     }
     parameter_kinds: ClassVar[dict[str, str]] = {}
 

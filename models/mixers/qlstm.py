@@ -45,7 +45,7 @@ class QLSTM(nn.Module):
         "input_proj": "column",
         "update_proj": "column",
         "output_proj": "column",
-        "log_exponent": "shard",
+        "log_exponent": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"log_exponent": "decay"}

@@ -49,7 +49,7 @@ class RetNet(nn.Module):
         "k_proj": "column",
         "v_proj": "column",
         "gate_proj": "column",
-        "head_index": "shard",
+        "head_index": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {}

@@ -47,12 +47,12 @@ class RGLRU(nn.Module):
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
         "gate_proj": "column",
-        "conv": "shard",
-        "decay_gate_weight": "shard",
-        "decay_gate_bias": "shard",
-        "input_gate_weight": "shard",
-        "input_gate_bias": "shard",
-        "decay": "shard",
+        "conv": "heads",
+        "decay_gate_weight": "heads",
+        "decay_gate_bias": "heads",
+        "input_gate_weight": "heads",
+        "input_gate_bias": "heads",
+        "decay": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"decay": "decay"}

@@ -50,14 +50,14 @@ class RWKV4(nn.Module):
     supports_context_parallel: ClassVar[bool] = True
     # The token shift begins the parallel region, and every channel of the cut maps reads it.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
-        "mix_r": "replicated, gradient summed",
-        "mix_k": "replicated, gradient summed",
-        "mix_v": "replicated, gradient summed",
+        "mix_r": "partial_grad",
+        "mix_k": "partial_grad",
+        "mix_v": "partial_grad",
         "r_proj": "column",
         "k_proj": "column",
         "v_proj": "column",
-        "decay": "shard",
-        "bonus": "shard",
+        "decay": "heads",
+        "bonus": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {

@@ -51,9 +51,9 @@ class S5(nn.Module):
     supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "b_proj": "column",
-        "nu": "shard",
-        "theta": "shard",
-        "log_gamma": "shard",
+        "nu": "heads",
+        "theta": "heads",
+        "log_gamma": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"nu": "decay", "theta": "decay", "log_gamma": "decay"}

@@ -48,8 +48,8 @@ class TransNormer(nn.Module):
         "k_proj": "column",
         "v_proj": "column",
         "gate_proj": "column",
-        "theta": "shard",
-        "head_index": "shard",
+        "theta": "heads",
+        "head_index": "heads",
         "out_proj": "row",
     }
     parameter_kinds: ClassVar[dict[str, str]] = {"theta": "decay"}

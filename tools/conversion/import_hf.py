@@ -19,7 +19,7 @@ from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.storage import write_weights
 from megatron_lite.config.bounded_yaml import BoundedLoader
 from megatron_lite.config.loader import ConfigError, dump_config, load_config
-from megatron_lite.parallel.sharding_plan import partition_words
+from megatron_lite.parallel.sharding_plan import sharding_specs
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.conversion.export_hf import TRAINING_FOLDER, check_vocabulary
@@ -114,7 +114,7 @@ def import_folder(
             for name, shape in tqdm(shapes.items(), desc="weights", disable=not progress):
                 yield name, make(foreign, name, tensors, shape)
 
-        written = write_weights(aside / "checkpoints", read(), shapes, words=partition_words(model), config_yaml=config)
+        written = write_weights(aside / "checkpoints", read(), shapes, specs=sharding_specs(model), config_yaml=config)
         (aside / "config.yml").write_text(config, encoding="utf-8")
     checkpoint = run / written.relative_to(aside)
     import yaml

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
 from megatron_lite.engine.model_shard import place_layer
-from megatron_lite.parallel import context_parallel, grid, tensor_parallel
+from megatron_lite.parallel import collectives, context_parallel, tensor_parallel
 from megatron_lite.parallel import fused_projections as fan_out
 from megatron_lite.parallel.context_parallel import ContextParallelGroup
 from megatron_lite.parallel.layout import Layout
@@ -87,7 +87,7 @@ def _on_rank(ranks: ContextParallelGroup | None, layer: Callable[..., Tensor], x
 def _no_collectives() -> Iterator[None]:
     """One process plays a member of each group: the shapes are right, nothing is sent."""
     with contextlib.ExitStack() as stack:
-        for module in (context_parallel, fan_out, grid, tensor_parallel):
+        for module in (collectives, context_parallel, fan_out, tensor_parallel):
             stack.enter_context(mock.patch.object(module, "dist", _NoCollectives))
         yield
 

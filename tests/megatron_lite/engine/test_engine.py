@@ -333,18 +333,18 @@ def test_another_architecture_is_refused_with_the_first_differing_shapes(build, 
         engine_checkpoint.load(other, tmp_path)
 
 
-def test_a_parameter_without_a_partition_word_is_refused(build):
+def test_parameter_without_sharding_spec_is_refused(build):
     import torch.nn as nn
 
-    from megatron_lite.parallel.sharding_plan import partition_words
+    from megatron_lite.parallel.sharding_plan import sharding_specs
 
-    class Wordless(nn.Module):
+    class WithoutSpec(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
 
-    with pytest.raises(ValueError, match="Wordless parameter scale: no plan names it"):
-        partition_words(Wordless())
+    with pytest.raises(ValueError, match="WithoutSpec parameter scale: no plan names it"):
+        sharding_specs(WithoutSpec())
 
 
 @pytest.mark.parametrize("sixth", [False, True])

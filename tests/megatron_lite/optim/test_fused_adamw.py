@@ -11,10 +11,11 @@ from torch import Tensor
 import megatron_lite.engine.engine
 from megatron_lite.optim import bf16_optimizer as bf16_step
 from megatron_lite.parallel.grid import init_grid
-from tests.megatron_lite.conftest import batches, build, model_config
+from tests.megatron_lite.conftest import batches, model_config
 from tests.megatron_lite.optim.test_bf16_optimizer import check_parts, check_steps
+from tests.models.kernels.conftest import device, replace
 
-__all__ = ["build"]
+__all__ = ["device", "replace"]
 
 EVEN = [4096 * 2 + 64, 8, 1024, 4096]
 ODD = [3, 4096 + 5, 1, 300]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.optim import gradient_reduction
+from megatron_lite.optim import bf16_optimizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,11 +28,11 @@ def test_the_own_stretch_is_the_mean_and_the_others_stay(monkeypatch, dtype, buc
         at += total.numel()
         return SimpleNamespace(wait=lambda: total.copy_(rows[0][1] + rows[1][1] + rows[2][1]))
 
-    monkeypatch.setattr(gradient_reduction, "_BUCKET", bucket)
+    monkeypatch.setattr(bf16_optimizer, "_BUCKET", bucket)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
     monkeypatch.setattr(dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(dist, "reduce_scatter_tensor", reduce_scatter)
-    gradient_reduction.average_own(own, "replicas", dtype)
+    bf16_optimizer.average_own(own, "replicas", dtype)
     a, b, c = (flat.view(3, 10)[1].to(dtype) for flat in flats)
     assert at == 10
     assert torch.equal(own.view(3, 10)[1], (a + b + c).float() / 3)

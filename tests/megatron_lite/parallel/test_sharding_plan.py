@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.parallel.sharding_plan import Shard, partition_words, shard_of
+from megatron_lite.parallel.sharding_plan import Shard, ShardingSpec, shard_of, sharding_specs
 
 
 class Inner(nn.Module):
@@ -28,7 +28,12 @@ class Outer(nn.Module):
 
 
 def test_the_innermost_plan_decides():
-    assert partition_words(Outer()) == {"inner.weight": "column", "inner.scale": "replicated"}
+    assert sharding_specs(Outer()) == {"inner.weight": "column", "inner.scale": "replicated"}
+
+
+def test_checkpoints_of_earlier_versions_name_their_specs():
+    assert ShardingSpec("shard") is ShardingSpec.HEADS
+    assert ShardingSpec("replicated, gradient summed") is ShardingSpec.PARTIAL_GRAD
 
 
 def test_what_does_not_divide_is_not_cut():
@@ -38,19 +43,19 @@ def test_what_does_not_divide_is_not_cut():
 
 
 @pytest.mark.parametrize(
-    ("word", "shape", "shard"),
+    ("spec", "shape", "shard"),
     [
         ("column", (4, 2), Shard(0, 1, 2)),
         ("column", (4,), Shard(0, 1, 2)),
         ("vocab", (4, 2), Shard(0, 1, 2)),
-        ("shard", (4, 2, 2), Shard(0, 1, 2)),
+        ("heads", (4, 2, 2), Shard(0, 1, 2)),
         ("row", (4, 2), Shard(1, 1, 2)),
         ("row", (4,), Shard()),  # a bias, added once
         ("replicated", (4, 2), Shard()),
-        ("replicated, gradient summed", (4, 2), Shard()),
+        ("partial_grad", (4, 2), Shard()),
     ],
 )
-def test_the_part_of_a_process(word, shape, shard):
-    assert shard_of(word, shape, 1, 2) == shard
-    assert shard_of(word, shape, 0, 1) == Shard()
+def test_the_part_of_a_process(spec, shape, shard):
+    assert shard_of(spec, shape, 1, 2) == shard
+    assert shard_of(spec, shape, 0, 1) == Shard()
     assert shard.cut(torch.zeros(shape)).shape == shard.shape(shape)

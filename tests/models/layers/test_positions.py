@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.optim.param_groups import parameter_kind
-from megatron_lite.parallel.tensor_parallel import partition_words
+from megatron_lite.parallel.sharding_plan import sharding_specs
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 
@@ -102,5 +102,5 @@ def test_a_sequence_beyond_the_last_position_is_refused() -> None:
 
 def test_partition_word_and_kind() -> None:
     embedding = model().embedding
-    assert partition_words(embedding) == {"weight": "vocab", "positions.weight": "replicated, gradient summed"}
+    assert sharding_specs(embedding) == {"weight": "vocab", "positions.weight": "partial_grad"}
     assert parameter_kind(embedding, "positions.weight") == "embedding"

@@ -191,7 +191,7 @@ def test_heads_follow_from_the_weights():
                     target.bias.data = target.bias.chunk(2, 0)[part]
             elif word == "row":
                 target.weight.data = target.weight.chunk(2, 1)[part]
-            elif word == "shard" and target is not None:
+            elif word == "heads" and target is not None:
                 target.data = target.chunk(2, 0)[part]
         total = total + cut(x)
     torch.testing.assert_close(total, whole(x), rtol=0, atol=1e-10)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.optim.param_groups import parameter_kind
-from megatron_lite.parallel.sharding_plan import partition_words
+from megatron_lite.parallel.sharding_plan import sharding_specs
 from models.mixers import MIXERS
 from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
 
@@ -26,9 +26,9 @@ CUT = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_partition_words_and_kinds(case: tuple[str, dict[str, Any]]) -> None:
+def test_sharding_specs_and_kinds(case: tuple[str, dict[str, Any]]) -> None:
     mixer = build(case)
-    partition_words(mixer)
+    sharding_specs(mixer)
     for name in mixer.tensor_parallel_plan:
         assert hasattr(mixer, name), f"the plan names {name}, which does not exist"
     for name, _ in mixer.named_parameters():
@@ -39,7 +39,7 @@ def test_partition_words_and_kinds(case: tuple[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", sorted(MIXERS))
 def test_a_mixers_word_for_a_part_decides(name: str) -> None:
     mixer = build((name, {}))
-    words = partition_words(mixer)
+    words = sharding_specs(mixer)
     for part, word in mixer.tensor_parallel_plan.items():
         assert {words[n] for n in words if n.split(".")[0] == part} <= {word}, part
 
@@ -97,17 +97,17 @@ class _Row(nn.Module):
 
 
 def _cut(mixer: nn.Module, rank: int, exchange: _Exchange) -> nn.Module:
-    words = partition_words(mixer)
+    words = sharding_specs(mixer)
     piece = copy.deepcopy(mixer)
     for name, parameter in mixer.named_parameters():
         *path, local = name.split(".")
-        if words[name] in ("column", "shard"):
+        if words[name] in ("column", "heads"):
             half = parameter.detach().chunk(2, 0)[rank].clone()
             setattr(piece.get_submodule(".".join(path)), local, nn.Parameter(half))
     for name, buffer in mixer.named_buffers():
         *path, local = name.split(".")
         owner = piece.get_submodule(".".join(path))
-        if owner.tensor_parallel_plan.get(local) == "shard":
+        if owner.tensor_parallel_plan.get(local) == "heads":
             setattr(owner, local, buffer.chunk(2, 0)[rank])
     for name, module in mixer.named_modules():
         if isinstance(module, nn.Linear) and words[f"{name}.weight"] == "row":

@@ -10,7 +10,7 @@ import torch
 from data.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.storage import write_weights
 from megatron_lite.config.loader import dump_config, load_config
-from megatron_lite.parallel.sharding_plan import partition_words
+from megatron_lite.parallel.sharding_plan import sharding_specs
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.tools.conftest import trained_run
@@ -50,7 +50,7 @@ def write_run(run: Path, overrides: list[str], files: list[str], seed: int = 0, 
         run / "checkpoints",
         weights.items(),
         {name: tuple(p.shape) for name, p in weights.items()},
-        words=partition_words(model),
+        specs=sharding_specs(model),
         config_yaml=dump_config(config),
     )
     return model

@@ -1,0 +1,117 @@
+"""The collectives of the trainer, over the replicas or over all ranks, and device scalars fetched without a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.parallel.grid import Grid
+
+T = TypeVar("T")
+
+
+def all_reduce_sum(values: list[float], grid: Grid) -> list[float]:
+    """Return the sums of the values over the replicas (data and context ranks), in float64, the same on every rank.
+
+    The ranks of one tensor-parallel group and of one pipeline hold copies. The first of the last stage counts: that stage
+    computes the loss.
+    """
+    if grid.world_size == 1:
+        return values
+    return all_reduce_async(torch.tensor(values, dtype=torch.float64, device=grid.device), grid)()
+
+
+def all_reduce_async(values: Tensor, grid: Grid) -> Callable[[], list[float]]:
+    """Start `all_reduce_sum` of values [n], float64 on the device. Return a function that waits for the sums.
+
+    The function does not wait for work that the device is given in the meantime.
+    """
+    if grid.world_size > 1:
+        counted = grid.is_last_stage and grid.tensor_rank == 0
+        # NCCL reduces float64 as well as gloo does; one small tensor per step costs microseconds.
+        values = values.clone() if counted else torch.zeros_like(values)
+        dist.all_reduce(values)
+    return async_to_host(values)
+
+
+def async_to_host(x: Tensor) -> Callable[[], list[float]]:
+    """Start a copy of x [n] to pinned host memory. Return a function that waits for this copy alone and gives the values."""
+    if x.device.type != "cuda":
+        values = x.tolist()
+        return lambda: values
+    host = torch.empty_like(x, device="cpu", pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> list[float]:
+        done.synchronize()
+        return host.tolist()
+
+    return wait
+
+
+def any_rank(flags: Sequence[bool], grid: Grid) -> list[bool]:
+    """Return for each flag whether it is set on any rank; the same answer on every rank."""
+    if grid.world_size == 1:
+        return list(flags)
+    tensor = torch.tensor([float(flag) for flag in flags], device=grid.device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return [value > 0 for value in tensor.tolist()]
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup, count: int) -> Tensor:
+    """Return [count, *x.shape]: x of every rank of the group, in order."""
+    out = x.new_empty(count, *x.shape)
+    dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+def reduce_scatter(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's row of the sum over the group of parts [count, ...]."""
+    out = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    dist.reduce_scatter_tensor(out.view(-1), parts.contiguous().view(-1), group=group)
+    return out
+
+
+def broadcast(value: T, grid: Grid) -> T:
+    """Return rank 0's value on every rank. The value is pickled between processes of the same run."""
+    if grid.world_size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=grid.device)
+    return box[0]
+
+
+def gather(value: T, grid: Grid) -> list[T]:
+    """Return every rank's value, in rank order, on every rank. The values are pickled as in `broadcast`."""
+    if grid.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * grid.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(grid: Grid, function: Callable[[], T]) -> T:
+    """Call the function on rank 0 alone and return its value on every rank. Raise its exception on every rank."""
+    result: Any = None
+    error: Exception | None = None
+    if grid.is_main:
+        try:
+            result = function()
+        except Exception as problem:
+            error = problem
+    result, error = broadcast((result, error), grid)
+    if error is not None:
+        raise error
+    return result
+
+
+def barrier(grid: Grid) -> None:
+    """Wait for every rank of the run."""
+    if grid.world_size > 1:
+        dist.barrier()
