@@ -15,6 +15,7 @@ import yaml
 
 import train
 from data.loader import ReadAhead
+from data.manifest import read_manifest, write_manifest
 from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.config.loader import load_config
 from megatron_lite.metrics.logger import MetricsLogger, read_metrics
@@ -292,12 +293,11 @@ def test_print_config_and_dry_run_write_nothing(arguments, tmp_path, capsys):
 def test_token_files_of_another_tokenizer_are_refused(arguments, tmp_path, capsys, corpus):
     train.main(arguments())
     (prefix,) = (corpus.parent / "cache").glob("corpus-*/train_text_document.bin")
-    description = prefix.with_suffix(".json")
-    for suffix in (".bin", ".idx", ".json"):
+    for suffix in (".bin", ".idx"):
         (tmp_path / f"moved{suffix}").write_bytes(prefix.with_suffix(suffix).read_bytes())
-    content = json.loads(description.read_text())
+    content = read_manifest(prefix.with_suffix(""))
     content["tokenizer"]["hash"] = "0" * 16
-    (tmp_path / "moved.json").write_text(json.dumps(content))
+    write_manifest(tmp_path / "moved", content)
     words = [word for word in arguments("other") if not word.startswith("data.corpus=")]
     assert train.main([*words, "data.corpus=null", f"data.train={tmp_path / 'moved'}"]) == 2
     assert "was written with another tokenizer" in capsys.readouterr().err

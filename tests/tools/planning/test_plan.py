@@ -189,7 +189,7 @@ def test_every_kernel_counts_as_itself():
 
 def test_fan_outs_are_counted_as_the_engine_sets_them(monkeypatch):
     joined = []
-    monkeypatch.setattr(own_layers, "join_fan_outs", lambda layer, tensor, _: joined.append(tensor))
+    monkeypatch.setattr(own_layers, "join_fan_outs", lambda layer, tensor: joined.append(tensor))
     config = plan.read_config(SMALL, 1)
     for stage, words in ((1, []), (3, []), (1, ["parallel.compile=true"])):
         joined.clear()
