@@ -26,7 +26,7 @@ def save(directory: Path, step: int = 0) -> Path:
     """A step folder with two tensors."""
     weights = {"embedding.weight": torch.arange(6.0).reshape(3, 2), "head.norm.weight": torch.ones(2)}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    words = dict.fromkeys(shapes, "replicated")
+    specs = dict.fromkeys(shapes, "replicated")
     folder = write_weights(directory, weights.items(), shapes, specs=specs, config_yaml="model: {a: 1}\n")
     if step:
         folder = folder.rename(folder.with_name(f"step_{step:08d}"))
