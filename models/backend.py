@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 
-def takes(x: Tensor) -> bool:
+def is_supported(x: Tensor) -> bool:
     """Whether the kernels compute with x: where they can, and not while torch.compile, which makes kernels of its own,
     reads the code."""
-    return can_take(x) and not torch.compiler.is_compiling()
+    return available(x) and not torch.compiler.is_compiling()
 
 
-def can_take(x: Tensor) -> bool:
+def available(x: Tensor) -> bool:
     """Whether x lies on CUDA, where Triton is installed, and is not float64."""
     return x.is_cuda and x.dtype != torch.float64 and _installed()
 
@@ -25,7 +25,7 @@ def vector_decay_takes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, mi
     heads of sizes for which it was measured to be the fastest, more for mild decays; it takes values of more channels."""
     if log_decay.shape[-1] == 1 or q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
         return False
-    if q.shape[-1] > (128 if mild else 64) or v.shape[-1] > 128 or not can_take(q):
+    if q.shape[-1] > (128 if mild else 64) or v.shape[-1] > 128 or not available(q):
         return False
     # Numbers of a row are counted by 32 bits.
     if not q.numel() or not 0 < v.numel() < 2**31 * v.shape[0]:

@@ -1,12 +1,12 @@
-"""Keep less for the backward pass: what a cheap operation makes is forgotten, and made again where a gradient needs it.
+"""Elementwise activation recomputation: save less for the backward pass.
 
-A linear map keeps its input, for the gradient of its weight. Where that input is made by an elementwise operation or a norm
-from tensors that are kept anyway, the backward pass can make it once more: selective recomputation (Korthikanti et al. 2022,
-arXiv 2205.05198) of single operations, so that no product and no recurrence is computed twice.
+A linear layer saves its input for the gradient of its weight. If an elementwise operation or a norm computed that input
+from tensors that are saved anyway, the backward pass can compute it again: selective recomputation (Korthikanti et al.
+2022, arXiv 2205.05198) of single operations. No matmul and no recurrence is computed twice.
 
-An operation says by `forgettable` how its result is made again. Inside `forgetting()` whoever would keep that result for the
-backward pass, or a view of it, keeps the operation and its inputs instead. Everything else is kept as ever, and outside of it
-nothing changes. Gradients stay the same to the last bit: the same operation reads the same numbers.
+An operation declares with `recomputable` how its result is computed again. Inside `recompute_elementwise` autograd saves the
+operation and its inputs instead of that result or a view of it. Everything else is saved as usual. Gradients are the same to
+the last bit: the same operation reads the same numbers.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-_ACTIVE: ContextVar[bool] = ContextVar("forgetting", default=False)
+_ACTIVE: ContextVar[bool] = ContextVar("recompute_elementwise", default=False)
 
 
 @contextmanager
-def forgetting(active: bool = True) -> Iterator[None]:
-    """Inside, results that are `forgettable` are not kept for the backward pass; active=False or no gradients: they are."""
+def recompute_elementwise(active: bool = True) -> Iterator[None]:
+    """Inside, do not save `recomputable` results for the backward pass. active=False and no_grad change nothing."""
     if not (active and torch.is_grad_enabled()):
         yield
         return
     token = _ACTIVE.set(True)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_keep, _remember):
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
             yield
     finally:
         _ACTIVE.reset(token)
 
 
-def forgettable(results: Tensor | tuple[Tensor, ...], function: Callable[..., Any], *inputs: Any) -> None:
-    """Say that function(*inputs), called in the backward pass without gradients, makes `results` again, bit for bit.
+def recomputable(results: Tensor | tuple[Tensor, ...], function: Callable[..., Any], *inputs: Any) -> None:
+    """Declare that function(*inputs), called without gradients, computes `results` again, bit for bit.
 
-    Tensors among the inputs are held, or forgotten in their turn; other inputs, and what the function reads besides, must stay
-    as they are.
+    Tensors among the inputs are saved, or recomputed in their turn. Other inputs, and all other values that the function
+    reads, must not change.
     """
-    # A compiler chooses by itself what it makes again.
+    # torch.compile decides about recomputation itself.
     if torch.compiler.is_compiling() or not _ACTIVE.get():
         return
     recipe = _Recipe(function, inputs)
     for place, y in enumerate((results,) if isinstance(results, Tensor) else results):
-        if y._base is None:  # else its memory holds more than it
-            # Said of the memory, so that it is true of views and aliases too, and no longer than the memory lives.
-            y.untyped_storage()._made = _Made(recipe, place, y.dtype, y._version)  # type: ignore[attr-defined]
+        if y._base is None:  # else the storage holds more than y
+            # On the storage, so that views and aliases find it, and it ends with the memory.
+            y.untyped_storage()._source = _Source(recipe, place, y.dtype, y._version)  # type: ignore[attr-defined]
 
 
-class _Made(NamedTuple):
-    """How the tensor of a memory is made, as it was at a version of it."""
+class _Source(NamedTuple):
+    """How to compute the tensor of a storage, as it was at one version."""
 
     recipe: _Recipe
     place: int
@@ -62,15 +62,15 @@ class _Made(NamedTuple):
     version: int
 
 
-class _Held(NamedTuple):
-    """A tensor that is kept, and its version then."""
+class _Saved(NamedTuple):
+    """A saved tensor and its version when it was saved."""
 
     tensor: Tensor
     version: int
 
 
-class _Forgotten(NamedTuple):
-    """In place of a tensor: the result of a recipe in whose memory it lay, and where."""
+class _View(NamedTuple):
+    """A stand-in for a tensor: the result of a recipe and the view of it."""
 
     recipe: _Recipe
     place: int
@@ -81,38 +81,38 @@ class _Forgotten(NamedTuple):
 
 class _Recipe:
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
-        # Detached: a weight that ZeRO 3 takes away has its values here still.
+        # Detached: the values of a weight that ZeRO 3 releases stay here.
         self._function = function
-        self._inputs = [_keep(x.detach()) if isinstance(x, Tensor) else x for x in inputs]
+        self._inputs = [_pack(x.detach()) if isinstance(x, Tensor) else x for x in inputs]
         self._results: tuple[Tensor, ...] = ()
 
     def result(self, place: int) -> Tensor:
-        """One of the results. They are made at the first call, and go when the graph lets go of the last that needs them."""
+        """Return one result. The first call computes all; the graph frees them with the last node that needs them."""
         if not self._results:
-            inputs = [_remember(x) if isinstance(x, _Held | _Forgotten) else x for x in self._inputs]
+            inputs = [_unpack(x) if isinstance(x, _Saved | _View) else x for x in self._inputs]
             with torch.no_grad():
-                made = self._function(*inputs)
-            self._results = (made,) if isinstance(made, Tensor) else tuple(made)
+                results = self._function(*inputs)
+            self._results = (results,) if isinstance(results, Tensor) else tuple(results)
         return self._results[place]
 
 
-def _keep(x: Tensor) -> _Held | _Forgotten:
-    made: _Made | None = getattr(x.untyped_storage(), "_made", None)
-    if made is None or (made.dtype, made.version) != (x.dtype, x._version):
-        # An operation that keeps its own result must not hold, by way of the tensor, itself.
-        return _Held(x if x.is_leaf else x.detach(), x._version)
-    return _Forgotten(made.recipe, made.place, x.size(), x.stride(), int(x.storage_offset()))
+def _pack(x: Tensor) -> _Saved | _View:
+    source: _Source | None = getattr(x.untyped_storage(), "_source", None)
+    if source is None or (source.dtype, source.version) != (x.dtype, x._version):
+        # Detached: an operation that saves its own result must not hold itself through the tensor.
+        return _Saved(x if x.is_leaf else x.detach(), x._version)
+    return _View(source.recipe, source.place, x.size(), x.stride(), int(x.storage_offset()))
 
 
-def _remember(kept: _Held | _Forgotten) -> Tensor:
-    if isinstance(kept, _Forgotten):
-        return kept.recipe.result(kept.place).as_strided(kept.size, kept.stride, kept.offset)
-    if kept.tensor._version != kept.version:
+def _unpack(saved: _Saved | _View) -> Tensor:
+    if isinstance(saved, _View):
+        return saved.recipe.result(saved.place).as_strided(saved.size, saved.stride, saved.offset)
+    if saved.tensor._version != saved.version:
         raise RuntimeError(
-            f"a tensor {list(kept.tensor.shape)} that the backward pass needs was changed in place after it was kept (version "
-            f"{kept.version}, now {kept.tensor._version}): work on a copy"
+            f"a tensor {list(saved.tensor.shape)} that the backward pass needs was changed in place after it was saved (version "
+            f"{saved.version}, now {saved.tensor._version}): work on a copy"
         )
-    return kept.tensor
+    return saved.tensor
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:

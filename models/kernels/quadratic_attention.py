@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..precision import ROW_SUM_EPS
+from ..precision import NORMALIZER_EPS
 from .launch import Launch, aligned
 
 try:
@@ -122,7 +122,7 @@ def _launches(case: _Case) -> tuple[Launch, Launch]:
     block_k, block_v = (max(64, triton.next_power_of_2(dim)) for dim in (case.dim_k, case.dim_v))
     grid = triton.cdiv(case.length, _TILE), case.batch * case.heads
     values = (
-        case.length, case.heads, *case.strides, case.scale, ROW_SUM_EPS, case.dim_k, case.dim_v, block_k, block_v, _TILE,
+        case.length, case.heads, *case.strides, case.scale, NORMALIZER_EPS, case.dim_k, case.dim_v, block_k, block_v, _TILE,
         case.decayed, case.taylor, case.scaled, "tf32x3" if case.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     large = max(block_k, block_v) > 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import takes
-from ..precision import wide
+from ..backend import is_supported
+from ..precision import to_accumulation_dtype
 
 
 def gated_head_norm(o: Tensor, gate: Tensor, *, norm: str = "layernorm", eps: float = 1e-5) -> Tensor:
@@ -15,10 +15,10 @@ def gated_head_norm(o: Tensor, gate: Tensor, *, norm: str = "layernorm", eps: fl
     o: [batch, length, heads, head_dim]; gate: [batch, length, heads * head_dim], as the result. norm: "layernorm" or
     "rmsnorm".
     """
-    if norm == "layernorm" and takes(o) and o.dtype == gate.dtype:
+    if norm == "layernorm" and is_supported(o) and o.dtype == gate.dtype:
         from ..kernels.metala.epilogue import epilogue
 
         # MetaLA's end is this after its self-augmentation, for which it reads q, k and v.
         return epilogue(o, o, o, o, None, gate, eps)
-    normed = (F.layer_norm if norm == "layernorm" else F.rms_norm)(wide(o), o.shape[-1:], eps=eps)
-    return (F.silu(wide(gate)) * normed.flatten(-2)).to(gate.dtype)
+    normed = (F.layer_norm if norm == "layernorm" else F.rms_norm)(to_accumulation_dtype(o), o.shape[-1:], eps=eps)
+    return (F.silu(to_accumulation_dtype(gate)) * normed.flatten(-2)).to(gate.dtype)

@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backend import takes
+from ..backend import is_supported
+from ..kernels.cpu.swiglu import supports_swiglu
 from ..kernels.cpu.swiglu import swiglu as native_swiglu
-from ..kernels.cpu.swiglu import swiglu_takes
 from ..options import ModelShape
-from ..recompute import forgettable
+from ..recompute import recomputable
 from .init import linear
 from .projections import FanOut, apply_each
 
@@ -43,14 +43,14 @@ class SwiGLU(nn.Module):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up."""
-    if takes(up) and gate.dtype == up.dtype:
+    if is_supported(up) and gate.dtype == up.dtype:
         from ..kernels.swiglu import swiglu as kernel
-    elif swiglu_takes(gate, up):
+    elif supports_swiglu(gate, up):
         kernel = native_swiglu
     else:
         kernel = _swiglu
     y = kernel(gate, up)
-    forgettable(y, kernel, gate, up)
+    recomputable(y, kernel, gate, up)
     return y
 
 
@@ -77,7 +77,7 @@ class GELU(nn.Module):
         """x: [..., hidden_size] -> the same shape."""
         (hidden,) = self.fan_out(x, (self.up_proj,))
         activated = F.gelu(hidden)
-        forgettable(activated, F.gelu, hidden)
+        recomputable(activated, F.gelu, hidden)
         return self.down_proj(activated)
 
     def flops_per_token(self, length: int) -> int:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backend import takes
+from ..backend import is_supported
 from ..options import ModelShape
-from ..recompute import forgettable
+from ..recompute import recomputable
 
 # Channels of a row that one program of the kernel holds.
 _LARGEST = 16384
@@ -41,15 +41,15 @@ class Norm(nn.Module):
         A residual stream that goes on with the h of here has its two gradients added where the norm's is formed.
         """
         how = self.weight, self.bias, self.eps, self.centred
-        if takes(x) and x.shape[-1] <= _LARGEST:
+        if is_supported(x) and x.shape[-1] <= _LARGEST:
             from ..kernels.add_norm import add_norm
 
             h, y = add_norm(x, delta, *how)
-            forgettable(y, lambda *of: add_norm(*of)[1], h, None, *how)
+            recomputable(y, lambda *of: add_norm(*of)[1], h, None, *how)
         else:
             h = x if delta is None else x + delta
             y = _normalised(h, *how)
-            forgettable(y, _normalised, h, *how)
+            recomputable(y, _normalised, h, *how)
         return (y, h) if return_sum else y
 
 
@@ -71,7 +71,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size] -> the same shape."""
-        if takes(x) and x.shape[-1] <= _LARGEST:
+        if is_supported(x) and x.shape[-1] <= _LARGEST:
             from ..kernels.add_norm import add_norm
 
             return add_norm(x, None, self.weight, self.bias, self.eps, True)[1]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..backend import takes
+from ..backend import is_supported
 from ..kernels.cpu.causal_conv1d import causal_convolution as native_convolution
-from ..kernels.cpu.causal_conv1d import convolution_takes
+from ..kernels.cpu.causal_conv1d import supports_convolution
 from ..operators.context_parallel import (
     ContextParallelGroup,
     context_parallel_group,
@@ -21,8 +21,8 @@ from ..operators.context_parallel import (
     shard_segments,
 )
 from ..operators.varlen import check_packed, real_bounds
-from ..precision import wide
-from ..recompute import forgettable
+from ..precision import to_accumulation_dtype
+from ..recompute import recomputable
 
 # Elements of a tile on a CPU: 2^17 float32 are 512 KiB, and about four such tensors live at a time.
 _TILE_ELEMENTS = 1 << 17
@@ -170,16 +170,16 @@ def _behind(before: Tensor | None, x: Tensor, past: int) -> Tensor:
 
 def _convolve(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
     """before: [batch, kernel - 1, channels] or None for zeros, x: [batch, length, channels] -> x's shape."""
-    if takes(x) and weight.shape[1] <= _LONGEST:
+    if is_supported(x) and weight.shape[1] <= _LONGEST:
         from ..kernels.causal_conv1d import causal_convolution as form
-    elif convolution_takes(x, weight):
+    elif supports_convolution(x, weight):
         form = native_convolution
     elif x.device.type == "cpu" and not torch.compiler.is_compiling():
         form = _in_tiles
     else:
         form = _by_torch
     y = form(before, x, weight, silu)
-    forgettable(y, form, before, x, weight, silu)
+    recomputable(y, form, before, x, weight, silu)
     return y
 
 
@@ -206,7 +206,7 @@ class _Convolve(torch.autograd.Function):
         ctx.save_for_backward(before, x, weight)
         ctx.silu = silu
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        taps = wide(weight).t().contiguous()
+        taps = to_accumulation_dtype(weight).t().contiguous()
         for rows, tile in _tiles_of(x, taps):
             total = _weighted(_window_of(before, x, rows, tile, taps), taps)
             y[rows, tile] = F.silu(total, inplace=True) if silu else total
@@ -219,14 +219,14 @@ class _Convolve(torch.autograd.Function):
         # Where there are no tokens, no tile writes it.
         d_before = torch.empty_like(before) if x.shape[1] else torch.zeros_like(before)
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        taps = wide(weight).t().contiguous()
+        taps = to_accumulation_dtype(weight).t().contiguous()
         d_taps = torch.zeros_like(taps)
         past = len(taps) - 1
         carry = None
         for rows, tile in reversed(list(_tiles_of(x, taps))):
             window = _window_of(before, x, rows, tile, taps)
             size = window.shape[1] - past
-            d_total = wide(d_y[rows, tile])
+            d_total = to_accumulation_dtype(d_y[rows, tile])
             if ctx.silu:
                 d_total = torch.ops.aten.silu_backward(d_total, _weighted(window, taps))
             d_window = torch.zeros_like(window)

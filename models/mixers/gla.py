@@ -14,7 +14,7 @@ from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding
 from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, check_key_dim, require_at_least, require_positive
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class GLA(nn.Module):
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim_k)) for proj in (self.q_proj, self.k_proj))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
-        log_decay = F.logsigmoid(wide(self.decay_up(self.decay_down(x)))) / self.options.temperature
+        log_decay = F.logsigmoid(to_accumulation_dtype(self.decay_up(self.decay_down(x)))) / self.options.temperature
         log_decay = log_decay.unflatten(-1, (-1, self.head_dim_k))
         log_decay, k = without_padding(mask, log_decay, k)
         o, new_state["recurrent"] = recurrence(

@@ -15,7 +15,7 @@ from ..layers.init import linear
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
 from ..options import ModelShape
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,18 @@ class HGRN(nn.Module):
         The state is "recurrent" [batch, hidden_size] in float32, with rotation [batch, hidden_size, 2]; with cu_seqlens
         a row for every segment.
         """
-        forget = wide(self.forget_proj(x))
+        forget = to_accumulation_dtype(self.forget_proj(x))
         candidate = self.candidate_proj(x)
         log_decay = _log_forget(forget, self.lower_bound)
         if self.input_proj is None:
             gate = (1.0 - self.lower_bound) * (-forget).sigmoid()
         else:
-            gate = wide(self.input_proj(x)).sigmoid()
-        v = F.silu(wide(candidate))
+            gate = to_accumulation_dtype(self.input_proj(x)).sigmoid()
+        v = F.silu(to_accumulation_dtype(candidate))
         initial = (state or {}).get("recurrent")
         if self.theta is not None:
             v = torch.view_as_complex(v.unflatten(-1, (-1, 2)).contiguous())
-            log_decay = torch.complex(log_decay, wide(self.theta).expand_as(log_decay))
+            log_decay = torch.complex(log_decay, to_accumulation_dtype(self.theta).expand_as(log_decay))
             initial = None if initial is None else torch.view_as_complex(initial.contiguous())
         v = gate * v
         log_decay, v = without_padding(mask, log_decay, v)

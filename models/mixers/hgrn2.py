@@ -14,7 +14,7 @@ from ..layers.init import linear
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding
 from ..options import ModelShape, require_positive
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,16 @@ class HGRN2(nn.Module):
         segment.
         """
         q, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.v_proj))
-        q = F.silu(wide(q)).to(v.dtype)
-        log_decay, k = (t.unflatten(-1, (-1, self.head_dim)) for t in self._gates(wide(self.f_proj(x))))
+        q = F.silu(to_accumulation_dtype(q)).to(v.dtype)
+        log_decay, k = (
+            t.unflatten(-1, (-1, self.head_dim)) for t in self._gates(to_accumulation_dtype(self.f_proj(x)))
+        )
         k = k.to(v.dtype)
         log_decay, k = without_padding(mask, log_decay, k)
         o, recurrent = recurrence(
             q, k, v, log_decay, initial_state=(state or {}).get("recurrent"), cu_seqlens=cu_seqlens
         )
-        normed = wide(o) if self.options.norm_over == "head" else wide(o).flatten(-2)
+        normed = to_accumulation_dtype(o) if self.options.norm_over == "head" else to_accumulation_dtype(o).flatten(-2)
         normed = F.rms_norm(normed, normed.shape[-1:], eps=self.options.norm_eps)
         y = self.out_proj(normed.reshape(*o.shape[:2], o.shape[2] * o.shape[3]).to(v.dtype))
         return (y, {"recurrent": recurrent}) if return_state else y
@@ -124,9 +126,9 @@ class HGRN2(nn.Module):
         if self.lower_bound is None:
             beta = torch.full_like(a[..., :1], self.layer_index / self.num_layers)
         elif self.options.lower_bound_range == "free":
-            beta = torch.sigmoid(wide(self.lower_bound))
+            beta = torch.sigmoid(to_accumulation_dtype(self.lower_bound))
         else:
-            beta = (self.layer_index - 0.5 + torch.sigmoid(wide(self.lower_bound))) / self.num_layers
+            beta = (self.layer_index - 0.5 + torch.sigmoid(to_accumulation_dtype(self.lower_bound))) / self.num_layers
         rest = torch.log1p(-beta)
         return torch.logaddexp(beta.log(), rest + F.logsigmoid(a)), torch.sigmoid(-a) * (1 - beta)
 

@@ -14,7 +14,7 @@ from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.normalized import recurrence_with_row_sum
 from ..operators.gla.short_map import short_map
 from ..options import ModelShape, require_at_least
-from ..precision import ROW_SUM_EPS, wide
+from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -102,19 +102,19 @@ class LinearAttention(nn.Module):
             )  # fmt: skip
         if whole is not None:
             return self.out_proj(whole.flatten(-2))
-        q, k = (_features(wide(t), self.options.feature_map).to(v.dtype) for t in (q, k))
+        q, k = (_features(to_accumulation_dtype(t), self.options.feature_map).to(v.dtype) for t in (q, k))
         if mask is not None:
             k = k.masked_fill(~mask[:, :, None, None], 0.0)
         num, den, new_state["recurrent"] = recurrence_with_row_sum(
             q,
             k,
             v,
-            wide(q).new_zeros(()).expand(*q.shape[:3], 1),
+            to_accumulation_dtype(q).new_zeros(()).expand(*q.shape[:3], 1),
             weight=self.key_dim if self.options.feature_map == "elu" else 1,
             initial_state=recurrent,
             cu_seqlens=cu_seqlens,
         )
-        y = self.out_proj((num / (den + ROW_SUM_EPS)).flatten(-2).to(v.dtype))
+        y = self.out_proj((num / (den + NORMALIZER_EPS)).flatten(-2).to(v.dtype))
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:

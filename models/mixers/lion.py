@@ -20,7 +20,7 @@ from ..operators.lion.bidirectional_attention import ProjectedGate, bidirectiona
 from ..operators.lion.feature_map import feature_map
 from ..operators.varlen import without_padding
 from ..options import ModelShape, require_positive
-from ..precision import ROW_SUM_EPS, wide
+from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ class Lion(nn.Module):
         if phi is not None and (self.options.causal or gated):
             q, k, phi = feature_map(q, phi, v.dtype), feature_map(k, phi, None if gated else v.dtype), None
         elif phi is None:
-            k = wide(k) * self.head_dim**-0.5
+            k = to_accumulation_dtype(k) * self.head_dim**-0.5
         if self.input_gate is not None:
-            k = k * torch.sigmoid(wide(self.input_gate(x))).unsqueeze(-1)
+            k = k * torch.sigmoid(to_accumulation_dtype(self.input_gate(x))).unsqueeze(-1)
         if self.options.variant == "grfa" and isinstance(logits, Tensor):
             k = k * torch.sigmoid(-logits).unsqueeze(-1)
         k = k.to(v.dtype)
@@ -191,7 +191,7 @@ class Lion(nn.Module):
         if self.decay is None:
             return None
         if self.decay_weight is None:
-            return wide(self.decay).expand(*x.shape[:2], -1) if self.options.causal else self.decay
+            return to_accumulation_dtype(self.decay).expand(*x.shape[:2], -1) if self.options.causal else self.decay
         gate = ProjectedGate(x, self.decay_weight, self.decay)
         return gate.logits() if self.options.variant == "grfa" else gate
 
@@ -206,7 +206,9 @@ class Lion(nn.Module):
         initial_state: Tensor | None,
         return_state: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        log_decay = wide(q).new_zeros(()).expand(q.shape[:3]) if logits is None else F.logsigmoid(logits)
+        log_decay = (
+            to_accumulation_dtype(q).new_zeros(()).expand(q.shape[:3]) if logits is None else F.logsigmoid(logits)
+        )
         log_decay = log_decay.unsqueeze(-1)
         log_decay, k = without_padding(mask, log_decay, k)
         whole = None
@@ -224,7 +226,7 @@ class Lion(nn.Module):
         num, den, recurrent = recurrence_with_row_sum(
             q, k, v, log_decay, weight=weight, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
-        o = num / (den + ROW_SUM_EPS if self.input_gate is None else den.abs().clamp_min(1.0))
+        o = num / (den + NORMALIZER_EPS if self.input_gate is None else den.abs().clamp_min(1.0))
         return o, {"recurrent": recurrent}
 
     def _both_ways(
@@ -239,7 +241,7 @@ class Lion(nn.Module):
     ) -> Tensor:
         lstm = self.input_gate is not None
         if lstm and v.dtype == torch.float16:  # in which sums over a long sequence, and their gradients, may not fit
-            q, k, v = wide(q), wide(k), wide(v)
+            q, k, v = to_accumulation_dtype(q), to_accumulation_dtype(k), to_accumulation_dtype(v)
         o = bidirectional(
             q,
             k,
@@ -252,7 +254,9 @@ class Lion(nn.Module):
             mask_convention=self.options.mask_convention,
             form=self.options.form,
         )
-        return wide(o[..., :-1]) / wide(o[..., -1:]).abs().clamp_min(1.0) if lstm else o
+        return (
+            to_accumulation_dtype(o[..., :-1]) / to_accumulation_dtype(o[..., -1:]).abs().clamp_min(1.0) if lstm else o
+        )
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add: projections, gates, and the operator in chunks of 64."""

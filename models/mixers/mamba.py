@@ -14,7 +14,7 @@ from ..layers.init import init_std, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.selective_scan import selective_scan
 from ..options import ModelShape, require_at_least, require_divisor
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -113,24 +113,24 @@ class Mamba(nn.Module):
         states = self.options.state_size
         selected = torch.einsum("blgc,grc->blgr", grouped, self.select_weight)
         low_rank, b, c = selected.split([self._rank, states, states], -1)
-        dt = wide(torch.einsum("blgr,gcr->blgc", low_rank, self.dt_weight).flatten(-2))
-        dt = F.softplus(dt + wide(self.dt_bias)).view_as(grouped)
+        dt = to_accumulation_dtype(torch.einsum("blgr,gcr->blgc", low_rank, self.dt_weight).flatten(-2))
+        dt = F.softplus(dt + to_accumulation_dtype(self.dt_bias)).view_as(grouped)
         if mask is not None:
             # dt = 0 neither forgets nor takes anything up.
             dt = dt.masked_fill(~mask[:, :, None, None], 0.0)
-        a = -wide(self.a_log).exp().unflatten(0, grouped.shape[2:])
+        a = -to_accumulation_dtype(self.a_log).exp().unflatten(0, grouped.shape[2:])
         y, recurrent = selective_scan(
-            wide(grouped),
+            to_accumulation_dtype(grouped),
             dt,
             a,
-            wide(b),
-            wide(c),
+            to_accumulation_dtype(b),
+            to_accumulation_dtype(c),
             initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
             compute_dtype=u.dtype,
         )
-        y = y.flatten(-2) + wide(self.skip) * wide(u)
-        y = self.out_proj((y * F.silu(wide(self.gate_proj(x)))).to(u.dtype))
+        y = y.flatten(-2) + to_accumulation_dtype(self.skip) * to_accumulation_dtype(u)
+        y = self.out_proj((y * F.silu(to_accumulation_dtype(self.gate_proj(x)))).to(u.dtype))
         return (y, {"recurrent": recurrent, "conv": history}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backend import takes
+from ..backend import is_supported
 from ..layers.init import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.gla.short_map import short_map
 from ..options import ModelShape, require_at_least, require_divisor
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class Mamba2(nn.Module):
                 new_state[name] = history
         u, b, c = convolved
         u = u.unflatten(-1, (-1, self.head_dim))
-        dt = F.softplus(wide(self.dt_proj(x)) + wide(self.dt_bias))
+        dt = F.softplus(to_accumulation_dtype(self.dt_proj(x)) + to_accumulation_dtype(self.dt_bias))
         if mask is not None:
             # dt = 0 neither forgets nor takes anything up.
             dt = dt.masked_fill(~mask.unsqueeze(-1), 0.0)
         heads = dt.shape[-1]
         q, k = (y.unsqueeze(2).expand(-1, -1, heads, -1) for y in (c, b))
-        v, log_decay = _stepped(dt, u), (-dt * wide(self.a_log).exp()).unsqueeze(-1)
+        v, log_decay = _stepped(dt, u), (-dt * to_accumulation_dtype(self.a_log).exp()).unsqueeze(-1)
         initial_state = state.get("recurrent")
         o = short_map(
             q,
@@ -155,20 +155,20 @@ class Mamba2(nn.Module):
 
 def _stepped(dt: Tensor, u: Tensor) -> Tensor:
     """dt u in u's dtype."""
-    if takes(u):
+    if is_supported(u):
         from ..kernels.mamba2 import stepped
 
         return stepped(dt, u)
-    return (dt.unsqueeze(-1) * wide(u)).to(u.dtype)
+    return (dt.unsqueeze(-1) * to_accumulation_dtype(u)).to(u.dtype)
 
 
 def _gated_norm(o: Tensor, u: Tensor, skip: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """w x / rms_head(x), x = (o + D u) SiLU(z), in u's dtype and z's shape."""
-    if takes(o) and o.dtype == u.dtype == z.dtype:
+    if is_supported(o) and o.dtype == u.dtype == z.dtype:
         from ..kernels.mamba2 import gated_norm
 
         return gated_norm(o, u, skip, z, weight, eps)
-    x = wide(o) + wide(skip).unsqueeze(-1) * wide(u)
-    x = x * F.silu(wide(z)).view_as(x)
+    x = to_accumulation_dtype(o) + to_accumulation_dtype(skip).unsqueeze(-1) * to_accumulation_dtype(u)
+    x = x * F.silu(to_accumulation_dtype(z)).view_as(x)
     x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (x.flatten(-2) * wide(weight)).to(u.dtype)
+    return (x.flatten(-2) * to_accumulation_dtype(weight)).to(u.dtype)

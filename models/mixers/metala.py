@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backend import takes, vector_decay_takes
+from ..backend import is_supported, vector_decay_takes
 from ..kernels.cpu.metala import metala_core as native_core
-from ..kernels.cpu.metala import metala_core_takes
+from ..kernels.cpu.metala import supports_metala_core
 from ..layers.init import linear
 from ..layers.projections import FanOut, apply_each
 from ..layers.short_convolution import CausalConvolution, convolve_input
@@ -21,8 +21,8 @@ from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.metala import metala_epilogue
 from ..operators.varlen import without_padding
 from ..options import ModelShape, check_key_dim, require_at_least, require_positive
-from ..precision import wide
-from ..recompute import forgettable
+from ..precision import to_accumulation_dtype
+from ..recompute import recomputable
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,11 @@ def _core(
     """What computes gate, recurrence and epilogue as one step, where something does."""
     if context_parallel_group() is not None:
         return None
-    if takes(q) and vector_decay_takes(q, a, v, a):
+    if is_supported(q) and vector_decay_takes(q, a, v, a):
         from ..kernels.metala.fused_layer import metala_core
 
         return metala_core
-    if metala_core_takes(q, a, v, aug_weight, gate):
+    if supports_metala_core(q, a, v, aug_weight, gate):
         return native_core
     return None
 
@@ -196,16 +196,16 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 
 def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
     """log alpha, alpha = sigmoid(a)^(1/16), in float32 (float64 for float64), and k = 1 - alpha in a's dtype."""
-    if takes(a):
+    if is_supported(a):
         from ..kernels.metala.decay_and_key import decay_and_key as kernel
     else:
         kernel = _decay_and_key
     results = kernel(a)
-    forgettable(results, kernel, a)
+    recomputable(results, kernel, a)
     return results
 
 
 def _decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
-    log_decay = F.logsigmoid(wide(a)) / 16
+    log_decay = F.logsigmoid(to_accumulation_dtype(a)) / 16
     # In float32 until here: 1 - exp(g) formed in bfloat16 would be wrong by 3 % and more.
     return log_decay, (-torch.expm1(log_decay)).to(a.dtype)

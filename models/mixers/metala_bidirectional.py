@@ -17,7 +17,7 @@ from ..operators.lion.context_parallel import from_other_ranks
 from ..operators.metala import metala_epilogue
 from ..operators.varlen import without_padding
 from ..options import ModelShape, require_at_least
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 from .metala import MetaLA
 
 
@@ -103,7 +103,7 @@ class MetaLABidirectional(nn.Module):
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim_k))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
         # sigmoid(a)^(1/16), and 1 - that, in float32.
-        log_decay = (F.logsigmoid(wide(self.a_proj(x))) / 16).unflatten(-1, (-1, self.head_dim_k))
+        log_decay = (F.logsigmoid(to_accumulation_dtype(self.a_proj(x))) / 16).unflatten(-1, (-1, self.head_dim_k))
         k = -torch.expm1(log_decay)
         log_decay, k = without_padding(mask, log_decay, k)
         scale = self.head_dim_k**-0.5 if self.options.preset == "released" else 1.0

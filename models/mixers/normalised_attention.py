@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..layers.init import linear
 from ..operators.gla.gated_linear_attention import recurrence
 from ..options import ModelShape
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 # 1 / eta with eta at least 1e-6: it comes near 0, and the quotient would leave the range of numbers.
 _INVERSE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -83,13 +83,13 @@ class NormalisedAttention(nn.Module):
             q,
             k,
             v,
-            wide(q).new_zeros(()).expand(*q.shape[:3], 1),
+            to_accumulation_dtype(q).new_zeros(()).expand(*q.shape[:3], 1),
             scale=self.head_dim**-0.5,
             initial_state=(state or {}).get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
-        inverse = _INVERSE[self.options.normaliser](wide(self.eta_proj(x)))
-        o = wide(o) * inverse.unsqueeze(-1)
+        inverse = _INVERSE[self.options.normaliser](to_accumulation_dtype(self.eta_proj(x)))
+        o = to_accumulation_dtype(o) * inverse.unsqueeze(-1)
         y = self.out_proj(o.flatten(-2).to(v.dtype))
         return (y, {"recurrent": recurrent}) if return_state else y
 

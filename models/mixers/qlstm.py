@@ -13,7 +13,7 @@ from ..layers.init import linear
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
 from ..options import ModelShape
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class QLSTM(nn.Module):
 
         The state is "recurrent" [batch, hidden_size] in float32; with cu_seqlens a row for every segment.
         """
-        forget = wide(self.forget_proj(x))
+        forget = to_accumulation_dtype(self.forget_proj(x))
         if self.log_exponent is None:
             log_decay = F.logsigmoid(forget)
         else:
-            log_decay = -wide(self.log_exponent).exp() * F.softplus(forget)
+            log_decay = -to_accumulation_dtype(self.log_exponent).exp() * F.softplus(forget)
         update = self.update_proj(x)
-        v = wide(self.input_proj(x)).sigmoid() * wide(update)
+        v = to_accumulation_dtype(self.input_proj(x)).sigmoid() * to_accumulation_dtype(update)
         log_decay, v = without_padding(mask, log_decay, v)
         h, recurrent = scan(
             v,
@@ -88,7 +88,7 @@ class QLSTM(nn.Module):
             cu_seqlens=cu_seqlens,
             compute_dtype=update.dtype,
         )
-        y = self.out_proj((wide(self.output_proj(x)).sigmoid() * h).to(update.dtype))
+        y = self.out_proj((to_accumulation_dtype(self.output_proj(x)).sigmoid() * h).to(update.dtype))
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:

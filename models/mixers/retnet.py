@@ -14,7 +14,7 @@ from ..layers.positions import token_positions
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding
 from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, require_at_least, require_divisor, require_positive
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ class RetNet(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
         position, end = token_positions(x, mask, cu_seqlens, state.get("position"))
         q, k = _rotate(q, k, position, self.options.rotary_base)
-        log_decay = torch.log1p(-torch.exp2(-5 - self.head_index.to(wide(q).dtype)))[:, None].expand(*q.shape[:3], 1)
+        log_decay = torch.log1p(-torch.exp2(-5 - self.head_index.to(to_accumulation_dtype(q).dtype)))[:, None].expand(
+            *q.shape[:3], 1
+        )
         log_decay, k = without_padding(mask, log_decay, k)
         o, recurrent = recurrence(
             q,
@@ -118,12 +120,12 @@ class RetNet(nn.Module):
 def _rotate(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
     """Turn the pairs (c, c + head_dim / 2) of q and k [batch, length, heads, head_dim] by position * theta_c."""
     half = q.shape[-1] // 2
-    theta = base ** (-torch.arange(half, device=q.device, dtype=wide(q).dtype) / half)
+    theta = base ** (-torch.arange(half, device=q.device, dtype=to_accumulation_dtype(q).dtype) / half)
     angle = position[:, :, None, None] * theta
     cos, sin = angle.cos(), angle.sin()
 
     def turn(x: Tensor) -> Tensor:
-        first, second = wide(x).chunk(2, -1)
+        first, second = to_accumulation_dtype(x).chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
     return turn(q), turn(k)

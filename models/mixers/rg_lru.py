@@ -14,7 +14,7 @@ from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
 from ..options import ModelShape, require_at_least, require_divisor, require_positive
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ class RGLRU(nn.Module):
         u, history = self.conv(self.x_proj(x), mask, cu_seqlens, state.get("conv"), return_state)
         decay_gate = _block_diagonal(u, self.decay_gate_weight, self.decay_gate_bias)
         input_gate = _block_diagonal(u, self.input_gate_weight, self.input_gate_bias)
-        log_decay = -self.options.exponent * F.softplus(wide(self.decay)) * decay_gate
+        log_decay = -self.options.exponent * F.softplus(to_accumulation_dtype(self.decay)) * decay_gate
         # 1 - a^2; at 0 the root has no slope.
         scale = (-torch.expm1(2 * log_decay)).clamp_min(torch.finfo(log_decay.dtype).tiny).sqrt()
-        v = scale * input_gate * wide(u)
+        v = scale * input_gate * to_accumulation_dtype(u)
         log_decay, v = without_padding(mask, log_decay, v)
         h, recurrent = scan(
             v, log_decay, initial_state=state.get("recurrent"), cu_seqlens=cu_seqlens, compute_dtype=u.dtype
         )
-        y = self.out_proj((F.gelu(wide(self.gate_proj(x))) * h).to(u.dtype))
+        y = self.out_proj((F.gelu(to_accumulation_dtype(self.gate_proj(x))) * h).to(u.dtype))
         return (y, {"recurrent": recurrent, "conv": history}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
@@ -118,4 +118,6 @@ class RGLRU(nn.Module):
 def _block_diagonal(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """sigmoid of a block-diagonal map in float32. u: [batch, length, width]; weight: [heads, block, block]."""
     blocks = u.unflatten(-1, (-1, weight.shape[-1]))
-    return (wide(torch.einsum("blhi,hji->blhj", blocks, weight).flatten(-2)) + wide(bias)).sigmoid()
+    return (
+        to_accumulation_dtype(torch.einsum("blhi,hji->blhj", blocks, weight).flatten(-2)) + to_accumulation_dtype(bias)
+    ).sigmoid()

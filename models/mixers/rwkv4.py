@@ -25,7 +25,7 @@ from ..operators.cumulative_decay import running_sum
 from ..operators.scan.linear_scan import local_scan
 from ..operators.varlen import check_packed, last, previous, real_bounds, segment_starts
 from ..options import ModelShape
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 # The logarithm of a weight of zero, finite so that differences of two stay numbers.
 _NOTHING = -1e30
@@ -108,16 +108,16 @@ class RWKV4(nn.Module):
             for proj, mix in ((self.r_proj, self.mix_r), (self.k_proj, self.mix_k), (self.v_proj, self.mix_v))
         )
         wkv, recurrent = _wkv(
-            wide(k),
-            wide(v),
-            wide(self.decay).exp(),
-            wide(self.bonus),
+            to_accumulation_dtype(k),
+            to_accumulation_dtype(v),
+            to_accumulation_dtype(self.decay).exp(),
+            to_accumulation_dtype(self.bonus),
             mask,
             cu_seqlens,
             state.get("recurrent"),
             v.dtype,
         )
-        y = self.out_proj((wide(r).sigmoid() * wkv).to(v.dtype))
+        y = self.out_proj((to_accumulation_dtype(r).sigmoid() * wkv).to(v.dtype))
         return (y, {"shift": shift, "recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:

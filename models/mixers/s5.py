@@ -13,7 +13,7 @@ from ..layers.init import linear
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
 from ..options import ModelShape, require_at_least, require_divisor, require_positive
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,13 @@ class S5(nn.Module):
         segment.
         """
         u = self.b_proj(x)
-        v = torch.view_as_complex(wide(u).unflatten(-1, (-1, 2)).contiguous()) * wide(self.log_gamma).exp()
-        log_decay = torch.complex(-wide(self.nu).exp(), wide(self.theta).exp()).expand_as(v)
+        v = (
+            torch.view_as_complex(to_accumulation_dtype(u).unflatten(-1, (-1, 2)).contiguous())
+            * to_accumulation_dtype(self.log_gamma).exp()
+        )
+        log_decay = torch.complex(
+            -to_accumulation_dtype(self.nu).exp(), to_accumulation_dtype(self.theta).exp()
+        ).expand_as(v)
         log_decay, v = without_padding(mask, log_decay, v)
         initial = (state or {}).get("recurrent")
         if initial is not None:

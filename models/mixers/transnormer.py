@@ -14,7 +14,7 @@ from ..layers.positions import token_positions
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding
 from ..options import ModelShape
-from ..precision import wide
+from ..precision import to_accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class TransNormer(nn.Module):
         """
         state = state or {}
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = F.silu(wide(q)), F.silu(wide(k))
+        q, k = F.silu(to_accumulation_dtype(q)), F.silu(to_accumulation_dtype(k))
         position, end = token_positions(x, mask, cu_seqlens, state.get("position"))
         if self.theta is not None:
-            angle = position[:, :, None, None] * wide(self.theta).unflatten(-1, (-1, self.head_dim))
+            angle = position[:, :, None, None] * to_accumulation_dtype(self.theta).unflatten(-1, (-1, self.head_dim))
             cos, sin = angle.cos(), angle.sin()
             q, k = (torch.cat([t * cos, t * sin], -1) for t in (q, k))
         log_decay = (self.rate * self.head_index.to(q.dtype))[:, None].expand(*q.shape[:3], 1)
@@ -104,8 +104,8 @@ class TransNormer(nn.Module):
             initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
         )
-        o = F.rms_norm(wide(o), o.shape[-1:], eps=1e-5).flatten(-2)
-        y = self.out_proj((wide(self.gate_proj(x)) * o).to(v.dtype))
+        o = F.rms_norm(to_accumulation_dtype(o), o.shape[-1:], eps=1e-5).flatten(-2)
+        y = self.out_proj((to_accumulation_dtype(self.gate_proj(x)) * o).to(v.dtype))
         return (y, {"recurrent": recurrent, "position": end}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..backend import takes
-from ..kernels.cpu.cross_entropy import cross_entropy_takes
+from ..backend import is_supported
+from ..kernels.cpu.cross_entropy import supports_cross_entropy
 
 IGNORED_LABEL = -100
 
@@ -122,9 +122,9 @@ class _CrossEntropySum(torch.autograd.Function):
         unit = torch.where(unit == 0, 1.0, unit)
         narrow = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         kernels = True
-        if takes(hidden):
+        if is_supported(hidden):
             from ..kernels.cross_entropy import add_product, gradient_in_place, row_statistics
-        elif cross_entropy_takes(hidden, weight):
+        elif supports_cross_entropy(hidden, weight):
             from ..kernels.cpu.cross_entropy import add_product, gradient_in_place, row_statistics
         else:
             kernels = False
@@ -209,7 +209,7 @@ class _CrossEntropySum(torch.autograd.Function):
         d_hidden, d_weight, d_bias, unit, every_nll = ctx.saved_tensors
         factor = grad * unit
         scale: Callable[..., Tensor] = _scaled
-        if takes(factor):
+        if is_supported(factor):
             from ..kernels.cross_entropy import scaled as scale
         if d_hidden is not None:
             d_hidden = scale(d_hidden, factor, d_hidden.dtype)

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import can_take
-from ..precision import wide
-from ..recompute import forgettable
+from ..backend import available
+from ..precision import to_accumulation_dtype
+from ..recompute import recomputable
 
 
 def metala_epilogue(
@@ -40,12 +40,12 @@ def metala_epilogue(
     if form not in ("auto", "reference", "triton"):
         raise ValueError(f"form {form!r}: allowed are auto, reference, triton")
     if form == "auto":
-        form = "triton" if can_take(o) else "reference"
+        form = "triton" if available(o) else "reference"
     compute: Callable[..., Tensor] = reference
     if form == "triton":
         from ..kernels.metala.epilogue import epilogue as compute
     y = compute(o, q, k, v, aug_weight, gate, eps)
-    forgettable(y, compute, o, q, k, v, aug_weight, gate, eps)
+    recomputable(y, compute, o, q, k, v, aug_weight, gate, eps)
     return y
 
 
@@ -53,10 +53,10 @@ def reference(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float = 1e-5
 ) -> Tensor:
     """The same in plain PyTorch."""
-    x = wide(o)
+    x = to_accumulation_dtype(o)
     if aug_weight is not None:
-        weight = wide(aug_weight).unflatten(-1, (-1, q.shape[-1]))
-        strength = (wide(q) * weight * wide(k)).sum(-1, keepdim=True)
-        x = x + 0.5 * torch.tanh(0.5 * strength * wide(v))
+        weight = to_accumulation_dtype(aug_weight).unflatten(-1, (-1, q.shape[-1]))
+        strength = (to_accumulation_dtype(q) * weight * to_accumulation_dtype(k)).sum(-1, keepdim=True)
+        x = x + 0.5 * torch.tanh(0.5 * strength * to_accumulation_dtype(v))
     x = F.layer_norm(x, x.shape[-1:], eps=eps).flatten(-2)
-    return (F.silu(wide(gate)) * x).to(o.dtype)
+    return (F.silu(to_accumulation_dtype(gate)) * x).to(o.dtype)

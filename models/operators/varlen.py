@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..recompute import forgettable
+from ..recompute import recomputable
 
 
 def check_packed(x: Tensor, cu_seqlens: Tensor) -> None:
@@ -94,5 +94,5 @@ def without_padding(mask: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
     for x in inputs:
         padding = ~mask.view(*mask.shape, *[1] * (x.dim() - 2))
         masked.append(x.masked_fill(padding, 0.0))
-        forgettable(masked[-1], torch.masked_fill, x, padding, 0.0)
+        recomputable(masked[-1], torch.masked_fill, x, padding, 0.0)
     return tuple(masked)

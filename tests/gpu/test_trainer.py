@@ -11,7 +11,7 @@ from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, Precisi
 from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
 from models.language_model import build_layer, layer_specs
-from models.recompute import forgetting
+from models.recompute import recompute_elementwise
 from tests import oracle
 from tests.megatron_lite.conftest import batches, model_config
 
@@ -37,7 +37,7 @@ def engine_on(grid: Grid, config, dtype: str, stage: int = 1, seed: int = 11, **
         optimizer=OptimizerConfig(lr=LR),
         parallel=ParallelConfig(zero_stage=stage, **settings),
         precision=PrecisionConfig(fp16={"initial_scale_power": 8}),
-        forgetting=forgetting,
+        forgetting=recompute_elementwise,
     )
 
 

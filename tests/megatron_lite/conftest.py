@@ -16,7 +16,7 @@ from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
-from models.recompute import forgetting
+from models.recompute import recompute_elementwise
 
 VOCAB, LENGTH = 96, 24
 
@@ -86,7 +86,7 @@ def build(grid: Grid) -> Iterator[Any]:
             optimizer=OptimizerConfig(lr=3e-4, **settings.pop("optimizer", {})),
             parallel=ParallelConfig(**settings),
             precision=precision,
-            forgetting=forgetting,
+            forgetting=recompute_elementwise,
             count_right=count_right,
         )
         engines.append(engine)

@@ -1,4 +1,4 @@
-"""What `forgetting` keeps and makes again, and that no gradient changes by a bit."""
+"""What `recompute_elementwise` saves and recomputes, and that no gradient changes by a bit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from megatron_lite.planning.memory import Allocations
 from models.block import Block
 from models.config import ModelConfig
-from models.recompute import forgettable, forgetting
+from models.recompute import recomputable, recompute_elementwise
 from tests.models import mixer_cases
 
 
 class Counted:
-    """function, its result forgettable; `calls` counts."""
+    """function, its result recomputable; `calls` counts."""
 
     def __init__(self, function: Any) -> None:
         self.function, self.calls = function, 0
@@ -30,7 +30,7 @@ class Counted:
 
     def __call__(self, *inputs: Any) -> Any:
         results = self.compute(*inputs)
-        forgettable(results, self.compute, *inputs)
+        recomputable(results, self.compute, *inputs)
         return results
 
 
@@ -45,7 +45,7 @@ def memory_of(y: Tensor) -> weakref.ref[Any]:
 def test_a_result_is_not_kept_and_made_once_for_all_who_need_it():
     double = Counted(lambda x: 2 * x)
     x = leaf(4, 6)
-    with forgetting():
+    with recompute_elementwise():
         y = double(x)
         memory = memory_of(y)
         total = (y.square() + y.view(6, 4).exp().view(4, 6) * y).sum()
@@ -61,7 +61,7 @@ def test_a_result_is_not_kept_and_made_once_for_all_who_need_it():
 def test_without_forgetting_or_gradients_everything_is_as_ever():
     double = Counted(lambda x: 2 * x)
     x = leaf(3)
-    for context in (nullcontext(), forgetting(False)):
+    for context in (nullcontext(), recompute_elementwise(False)):
         with context:
             y = double(x)
             memory = memory_of(y)
@@ -69,7 +69,7 @@ def test_without_forgetting_or_gradients_everything_is_as_ever():
         del y
         assert memory() is not None
         total.backward()
-    with torch.no_grad(), forgetting():
+    with torch.no_grad(), recompute_elementwise():
         memory = memory_of(double(x))
     assert memory() is None
     assert double.calls == 3
@@ -78,7 +78,7 @@ def test_without_forgetting_or_gradients_everything_is_as_ever():
 def test_what_is_made_from_forgotten_results_and_several_results_of_one_function():
     first, second = Counted(lambda x: x + 1), Counted(lambda x: (x * x, x * 3))
     x = leaf(5)
-    with forgetting():
+    with recompute_elementwise():
         square, triple = second(first(x))
         memories = [memory_of(square), memory_of(triple)]
         total = (square[None].square() * triple.sin()).sum()
@@ -95,7 +95,7 @@ def test_what_was_made_again_is_forgotten_again():
     double = Counted(lambda x: 2 * x)
     x = leaf(1000)
     with Allocations("cpu", [x]) as count:
-        with forgetting():
+        with recompute_elementwise():
             y = x
             for _ in range(8):
                 y = double(y).square()
@@ -116,7 +116,7 @@ def test_an_alias_is_the_same_memory():
             return grad
 
     x = leaf(3)
-    with forgetting():
+    with recompute_elementwise():
         y = Counted(torch.sin)(x)
         memory = memory_of(y)
         total = Alias.apply(y).square().sum()
@@ -128,7 +128,7 @@ def test_an_alias_is_the_same_memory():
 
 def test_a_part_of_a_larger_memory_is_kept():
     x = leaf(4, 3)
-    with forgetting():
+    with recompute_elementwise():
         part = Counted(lambda x: torch.cat([x, x])[1:])(x)
         memory = memory_of(part)
         total = part.square().sum()
@@ -143,7 +143,7 @@ def test_a_result_that_is_read_as_another_type_is_kept():
     x = torch.view_as_complex(leaf(4, 3, 2).detach()).requires_grad_()
     gradients = []
     for active in (True, False):
-        with forgetting(active):
+        with recompute_elementwise(active):
             total = torch.view_as_real(turn(x)).square().sum()
         gradients += torch.autograd.grad(total, x)
     assert torch.equal(*gradients)
@@ -152,7 +152,7 @@ def test_a_result_that_is_read_as_another_type_is_kept():
 def test_a_result_that_was_changed_is_kept_as_it_is_now():
     sine = Counted(torch.sin)
     x = leaf(5)
-    with forgetting():
+    with recompute_elementwise():
         y = sine(x)
         y.mul_(3)
         total = y.square().sum()
@@ -163,7 +163,7 @@ def test_a_result_that_was_changed_is_kept_as_it_is_now():
 
 def test_an_input_that_was_changed_is_an_error():
     x = leaf(5)
-    with forgetting():
+    with recompute_elementwise():
         held = x * 2
         total = Counted(lambda x: x + 1)(held).square().sum()
     held.add_(1)
@@ -171,7 +171,7 @@ def test_an_input_that_was_changed_is_an_error():
         RuntimeError, match=r"\[5\] that the backward pass needs was changed in place .* work on a copy"
     ):
         total.backward()
-    with forgetting():
+    with recompute_elementwise():
         held = x * 2
         total = held.square().sum()
     held.detach().add_(1)
@@ -181,14 +181,14 @@ def test_an_input_that_was_changed_is_an_error():
 
 def test_a_graph_may_be_gone_through_twice_and_holds_nothing_when_it_is_gone():
     x = leaf(7)
-    with forgetting():
+    with recompute_elementwise():
         total = Counted(torch.sin)(x).square().sum()
     (first,) = torch.autograd.grad(total, x, retain_graph=True)
     (second,) = torch.autograd.grad(total, x)
     assert torch.equal(first, second)
     gc.disable()
     try:
-        with forgetting():
+        with recompute_elementwise():
             norm = nn.LayerNorm(7)
             y = x.exp()  # which keeps its own result
             memories = [memory_of(y)]
@@ -222,7 +222,10 @@ def test_gradients_of_a_block_are_the_same_to_the_last_bit(case):
         return kept, [y, *torch.autograd.grad(y.float().square().sum(), [start, *block.parameters()])]
 
     for masked in ({}, {"mask": mask}):
-        (most, expected), (least, found) = gradients(nullcontext(), **masked), gradients(forgetting(), **masked)
+        (most, expected), (least, found) = (
+            gradients(nullcontext(), **masked),
+            gradients(recompute_elementwise(), **masked),
+        )
         assert least < most
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -236,7 +239,7 @@ def test_no_product_of_a_metala_block_keeps_its_input(parallel):
     inputs = (block.mixer.q_proj, block.mixer.out_proj, block.mlp.gate_proj, block.mlp.down_proj)
     for linear in inputs:
         linear.register_forward_pre_hook(lambda _, arguments: made.append(memory_of(arguments[0])))
-    with forgetting():
+    with recompute_elementwise():
         y = block(leaf(2, 20, 32))
     assert [memory() for memory in made] == [None] * 4
     assert y.requires_grad

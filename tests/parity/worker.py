@@ -22,7 +22,7 @@ from megatron_lite.parallel.grid import Grid, init_grid
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
 from models.operators.context_parallel import context_parallel
-from models.recompute import forgetting
+from models.recompute import recompute_elementwise
 from tests.megatron_lite.conftest import leave_bf16_steps, reduce_in_float32
 from tests.parity import layouts
 from tests.parity.launch import leave
@@ -81,7 +81,7 @@ def engine_of(
         precision=PrecisionConfig(optimizer_state=state),  # type: ignore[arg-type]
         sequence_length=layouts.LENGTH,
         context_parallel=context_parallel,
-        forgetting=forgetting,
+        forgetting=recompute_elementwise,
         count_right=count_right,
     )
 

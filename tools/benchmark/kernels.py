@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from models.operators.lion.bidirectional_attention import ProjectedGate, bidirectional
 from models.operators.metala import metala_epilogue
-from models.precision import ROW_SUM_EPS
+from models.precision import NORMALIZER_EPS
 
 from .report import machine, plot_lines, table, write_csv
 from .timing import Measurement, Step, capture, launched_ms, measure
@@ -119,7 +119,7 @@ def plain_lion(length: int, batch: int) -> Work:
         c = F.logsigmoid(F.linear(x, weight).float()).transpose(1, 2).contiguous().cumsum(-1)
         mask = (c[..., :, None] - c[..., None, :]).abs().neg().exp().to(q.dtype)
         weights = q @ k.transpose(-1, -2) * mask
-        (weights @ v / (weights.sum(-1, keepdim=True) + ROW_SUM_EPS)).backward(dy)
+        (weights @ v / (weights.sum(-1, keepdim=True) + NORMALIZER_EPS)).backward(dy)
 
     return step, _leaves(x, weight, q, k, v)
 
@@ -137,7 +137,7 @@ def flipped_lion(length: int, batch: int) -> Work:
         ahead, _ = chunk_simple_gla(q, k, ones, g, scale=1.0)
         back, _ = chunk_simple_gla(q.flip(1), k.flip(1), ones.flip(1), later.flip(1), scale=1.0)
         both = ahead + back.flip(1) - (q * k).sum(-1, keepdim=True) * ones
-        (both[..., :HEAD_DIM] / (both[..., -1:] + ROW_SUM_EPS)).backward(dy)
+        (both[..., :HEAD_DIM] / (both[..., -1:] + NORMALIZER_EPS)).backward(dy)
 
     return step, _leaves(x, weight, q, k, v)
 

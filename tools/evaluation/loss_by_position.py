@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from data.datasets.causal import SequentialDataset
 from data.loader import batches
 from models.language_model import LanguageModel
-from models.precision import wide
+from models.precision import to_accumulation_dtype
 from tools.evaluation.perplexity import TokenText
 from tools.loading.model import LoadedModel
 
@@ -120,7 +120,7 @@ def token_nll(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) 
     step = max(1, _LOGITS // model.config.vocab_size)
     found = []
     for start in range(0, len(rows), step):
-        logits = wide(model.head(rows[start : start + step]))
+        logits = to_accumulation_dtype(model.head(rows[start : start + step]))
         chosen = logits.gather(-1, wanted[start : start + step, None])[:, 0]
         found.append((torch.logsumexp(logits, -1) - chosen).double())
     return torch.cat(found).view(labels.shape)

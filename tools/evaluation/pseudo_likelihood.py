@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from models.language_model import LanguageModel
-from models.precision import wide
+from models.precision import to_accumulation_dtype
 from tools.evaluation.prefix_tree import Ids
 
 Answer = tuple[float, bool]
@@ -94,7 +94,7 @@ class PseudoScorer:
         for layer in (self.model.embedding, *self.model.blocks):
             x = layer(x, mask=mask)
         row = torch.arange(len(batch), device=self.device)
-        logits = wide(self.model.head(x[row, places]))
+        logits = to_accumulation_dtype(self.model.head(x[row, places]))
         chances = logits[row, wanted] - torch.logsumexp(logits, -1)
         self.read += int(lengths.sum())
         return chances.tolist(), (logits.argmax(-1) == wanted).tolist()

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.backend import takes
+from models.backend import is_supported
 from models.language_model import LanguageModel
-from models.precision import wide
+from models.precision import to_accumulation_dtype
 from tools.evaluation.prefix_tree import Ids, Node, build_forest
 
 State = list[dict[str, Tensor]]
@@ -210,7 +210,7 @@ class Scorer:
         for start, (low, high) in zip(first, itertools.pairwise(bounds), strict=True):
             here, target = row[low:high] - start, targets[low:high]
             logits = self.model.head(rows[start : start + step])
-            chosen = wide(logits[here, target])
+            chosen = to_accumulation_dtype(logits[here, target])
             best, log_sum = _likeliest(logits)
             log_likelihood[low:high] = chosen - log_sum[here]
             greedy[low:high] = best[here] == target
@@ -220,12 +220,12 @@ class Scorer:
 
 def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row of logits [rows, vocab], which may be overwritten: the index of the largest, the log of sum(exp)."""
-    if takes(logits):
+    if is_supported(logits):
         from models.kernels.cross_entropy import row_statistics
 
         largest, best, mass, _ = row_statistics(logits, None, torch.zeros_like(logits[:, 0], dtype=torch.int64))
         return best, largest + mass.log()
-    z = wide(logits)
+    z = to_accumulation_dtype(logits)
     peak, best = z.max(-1)
     return best, peak + z.sub_(peak[:, None]).exp_().sum(-1).log()
 

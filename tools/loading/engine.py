@@ -8,7 +8,7 @@ from megatron_lite.parallel.grid import Grid
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
 from models.operators.context_parallel import context_parallel
-from models.recompute import forgetting
+from models.recompute import recompute_elementwise
 
 
 def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
@@ -33,7 +33,7 @@ def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
         precision=config.precision,
         sequence_length=config.batch.sequence_length,
         context_parallel=context_parallel,
-        forgetting=forgetting,
+        forgetting=recompute_elementwise,
         count_right=config.data.objective == "masked",
         asked_share=config.data.asked_share,
     )

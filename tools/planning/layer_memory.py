@@ -23,7 +23,7 @@ from megatron_lite.planning.memory import LayerCost, layer_cost
 from models.config import ModelConfig
 from models.language_model import build_layer, layer_specs
 from models.operators.context_parallel import context_parallel as on_local_shard
-from models.recompute import forgetting
+from models.recompute import recompute_elementwise
 from tools.planning.meta_device import kernels_of_cuda
 
 
@@ -68,7 +68,7 @@ def layer_costs(
                 layer = layer.to(dtype)
                 shape = (micro_batch_size, outside, model.hidden_size)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)
-                call = checkpointed(partial(_on_rank, ranks, layer), index, len(specs), parallel, forgetting)
+                call = checkpointed(partial(_on_rank, ranks, layer), index, len(specs), parallel, recompute_elementwise)
                 extra = {"labels": tokens, "loss_weight": weight} if index == len(specs) - 1 else {}
                 own = sum(p.numel() for p in layer.parameters())
                 if spec.tied_to is not None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.backend import takes
+from models.backend import is_supported
 from models.config import ModelConfig
 from models.language_model import LanguageModel, LayerSpec, build_layer, layer_specs
 from models.layers.embedding import look_up
@@ -287,7 +287,7 @@ def _begin_as_pytorch(network: Classifier, seed: int) -> None:
 
 def _look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
     """Tokens of these tasks are few ids, and most of them one filler."""
-    if takes(weight):
+    if is_supported(weight):
         from models.kernels.embedding_backward import look_up_repeated
 
         return look_up_repeated(tokens, weight, vectors)

@@ -26,7 +26,7 @@ _REALS = {torch.float32: "float", torch.bfloat16: "bf16"}
 _FLAGS = ["-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 
 
-def takes(*tensors: Tensor) -> bool:
+def is_supported(*tensors: Tensor) -> bool:
     """Whether kernels compute with these: of one dtype, float32 or bfloat16, in a CPU's memory, and not while torch.compile
     reads the code."""
     first = tensors[0]

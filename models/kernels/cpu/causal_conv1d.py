@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .build import run, shared_object, takes
+from .build import is_supported, run, shared_object
 
 
-def convolution_takes(x: Tensor, weight: Tensor) -> bool:
+def supports_convolution(x: Tensor, weight: Tensor) -> bool:
     """Whether `causal_convolution` computes with these."""
-    fits = takes(x, weight) and x.shape[-1] % 16 == 0 and weight.shape[1] <= 8 and x.numel() > 0
+    fits = is_supported(x, weight) and x.shape[-1] % 16 == 0 and weight.shape[1] <= 8 and x.numel() > 0
     return fits and _shared_object(x, weight, True) is not None
 
 

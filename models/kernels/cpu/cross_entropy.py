@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .build import run, shared_object, takes
+from .build import is_supported, run, shared_object
 
 
-def cross_entropy_takes(hidden: Tensor, weight: Tensor) -> bool:
+def supports_cross_entropy(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the functions below compute with hidden weight^T."""
     return (
-        takes(hidden, weight) and weight.shape[0] % 16 == 0 and shared_object("cross_entropy", hidden.dtype) is not None
+        is_supported(hidden, weight)
+        and weight.shape[0] % 16 == 0
+        and shared_object("cross_entropy", hidden.dtype) is not None
     )
 
 

@@ -15,17 +15,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...operators.gla.gated_linear_attention import check
-from .build import run, shared_object, takes
+from .build import is_supported, run, shared_object
 
 _CHUNK = 32
 # Of a head's state: a chunk's states lie on a thread's stack.
 _LARGEST = 8192
 
 
-def metala_core_takes(q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor) -> bool:
+def supports_metala_core(q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor) -> bool:
     """Whether `metala_core` computes with these: heads of a multiple of 16 channels, and a compiler is here."""
     keys, values = q.shape[-1], v.shape[-1]
-    if not takes(q, a, v, aug_weight, gate) or keys % 16 or values % 16 or keys * values > _LARGEST or not v.numel():
+    if (
+        not is_supported(q, a, v, aug_weight, gate)
+        or keys % 16
+        or values % 16
+        or keys * values > _LARGEST
+        or not v.numel()
+    ):
         return False
     return _shared_object(q.dtype, keys, values) is not None
 

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .build import run, shared_object, takes
+from .build import is_supported, run, shared_object
 
 
-def swiglu_takes(gate: Tensor, up: Tensor) -> bool:
+def supports_swiglu(gate: Tensor, up: Tensor) -> bool:
     """Whether `swiglu` computes with these."""
     return (
-        takes(gate, up) and up.shape[-1] % 16 == 0 and up.numel() > 0 and shared_object("swiglu", up.dtype) is not None
+        is_supported(gate, up)
+        and up.shape[-1] % 16 == 0
+        and up.numel() > 0
+        and shared_object("swiglu", up.dtype) is not None
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...recompute import forgettable
+from ...recompute import recomputable
 from ..launch import Launch, aligned
 from .chunk_output import chunk_launches
 from .chunk_state import scan
@@ -122,7 +122,7 @@ def forward(
     table = None if cu_seqlens is None else _table(case, cu_seqlens)
     final = _states(case, initial, v)
     states = scan(case, False, k, v, g, initial, table, final)
-    forgettable(states, scan, case, False, k, v, g, initial, table, None)
+    recomputable(states, scan, case, False, k, v, g, initial, table, None)
     o = torch.empty_like(v)
     strong = torch.empty(case.rows, case.chunks, dtype=torch.int32, device=v.device)
     if table is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...precision import ROW_SUM_EPS
+from ...precision import NORMALIZER_EPS
 from ..launch import Launch
 
 try:
@@ -44,7 +44,7 @@ class Case:
     packed: bool
 
     def sizes(self) -> tuple[int, int, float]:
-        return self.length, self.heads, ROW_SUM_EPS
+        return self.length, self.heads, NORMALIZER_EPS
 
     def flags(self) -> tuple[int, bool, bool, str]:
         """mode, scaled, packed, and how products of float32 are formed: in float32, since a gate's gradient is a running sum

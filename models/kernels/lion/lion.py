@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...recompute import forgettable
+from ...recompute import recomputable
 from .chunk import CHUNK
 from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_GATE, Case, Kernel
 from .feature_map import PHI, both, both_gradients, normalised_silu
@@ -138,7 +138,7 @@ class _Lion(torch.autograd.Function):
         raw: tuple[Tensor, ...] = (q, k) if phi else ()
         if phi:
             q, k = both(raw[0], raw[1], phi)
-            forgettable((q, k), both, *raw, phi)
+            recomputable((q, k), both, *raw, phi)
         sums = None
         if weight is not None and source is not None:
             source, weight = _aligned(source, source.dtype), _aligned(weight, weight.dtype)

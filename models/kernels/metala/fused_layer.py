@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...recompute import forgettable
+from ...recompute import recomputable
 from ..gla.common import Case
 from ..gla.gla import backward, case_of, forward
 from ..launch import aligned
@@ -61,10 +61,10 @@ class _MetaLACore(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         q, a, v, gate = (aligned(x) for x in (q, a, v, gate))
         g, k = decay_and_key(a)
-        forgettable((g, k), decay_and_key, a)
+        recomputable((g, k), decay_and_key, a)
         o, final, kept = forward(case, q, k, v, g, initial, cu_seqlens)
         y = forward_apart(o, q, k, v, aug_weight, gate, eps)
-        forgettable(y, forward_apart, o, q, k, v, aug_weight, gate, eps)
+        recomputable(y, forward_apart, o, q, k, v, aug_weight, gate, eps)
         ctx.save_for_backward(o, aug_weight, gate, q, k, v, g, initial, *kept)
         ctx.case, ctx.eps = case, eps
         ctx.set_materialize_grads(False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...backend import vector_decay_takes
-from ...precision import wide as widened
+from ...precision import to_accumulation_dtype
 from ...recompute import recomputed
 from ..context_parallel import causal_over_ranks, context_parallel_group
 from ..cumulative_decay import decay_from_start, pairwise_decay, sum_after
@@ -160,12 +160,12 @@ def leave_out_of_graphs() -> None:
 
 def _from_state(q: Tensor, log_decay: Tensor, state: Tensor, scale: float, tokens: Tensor | None) -> Tensor:
     """Return scale q_t exp(b_t) S for an incoming state S [batch, heads, head_dim_k, head_dim_v], 0 outside `tokens`."""
-    factor = decay_from_start(widened(log_decay), 1)
+    factor = decay_from_start(to_accumulation_dtype(log_decay), 1)
     if tokens is not None:
         factor = factor.masked_fill(~tokens[None, :, None, None], 0.0)
     # A sum over a long sequence may exceed float16.
     dtype = q.dtype if q.dtype == torch.bfloat16 else state.dtype
-    return torch.einsum("blhk,bhkv->blhv", (widened(q) * factor * scale).to(dtype), state.to(dtype))
+    return torch.einsum("blhk,bhkv->blhv", (to_accumulation_dtype(q) * factor * scale).to(dtype), state.to(dtype))
 
 
 def _recurrent(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...precision import wide
+from ...precision import to_accumulation_dtype
 from .gated_linear_attention import recurrence
 
 # In float16, whose largest number is 65504, rows are computed 2^-4 / weight as large: a million tokens have room.
@@ -41,7 +41,7 @@ def recurrence_with_row_sum(
     values = F.pad(F.pad(v, (0, 1), value=1.0), (0, extra))
     scale = 2.0 ** -(_ROOM + (weight - 1).bit_length()) if v.dtype == torch.float16 else 1.0
     o, state = recurrence(q, k, values, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    num, den = wide(o[..., :dim]), wide(o[..., dim : dim + 1])
+    num, den = to_accumulation_dtype(o[..., :dim]), to_accumulation_dtype(o[..., dim : dim + 1])
     if scale != 1.0:
         # Before anything is added to den or compared with it.
         num, den = num / scale, den / scale

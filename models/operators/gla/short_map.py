@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...backend import takes
+from ...backend import is_supported
 from ..context_parallel import context_parallel_group
 
 # Tokens for which what is quadratic in them costs less than states between chunks do, and channels of a head that the
@@ -37,7 +37,7 @@ def short_map(
     )
     if with_state or not 1 < q.shape[1] <= _LONGEST or max(q.shape[-1], v.shape[-1]) > _LARGEST:
         return None
-    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype or not takes(v):
+    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype or not is_supported(v):
         return None
     from ...kernels.quadratic_attention import causal_map
 

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backend import can_take
-from ...precision import ROW_SUM_EPS, wide
+from ...backend import available
+from ...precision import NORMALIZER_EPS, to_accumulation_dtype
 from ..context_parallel import ContextParallelGroup, context_parallel_group, from_previous_rank, shard_segments
 from ..varlen import check_covers
 from .chunk import chunk_size, chunked, decays, heads_first, recurrent, values_of
@@ -46,8 +46,8 @@ class ProjectedGate(NamedTuple):
 
     def logits(self) -> Tensor:
         """[batch, length, heads], from the bias on in float32 (float64 for float64)."""
-        logits = wide(F.linear(self.x, self.weight))
-        return logits if self.bias is None else logits + wide(self.bias)
+        logits = to_accumulation_dtype(F.linear(self.x, self.weight))
+        return logits if self.bias is None else logits + to_accumulation_dtype(self.bias)
 
 
 def bidirectional(
@@ -138,7 +138,7 @@ def local_bidirectional(
         size = q.shape[1] if form == "parallel" else chunk_size(q.shape[1], forward)
         o = chunked(q_, k_, v_, forward, backward, segments, max(size, 1))
     if scaled:
-        o = o[..., :-1] / (o[..., -1:] + ROW_SUM_EPS)
+        o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
     return o.transpose(1, 2).to(v.dtype)
 
 
@@ -179,7 +179,7 @@ def _of_every_token(gate: Tensor | ProjectedGate | None, q: Tensor) -> Tensor | 
     """[batch, length, heads] (or a last dimension of 1)."""
     if isinstance(gate, ProjectedGate):
         return gate.logits()
-    return gate if gate is None or gate.ndim > 1 else wide(gate).expand(q.shape[:3])
+    return gate if gate is None or gate.ndim > 1 else to_accumulation_dtype(gate).expand(q.shape[:3])
 
 
 def _over_ranks(
@@ -215,7 +215,7 @@ def _over_ranks(
             mask_convention=mask_convention,
             form=form,
         )
-        return wide(o)
+        return to_accumulation_dtype(o)
 
     # A kernel wants head sizes that are powers of two: row sums go by themselves.
     parts = [v, torch.ones_like(v[..., :1])] if scaled else [v]
@@ -232,7 +232,7 @@ def _over_ranks(
     values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if v.is_cuda else 0)) if scaled else v
     o = o + from_other_ranks(group, q, k, values, forward, backward, segments)[..., : o.shape[-1]]
     if scaled:
-        o = o[..., :-1] / (o[..., -1:] + ROW_SUM_EPS)
+        o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)
     return o.to(v.dtype)
 
 
@@ -313,7 +313,7 @@ def _check_shapes(
 
 
 def _kernels_apply(q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str) -> bool:
-    if not can_take(v) or mask_convention != "eq17":
+    if not available(v) or mask_convention != "eq17":
         return False
     vector = log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
     return not vector and max(q.shape[-1], v.shape[-1]) <= 256

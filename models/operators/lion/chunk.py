@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...precision import wide
+from ...precision import to_accumulation_dtype
 
 # A log decay at or under this forgets everything: e^-100 is below the smallest normal float32.
 _CUT = {torch.float32: -100.0, torch.float64: -700.0}
@@ -137,7 +137,7 @@ def decays(
     """Log decays of both directions, [batch, heads, length, 1 or head_dim_k], and each token's segment."""
     length, dtype = q.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
     if gate is not None:
-        log_decay = F.logsigmoid(wide(gate))
+        log_decay = F.logsigmoid(to_accumulation_dtype(gate))
     if log_decay is None:
         log_decay = torch.zeros(q.shape[:3], dtype=dtype, device=q.device)
     if log_decay.ndim == 3:
@@ -170,4 +170,4 @@ def values_of(v: Tensor, scaled: bool) -> Tensor:
 
 def heads_first(x: Tensor) -> Tensor:
     """[batch, length, heads, dim] -> [batch, heads, length, dim] in float32, or float64 when it is."""
-    return wide(x).transpose(1, 2)
+    return to_accumulation_dtype(x).transpose(1, 2)

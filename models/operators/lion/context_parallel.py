@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...precision import wide
+from ...precision import to_accumulation_dtype
 from ...recompute import recomputed
 from ..context_parallel import ContextParallelGroup, ShardSegments, incoming_states
 from ..cumulative_decay import decay_from_start, decay_to_end
@@ -56,7 +56,7 @@ def _end_states(
         to_left = to_left * (segment == segments.first)[:, None, None]
     # A sum over a long sequence may exceed float16.
     v = v if v.dtype == torch.bfloat16 else v.to(forward.dtype)
-    keys = torch.cat([(wide(k) * weight).to(v.dtype) for weight in (to_right, to_left)], -1)
+    keys = torch.cat([(to_accumulation_dtype(k) * weight).to(v.dtype) for weight in (to_right, to_left)], -1)
     states = torch.einsum("blhk,blhv->bhkv", keys, v).to(forward.dtype)
     right, left = states.chunk(2, 2)
     return right, left
@@ -75,5 +75,5 @@ def _from_states(
     if segments is not None:
         from_left = from_left * segments.from_left[:, None, None]
         from_right = from_right * segments.from_right[:, None, None]
-    queries = torch.cat([(wide(q) * weight).to(dtype) for weight in (from_left, from_right)], -1)
+    queries = torch.cat([(to_accumulation_dtype(q) * weight).to(dtype) for weight in (from_left, from_right)], -1)
     return torch.einsum("blhk,bhkv->blhv", queries, torch.cat([left, right], 2).to(dtype))

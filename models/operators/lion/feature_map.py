@@ -11,25 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backend import takes
-from ...precision import wide
-from ...recompute import forgettable
+from ...backend import is_supported
+from ...precision import to_accumulation_dtype
+from ...recompute import recomputable
 
 
 def feature_map(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """x: [..., head_dim] -> the same shape, computed in float32 (float64 for float64) and kept so, or rounded to `dtype`."""
     form: Callable[..., Tensor] = _plain
-    if name != "elu" and takes(x):
+    if name != "elu" and is_supported(x):
         from ...kernels.lion.feature_map import normalised_silu
 
         form, dtype = normalised_silu, dtype or torch.float32
     y = form(x, name, dtype)
-    forgettable(y, form, x, name, dtype)
+    recomputable(y, form, x, name, dtype)
     return y
 
 
 def _plain(x: Tensor, name: str, dtype: torch.dtype | None) -> Tensor:
-    x = wide(x)
+    x = to_accumulation_dtype(x)
     if name == "elu":
         y = F.elu(x) + 1
     else:

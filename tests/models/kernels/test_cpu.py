@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.kernels.cpu import build
-from models.kernels.cpu.causal_conv1d import causal_convolution, convolution_takes
-from models.kernels.cpu.cross_entropy import cross_entropy_takes
-from models.kernels.cpu.metala import metala_core, metala_core_takes
+from models.kernels.cpu.causal_conv1d import causal_convolution, supports_convolution
+from models.kernels.cpu.cross_entropy import supports_cross_entropy
+from models.kernels.cpu.metala import metala_core, supports_metala_core
+from models.kernels.cpu.swiglu import supports_swiglu
 from models.kernels.cpu.swiglu import swiglu as native_swiglu
-from models.kernels.cpu.swiglu import swiglu_takes
 from models.layers.mlp import swiglu
 from models.layers.short_convolution import _by_torch
 from models.mixers.metala import MetaLA, MetaLAOptions, _core, _decay_and_key
@@ -107,7 +107,7 @@ def test_metala_core(dtype, shape, kind, cu_seqlens):
         return epilogue(o, q, k, v, weight, gate), final
 
     def kernel(q, a, v, weight, gate, state):
-        assert metala_core_takes(q, a, v, weight, gate)
+        assert supports_metala_core(q, a, v, weight, gate)
         return metala_core(q, a, v, weight, gate, 0.3, state, bounds)
 
     compared(kernel, plain, inputs, dtype, CORE_BOUNDS)
@@ -147,7 +147,7 @@ def test_metala_uses_the_core_and_is_the_same_without(new_build, monkeypatch):
 @pytest.mark.parametrize(("taps", "length", "channels"), [(4, 50, 64), (4, 2, 16), (2, 7, 96), (1, 3, 16)])
 def test_convolution(dtype, silu, taps, length, channels):
     inputs = torch.randn(3, taps - 1, channels), torch.randn(3, length, channels), 0.5 * torch.randn(channels, taps)
-    assert convolution_takes(*(x.to(dtype) for x in inputs[1:]))
+    assert supports_convolution(*(x.to(dtype) for x in inputs[1:]))
 
     def kernel(before, x, weight):
         return (causal_convolution(before, x, weight, silu),)
@@ -159,7 +159,7 @@ def test_convolution(dtype, silu, taps, length, channels):
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_swiglu(dtype):
     gate, up = 4 * torch.randn(3, 5, 48), torch.randn(3, 5, 48)
-    assert swiglu_takes(gate.to(dtype), up.to(dtype))
+    assert supports_swiglu(gate.to(dtype), up.to(dtype))
     compared(lambda *of: (native_swiglu(*of),), lambda gate, up: (F.silu(gate) * up,), (gate, up), dtype)
     leaves = [x.to(dtype).requires_grad_() for x in (gate, up)]
     found = torch.autograd.grad(native_swiglu(*leaves).sum(), leaves)
@@ -174,7 +174,7 @@ def test_cross_entropy(dtype, with_bias):
     hidden, weight, bias = torch.randn(50, 32), 0.5 * torch.randn(48, 32), torch.randn(48)
     labels, of_token = torch.randint(48, (50,)), torch.rand(50)
     labels[3], of_token[7] = -100, 0.0
-    assert cross_entropy_takes(hidden.to(dtype), weight.to(dtype))
+    assert supports_cross_entropy(hidden.to(dtype), weight.to(dtype))
     num_correct = torch.zeros(())
 
     def kernel(hidden, weight, of_token, bias=None):
@@ -278,13 +278,13 @@ def test_two_threads_are_one_thread():
 
 def test_what_is_not_taken():
     gate = torch.randn(2, 32)
-    assert not swiglu_takes(gate.double(), gate.double())
-    assert not swiglu_takes(gate, gate.bfloat16())
-    assert not swiglu_takes(gate[:, :20].contiguous(), gate[:, :20].contiguous())
-    assert not swiglu_takes(gate.to("meta"), gate.to("meta"))
-    assert not swiglu_takes(gate[:0], gate[:0])
+    assert not supports_swiglu(gate.double(), gate.double())
+    assert not supports_swiglu(gate, gate.bfloat16())
+    assert not supports_swiglu(gate[:, :20].contiguous(), gate[:, :20].contiguous())
+    assert not supports_swiglu(gate.to("meta"), gate.to("meta"))
+    assert not supports_swiglu(gate[:0], gate[:0])
     large = torch.randn(1, 2, 1, 128)
-    assert not metala_core_takes(large, large, large, torch.ones(128), torch.ones(1, 2, 128))
+    assert not supports_metala_core(large, large, large, torch.ones(128), torch.ones(1, 2, 128))
 
 
 @needs_compiler
@@ -302,7 +302,7 @@ def test_without_a_compiler_it_is_pytorch(new_build, monkeypatch):
     gate, up = torch.randn(2, 32), torch.randn(2, 32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not swiglu_takes(gate, up)
+        assert not supports_swiglu(gate, up)
         torch.testing.assert_close(swiglu(gate, up), F.silu(gate) * up)
 
 
@@ -310,10 +310,10 @@ def test_without_a_compiler_it_is_pytorch(new_build, monkeypatch):
 def test_a_compiler_that_fails_is_told_once(new_build, monkeypatch):
     monkeypatch.setenv("CXX", "false")
     with pytest.warns(UserWarning, match=r"swiglu: .*false does not make a kernel of it, so PyTorch's are used"):
-        assert not swiglu_takes(torch.ones(16), torch.ones(16))
+        assert not supports_swiglu(torch.ones(16), torch.ones(16))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not swiglu_takes(torch.ones(16), torch.ones(16))
+        assert not supports_swiglu(torch.ones(16), torch.ones(16))
 
 
 def test_a_folder_that_cannot_be_written(new_build, monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from models.config import ModelConfig
 from models.mixers import MIXERS
 from models.operators.gla.gated_linear_attention import recurrence
 from models.operators.gla.short_map import short_map
-from models.precision import ROW_SUM_EPS
+from models.precision import NORMALIZER_EPS
 from tests.models.kernels.conftest import apart
 
 
@@ -28,7 +28,7 @@ def reference(
         a = a * (sums[..., :, None] - sums[..., None, :]).masked_fill(~seen, 0.0).exp()
     a = a.masked_fill(~seen, 0.0)
     if scaled:
-        a = a / (a.sum(-1, keepdim=True) + ROW_SUM_EPS)
+        a = a / (a.sum(-1, keepdim=True) + NORMALIZER_EPS)
     return torch.einsum("bhij,bjhe->bihe", a, v)
 
 

@@ -13,7 +13,7 @@ from megatron_lite.parallel.fused_projections import join_fan_outs
 from models import backend as kernels
 from models.block import Block
 from models.config import ModelConfig
-from models.recompute import forgetting
+from models.recompute import recompute_elementwise
 
 # Norms and SwiGLU; convolution, gate and epilogue; the feature maps of queries and keys in one launch.
 AGAIN = {"metala": 3 + 3, "lion": 3 + 1}
@@ -63,7 +63,7 @@ def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm:
         results = [y.detach(), *torch.autograd.grad(y.square().sum(), [leaf, *block.parameters()])]
         return launches - before, results
 
-    (once, expected), (again, found) = gradients(nullcontext()), gradients(forgetting())
+    (once, expected), (again, found) = gradients(nullcontext()), gradients(recompute_elementwise())
     assert again == once + AGAIN[mixer] + CORE * core
     assert len(taken) == 2 * core
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
