@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_lite.config.loader import dump_config, explain_config, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.guards import StopSignal
-from tools.cli.arguments import FAILED, command_line, interrupted, refused
+from tools.cli.arguments import FAILED, FULL, command_line, interrupted, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
     from megatron_lite.parallel.grid import Grid
@@ -131,6 +131,11 @@ def _train(
     except (CheckpointError, DamagedDataError, TooManySkippedSteps) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return FAILED
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(file=sys.stderr)
+        return refused(error)
 
 
 def _hold_folders(config: Config[Any], held: ExitStack) -> None:

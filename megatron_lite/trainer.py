@@ -329,6 +329,8 @@ class Trainer(Generic[ModelT]):
     def _save(self, wait: bool) -> None:
         writer, state = self._writer, self.state
         self._note_saved(writer.finish())
+        if self.metrics is not None:
+            self.metrics.flush()
         writer.begin(step=state.step, state=asdict(state), config_yaml=self._config_yaml)
         if wait or not self.config.checkpoint.asynchronous:
             self._note_saved(writer.finish())

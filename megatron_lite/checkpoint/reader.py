@@ -235,6 +235,8 @@ def read_config_yaml(path: Path | str) -> dict[str, Any]:
         raise CheckpointError(f"{file} is damaged ({' '.join(str(error).split())}); {MEND}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} is damaged (it holds no sections); {MEND}")
+    if missing := [name for name in ("run", "model", "data", "batch") if not isinstance(config.get(name), dict)]:
+        raise CheckpointError(f"{file} is damaged (it has no section {missing[0]}); {MEND}")
     return config
 
 

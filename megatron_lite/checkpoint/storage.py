@@ -294,8 +294,13 @@ def make_folder(path: Path) -> None:
 
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        # Some network disks cannot flush a folder, and some folders above cannot be opened.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)):
+            raise

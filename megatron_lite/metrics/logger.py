@@ -75,7 +75,7 @@ class MetricsLogger:
             remove_later_steps(self.path, initial_step, _OF_THE_END if again else ())
         elif self.path.exists():
             os.replace(self.path, previous)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
         self._progress = _Progress(total_steps, initial_step) if progress_bar else None
         self._tensorboard = _open_tensorboard(directory, initial_step, config) if tensorboard else None
         self._wandb = _open_wandb(directory, initial_step, wandb, config) if wandb and wandb.get("enabled") else None
@@ -86,13 +86,18 @@ class MetricsLogger:
         Raises:
             ValueError: a key of `values` is one of the line's own ("kind", "step", "time").
             TypeError: a value is not a number or a string (a tensor, say: pass `tensor.item()`).
+            OSError: the line cannot be written, on a full disk for example. Names the file.
         """
         reserved = {"kind", "step", "time"} & values.keys()
         if reserved:
             raise ValueError(f"metrics key {sorted(reserved)[0]!r} is taken by the line itself; choose another name")
         line = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(values)}
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        rest = memoryview((json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         if self._progress is not None:
             self._progress.show(step, values, kind)
         if self._tensorboard is not None:
@@ -101,6 +106,10 @@ class MetricsLogger:
                 add(f"{kind}/{key}", value, step)
         if self._wandb is not None:
             self._wandb.log({"step": step, **{f"{kind}/{key}": value for key, value in values.items()}})
+
+    def flush(self) -> None:
+        """Wait until the lines are on the disk, before a checkpoint that a later start goes on from."""
+        os.fsync(self._file.fileno())
 
     def warn(self, step: int, text: str, *, kind: str) -> None:
         """Logs a sentence and shows it on stderr, above the progress bar where there is one."""
@@ -169,9 +178,9 @@ def _parse(file: Path) -> list[dict[str, Any]]:
             continue
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("kind"), str):
             lines.append(line)
         elif number < len(raw):
             broken.append(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pkgutil
@@ -20,6 +21,7 @@ import torch
 import train
 from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.fault_tolerance.run_lock import RunLock
+from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.trainer import Trainer
 from tests.cli.conftest import ROOT, start, train_lines, wait_for
 
@@ -256,6 +258,16 @@ def test_a_disk_that_fills_up_stops_the_run_and_spares_the_previous_checkpoint(a
     assert checkpoint.resolve(tmp_path / "run").name == "step_00000004"
     after = checkpoint.read_weights(tmp_path / "run")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_disk_that_is_full_at_the_metrics_ends_with_a_sentence(arguments, tmp_path, monkeypatch, capsys):
+    def full(metrics, step, values, *, kind="train"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(metrics.path))
+
+    monkeypatch.setattr(MetricsLogger, "log", full)
+    assert train.main(arguments()) == 1
+    words = f"error: {tmp_path / 'run' / 'metrics.jsonl'}: No space left on device. What is finished is kept: make room"
+    assert words in capsys.readouterr().err
 
 
 def test_a_corrupted_checkpoint_is_named_and_the_newest_readable_one_is_resumed(arguments, tmp_path, capsys):

@@ -100,7 +100,7 @@ CASES = {
         ("NONE", "does not exist"),
         ("BROKEN", "corrupted"),
         ("UNREADABLE", r"config\.yml is damaged \(while parsing .*\); name another step folder"),
-        ("LOST", r"description\.json is no JSON .*: copy it again, or remove its folder"),
+        ("LOST", r"description\.json is damaged: .*; copy it again, or remove its folder"),
         ("RUN --prompts-file NONE", "--prompts-file .*nothing: no such file; it holds one prompt a line"),
         ("RUN --temperature -1", r"temperature = -1\.0: 0 .* or more is allowed"),
         ("RUN --temperature nan", r"temperature = nan: 0 .* or more is allowed"),
@@ -110,7 +110,7 @@ CASES = {
     "tools.inspect_data": [
         ("NONE", r"nothing\.idx does not exist"),
         ("TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
-        ("OTHERS", r"others\.json is no JSON .*: copy it again, or remove it"),
+        ("OTHERS", r"others\.json is no JSON .*: copy it again, .*or remove it"),
         ("TOKENS --document -1", "--document: -1: a whole number, 0 or more"),
         ("TOKENS --document 1 --sample 2", "--sample: not allowed with argument --document"),
     ],

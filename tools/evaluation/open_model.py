@@ -51,13 +51,16 @@ def look_for_model(options: argparse.Namespace) -> FoundModel | None:
     Raises as `tools.loading.model.find_model`; OSError for a name that the hub does not know or cannot be asked for.
     """
     from tools.cli.devices import device_of
+    from tools.conversion.hf_folder import check_folder
     from tools.loading.model import find_model
 
     name = options.checkpoint
     if not is_huggingface(name):
         return find_model(name, device=options.device, dtype=options.dtype)
     device_of(options.device)
-    if not Path(name).is_dir():
+    if Path(name).is_dir():
+        check_folder(Path(name))
+    else:
         from transformers.utils import cached_file
 
         try:
@@ -105,7 +108,9 @@ def number_format(lm: Any) -> str:
 
 def checkpoint_hash(checkpoint: Path) -> str:
     """SHA-256 over those of a checkpoint's weight files, as its manifest holds them."""
-    files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+    from megatron_lite.checkpoint.reader import read_manifest
+
+    files = read_manifest(checkpoint)["files"]
     digest = hashlib.sha256()
     for name in sorted(files):
         if name.startswith("weights"):

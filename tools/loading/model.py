@@ -6,7 +6,6 @@ Generation, evaluation and the converters start here. The layout that wrote the 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.atomic_io import read_json, write_whole
+from data.atomic_io import read_json, write_whole, written_aside
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer
 from data.manifest import read_manifest as read_data_manifest
 from data.preprocessing.prepare_corpus import Prepared, prepare_corpus
 from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
+from megatron_lite.checkpoint.checksums import FILE_NAME, check_files, checksums_text, file_sha256, inside
 from megatron_lite.checkpoint.reader import CheckpointError, read_config_yaml, read_manifest, read_weights, resolve
 from megatron_lite.config.schema import DataConfig
 from models.config import ModelConfig
@@ -123,7 +123,10 @@ def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -
 
 def model_config(config: dict[str, Any]) -> ModelConfig:
     """The section `model` of a checkpoint's configuration. Raises ValueError as `ModelConfig`."""
-    return ModelConfig(**{key: value for key, value in config["model"].items() if value is not None})
+    try:
+        return ModelConfig(**{key: value for key, value in config["model"].items() if value is not None})
+    except TypeError as error:  # a key that is missing or unknown
+        raise ValueError(f"the section model of the configuration: {error}") from error
 
 
 def build_model(config: ModelConfig, weights: dict[str, Tensor], source: Path | str = "the weights") -> LanguageModel:
@@ -165,14 +168,21 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     """Copies the tokenizer's file to `run/tokenizer`, so that a run can be moved and read without its corpus."""
     folder = run / "tokenizer"
     folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer.path is not None and Path(tokenizer.path).resolve().parent == folder.resolve():
+        kept_tokenizer(run)  # is what was put there
     description = {"type": tokenizer.type, "file": None, "hash": tokenizer.hash}
     if tokenizer.path is not None:
         source = Path(tokenizer.path)
         description["file"] = source.name
         for path in (source, source.with_name("tokenizer_config.json")):
             if path.is_file() and path.resolve() != (folder / path.name).resolve():
-                shutil.copyfile(path, folder / path.name)
+                with written_aside(folder / path.name) as file:
+                    file.write(path.read_bytes())
     write_whole(folder / "description.json", json.dumps(description, indent=1) + "\n")
+    names = ["description.json"]
+    if tokenizer.path is not None:
+        names += [name for name in (source.name, "tokenizer_config.json") if (folder / name).is_file()]
+    write_whole(folder / FILE_NAME, checksums_text({name: file_sha256(folder / name) for name in names}))
 
 
 def read_tokenizer(run: Path, config: dict[str, Any]) -> Tokenizer:
@@ -193,11 +203,11 @@ def read_tokenizer(run: Path, config: dict[str, Any]) -> Tokenizer:
 
 def kept_tokenizer(run: Path) -> Tokenizer | None:
     """What `keep_tokenizer` put into the folder; None where nothing was. Raises as `read_tokenizer`."""
-    kept = run / "tokenizer" / "description.json"
-    if not kept.is_file():
+    kept, mend = run / "tokenizer" / "description.json", "copy it again, or remove its folder to take data.tokenizer"
+    if not check_files(kept.parent, mend) and not kept.is_file():
         return None
-    description = read_json(kept, "copy it again, or remove its folder to take data.tokenizer", "type", "file", "hash")
-    file = kept.parent / description["file"] if description["file"] else None
+    description = read_json(kept, mend, "type", "file", "hash")
+    file = None if description["file"] is None else inside(kept.parent, description["file"], kept)
     tokenizer = load_tokenizer(description["type"], file)
     if tokenizer.hash != description["hash"]:
         raise ValueError(f"{file} was changed after training: its hash is {tokenizer.hash}, not {description['hash']}")

@@ -171,7 +171,7 @@ def is_complete(config: Config[Any], manifest: Mapping[str, Any]) -> bool:
             if measured.get("loss", 0) is None and measured.get("evaluated_tokens"):
                 return False  # not finite
         return stored == (report["steps"], report["training_seconds"]) and stored[0] >= config.schedule.train_steps
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is no summary
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # there is none, or it is no summary
         return False
 
 

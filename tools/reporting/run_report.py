@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_io import write_whole
+from megatron_lite.checkpoint.reader import CONFIG, exists, read_manifest, resolve
 from megatron_lite.metrics.logger import read_metrics
 
 PAGE = Path(__file__).with_name("report_page.html")
@@ -97,21 +98,18 @@ def _mean(group: Sequence[dict[str, Any]], key: str) -> float | None:
 
 def _checkpoint(folder: Path) -> tuple[str | None, dict[str, Any] | None]:
     """Configuration as text, and what the newest checkpoint says of its making; None where there is no checkpoint."""
-    latest = folder / "checkpoints" / "latest"
-    if not latest.is_file():
+    if not exists(folder):
         return None, None
-    step = folder / "checkpoints" / latest.read_text().strip()
-    manifest = _read_json(step / "manifest.json")
-    config = (step / "config.yml").read_text(encoding="utf-8") if (step / "config.yml").is_file() else None
-    if manifest is None:
-        return config, None
+    step = resolve(folder)
+    manifest = read_manifest(step)
+    config = (step / CONFIG).read_text(encoding="utf-8") if (step / CONFIG).is_file() else None
     parameters = sum(math.prod(tensor["shape"]) for tensor in manifest["tensors"].values())
     return config, {
         "checkpoint": step.name,
         "parameters": parameters,
-        "command": " ".join(manifest["command"]),
+        "command": " ".join(manifest.get("command", [])),
         "layout": manifest["layout"],
-        "versions": manifest["versions"],
+        "versions": manifest.get("versions", {}),
     }
 
 

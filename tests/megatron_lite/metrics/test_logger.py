@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import resource
 import subprocess
 import sys
 import termios
@@ -291,3 +292,17 @@ def test_trackers_are_not_imported_when_off(tmp_path: Path) -> None:
         "assert not {'wandb', 'torch', 'tensorboard', 'matplotlib'} & set(sys.modules), 'imported for nothing'\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, stderr=subprocess.DEVNULL)
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    metrics = MetricsLogger(tmp_path, total_steps=9, progress_bar=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        metrics.log(0, {"loss": 1.0})
+        with pytest.raises(OSError, match=r"File too large: .*metrics\.jsonl"):
+            metrics.log(1, {"text": "word " * 20})
+        metrics.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0]  # the second was cut
