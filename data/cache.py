@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -18,6 +19,7 @@ from .checksum import DamagedDataError, difference, read_sealed, record_of, writ
 # Caches without checksums, of earlier versions, have other names and are not taken.
 CACHE_VERSION = 2
 CONTENTS = "contents.json"
+_ATTEMPTS = 3
 
 
 def cached_arrays(
@@ -38,8 +40,11 @@ def cached_arrays(
                 np.save(aside / f"{key}.npy", array)
         write_whole(aside / "made_from.json", description)
 
-    folder = built_folder(directory, name, description, write)
-    return {path.stem: _mapped(path) for path in folder.glob("*.npy")}
+    for _ in range(_ATTEMPTS - 1):
+        # Another process may build a damaged folder anew between the check and the opening.
+        with contextlib.suppress(FileNotFoundError):
+            return _arrays(built_folder(directory, name, description, write))
+    return _arrays(built_folder(directory, name, description, write))
 
 
 def built_folder(directory: str | Path, name: str, description: str, write: Callable[[Path], None]) -> Path:
@@ -107,6 +112,11 @@ def damaged_order(array: NDArray, error: Exception) -> DamagedDataError:
         f"{path} is damaged: it names a sample that the token files do not hold ({error}). Remove {path.parent}, it is"
         " built again; python -m tools.inspect_data --verify reads every file."
     )
+
+
+def _arrays(folder: Path) -> dict[str, NDArray]:
+    names = read_sealed(folder / CONTENTS, f"remove {folder}, it is built again", "files")["files"]
+    return {Path(name).stem: _mapped(folder / name) for name in names if name.endswith(".npy")}
 
 
 def _mapped(path: Path) -> NDArray:

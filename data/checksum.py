@@ -7,6 +7,7 @@ record at every start; larger ones by size, and in full by ``python -m tools.ins
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import json
@@ -95,9 +96,17 @@ def difference(path: Path, record: Mapping[str, Any], *, whole: bool = False) ->
     if size != written:
         missing = "empty" if size == 0 else f"{abs(written - size):,} bytes too {'short' if size < written else 'long'}"
         return f"{path} is {missing}: {size:,} bytes of {written:,}"
-    if (not whole and size > ALWAYS_CHECKED) or _sha256(path) == record["sha256"]:
+    if not whole and size > ALWAYS_CHECKED:
         return None
-    return f"{path} is damaged {_place(path, record)}: its SHA-256 is not the one that was recorded when it was written"
+    try:
+        if _sha256(path) == record["sha256"]:
+            return None
+        place = _place(path, record)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return f"{path} cannot be read: {error.strerror} (a failing disk?)"
+    return f"{path} is damaged {place}: its SHA-256 is not the one that was recorded when it was written"
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:

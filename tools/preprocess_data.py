@@ -39,10 +39,10 @@ EXAMPLES = """examples:
 what is written, for every key of --jsonl-keys
   PREFIX_text_document.bin    the tokens           (with --split: PREFIX_train_text_document.bin and so on)
   PREFIX_text_document.idx    where each document lies
-  PREFIX_text_document.json   counts, bytes a token, the tokenizer and its hash, documents of each input file
+  PREFIX_text_document.json   counts, bytes a token, the tokenizer and its hash, documents of each input file, checksums
   PREFIX_text_document.sources.npy   where the records name it: the source of each document
 A config names the path without extension: data.train=PREFIX_text_document. Look into the files with
-python -m tools.inspect_data PREFIX_text_document.
+python -m tools.inspect_data PREFIX_text_document, and compare them with their checksums with --verify.
 
 A job that was killed goes on where it was when the same command is given again: what is finished, in parts of about
 256 MiB of text, is not tokenised again; of a job that is complete it says so. Outputs of other input or settings are

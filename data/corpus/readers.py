@@ -254,8 +254,8 @@ def _parse_parquet(block: Block, text_key: str, source_key: str, parsed: Parsed)
     first_row = sum(parquet.metadata.row_group(group).num_rows for group in range(block.first))
     columns = [text_key, *({source_key.split(".")[0]} & set(names) - {text_key})]
     try:
-        rows = parquet.read_row_group(block.first, columns=columns).to_pylist()
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        rows = _rows(parquet.read_row_group(block.first, columns=columns))
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{block.file.path} is damaged in row group {block.first + 1}: {error}") from error
     _add_rows(rows, block.file, first_row, text_key, source_key, parsed)
 
@@ -266,8 +266,17 @@ def _parse_saved(block: Block, text_key: str, source_key: str, parsed: Parsed) -
         raise ValueError(_wrong_key(f"{block.file.path}", text_key, dataset.column_names))
     end = min(block.first + BLOCK_ROWS, len(dataset))
     columns = [text_key, *({source_key.split(".")[0]} & set(dataset.column_names) - {text_key})]
-    rows = dataset.select_columns(columns).select(range(block.first, end)).to_list()
+    try:
+        rows = _rows(dataset.select_columns(columns).with_format("arrow")[block.first : end])
+    except Exception as error:  # of datasets and of pyarrow
+        raise ValueError(f"{block.file.path} is damaged in rows {block.first + 1} to {end}: {error}") from error
     _add_rows(rows, block.file, block.first, text_key, source_key, parsed)
+
+
+def _rows(table: Any) -> list[dict[str, Any]]:
+    """The rows of an Arrow table. One from a damaged file may lead outside of the memory, so it is validated before."""
+    table.validate(full=True)
+    return table.to_pylist()
 
 
 def _add_rows(

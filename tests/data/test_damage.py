@@ -6,6 +6,8 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from data.manifest import read_manifest
 from data.preprocessing import pipeline
 from data.preprocessing.encode import Recipe
 from data.preprocessing.pipeline import preprocess
+from tests.data.inline_pool import Inline
 from tools import inspect_data, preprocess_data
 
 DEAD = f"{2**22 + 1}@{socket.gethostname()}"  # above the largest process id of Linux
@@ -249,3 +252,29 @@ def test_a_damaged_part_of_a_killed_job_is_written_again(tmp_path, inline, monke
         cut, whole = (tmp_path / f"{name}_text_document.{suffix}" for name in ("cut", "whole"))
         assert cut.read_bytes() == whole.read_bytes()
     assert not list(tmp_path.glob("*.parts-*"))
+
+
+def test_a_worker_that_dies_ends_with_a_sentence(tmp_path, inline, monkeypatch, capsys) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+
+    class Dead(Inline):
+        def submit(self, function, block):
+            outcome: Future[object] = Future()
+            outcome.set_exception(BrokenProcessPool())
+            return outcome
+
+    monkeypatch.setattr(pipeline, "_pool", lambda recipe, workers: Dead(recipe))
+    words = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer-type", "bytes", "--no-progress"]
+    assert preprocess_data.main([*words, "--output-prefix", str(tmp_path / "out")]) == 2
+    assert "a process that tokenises was killed near " in (said := capsys.readouterr().err)
+    assert "in.jsonl, block from 1 on: too little memory (take fewer --workers)" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_parts_of_dead_jobs_with_other_settings_are_removed_at_the_end(tmp_path, inline) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    for name, owner in (("dead", DEAD), ("alive", f"{os.getpid()}@{socket.gethostname()}"), ("elsewhere", "1@other")):
+        (tmp_path / f"out.parts-{name}").mkdir()
+        (tmp_path / f"out.parts-{name}" / pipeline.OWNER).write_text(owner)
+    preprocess(source_files(tmp_path / "in.jsonl"), tmp_path / "out", Recipe("bytes"), progress=False)
+    assert {path.name for path in tmp_path.glob("out.parts-*")} == {"out.parts-alive", "out.parts-elsewhere"}

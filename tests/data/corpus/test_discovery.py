@@ -3,6 +3,7 @@
 import datetime
 import gzip
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -241,7 +242,15 @@ def test_a_saved_data_set(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"is a saved data set with the splits train: name one, as .*splits/train"):
         read(tmp_path / "splits")
     assert len(read(tmp_path / "splits/train")) == 4
-    next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"")
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    offsets = struct.pack("<6i", 0, 1, 1, 2, 3, 4)  # of the texts; what they lead to is outside of the memory
+    content = arrow.read_bytes()
+    assert offsets in content
+    arrow.write_bytes(content.replace(offsets, struct.pack("<6i", *range(0, 6 << 28, 1 << 28))))
+    readers._open_saved.cache_clear()
+    with pytest.raises(ValueError, match=r"saved is damaged in rows 1 to 2: "):
+        read(tmp_path / "saved")
+    arrow.write_bytes(b"")
     readers._open_saved.cache_clear()
     with pytest.raises(ValueError, match="saved is not a whole saved data set"):
         read(tmp_path / "saved")
