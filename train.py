@@ -100,6 +100,7 @@ def _train(
     from megatron_lite.checkpoint.storage import versions
     from megatron_lite.fault_tolerance.guards import TooManySkippedSteps
     from megatron_lite.fault_tolerance.rank_consistency import code_facts, configuration_facts, require_agreement
+    from megatron_lite.fault_tolerance.replica_check import ReplicasDifferError
     from megatron_lite.fault_tolerance.run_lock import RunInUse
     from megatron_lite.parallel.collectives import on_main
     from megatron_lite.parallel.grid import init_grid
@@ -128,7 +129,7 @@ def _train(
     try:
         # From the first step on any other error is no answer to a configuration: it keeps its traceback.
         return fit()
-    except (CheckpointError, DamagedDataError, TooManySkippedSteps) as error:
+    except (CheckpointError, DamagedDataError, ReplicasDifferError, TooManySkippedSteps) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return FAILED
     except OSError as error:

@@ -23,6 +23,7 @@ from megatron_lite.engine.engine import Batch, Engine
 from megatron_lite.fault_tolerance.finite_check import fault_of_loss, state_not_finite
 from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
 from megatron_lite.fault_tolerance.heartbeat import Heartbeat, shorten_timeouts
+from megatron_lite.fault_tolerance.replica_check import ReplicaCheck, ReplicasDifferError
 from megatron_lite.fault_tolerance.straggler_detection import SpreadMeter
 from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.metrics.per_source_loss import SourceLosses
@@ -140,6 +141,8 @@ class Trainer(Generic[ModelT]):
             config.run.max_skipped_steps, config.run.path, writes=engine.grid.is_main, in_a_row=state.skipped_in_a_row
         )
         self._spikes = SpikeGuard(config.run.spike_factor, state.loss_mean, state.losses_seen)
+        tokens = config.batch.tokens_per_step // config.batch.data_ranks // config.parallel.context
+        self._replicas = ReplicaCheck(engine.optimizer_state, engine.grid, config.run.replica_check_interval, tokens)
         self._spread = SpreadMeter(engine.layers, engine.grid, config.logging.spread_interval)
 
     def fit(self) -> FitResult:
@@ -148,6 +151,7 @@ class Trainer(Generic[ModelT]):
         Raises:
             TooManySkippedSteps: see `SkipCounter`.
             CheckpointError: a save failed; the previous checkpoint is intact.
+            ReplicasDifferError: ranks that hold copies of a tensor hold different ones.
             NotFiniteError: weights, moments or a loss of held-out text are not finite.
         """
         config, state, grid = self.config, self.state, self.engine.grid
@@ -204,7 +208,7 @@ class Trainer(Generic[ModelT]):
         sources = self._sources
         with self._spread.timing(state.step + 1):
             result = self.engine.train_step(
-                micro_batches, lr=lr, veto=self._spikes.veto, num_sources=len(sources.names)
+                micro_batches, lr=lr, veto=self._before_update, num_sources=len(sources.names)
             )
         sources.add(result.by_source)
         if not math.isfinite(result.loss):
@@ -249,6 +253,7 @@ class Trainer(Generic[ModelT]):
             for text in spread.slow:
                 self.metrics.warn(state.step, text, kind="slow_rank")
         try:
+            self._replicas.finish()
             self._skips.record(
                 step=state.step,
                 skipped=result.skipped,
@@ -256,10 +261,15 @@ class Trainer(Generic[ModelT]):
                 loss=result.loss,
                 gradient_norm=result.gradient_norm,
             )
-        except TooManySkippedSteps:  # on every process
+        except (ReplicasDifferError, TooManySkippedSteps):  # on every process
             self._note_saved(self._writer.finish())
             raise
         state.skipped_in_a_row = self._skips.in_a_row
+
+    def _before_update(self, loss: float) -> bool:
+        """Whether to skip the update; until now the weights are those that the step was computed from."""
+        self._replicas.before_update(self.state.step + 1)
+        return self._spikes.veto(loss)
 
     def _recompute(self, micro_batches: Sequence[Batch]) -> None:
         """Log whether the fault behind a loss that is not finite is transient; a state that is not finite ends the run."""
@@ -329,6 +339,7 @@ class Trainer(Generic[ModelT]):
     def _save(self, wait: bool) -> None:
         writer, state = self._writer, self.state
         self._note_saved(writer.finish())
+        self._replicas.compare(state.step)
         if self.metrics is not None:
             self.metrics.flush()
         writer.begin(step=state.step, state=asdict(state), config_yaml=self._config_yaml)

@@ -18,6 +18,7 @@ loadable and `latest` on a complete one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -352,20 +353,23 @@ class Reader:
 
 
 def newest_finite(directory: Path) -> Path | None:
-    """The newest step folder in which all weights and moments are finite; None where there is none.
-
-    A folder whose manifest does not say that it was checked is read.
-    """
-    for step in sorted(directory.glob("step_*"), reverse=True):
-        try:
-            manifest = read_manifest(step)
-            reader = Reader(step, manifest)
-            if not manifest.get("finite"):
-                for kind in ("weight", *OPTIMIZER_KEYS):
-                    for name, entry in manifest["tensors"].items():
-                        reader.read(kind, name, Shard(), 0, math.prod(entry["shape"]))
-        except Exception:  # damaged in any way
-            continue
-        if not reader.not_finite:
-            return step
+    """The newest step folder in which all weights and moments are finite; None where there is none."""
+    for path in reversed(step_folders(directory).values()):
+        with contextlib.suppress(CheckpointError):  # a damaged one is not healthy either
+            if not tensors_not_finite(path):
+                return path
     return None
+
+
+def tensors_not_finite(path: Path) -> list[str]:
+    """Read a step folder and name its tensors that are not finite. Its manifest may say that they were checked.
+
+    Raises CheckpointError as `read_manifest`, or for a file whose checksum differs.
+    """
+    manifest = read_manifest(path)
+    reader = Reader(path, manifest)
+    if not manifest.get("finite"):
+        for kind in ("weight", *OPTIMIZER_KEYS):
+            for name, entry in manifest["tensors"].items():
+                reader.read(kind, name, Shard(), 0, math.prod(entry["shape"]))
+    return reader.not_finite

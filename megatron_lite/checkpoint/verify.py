@@ -9,11 +9,13 @@ from megatron_lite.checkpoint.reader import (
     CONFIG,
     MANIFEST,
     MEND,
+    NotFiniteError,
     check_hash,
     named_by,
     read_config_yaml,
     read_manifest,
     step_folders,
+    tensors_not_finite,
 )
 
 
@@ -22,11 +24,14 @@ def verify(path: Path) -> int:
 
     Raises:
         CheckpointError: as `read_manifest`, or a file whose content was changed. Names it.
+        NotFiniteError: a weight or moment is not finite. Names them.
     """
     files = read_manifest(path)["files"]
     read_config_yaml(path)
     for name, entry in files.items():
         check_hash(path, name, entry)
+    if names := tensors_not_finite(path):
+        raise NotFiniteError(f"{path} is not finite: {', '.join(names[:8])}")
     return len(files) + check_files(path, MEND, (MANIFEST, CONFIG))
 
 

@@ -61,6 +61,11 @@ class RunConfig(Section):
         ge=1,
         description="Updates skipped in a row, for a loss or gradient that is not finite or a spike, before the run stops.",
     )
+    replica_check_interval: Steps = Field(
+        default=100,
+        description="Compare hashes of the weights and optimizer state that several ranks hold alike every so many steps and "
+        "before each save; a difference names tensor and rank and ends the run; 0: off.",
+    )
     spike_factor: float = Field(
         default=0.0,
         ge=0,

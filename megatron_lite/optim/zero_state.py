@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -54,6 +55,23 @@ class Fragment:
     tensors: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class NamedBuffer:
+    """A flat tensor [elements] and name -> (first element, number of elements) of what lies in it."""
+
+    buffer: Tensor
+    ranges: dict[str, tuple[int, int]]
+
+
+def concatenated(tensors: Sequence[tuple[str, Tensor]]) -> list[NamedBuffer]:
+    """Return a copy of named tensors of one dtype in one buffer; nothing where there is none."""
+    if not tensors:
+        return []
+    starts = accumulate((tensor.numel() for _, tensor in tensors), initial=0)
+    ranges = {name: (start, tensor.numel()) for (name, tensor), start in zip(tensors, starts, strict=False)}
+    return [NamedBuffer(torch.cat([tensor.detach().flatten() for _, tensor in tensors]), ranges)]
+
+
 class OptimizerState:
     """The optimizer's state on this process.
 
@@ -97,6 +115,49 @@ class OptimizerState:
         for flat in self._flats:
             state = self._adamw.state[flat]
             yield from (flat.data, state["exp_avg"], state["exp_avg_sq"])
+
+    def weight_buffers(self) -> list[NamedBuffer]:
+        """The weights that every data and context rank holds whole, as the forward pass reads them.
+
+        Under stage 3 those are the small weights that stay gathered, in a copy; none while they are not gathered.
+        """
+        if self._stage == 3:
+            names = {id(placed.parameter): f"weight {placed.name}" for placed in self._parameters}
+            persistent = self._zero.persistent_parameters
+            gathered = all(parameter.ds_status.name == "AVAILABLE" for parameter in persistent)
+            return concatenated([(names[id(p)], p.data) for p in persistent] if gathered else [])
+        flats = next(getattr(self._zero, name) for name in _MODEL_FLATS if hasattr(self._zero, name))
+        return [NamedBuffer(flat, self._ranges_in(flat)) for flat in flats]
+
+    def tensor_replicas(self) -> list[list[tuple[str, Tensor]]]:
+        """What every rank of a tensor group holds alike: views of weights, master weights and moments, with their names.
+
+        Tensors of one list have one dtype.
+        """
+        weights = [
+            (f"weight {placed.name}", placed.parameter.data)
+            for placed in self._parameters
+            if placed.shard.count == 1 and self._stage < 3
+        ]
+        fragments = [fragment for fragment in self.fragments() if fragment.shard.count == 1]
+        kinds = {"weight": "master weight", "exp_avg": "exp_avg of", "exp_avg_sq": "exp_avg_sq of"}
+        state = [
+            [(f"{words} {fragment.name}", fragment.tensors[kind]) for fragment in fragments]
+            for kind, words in kinds.items()
+        ]
+        return [weights, *state]
+
+    def _ranges_in(self, flat: Tensor) -> dict[str, tuple[int, int]]:
+        """Name -> first element and number of elements of the parameters whose memory is in `flat`."""
+        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        return {
+            f"weight {placed.name}": (
+                (placed.parameter.data_ptr() - begin) // flat.element_size(),
+                placed.parameter.numel(),
+            )
+            for placed in self._parameters
+            if begin <= placed.parameter.data_ptr() < end
+        }
 
     def finish_load(self, step: int) -> None:
         """After the fragments were written to: set the optimizer's step count, refresh the 16-bit or gathered copies.
@@ -180,3 +241,5 @@ class OptimizerState:
 
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+# The whole 16-bit (or float32) weights of a parameter group; stages 1 and 2; stage 1 in bf16.
+_MODEL_FLATS = ("bit16_groups_flat", "bf16_groups_flat")

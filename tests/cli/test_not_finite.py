@@ -63,6 +63,7 @@ def test_checkpoint_not_finite_is_refused_everywhere(arguments, tmp_path, monkey
     assert steps_of(folder) == [2, 4, 6, 8]
     for manifest in folder.glob("*/manifest.json"):
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "finite": None}))
+        (manifest.parent / "SHA256SUMS").unlink()
     run, healthy = str(tmp_path / "run"), f"The newest healthy checkpoint is {folder / 'step_00000004'}"
     commands = [
         lambda: train.main(words),
@@ -78,7 +79,8 @@ def test_checkpoint_not_finite_is_refused_everywhere(arguments, tmp_path, monkey
         assert "step_00000008 is not finite: " in error
         assert "blocks.0.norm1.weight" in error
         assert healthy in error
-    assert train.main([*words, f"checkpoint.resume={folder / 'step_00000004'}"]) == 0
+    assert train.main([*words, "checkpoint.resume=newest_readable"]) == 0
+    assert "at step 4" in capsys.readouterr().out
     assert checkpoint.newest_finite(folder) == folder / "step_00000008"
 
 

@@ -11,6 +11,8 @@ import time
 from itertools import takewhile
 from typing import Any
 
+import torch
+
 from megatron_lite.checkpoint import writer as checkpoint_writer
 from models.block import Block
 
@@ -34,6 +36,8 @@ def install(what: str, step: int) -> None:
         if calls == step:
             if what == "nan":
                 return y * float("nan")
+            if what == "flip":
+                self.norm1.weight.data.view(torch.int32)[3] ^= 1 << 20
             if what == "hang":
                 time.sleep(3600)
             if what == "error":
