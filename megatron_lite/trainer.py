@@ -56,6 +56,7 @@ class TrainState:
         loss_mean: running mean of the spike guard.
         losses_seen: losses that it is of.
         source_sums: of the steps since the last line of the log, see `SourceLosses`.
+        tokenizer: hash of the tokenizer whose ids the weights know; None in checkpoints of earlier versions.
         evaluation_due: a signal came first to what is measured after this step; the next start begins with it.
     """
 
@@ -68,6 +69,7 @@ class TrainState:
     loss_mean: float | None = None
     losses_seen: int = 0
     source_sums: dict[str, list[float]] = field(default_factory=dict)
+    tokenizer: str | None = None
     evaluation_due: bool = False
 
     @classmethod
