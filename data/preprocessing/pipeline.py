@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -313,6 +314,9 @@ _worker: tuple[Recipe, Tokenizer]
 
 def _start_worker(recipe: Recipe) -> None:
     global _worker
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # a worker whose parent is killed would wait for work without end
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     # One process a worker is the parallelism; threads inside would fight over the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = (recipe, load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path))

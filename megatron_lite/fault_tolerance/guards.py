@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 
 class StopSignal:
@@ -55,23 +55,29 @@ class Watchdog:
     """Prints the stack of every thread when no step ends for `minutes`, and again every `minutes` after that.
 
     A thread prints, in one piece under a headline that names the process. Where Python itself is stuck, so that no thread
-    of it runs, faulthandler prints a little later from a thread of its own in C.
+    of it runs (a call that holds the interpreter lock), faulthandler prints from a thread of its own in C.
 
     Args:
         who: the process, for the headline.
         delay: seconds to wait in addition, so that the processes of one machine print one after another.
+        stuck_seconds: no Python thread runs for so long before faulthandler prints; None: `minutes`. Less than the
+            heartbeat, after which the others end the run.
     """
 
-    def __init__(self, minutes: float, who: str = "this process", *, delay: float = 0.0) -> None:
+    def __init__(
+        self, minutes: float, who: str = "this process", *, delay: float = 0.0, stuck_seconds: float | None = None
+    ) -> None:
         self._seconds = minutes * 60
+        self._stuck = min(self._seconds, stuck_seconds or math.inf)
         self._delay, self._who = delay, who
         self._over = threading.Event()
         self._due = math.inf
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        self.kick()
         if self._seconds:
+            self.kick()
+            self._expect_python()
             self._thread.start()
         return self
 
@@ -83,28 +89,41 @@ class Watchdog:
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
 
-    def kick(self) -> None:
-        """A step ended: start counting anew."""
-        if self._seconds:
-            wait = self._seconds + self._delay
-            self._due = time.monotonic() + wait
-            late = wait + min(10.0, self._seconds)
-            faulthandler.dump_traceback_later(late, repeat=True, file=sys.__stderr__ or sys.stderr)
+    def kick(self, times: float = 1.0) -> None:
+        """A step ended: start counting anew. What comes next may take `times` as long."""
+        self._kicked = time.monotonic()
+        self._due = self._kicked + times * self._seconds + self._delay
+
+    def _expect_python(self) -> None:
+        """Let faulthandler print unless this is called again in time."""
+        faulthandler.dump_traceback_later(self._stuck + self._delay, repeat=True, file=_stderr())
 
     def _run(self) -> None:
-        while not self._over.wait(max(0.01, self._due - time.monotonic())):
+        while not self._over.wait(max(0.01, min(self._due - time.monotonic(), self._stuck / 4))):
+            self._expect_python()
             if time.monotonic() >= self._due:
                 self._print()
                 self.kick()
 
     def _print(self) -> None:
-        stream = sys.__stderr__ or sys.stderr
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             stacks = file.read()
-        stream.write(f"\nTimeout: {self._who}: no step ended for {self._seconds:g} s; its threads:\n{stacks}\n")
+        stream = _stderr()
+        stream.write(
+            f"\nTimeout: {self._who}: no step ended for {time.monotonic() - self._kicked:.1f} s; its threads:\n{stacks}\n"
+        )
         stream.flush()
+
+
+def print_stacks_on_signal() -> None:
+    """Print the stack of every thread on SIGUSR2, also where a call holds the interpreter lock. The process goes on."""
+    faulthandler.register(signal.SIGUSR2, file=_stderr(), all_threads=True)
+
+
+def _stderr() -> TextIO:
+    return sys.__stderr__ or sys.stderr
 
 
 class SpikeGuard:

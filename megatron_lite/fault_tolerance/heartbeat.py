@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -45,6 +46,34 @@ class Beat:
     pid: int
     state: str
     at: str
+
+
+class RunningClock:
+    """Counts the seconds in which this process ran. A gap, in which the process or its machine stood still (SIGSTOP, a
+    suspended or paused machine), counts as two ticks at most: it is no silence of others.
+
+    Args:
+        tick: seconds between two looks at the time.
+        at_tick: called at each, from the thread of the clock.
+    """
+
+    def __init__(self, tick: float, at_tick: Callable[[], None] = lambda: None) -> None:
+        self.seconds = 0.0
+        self._tick, self._at_tick = tick, at_tick
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="running-clock", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread that counts."""
+        self._over.set()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(self._tick):
+            now = time.monotonic()
+            self.seconds += min(now - last, 2 * self._tick)
+            last = now
+            self._at_tick()
 
 
 class Heartbeat:
@@ -80,6 +109,8 @@ class Heartbeat:
             self._beat()
             barrier(self._grid)  # from here on every rank has a beat
             self._peers = self._table()
+            self._reached = 0.0
+            self._clock = RunningClock(self._interval / 4, self._expect_store)
             self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
             self._thread.start()
         return self
@@ -98,25 +129,23 @@ class Heartbeat:
             self._state = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         self._over.set()
         self._thread.join(timeout=self._seconds)
+        self._clock.stop()
         with contextlib.suppress(dist.DistError):  # the process that holds the store may have ended already
             self._beat()
 
     def _run(self) -> None:
         """Beat and watch, until the loop is over or the run has no future."""
         watched = self._next(self._grid.rank)
-        seen, since, reached = -1, time.monotonic(), time.monotonic()
+        seen, since = -1, 0.0
         while not self._over.wait(self._interval):
-            now = time.monotonic()
+            now = self._clock.seconds
             try:
                 self._beat()
                 beat = self._table([watched])[watched]
                 ended = self._store.check([f"{self._prefix}/ended"])
-                reached = now
+                self._reached = now
             except dist.DistError:
-                # Rank 0, or torchrun on its machine, holds the store.
-                if now - reached > self._seconds:
-                    self._end(f"the store at {os.environ['MASTER_ADDR']} is gone, and {self._name(0)} with it")
-                continue
+                continue  # `_expect_store` says how often
             if beat.state == "done":
                 watched, seen, since = self._next(watched), -1, now
             elif beat.number != seen:
@@ -127,6 +156,13 @@ class Heartbeat:
                 self._end(f"{self._name(watched)} has been silent for {now - since:.0f} s: killed, frozen or cut off")
             if ended:
                 self._end("")
+
+    def _expect_store(self) -> None:
+        """End the process when the store has not answered for too long. A machine that is cut off closes no connection: a
+        call of the store may wait for it without end. Rank 0, or torchrun on its machine, holds the store."""
+        if self._clock.seconds - self._reached > self._seconds:
+            _print(f"the store at {os.environ['MASTER_ADDR']} is gone, and {self._name(0)} with it")
+            self._end("")
 
     def _end(self, reason: str) -> None:
         """Say why, give the main thread some time to end by itself, then end the process and, by the store, the others."""
@@ -167,9 +203,7 @@ class Heartbeat:
         with contextlib.suppress(dist.DistError):
             if self._store.add(f"{self._prefix}/spoken", 1) > 1:
                 return
-        stream = sys.__stderr__ or sys.stderr
-        stream.write(f"\nerror: {reason}. {_ADVICE}\n")
-        stream.flush()
+        _print(reason)
 
     def _has_ended(self, beat: Beat) -> bool:
         """Whether a process of this machine is no more; of other machines nothing is known but their silence."""
@@ -206,13 +240,19 @@ _ADVICE = (
 )
 
 
-def shorten_timeouts(seconds: float) -> None:
-    """Let every collective of every group fail after so long. Before the first step is done, compiling and loading take
-    longer than any step does later (as torchtitan does)."""
+def set_collective_timeout(seconds: float) -> None:
+    """Let every collective of every group fail after so long. The first step, with compiling and loading, and saves take
+    longer than any other step (as in torchtitan)."""
     from torch.distributed import distributed_c10d
 
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def _print(reason: str) -> None:
+    stream = sys.__stderr__ or sys.stderr
+    stream.write(f"\nerror: {reason}. {_ADVICE}\n")
+    stream.flush()
 
 
 def _is_of_a_collective(error: BaseException) -> bool:

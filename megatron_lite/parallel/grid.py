@@ -16,6 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_lite.fault_tolerance.launcher import claim_rank, join_launcher
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -84,6 +86,7 @@ def init_grid(
     Raises:
         ValueError: CUDA is asked for and absent, there are more processes on a machine than GPUs, or the sizes do not
             divide the processes.
+        RankRefused: this process is left over from an earlier start, or its rank is taken.
     """
     rank, world_size, local_rank = (
         int(os.environ.get(key, default)) for key, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
@@ -107,7 +110,7 @@ def init_grid(
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         else:
-            store = _store(limit)
+            store = _store(rank, world_size, limit)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         atexit.register(dist.destroy_process_group)
     sizes = {"pipe": pipeline, "data": world_size // (tensor * pipeline * context), "context": context}
@@ -148,14 +151,14 @@ def _group(ranks: torch.Tensor, dimension: int, rank: int, *, urgent: bool = Fal
     return own
 
 
-def _store(limit: timedelta) -> dist.Store:
-    """Where the processes find one another. torchrun on one machine keeps it over a restart, with the addresses of the
-    processes that died, for which the next ones would wait: they get a name of their own. Between machines the number of
-    restarts differs, and the store is a new one (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, docs/launch.md)."""
+def _store(rank: int, world_size: int, limit: timedelta) -> dist.Store:
+    """Return the store in which the ranks find one another. Between machines each restart has a new one
+    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, docs/launch.md). Raises RankRefused."""
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
-    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
-        return store
-    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        store = join_launcher(store, world_size, limit.total_seconds())
+    claim_rank(store, rank)
+    return store
 
 
 def _keep_freed_memory() -> None:

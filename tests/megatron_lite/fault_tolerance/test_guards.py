@@ -120,21 +120,27 @@ def test_the_watchdog_prints_the_stack_of_a_step_that_hangs():
     assert done.stderr.count("a_step_that_hangs") >= 2  # again and again while it hangs, and not after
 
 
-def test_the_watchdog_prints_where_no_thread_of_python_runs_and_not_before_its_delay():
+def test_stacks_of_a_call_that_holds_the_interpreter_by_itself_and_on_a_signal():
+    """Of all that a process runs, the heartbeat too stands still then: faulthandler prints before the others' verdict."""
     code = (
-        "import ctypes, time\n"
-        "from megatron_lite.fault_tolerance.guards import Watchdog\n"
+        "import ctypes, os, signal, subprocess, time\n"
+        "from megatron_lite.fault_tolerance.guards import Watchdog, print_stacks_on_signal\n"
         "def a_call_that_holds_the_interpreter():\n"
-        "    ctypes.PyDLL(None).usleep(1_300_000)\n"
-        "with Watchdog(0.002, delay=0.8) as dog:\n"
-        "    time.sleep(0.2)\n"
-        "    dog.kick()\n"
+        "    ctypes.PyDLL(None).usleep(900_000)\n"  # a signal interrupts it
+        "def another_call():\n"
+        "    ctypes.PyDLL(None).usleep(900_000)\n"
+        "print_stacks_on_signal()\n"
+        "with Watchdog(10, delay=0.3, stuck_seconds=0.2) as dog:\n"
+        "    time.sleep(0.3)\n"
         "    a_call_that_holds_the_interpreter()\n"
-        "    dog.kick()\n"
+        "late = subprocess.Popen(['sh', '-c', f'sleep 0.3; kill -USR2 {os.getpid()}'])\n"
+        "another_call()\n"
+        "late.wait()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True)
-    assert done.stderr.startswith("Timeout (0:00:01.04")  # 0.12 s, the delay, and 0.12 s more
+    assert done.stderr.startswith("Timeout (0:00:00.5")  # 0.2 s, and the delay
     assert "in a_call_that_holds_the_interpreter" in done.stderr
+    assert "in another_call" in done.stderr
 
 
 def test_the_watchdog_stays_silent_while_steps_end():
