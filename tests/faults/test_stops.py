@@ -37,21 +37,6 @@ def test_sigterm_to_one_rank_stops_all_after_the_same_step(launch, arguments, tm
     assert_same_run(tmp_path / "run", tmp_path / "alone")
 
 
-def test_kill_9_of_one_rank_ends_the_run_with_its_name(launch, arguments, tmp_path):
-    settings = {"schedule.train_steps": 100000, "checkpoint.interval": 5, "run.heartbeat_seconds": 3}
-    agent = launch(arguments(**settings))
-    reached(agent, tmp_path / "run", 7)
-    victim = worker(agent, 1)
-    os.kill(victim, signal.SIGKILL)
-    output, _ = agent.communicate(timeout=60)
-    assert agent.returncode != 0
-    assert re.search(
-        rf"error: rank 0 waited in vain: rank 1 \([^)]*process {victim}, after step \d+\) was killed", output
-    ), output
-    assert "Signal 9 (SIGKILL)" in output  # torchrun's own table
-    assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))["step"] % 5 == 0
-
-
 def test_kill_9_of_the_rank_that_writes_last_leaves_the_former_checkpoint(launch, arguments, tmp_path):
     settings = {"schedule.train_steps": 30, "checkpoint.interval": 4, "run.heartbeat_seconds": 3, "optimizer.lr": 1e-4}
     words = arguments(**settings, **{"checkpoint.asynchronous": "true"})
@@ -61,10 +46,14 @@ def test_kill_9_of_the_rank_that_writes_last_leaves_the_former_checkpoint(launch
     reached(agent, tmp_path / "run", 11)  # training goes on meanwhile
     assert train.main(words) == 1  # another run in that folder; after the kill below there is none
     assert checkpoint.resolve(folder).name == "step_00000004"
-    os.kill(worker(agent, 1), signal.SIGKILL)
+    victim = worker(agent, 1)
+    os.kill(victim, signal.SIGKILL)
     output, _ = agent.communicate(timeout=60)
     assert agent.returncode != 0
-    assert "waited in vain: rank 1" in output
+    assert re.search(
+        rf"error: rank 0 waited in vain: rank 1 \([^)]*process {victim}, after step \d+\) was killed", output
+    ), output
+    assert "Signal 9 (SIGKILL)" in output  # torchrun's own table
     assert checkpoint.resolve(folder).name == "step_00000004"
     agent = launch(words)
     output, _ = agent.communicate(timeout=120)
@@ -74,17 +63,6 @@ def test_kill_9_of_the_rank_that_writes_last_leaves_the_former_checkpoint(launch
     ]
     assert train.main(arguments("alone", **settings)) == 0
     assert_same_run(tmp_path / "run", tmp_path / "alone")
-
-
-def test_a_frozen_rank_is_named_though_no_connection_closes(launch, arguments, tmp_path):
-    agent = launch(
-        ["pace", "-1", "1", *arguments(**{"run.heartbeat_seconds": 2, "schedule.train_steps": 9999})], *INJECT
-    )
-    reached(agent, tmp_path / "run", 3)
-    os.kill(worker(agent, 1), signal.SIGSTOP)
-    # The first rank to end takes torchrun with it, after half a minute of patience with the frozen one.
-    said = next(line for line in iter(agent.stdout.readline, "") if line.startswith("error: "))
-    assert re.match(r"error: rank 1 \(.*\) has been silent for \d+ s: killed, frozen or cut off", said)
 
 
 def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been(launch, arguments, tmp_path):
@@ -115,7 +93,9 @@ def test_a_rank_that_hangs_prints_every_stack_and_is_named(launch, arguments):
     output, _ = agent.communicate(timeout=60)
     assert agent.returncode != 0
     for rank in (0, 1):
-        assert re.search(rf"Timeout: rank {rank} of 2 \(.*\): no step ended for 1.8 s; its threads:", output), output
+        assert re.search(rf"Timeout: rank {rank} of 2 \(.*\): no step ended for \d+\.\d s; its threads:", output), (
+            output
+        )
     stacks = output.split("Timeout: rank 1 of 2")[1]
     assert re.search(r'inject\.py", line \d+ in forward', stacks)
     assert re.search(

@@ -1,0 +1,103 @@
+"""Repeat every kind of fault many times: `python -m tests.faults.campaign [--counts small|large] [KIND ...]`.
+
+Each kind is a module of this folder with `run(count, seed, folder)`, which returns counts. One table shows them, a JSON file
+keeps them, and the exit status is 1 when a count that must be 0 is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How often a kind of fault is repeated.
+
+    Attributes:
+        zero: counts that must be 0.
+        whole: counts that must equal the first one, the number of cases.
+    """
+
+    small: int
+    large: int
+    zero: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+
+    def violated(self, counts: dict[str, int]) -> list[str]:
+        """Return the counts that miss their target."""
+        cases = next(iter(counts.values()))
+        return [key for key in self.zero if counts[key]] + [key for key in self.whole if counts[key] != cases]
+
+
+KINDS = {
+    "kill_loop": Kind(2, 84, zero=("different", "orphans", "lost_more_than_an_interval")),
+    "frozen_processes": Kind(1, 20, zero=("killed_by_a_pause", "not_named", "orphans")),
+    "power_cut": Kind(6, 200, zero=("by hand", "other result"), whole=("restarted",)),
+    "fuzz_data": Kind(60, 20_000, zero=("silently accepted", "file not named", "traceback")),
+    "fuzz_checkpoints": Kind(20, 2_000, zero=("silently accepted", "refused, names no file", "traceback")),
+    "bit_flips": Kind(4, 100, whole=("noticed", "named")),
+}
+
+
+def run_kind(name: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Run one kind and return its counts, the seconds it took, and whether every target holds ("holds" or "violated")."""
+    begin = time.monotonic()
+    counts = import_module(f"tests.faults.{name}").run(count, seed, folder)
+    violated = KINDS[name].violated(counts)
+    return {
+        "kind": name,
+        "counts": counts,
+        "seconds": round(time.monotonic() - begin),
+        "verdict": f"violated: {', '.join(violated)}" if violated else "holds",
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table: one row per kind."""
+    rows = [["kind", "counts", "seconds", "verdict"]]
+    for result in results:
+        counts = ", ".join(f"{key} {value}" for key, value in result["counts"].items())
+        rows.append([result["kind"], counts, str(result["seconds"]), result["verdict"]])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns 0 when every target holds, else 1."""
+    parser = argparse.ArgumentParser("python -m tests.faults.campaign", description=__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"{', '.join(KINDS)}; none: all")
+    parser.add_argument("--counts", choices=("small", "large"), default="small", help="how often each kind is repeated")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moments and places")
+    parser.add_argument("--out", type=Path, default=Path("campaign.json"), help="the file of the results")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.kinds if name not in KINDS]
+    if unknown:
+        parser.error(f"unknown kind {unknown[0]}; allowed are {', '.join(KINDS)}")
+    results = []
+    names = options.kinds or list(KINDS)
+    with tempfile.TemporaryDirectory(prefix="campaign-") as folder, tqdm(names, disable=None) as bar:
+        for name in bar:
+            bar.set_description(name)
+            count = getattr(KINDS[name], options.counts)
+            results.append(run_kind(name, count, options.seed, Path(folder, name)))
+            options.out.write_text(json.dumps({"seed": options.seed, "results": results}, indent=1) + "\n")
+    print(table(results))
+    return int(any(result["verdict"] != "holds" for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""SIGSTOP of all processes, which the run survives, and of one, whom the others name."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+from tests.cli.conftest import run_words, write_corpus
+from tests.faults.started_command import StartedCommand, training_command
+
+HEARTBEAT = 2.0  # seconds
+SETTINGS = {"run.heartbeat_seconds": HEARTBEAT, "schedule.train_steps": 99999, "checkpoint.interval": 0}
+
+
+def run(count: int, seed: int, folder: Path) -> dict[str, int]:
+    """Freeze `count` runs of two ranks: first all of a run for longer than its heartbeat, then one rank for good.
+
+    Returns:
+        Counts; `killed_by_a_pause`, `not_named` and `orphans` must be 0.
+    """
+    draw, corpus = random.Random(seed), folder / "toy.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_corpus(corpus)
+    counts = {"runs": 0, "survived_a_pause": 0, "killed_by_a_pause": 0, "named": 0, "not_named": 0, "orphans": 0}
+    for number in range(count):
+        name = f"frozen{number}"
+        command = training_command(run_words(corpus, folder, name, **SETTINGS), ranks=2)
+        with StartedCommand(command, folder / f"{name}.log") as started:
+            started.wait_until(lambda file=folder / name / "metrics.jsonl": _steps(file) >= 3, 120)
+            time.sleep(draw.random())
+            survived = _survives_a_pause(started, folder / name / "metrics.jsonl")
+            named = survived and _is_named(started, draw.randrange(2))
+            # torchrun waits 30 s for a frozen rank before it kills it.
+            counts["orphans"] += len(started.wait_for_all(40))
+        counts["runs"] += 1
+        counts["survived_a_pause" if survived else "killed_by_a_pause"] += 1
+        counts["named" if named else "not_named"] += survived
+    return counts
+
+
+def _survives_a_pause(started: StartedCommand, metrics: Path) -> bool:
+    """Freeze all processes for longer than the heartbeat. Returns whether the run goes on: a verdict on the pause would fall
+    within a heartbeat of its end."""
+    processes = started.processes()
+    started.signal(signal.SIGSTOP, processes)
+    time.sleep(1.6 * HEARTBEAT)
+    before = _steps(metrics)
+    started.signal(signal.SIGCONT, processes)
+    end = time.monotonic() + 1.5 * HEARTBEAT
+    return started.wait_until(lambda: _steps(metrics) > before + 3 and time.monotonic() > end, 60)
+
+
+def _is_named(started: StartedCommand, rank: int) -> bool:
+    """Freeze one rank, wait for the verdict of the others, and kill it. Returns whether the verdict names it."""
+    victim = started.ranks()[rank]
+    started.signal(signal.SIGSTOP, [victim])
+    verdict = rf"error: rank {rank} \([^)]*process {victim}, .*silent for \d+ s: killed, frozen or cut off"
+    named = started.wait_until(lambda: re.search(verdict, started.log.read_text()), 60)
+    started.signal(signal.SIGKILL, [victim])
+    return named
+
+
+def _steps(metrics: Path) -> int:
+    try:
+        lines = metrics.read_bytes().splitlines()
+    except OSError:
+        return 0
+    return max((json.loads(line)["step"] for line in lines if line.endswith(b"}")), default=0)

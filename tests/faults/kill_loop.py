@@ -1,0 +1,139 @@
+"""Kill -9 of a random process at a random moment; the same command then ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.checkpoint import reader
+from tests.cli.conftest import run_words, train_lines, write_corpus
+from tests.faults.started_command import StartedCommand, training_command
+
+INTERVAL = 5  # steps between saves, and between validations
+MOMENTS = ("start", "step", "save", "validation")
+END_SECONDS = 20.0  # for all processes after a kill: the heartbeat, and torchrun's own
+SETTINGS = {
+    "schedule.train_steps": 40,
+    "checkpoint.interval": INTERVAL,
+    "checkpoint.keep_last": 2,
+    "evaluation.interval": INTERVAL,
+    "evaluation.batches": 4,
+    "run.heartbeat_seconds": 5,
+}
+
+
+def run(count: int, seed: int, folder: Path, *, ranks: tuple[int, ...] = (1, 2)) -> dict[str, int]:
+    """Kill `count` times and compare every completed run with an uninterrupted one.
+
+    Args:
+        folder: for the runs; nothing of them is removed.
+        ranks: processes of a run; runs take turns.
+
+    Returns:
+        Counts; `different`, `orphans` and `lost_more_than_an_interval` must be 0.
+    """
+    draw, corpus = random.Random(seed), folder / "toy.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_corpus(corpus)
+    counts = {"kills": 0, "runs": 0, "equal": 0, "different": 0, "orphans": 0, "lost_more_than_an_interval": 0}
+    while counts["kills"] < count:
+        size = ranks[counts["runs"] % len(ranks)]
+        name = f"run{counts['runs']}"
+        command = training_command(run_words(corpus, folder, name, **SETTINGS), ranks=size)
+        kills = _kill_until_complete(command, folder / name, draw, count, counts)
+        reference = folder / f"uninterrupted{size}"
+        if not reference.exists():
+            words = run_words(corpus, folder, reference.name, **SETTINGS)
+            _kill_until_complete(training_command(words, ranks=size, slow=False), reference, draw, 0, dict(counts))
+        counts["runs"] += 1
+        if kills:
+            counts["equal" if outcome(folder / name) == outcome(reference) else "different"] += 1
+    return counts
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Return what must be equal bit for bit: the files of the last checkpoint, the losses, the position in the data."""
+    manifest = reader.read_manifest(reader.resolve(folder))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "files": {name: entry for name, entry in manifest["files"].items() if name.endswith(".safetensors")},
+        "state": {key: value for key, value in manifest["state"].items() if key != "seconds"},
+        "steps": train_lines(folder),
+        "validation": [(line["step"], line["loss"]) for line in lines if line["kind"] == "validation"],
+    }
+
+
+def _kill_until_complete(
+    command: list[str], folder: Path, draw: random.Random, count: int, counts: dict[str, int]
+) -> int:
+    """Start the command, kill one of its processes, and again, until the run is complete. Returns the kills."""
+    kills = done = 0
+    while True:
+        with StartedCommand(command, folder.with_suffix(f".{kills}.log")) as started:
+            moment = draw.choice(MOMENTS)
+            killed = counts["kills"] < count and _wait_for(moment, started, folder, draw) and _kill_one(started, draw)
+            # A run that goes on beyond `count`, or that has ended before the moment, ends by itself.
+            orphans = started.wait_for_all(END_SECONDS if killed else 180)
+        counts["orphans"] += len(orphans)
+        text = started.log.read_text()
+        counts["lost_more_than_an_interval"] += done - _first_step(text, done) > INTERVAL
+        if not killed:
+            if started.agent.returncode:
+                raise RuntimeError(f"{folder.name} ended with {started.agent.returncode}: {text[-3000:]}")
+            return kills
+        kills, done = kills + 1, _last_step(folder)
+        counts["kills"] += 1
+
+
+def _kill_one(started: StartedCommand, draw: random.Random) -> bool:
+    """Kill a random process; returns whether one was alive."""
+    alive = started.processes()
+    if alive:
+        started.signal(signal.SIGKILL, [draw.choice(alive)])
+    return bool(alive)
+
+
+def _first_step(output: str, unknown: int) -> int:
+    """Return the step that a start went on from, `unknown` where it was killed before it said so."""
+    resumed = re.search(r"; from (?:the start|\S+ at step (\d+))", output)
+    return int(resumed[1] or 0) if resumed else unknown
+
+
+def _wait_for(moment: str, started: StartedCommand, folder: Path, draw: random.Random) -> bool:
+    """Wait for the moment of a kill. Returns False when the run has ended before it."""
+    first, share = _last_step(folder), draw.random()
+    checkpoints = folder / "checkpoints"
+    saved = _latest(checkpoints)
+    conditions = {
+        "start": lambda: True,
+        "step": lambda: _last_step(folder) > first,
+        "save": lambda: any(checkpoints.glob(".step_*.writing")),
+        "validation": lambda: _latest(checkpoints) not in ("", saved),
+    }
+    seconds = {"start": 6.0, "step": 1.0, "save": 0.02, "validation": 0.15}[moment]
+    if not started.wait_until(conditions[moment], 120):
+        return False
+    time.sleep(share * seconds)
+    return not started.has_ended
+
+
+def _last_step(folder: Path) -> int:
+    """Return the last step in the log, 0 before the first one."""
+    try:
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines()[-3:]
+    except OSError:
+        return 0
+    steps = [json.loads(line)["step"] for line in lines if line.endswith(b"}")]
+    return max(steps, default=0)
+
+
+def _latest(checkpoints: Path) -> str:
+    try:
+        return (checkpoints / "latest").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,110 @@
+"""A command with every process that it starts, whoever their parent is by now."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cli.conftest import ROOT, environment
+from tests.parity.launch import free_port
+
+_MARK = "METALION_FAULT_TEST"
+
+
+def training_command(words: list[str], *, ranks: int = 1, slow: bool = True) -> list[str]:
+    """Return the command of a run: torchrun for two ranks and more. `slow`: each forward pass takes 20 ms more."""
+    program = ["-m", "tests.faults.inject", "crawl", "-1", "1"] if slow else ["train.py"]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+    return [sys.executable, *(launcher if ranks > 1 else []), *program, *words]
+
+
+class StartedCommand:
+    """Start a command whose processes, orphans included, carry a mark in their environment. A context manager: the end kills
+    what is left of them.
+
+    Args:
+        log: file for the output of all processes.
+
+    Attributes:
+        agent: the process that was started: the launcher where there is one.
+    """
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._mark = f"{_MARK}={uuid.uuid4().hex}"
+        name, value = self._mark.split("=")
+        self.log = log
+        with open(log, "w") as file:
+            self.agent = subprocess.Popen(
+                command, cwd=ROOT, stdout=file, stderr=file, env={**environment(), name: value, "PYTHONUNBUFFERED": "1"}
+            )
+
+    def __enter__(self) -> StartedCommand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.signal(signal.SIGKILL, self.processes())
+        self.agent.wait()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the started process has ended."""
+        return self.agent.poll() is not None
+
+    def processes(self) -> list[int]:
+        """Return the process ids of the command that are alive, in ascending order."""
+        self.agent.poll()  # collects it, so that it is no zombie
+        return [pid for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))) if self._is_ours(pid)]
+
+    def ranks(self) -> list[int]:
+        """Return the process ids of the ranks, in the order of their ranks; of all processes where there is no launcher."""
+        found = {}
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                words = dict(
+                    word.partition(b"=")[::2] for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                )
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"RANK" in words and b"multiprocessing" not in command:
+                    found[int(words[b"RANK"])] = pid
+        return [found[rank] for rank in sorted(found)] or [self.agent.pid]
+
+    def signal(self, number: signal.Signals, processes: list[int]) -> None:
+        """Send a signal to these processes; those that have ended are left out."""
+        for pid in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def wait_until(self, condition: Callable[[], object], seconds: float) -> bool:
+        """Poll until the condition holds or the started process ends. Returns whether it held.
+
+        Raises TimeoutError after `seconds`, with the end of the output.
+        """
+        end = time.monotonic() + seconds
+        while not condition():
+            if self.has_ended:
+                return bool(condition())
+            if time.monotonic() > end:
+                raise TimeoutError(f"nothing happened in {seconds:g} s: {self.log.read_text()[-3000:]}")
+            time.sleep(0.001)
+        return True
+
+    def wait_for_all(self, seconds: float) -> list[int]:
+        """Wait for the end of every process; return those that are alive after `seconds`."""
+        end = time.monotonic() + seconds
+        while (alive := self.processes()) and time.monotonic() < end:
+            time.sleep(0.02)
+        return alive
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie
+            return self._mark.encode() in environ.split(b"\0")
+        except OSError:
+            return False

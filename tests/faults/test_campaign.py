@@ -1,0 +1,38 @@
+"""Every kind of fault a few times; large counts: `python -m tests.faults.campaign --counts large`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.faults import campaign, kill_loop
+
+
+def test_a_run_survives_a_pause_of_all_processes_and_names_a_frozen_one(tmp_path):
+    result = campaign.run_kind("frozen_processes", 1, 0, tmp_path)
+    assert result["verdict"] == "holds", result
+    assert result["counts"]["named"] == 1
+
+
+def test_a_run_killed_at_a_random_moment_equals_the_uninterrupted_one(tmp_path):
+    counts = kill_loop.run(1, 0, tmp_path, ranks=(1,))
+    assert counts == {**counts, "kills": 1, "equal": 1, "different": 0, "orphans": 0, "lost_more_than_an_interval": 0}
+
+
+def test_a_violated_target_is_named_and_is_the_exit_status(tmp_path, monkeypatch, capsys):
+    counts = {"kills": 3, "orphans": 2, "equal": 3}
+    monkeypatch.setitem(sys.modules, "tests.faults.stub", SimpleNamespace(run=lambda count, seed, folder: counts))
+    monkeypatch.setitem(campaign.KINDS, "stub", campaign.Kind(3, 30, ("orphans",), ("equal",)))
+    out = tmp_path / "campaign.json"
+    assert campaign.main(["stub", "--out", str(out)]) == 1
+    assert "| stub | kills 3, orphans 2, equal 3 | 0       | violated: orphans |" in capsys.readouterr().out
+    assert json.loads(out.read_text())["results"][0]["counts"] == counts
+    counts |= {"orphans": 0, "equal": 2}
+    assert campaign.main(["stub", "--out", str(out)]) == 1
+    counts["equal"] = 3
+    assert campaign.main(["stub", "--out", str(out)]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        campaign.main(["flood"])
