@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_lite.config.loader import dump_config, explain_config, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.guards import StopSignal
+from megatron_lite.fault_tolerance.launcher import end_with_launcher
 from tools.cli.arguments import FAILED, FULL, command_line, interrupted, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
@@ -41,6 +42,7 @@ exit 0. Every key, its default and its meaning: configs/README.md
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns 0 when the run is complete or was stopped by a signal, 1 or 2 after an error, 130 after a
     Ctrl-C before the first step or a second one."""
+    end_with_launcher()
     try:
         return _main(arguments)
     except KeyboardInterrupt:
@@ -98,13 +100,15 @@ def _train(
     from data.checksum import DamagedDataError
     from megatron_lite.checkpoint.reader import CheckpointError
     from megatron_lite.checkpoint.storage import versions
-    from megatron_lite.fault_tolerance.guards import TooManySkippedSteps
+    from megatron_lite.fault_tolerance.guards import TooManySkippedSteps, print_stacks_on_signal
+    from megatron_lite.fault_tolerance.launcher import RankRefused
     from megatron_lite.fault_tolerance.rank_consistency import code_facts, configuration_facts, require_agreement
     from megatron_lite.fault_tolerance.replica_check import ReplicasDifferError
     from megatron_lite.fault_tolerance.run_lock import RunInUse
     from megatron_lite.parallel.collectives import on_main
     from megatron_lite.parallel.grid import init_grid
 
+    print_stacks_on_signal()
     try:
         grid = init_grid(config.run.device)
         # Before anything else: processes with different layouts, say, would wait for one another without end.
@@ -120,7 +124,7 @@ def _train(
         # Before hours of tokenising.
         on_main(grid, lambda: _hold_folders(config, held))
         fit = _prepare(config, reload, grid, early)
-    except RunInUse as error:  # no mistake of the configuration: SLURM may try again
+    except (RunInUse, RankRefused) as error:  # no mistake of the configuration: SLURM may try again
         print(f"\nerror: {error}", file=sys.stderr)
         return FAILED
     except (ValueError, OSError) as error:
@@ -186,15 +190,16 @@ def _prepare(
     from megatron_lite.checkpoint.storage import rewind
     from megatron_lite.engine.precision import faster_dtype
     from megatron_lite.fault_tolerance.rank_consistency import file_facts, require_agreement
-    from megatron_lite.metrics.logger import PREVIOUS_FILE_NAME, MetricsLogger
+    from megatron_lite.metrics.logger import PREVIOUS_FILE_NAME, MetricsLogger, measured_kinds
     from megatron_lite.parallel.collectives import on_main
     from megatron_lite.planning.flops import peak_flops, training_flops_per_token
     from megatron_lite.trainer import Trainer, TrainState
+    from megatron_lite.validation import due_measurements
     from models.language_model import LanguageModel
     from tools.evaluation.during_training import suite_evaluation
     from tools.inference.generation import complete
     from tools.loading.engine import build_engine
-    from tools.loading.model import check_same_tokenizer, keep_tokenizer, prepared_data
+    from tools.loading.model import keep_tokenizer, prepared_data
     from tools.pretraining.data import training_samples, training_steps, validation_set
     from tools.pretraining.summary import complete_message, is_complete, start_message, summary
 
@@ -218,8 +223,6 @@ def _prepare(
     data: PreparedData = on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
     require_agreement({"data": file_facts(data.files)}, grid)
     tokenizer = data.load_tokenizer()
-    if stored is not None and trained:
-        on_main(grid, lambda: check_same_tokenizer(tokenizer, config.run.path, stored))
     dtype = config.precision.dtype
     if dtype == "auto":
         dtype = stored["layout"]["dtype"] if trained else on_main(grid, lambda: _dtype(config, grid, faster_dtype))
@@ -240,7 +243,6 @@ def _prepare(
             state = TrainState()
         elif back:  # to an earlier step of this run, which can be read
             aside = on_main(grid, lambda: rewind(source))
-    state.tokenizer = tokenizer.hash
     if not trained and config.schedule.time_budget_minutes:
         config = reload(
             f"schedule.train_steps={_steps_in_budget(config, engine, training_steps(config, dataset(1), grid)(0), grid)}"
@@ -253,6 +255,14 @@ def _prepare(
         return LanguageModel(config.model, layers=engine.layers)
 
     suites = suite_evaluation(config, tokenizer, grid, model)
+    if state.evaluation_due:  # unless it was done after the checkpoint
+        has = {
+            "validation": validation is not None,
+            "sample": _writes_samples(config, grid),
+            "suites": suites is not None,
+        }
+        due = due_measurements(config, state.step, **has)
+        state.evaluation_due = on_main(grid, lambda: not due <= measured_kinds(config.run.path, state.step))
     metrics = None
     if grid.is_main:
         keep_tokenizer(tokenizer, config.run.path)

@@ -14,24 +14,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
 from megatron_lite.checkpoint.storage import prune
 from megatron_lite.checkpoint.writer import CheckpointWriter, refuse_not_finite
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Batch, Engine
 from megatron_lite.fault_tolerance.finite_check import fault_of_loss, state_not_finite
 from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps, Watchdog
-from megatron_lite.fault_tolerance.heartbeat import Heartbeat, shorten_timeouts
+from megatron_lite.fault_tolerance.heartbeat import Heartbeat, set_collective_timeout
 from megatron_lite.fault_tolerance.replica_check import ReplicaCheck, ReplicasDifferError
 from megatron_lite.fault_tolerance.straggler_detection import SpreadMeter
 from megatron_lite.metrics.logger import MetricsLogger
+from megatron_lite.metrics.peak_memory import peak_memory_gib
 from megatron_lite.metrics.per_source_loss import SourceLosses
 from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.collectives import any_rank
-from megatron_lite.validation import ValidationSet, evaluate
+from megatron_lite.validation import ValidationSet, due_measurements, evaluate
 
 ModelT = TypeVar("ModelT")
+
+_LONG = 3.0  # times `run.watchdog_minutes`: the first step, which compiles, and the suites
 
 
 class Steps(Protocol):
@@ -56,8 +57,7 @@ class TrainState:
         loss_mean: running mean of the spike guard.
         losses_seen: losses that it is of.
         source_sums: of the steps since the last line of the log, see `SourceLosses`.
-        tokenizer: hash of the tokenizer whose ids the weights know; None in checkpoints of earlier versions.
-        evaluation_due: a signal came first to what is measured after this step; the next start begins with it.
+        evaluation_due: saved before what is measured after this step was complete; the next start begins with it.
     """
 
     step: int = 0
@@ -69,7 +69,6 @@ class TrainState:
     loss_mean: float | None = None
     losses_seen: int = 0
     source_sums: dict[str, list[float]] = field(default_factory=dict)
-    tokenizer: str | None = None
     evaluation_due: bool = False
 
     @classmethod
@@ -137,6 +136,7 @@ class Trainer(Generic[ModelT]):
             engine,
             Path(config.checkpoint.directory),
             asynchronous=config.checkpoint.asynchronous,
+            timeout_seconds=60 * config.run.save_timeout_minutes,
             afterwards=self._prune,
         )
         self._skips = SkipCounter(
@@ -157,41 +157,39 @@ class Trainer(Generic[ModelT]):
             NotFiniteError: weights, moments or a loss of held-out text are not finite.
         """
         config, state, grid = self.config, self.state, self.engine.grid
-        stopped, timeouts = False, 60 * config.run.timeout_minutes
         who = f"rank {grid.rank} of {grid.world_size} ({socket.gethostname()}, process {os.getpid()})"
+        stuck = config.run.heartbeat_seconds / 2 or None
         with (
             StopSignal(early=self._early) as signal,
-            Watchdog(config.run.watchdog_minutes, who, delay=0.3 * grid.local_rank) as watchdog,
+            Watchdog(config.run.watchdog_minutes, who, delay=0.3 * grid.local_rank, stuck_seconds=stuck) as watchdog,
             Heartbeat(grid, config.run.heartbeat_seconds, state.step) as heartbeat,
             closing(self._batches(state.consumed_samples)) as steps,
         ):
-            if state.evaluation_due and state.step < config.schedule.train_steps:
-                self._evaluate_due(watchdog)
-            while state.step < config.schedule.train_steps and not stopped:
+            self._signal, self._watchdog = signal, watchdog
+            first, last = state.step, state.step >= config.schedule.train_steps
+            stopped = not last and not self._evaluate_due()
+            watchdog.kick(_LONG)
+            while not stopped and not last:
                 self._step(steps)
                 heartbeat.step = state.step
-                if timeouts:
-                    shorten_timeouts(timeouts)
-                    timeouts = 0.0
+                if state.step == first + 1:
+                    set_collective_timeout(60 * config.run.timeout_minutes)
                 watchdog.kick()
                 stopped, busy = any_rank([signal.received is not None, self._writer.is_busy], grid)
                 self._note_saved(self._writer.settle(busy))
                 last = state.step == config.schedule.train_steps
-                state.evaluation_due = not last
-                if not last and not stopped:  # for which the time before the end may be too short
-                    self._evaluate_due(watchdog)
-                if stopped or last or self._save_due():
-                    self._save(wait=stopped or last)
-                    watchdog.kick()
-                if stopped and not last and self.metrics is not None:
-                    self.metrics.log(state.step, {"signal": signal.received or "on another rank"}, kind="stop")
-            finished = state.step >= config.schedule.train_steps
-            final = self._validate(None) if finished else {}
-            if finished and self._test is not None:
-                self._evaluate(self._test, None, "test")
-            if finished:
-                self._evaluate_suites()
-        return FitResult(finished, state, final, self._writer.last.path if self._writer.last else None)
+                state.evaluation_due = not last and bool(self._due_measurements())
+                # The checkpoint is complete before the evaluation: a kill in it loses no step.
+                if save := stopped or last or self._save_due():
+                    self._save(wait=stopped or last or state.evaluation_due)
+                if not stopped and not self._evaluate_due():
+                    stopped = True
+                    if not save:
+                        self._save(wait=True)
+            if stopped and not last and self.metrics is not None:
+                self.metrics.log(state.step, {"signal": signal.received or "on another rank"}, kind="stop")
+            final = self._evaluate_at_the_end() if last else None
+        return FitResult(final is not None, state, final or {}, self._writer.last.path if self._writer.last else None)
 
     def _step(self, steps: Steps) -> None:
         config, state = self.config, self.state
@@ -236,7 +234,7 @@ class Trainer(Generic[ModelT]):
                 "gradient_norm": result.gradient_norm,
                 "tokens": state.consumed_tokens,
                 "tokens_per_second": per_second,
-                "memory_gib": _memory_gib(self.engine.grid.device),
+                "memory_gib": peak_memory_gib(self.engine.grid.device),
                 "skipped_steps": state.skipped_steps,
                 "data_seconds": data_seconds,
                 "data_share": data_seconds / seconds,
@@ -281,20 +279,35 @@ class Trainer(Generic[ModelT]):
         if fault is not None and fault.kind == "persistent_fault":
             self._refuse_state(f"step {self.state.step + 1} is not finite")
 
-    def _evaluate_due(self, watchdog: Watchdog) -> None:
-        """What is measured after this step, which is not the last one."""
-        if _due(self.state.step, self.config.evaluation.interval):
-            self._validate(self.config.evaluation.batches)
-            watchdog.kick()
-        if _due(self.state.step, self.config.evaluation.suite_interval):
-            self._evaluate_suites()
-            watchdog.kick()
-        self.state.evaluation_due = False
+    def _due_measurements(self) -> set[str]:
+        has = {"validation": self._validation is not None, "sample": self._sample is not None}
+        return due_measurements(self.config, self.state.step, **has, suites=self._suites is not None)
 
-    def _validate(self, limit: int | None) -> dict[str, float]:
+    def _evaluate_due(self) -> bool:
+        """Evaluate after this step, which is not the last one, where that is due. Returns False when a signal interrupts it."""
+        if self.state.evaluation_due:
+            due = self._due_measurements()
+            interrupted = "validation" in due and self._validate(self.config.evaluation.batches) is None
+            if interrupted or ("evaluation" in due and not self._evaluate_suites()):
+                return False
+            self.state.evaluation_due = False
+        return True
+
+    def _evaluate_at_the_end(self) -> dict[str, float] | None:
+        """Return the metrics of the whole validation set after the last step; None when a signal interrupts what is due."""
+        final = self._validate(None)
+        if final is None:
+            return None
+        if self._test is not None and self._evaluate(self._test, None, "test") is None:
+            return None
+        return final if self._evaluate_suites() else None
+
+    def _validate(self, limit: int | None) -> dict[str, float] | None:
         if self._validation is None:
             return {}
         values = self._evaluate(self._validation, limit, "validation")
+        if values is None:
+            return None
         if self._sample is not None:
             with self.engine.evaluating():
                 text = self._sample()
@@ -303,10 +316,12 @@ class Trainer(Generic[ModelT]):
                 self.metrics.log(self.state.step, {"prompt": prompt, "text": text}, kind="sample")
         return values
 
-    def _evaluate(self, data: ValidationSet, limit: int | None, what: str) -> dict[str, float]:
+    def _evaluate(self, data: ValidationSet, limit: int | None, what: str) -> dict[str, float] | None:
         # Of a whole set, which may take as long as many steps.
         progress = partial(self.metrics.show_share, what) if limit is None and self.metrics is not None else None
-        values = {**evaluate(self.engine, data, limit, progress), "tokens": self.state.consumed_tokens}
+        if (values := evaluate(self.engine, data, limit, progress, stop=self._stop_between_batches)) is None:
+            return None
+        values["tokens"] = self.state.consumed_tokens
         if self.metrics is not None:
             self.metrics.log(self.state.step, values, kind=what)
         if values["evaluated_tokens"] and not math.isfinite(values["loss"]):
@@ -321,10 +336,18 @@ class Trainer(Generic[ModelT]):
             names = names or ["all weights and moments are finite, so that the forward pass or the text makes it"]
             refuse_not_finite(what, [names], Path(self.config.checkpoint.directory), self.engine.grid)
 
-    def _evaluate_suites(self) -> None:
-        """Logs the scores, or that and why there are none: what fails here never stops a run."""
+    def _stop_between_batches(self) -> bool:
+        """Whether a signal has asked any process to stop. Every process calls it."""
+        self._watchdog.kick()
+        return any_rank([self._signal.received is not None], self.engine.grid)[0]
+
+    def _evaluate_suites(self) -> bool:
+        """Log the scores, or the error instead: a failure here never stops a run. Returns False when a signal came before."""
         if self._suites is None:
-            return
+            return True
+        if self._stop_between_batches():
+            return False
+        self._watchdog.kick(_LONG)
         begin = time.perf_counter()
         kind, values = "evaluation", dict[str, float | str]()
         try:
@@ -337,9 +360,12 @@ class Trainer(Generic[ModelT]):
         values |= {"tokens": self.state.consumed_tokens, "seconds": time.perf_counter() - begin}
         if self.metrics is not None:
             self.metrics.log(self.state.step, values, kind=kind)
+        self._watchdog.kick()
+        return True
 
     def _save(self, wait: bool) -> None:
-        writer, state = self._writer, self.state
+        writer, state, run = self._writer, self.state, self.config.run
+        set_collective_timeout(60 * run.save_timeout_minutes)
         self._note_saved(writer.finish())
         self._replicas.compare(state.step)
         if self.metrics is not None:
@@ -347,6 +373,8 @@ class Trainer(Generic[ModelT]):
         writer.begin(step=state.step, state=asdict(state), config_yaml=self._config_yaml)
         if wait or not self.config.checkpoint.asynchronous:
             self._note_saved(writer.finish())
+        set_collective_timeout(60 * run.timeout_minutes)
+        self._watchdog.kick()
 
     def _note_saved(self, complete: bool) -> None:
         last = self._writer.last
@@ -370,11 +398,3 @@ class Trainer(Generic[ModelT]):
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def _memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # kilobytes on Linux

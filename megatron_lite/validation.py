@@ -6,7 +6,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Batch, Engine
 
 
@@ -15,8 +17,8 @@ class ValidationSet:
     """Validation data of this process.
 
     Attributes:
-        batches: (part, limit) -> at most about `limit` micro batches of this data rank (None: all) of a part of the set, the
-            same number on every rank.
+        batches: (part, limit) -> this data rank's micro batches of a part of the set, the same number on every rank: of about
+            `limit` global batches and the part's share of them; None: of all.
         parts: name of each part (one source of the text; "" where they are not told apart) -> its share of the tokens.
         total_bytes: bytes of the text of the whole set; None when it is not known.
         total_tokens: tokens that carry a loss in the whole set.
@@ -31,26 +33,38 @@ class ValidationSet:
 
 
 def evaluate(
-    engine: Engine, data: ValidationSet, limit: int | None, progress: Callable[[float], None] | None = None
-) -> dict[str, float]:
+    engine: Engine,
+    data: ValidationSet,
+    limit: int | None,
+    progress: Callable[[float], None] | None = None,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
     """Loss, perplexity and what else the data allow: accuracy, bits per byte, the loss of every part. Every process calls it.
 
     Args:
-        limit: at most about so many micro batches of each part; None: all.
+        limit: about so many global batches over all parts; None: the whole set.
         progress: is told the share of the whole set that is done, after every micro batch.
+        stop: asked before every micro batch, with the same answer on every process; True ends it, and the result is None.
     """
     begin = time.perf_counter()
-    done = 0
+    done, stopped = 0, False
 
     def watched(batches: Iterable[Batch]) -> Iterator[Batch]:
-        nonlocal done
+        nonlocal done, stopped
         for batch in batches:
+            if stopped := stop():
+                return
             yield batch
             if progress is not None:
                 done += 1
                 progress(done / data.micro_batches)
 
-    sums = {name: engine.evaluate(watched(data.batches(name, limit))) for name in data.parts}
+    sums = {}
+    for name in data.parts:
+        sums[name] = engine.evaluate(watched(data.batches(name, limit)))
+        if stopped:
+            return None
     # A small part of a masked set may have no masked token, and then says nothing.
     weights = {name: part.weight for name, part in sums.items() if part.weight}
     # Of the whole set every token that is asked for counts alike; a selection stands for the text, with its shares.
@@ -71,3 +85,13 @@ def evaluate(
     values["evaluated_tokens"] = sum(part.weight for part in sums.values())
     values["seconds"] = time.perf_counter() - begin
     return values
+
+
+def due_measurements(config: Config[Any], step: int, *, validation: bool, sample: bool, suites: bool) -> set[str]:
+    """Return the kinds of metrics that are due after a step that is not the last one, of those that the run has."""
+    settings, due = config.evaluation, set[str]()
+    if validation and settings.interval and step % settings.interval == 0:
+        due |= {"validation", "sample"} if sample else {"validation"}
+    if suites and settings.suite_interval and step % settings.suite_interval == 0:
+        due.add("evaluation")
+    return due

@@ -84,7 +84,8 @@ class CheckpointWriter:
 
     Args:
         directory: the checkpoints folder of the run, on a disk that all processes share.
-        asynchronous: write in a thread, from a copy that stays allocated for the next one.
+        asynchronous: write while training goes on, from a copy that stays allocated for the next one.
+        timeout_seconds: longest time that `finish` waits for a file; inf: no limit.
         afterwards: called on the main process when a checkpoint is complete, in that thread.
 
     Attributes:
@@ -97,10 +98,11 @@ class CheckpointWriter:
         directory: Path,
         *,
         asynchronous: bool = False,
+        timeout_seconds: float = math.inf,
         afterwards: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine, self._directory, self._asynchronous = engine, directory, asynchronous
-        self._afterwards = afterwards
+        self._timeout_seconds, self._afterwards = timeout_seconds, afterwards
         self._save: _Save | None = None
         self._copies: dict[str, Tensor] = {}
         self.last: Saved | None = None
@@ -156,10 +158,20 @@ class CheckpointWriter:
         complete = False
         while self._save is not None:
             begin = time.perf_counter()
-            self._save.work.exception()  # waits; `settle` raises it
+            self._wait(self._save)  # `settle` raises what went wrong
             self._save.stopped_seconds += time.perf_counter() - begin
             complete = self.settle(any_busy=False)
         return complete
+
+    def _wait(self, save: _Save) -> None:
+        try:
+            save.work.exception(None if math.isinf(self._timeout_seconds) else self._timeout_seconds)
+        except TimeoutError:
+            raise CheckpointError(
+                f"the checkpoint {save.path} was not written within {self._timeout_seconds / 60:g} minutes "
+                f"(run.save_timeout_minutes): see whether its disk answers, then give the same command again; "
+                f"earlier checkpoints are untouched"
+            ) from None
 
     def _publish(self, save: _Save) -> bool:
         """All files are written: start to complete the folder."""
@@ -193,11 +205,8 @@ class CheckpointWriter:
             except BaseException as error:
                 done.set_exception(error)
 
-        if self._asynchronous:
-            # A daemon: a run that ends by an error does not wait for it, and half a checkpoint has another name.
-            threading.Thread(target=run, name="checkpoint", daemon=True).start()
-        else:
-            run()
+        # A daemon: a run that ends by an error does not wait for it, and half a checkpoint has another name.
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
         return done
 
     def _make_room(self, aside: Path) -> str:

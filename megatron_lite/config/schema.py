@@ -44,12 +44,21 @@ class RunConfig(Section):
         default="auto", description="Where to train; auto: cuda where there is one."
     )
     watchdog_minutes: float = Field(
-        default=30.0, ge=0, description="A step that takes longer (minutes) prints the stacks of all threads; 0: off."
+        default=5.0,
+        ge=0,
+        description="A step, save or validation batch that takes longer (minutes) prints the stacks of all threads; the first "
+        "step and suites may take three times as long. A process in which no Python thread runs prints them after half of "
+        "`heartbeat_seconds`. Less than `timeout_minutes`; 0: off.",
     )
     timeout_minutes: float = Field(
         default=10.0,
         gt=0,
         description="After the first step, a process that waits longer (minutes) for the others ends the run.",
+    )
+    save_timeout_minutes: float = Field(
+        default=30.0,
+        gt=0,
+        description="The same while a checkpoint is saved; a file that is not written by then ends the run.",
     )
     heartbeat_seconds: float = Field(
         default=60.0,
@@ -424,8 +433,8 @@ class EvaluationConfig(Section):
     batches: int = Field(
         default=20,
         ge=1,
-        description="Batches of a validation on the way, each of `batch.micro_batch_size` samples a data rank: more processes "
-        "read more of the set. The final one reads the whole.",
+        description="Batches of a validation on the way, each of `batch.global_batch_size` samples: the same samples in every "
+        "layout. The final one reads the whole set.",
     )
     suites: tuple[Text, ...] = Field(
         default=(),

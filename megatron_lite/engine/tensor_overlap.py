@@ -26,12 +26,12 @@ from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
 Part = Callable[..., Any]
 
 
-def overlap_parts(
+def parts_of(
     layer: Any,
     index: int,
     count: int,
     parallel: ParallelConfig,
-    recompute: Callable[[], AbstractContextManager[None]] | None,
+    forgetting: Callable[[], AbstractContextManager[None]] | None,
 ) -> list[Part]:
     """The parts of a block, under activation checkpointing; arguments as `checkpointed`.
 
@@ -39,10 +39,10 @@ def overlap_parts(
     """
     whole = mode_of(index, count, parallel) not in ("none", "elementwise")
     parts = (layer,) if whole else (layer.mix, layer.finish)
-    return [checkpointed(part, index, count, parallel, recompute) for part in parts]
+    return [checkpointed(part, index, count, parallel, forgetting) for part in parts]
 
 
-class MicroBatchOverlap:
+class Halves:
     """Consecutive blocks as one call, (hidden, **context) -> hidden, all [batch, length, ...].
 
     Args:

@@ -153,6 +153,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [_with_nan(line) for line in _parse(file)]
 
 
+def measured_kinds(folder: Path, step: int) -> set[str]:
+    """Return the kinds of the lines of this step in a run's `metrics.jsonl`. Suites that failed count as evaluated, a loss that
+    is not a number does not."""
+    if not (folder / FILE_NAME).is_file():
+        return set()
+    lines = [line for line in read_metrics(folder) if line["step"] == step and not math.isnan(line.get("loss", 0.0))]
+    return {line["kind"].removesuffix("_error") for line in lines}
+
+
 def remove_later_steps(file: Path, step: int, kinds: Sequence[str] = ()) -> None:
     """Removes from a `metrics.jsonl` the lines of steps after `step`, of these kinds at it, and a last line that was cut.
 

@@ -139,8 +139,10 @@ def test_a_part_of_the_validation_text_is_spread_over_each_source(files):
     for part, weight in weights.items():
         assert sum(sum(row) for data in ranks for _, row in samples(part, None, data)) == weight
         every = samples(part, None, alone)
-        limited = samples(part, 5, alone)
-        assert len(limited) == 2 * round(5 * alone.parts[part])
+        limited = samples(part, 5, alone)[: round(5 * 4 * alone.parts[part])]  # of four samples a batch
+        four = [validation(rank, 4) for rank in range(4)]
+        for layout in (ranks, four):  # the rest are fillers
+            assert sorted(s for data in layout for s in samples(part, 5, data) if sum(s[1])) == sorted(limited)
         places = [every.index(sample) for sample in limited]
         assert places[0] == 0
         assert not any(sum(weight) for _, weight in every[places[-1] + 1 :])

@@ -68,8 +68,8 @@ def training_steps(config: Config[Any], samples: Dataset, grid: Grid) -> Callabl
 def validation_set(
     config: Config[Any], prefix: str | None, total_bytes: int | None, tokenizer: Tokenizer, grid: Grid
 ) -> ValidationSet | None:
-    """A token file for validation; None where there is none. It is the same at every validation, and with
-    `logging.loss_by_source` one part for every source that it holds."""
+    """Return the validation data of a token file; None where there is none. A limited number of batches holds the same samples
+    at every validation and in every layout. With `logging.loss_by_source` there is one part for every source."""
     if prefix is None:
         return None
     at_once = config.batch.micro_batch_size * grid.data_size
@@ -82,8 +82,9 @@ def validation_set(
     shares = {name: part.weight / tokens for name, part in parts.items()}
 
     def part_batches(name: str, limit: int | None) -> Iterator[MicroBatch]:
-        # Of a limited number of batches each source has its share, and at least one.
-        return parts[name].batches(None if limit is None else max(1, round(limit * shares[name])))
+        # Each source has its share of the samples, and at least one.
+        samples = None if limit is None else max(1, round(limit * config.batch.global_batch_size * shares[name]))
+        return parts[name].batches(samples)
 
     known_bytes = total_bytes if config.data.objective == "causal" else None
     return ValidationSet(
@@ -104,10 +105,10 @@ class _Part:
     at_once: int
     grid: Grid
 
-    def batches(self, limit: int | None) -> Iterator[MicroBatch]:
+    def batches(self, samples: int | None) -> Iterator[MicroBatch]:
         dataset: Any = self.dataset
-        if limit is not None and limit * self.at_once < len(self.dataset):  # spread over the set, the same every time
-            dataset = _Spread(self.dataset, limit * self.at_once)
+        if samples is not None and samples < len(self.dataset):  # spread over the set, the same every time
+            dataset = _Spread(self.dataset, samples)
         steps = batches(
             dataset,
             global_batch_size=self.at_once,

@@ -114,3 +114,12 @@ def test_a_failure_is_raised_at_a_later_step_and_spares_the_former(build, monkey
     monkeypatch.undo()
     writer.begin(step=2, state={}, config_yaml="")
     assert writer.finish()
+
+
+def test_a_disk_that_does_not_answer_ends_the_run_after_the_limit(build, gate, tmp_path):
+    writer = CheckpointWriter(build(model_config()), tmp_path, timeout_seconds=0.06)
+    writer.begin(step=1, state={"step": 1}, config_yaml="a: 1\n")
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001 was not written within 0\.001 minutes \(run\.save_timeout"
+    ):
+        writer.finish()
