@@ -315,11 +315,17 @@ _worker: tuple[Recipe, Tokenizer]
 def _start_worker(recipe: Recipe) -> None:
     global _worker
     parent = multiprocessing.parent_process()
-    if parent is not None:  # a worker whose parent is killed would wait for work without end
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     # One process a worker is the parallelism; threads inside would fight over the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = (recipe, load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path))
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    """End this worker with its parent: where that is killed, a worker would wait for work without end."""
+    parent.join()
+    os._exit(1)
 
 
 def _encode_block(block: Block) -> list[Encoded]:
