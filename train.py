@@ -148,6 +148,7 @@ def _hold_folders(config: Config[Any], held: ExitStack) -> None:
 
     Raises RunInUse and OSError.
     """
+    from data.atomic_io import remove_leftovers
     from megatron_lite.fault_tolerance.run_lock import RunLock
 
     run, checkpoints = config.run.path, Path(config.checkpoint.directory)
@@ -157,6 +158,7 @@ def _hold_folders(config: Config[Any], held: ExitStack) -> None:
             held.callback(_remove_empty, folder)
         if folder is run or not folder.samefile(run):
             held.enter_context(closing(RunLock(folder, key))).acquire()
+            remove_leftovers(folder)
 
 
 def _remove_empty(folder: Path) -> None:

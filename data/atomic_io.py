@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -13,6 +14,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @contextlib.contextmanager
@@ -57,6 +61,14 @@ def write_json(path: Path, content: Any, default: Callable[[Any], Any] | None = 
 def of_json(content: Any, default: Callable[[Any], Any] | None = None) -> Any:
     """The content as JSON gives it back, with None for NaN and infinities; default: as of `json.dumps`."""
     return json.loads(json.dumps(content, default=default), parse_constant=lambda _: None)
+
+
+def write_array(file: IO[bytes], array: NDArray) -> None:
+    """Write the bytes of `numpy.save`, which has no error number for a full disk."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    file.write(header.getvalue())
+    file.write(np.ascontiguousarray(array).data)
 
 
 @contextlib.contextmanager

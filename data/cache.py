@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .atomic_io import naming, put_in_place, remove_leftovers, sync_tree, temporary_path, write_whole
+from .atomic_io import naming, put_in_place, remove_leftovers, sync_tree, temporary_path, write_array, write_whole
 from .checksum import DamagedDataError, difference, read_sealed, record_of, write_sealed
 
 # Caches without checksums, of earlier versions, have other names and are not taken.
@@ -36,8 +36,8 @@ def cached_arrays(
 
     def write(aside: Path) -> None:
         for key, array in build().items():
-            with naming(aside / f"{key}.npy"):
-                np.save(aside / f"{key}.npy", array)
+            with naming(aside / f"{key}.npy"), open(aside / f"{key}.npy", "wb") as file:
+                write_array(file, array)
         write_whole(aside / "made_from.json", description)
 
     for _ in range(_ATTEMPTS - 1):

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..atomic_io import naming, read_json
+from ..atomic_io import naming, read_json, write_whole
 from ..cache import built_folder
 from ..corpus.discovery import Corpus, SourceFile, source_files
 from ..corpus.document_sources import SourceTable, write_sources
@@ -182,7 +182,7 @@ def _build(recipe: _Recipe, folder: Path) -> None:
             "tokenising": round(time.perf_counter() - trained, 2),
         },
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
 def _survey_documents(recipe: _Recipe) -> _Survey:

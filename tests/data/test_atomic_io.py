@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from data.atomic_io import folder_aside, write_json
+from data.atomic_io import folder_aside, write_array, write_json
 
 
 def write(folder: Path, name: str, overwrite: bool = False) -> None:
@@ -90,3 +93,14 @@ def test_after_a_kill_between_the_two_names(overwrite: bool, tmp_path: Path) -> 
         raise OSError(28, "No space left on device")
     assert error.value.filename == str(folder)
     assert (names(tmp_path), names(folder)) == (["out"], ["first"]), "what was there before"
+
+
+def test_an_array_is_written_as_by_numpy_and_a_full_disk_has_its_number() -> None:
+    for array in (np.arange(7, dtype=np.uint32), np.arange(6).reshape(3, 2), np.zeros(0, np.int16), np.arange(9)[::2]):
+        written, expected = io.BytesIO(), io.BytesIO()
+        write_array(written, array)
+        np.save(expected, array)
+        assert written.getvalue() == expected.getvalue()
+    with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left") as error:
+        write_array(file, np.arange(10**6))
+    assert error.value.errno == errno.ENOSPC
