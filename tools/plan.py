@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.cli.arguments import above_zero, above_zero_to_one, command, command_line, from_zero, positive
@@ -72,7 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--mfu", type=above_zero_to_one, default=0.4, help="share of the peak that one GPU reaches (default 0.4)"
     )
     parser.add_argument("--gpus-per-machine", type=positive, default=8, help="(default 8)")
-    parser.add_argument("--links", type=Path, help="JSON from tools.measure_links; default: assumed speeds, printed")
+    parser.add_argument(
+        "--node-bandwidth",
+        type=above_zero,
+        default=353.0,
+        metavar="GB/s",
+        help="per GPU, inside a machine (default 353)",
+    )
+    parser.add_argument(
+        "--network-bandwidth",
+        type=above_zero,
+        default=45.0,
+        metavar="GB/s",
+        help="per GPU, between machines (default 45)",
+    )
     parser.add_argument("--rows", type=from_zero, default=20, help="layouts to print; 0: all (default 20)")
     parser.add_argument(
         "--measure", action="store_true", help="train a few steps of each ZeRO stage and checkpointing mode"
@@ -88,22 +100,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plan(options: argparse.Namespace) -> int:
     """Print the table."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # only its arithmetic is used; it would look for one and say so
+    from megatron_lite.planning.communication_cost import Links
     from megatron_lite.planning.flops import PEAK_TERAFLOPS, listed_peak_flops
-    from tools.measure_links import read_links
 
     config, words, problem = any_layout(options.config, options.gpus)
     dtype = "bf16" if config.precision.dtype == "auto" else config.precision.dtype
     peak = listed_peak_flops(options.gpu, dtype)
     if peak is None:
         raise ValueError(f"--gpu {options.gpu!r}: no {dtype} peak; known are {', '.join(PEAK_TERAFLOPS)}")
-    links = read_links(options.links, options.gpus_per_machine)
+    inside, outside = options.node_bandwidth, options.network_bandwidth
+    links = Links(inside=inside * 1e9, outside=outside * 1e9, machine=options.gpus_per_machine)
     rows = list(layouts(config, words, options.gpus, dtype, peak * options.mfu, links))
     if problem is not None and not rows:
         raise problem
     limit = options.gpu_memory * 1e9
     rows.sort(key=lambda row: (row.bytes > limit, row.step))
     print(header(config, options.gpus, dtype))
-    print(f"links: {links.source}; {options.gpu}, {options.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s; GiB a GPU\n")
+    print(
+        f"links: {inside:g} GB/s inside a machine, {outside:g} GB/s between machines; "
+        f"{options.gpu}, {options.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s; GiB per GPU\n"
+    )
     print(table(rows[: options.rows or None], config, limit))
     hidden = len(rows) - len(rows[: options.rows or None])
     fitting = [row for row in rows if row.bytes <= limit]

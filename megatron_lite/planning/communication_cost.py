@@ -17,8 +17,7 @@ n sends 2 S (n - 1) / n, an all-gather or reduce-scatter S (n - 1) / n):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_lite.parallel.layout import Layout
 
@@ -30,8 +29,9 @@ class Links:
     Attributes:
         inside: between GPUs of a machine (NVLink), outside: between machines (a share of the network cards).
         latency_inside, latency_outside: seconds of one hop.
-        machine: GPUs of a machine.
-        source: where the numbers come from, for the reader.
+        machine: GPUs per machine.
+
+    The default inside a machine was measured with all-reduce over 4 H200; the one between machines is an assumption.
     """
 
     inside: float = 353e9
@@ -39,7 +39,6 @@ class Links:
     latency_inside: float = 6e-6
     latency_outside: float = 25e-6
     machine: int = 8
-    source: str = "353 GB/s inside measured (4 NVIDIA H200), between machines assumed 45 GB/s"
 
 
 @dataclass(frozen=True)
@@ -131,25 +130,3 @@ def step_seconds(work: Workload, layout: Layout, gpus: int, flops: float, links:
         of_data = max(of_data - compute, of_data / micro_batches / 3)
     parts["data"] = of_data if replicas > 1 else 0.0
     return parts
-
-
-def scaling(
-    work: Workload, layout: Layout, counts: list[int], flops: float, links: Links, *, grow_batch: bool
-) -> Mapping[int, float]:
-    """GPUs -> efficiency: tokens a second over (GPUs x those of one GPU that has nothing to send).
-
-    Args:
-        grow_batch: the global batch grows with the GPUs (weak scaling); else it stays, and counts at which it no longer
-            divides are left out (strong scaling).
-    """
-    found = {}
-    for gpus in counts:
-        if gpus % layout.model_ranks:
-            continue
-        data = gpus // layout.model_ranks
-        here = replace(work, global_batch_size=work.global_batch_size * data) if grow_batch else work
-        if here.global_batch_size % (data * work.micro_batch_size):
-            continue
-        parts = step_seconds(here, layout, gpus, flops, links)
-        found[gpus] = parts["compute"] / sum(parts.values())
-    return found

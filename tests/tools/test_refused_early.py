@@ -55,12 +55,6 @@ CASES = [
     ("tools.masked_forms", "MASKED -o OUT.json", WEIGHTS, r"--out .*out\.json: a picture's name ends in its format"),
     ("tools.length.__main__", "RUN -o EMPTY", WEIGHTS, r"--out .*empty: cannot be written \(Is a directory"),
     ("tools.masked_forms", "MASKED -o /proc/f.png", WEIGHTS, r"--out /proc/f\.png: cannot be written"),
-    (
-        "tools.measure_links",
-        "-o /proc/l.json",
-        "tools.measure_links.measure",
-        r"--output /proc/l\.json: cannot be written",
-    ),
     ("tools.inspect_data", "NONE --histogram /proc/l.png", "tools.inspect_data.IndexedTokens", "--histogram /proc/l"),
     ("tools.convert_hf", "export RUN OUT --text NONE", "tools.conversion.export_hf.export", "nothing: No such file"),
     ("tools.convert_hf", "import EXPORT OUT --text NONE", "tools.conversion.import_hf.import_folder", "No such file"),

@@ -17,7 +17,7 @@ from tools.cli import arguments
 # TOKENS a token file whose .bin was cut short, BROKEN a run with a byte of a weight file changed, FILE a file,
 # DAMAGED, UNREADABLE, LOST runs whose manifest, configuration and tokenizer's description were cut, OTHERS token files whose
 # manifest was, HUGGING a folder with half of a config.json, CLUSTER a configuration without a model, WIDE one whose model has
-# a misspelt key, LINKS measured links without a key
+# a misspelt key
 CASES = {
     "train.py": [
         ("NONE.yml", r"nothing\.yml: no such file; name one that is there"),
@@ -125,11 +125,6 @@ CASES = {
         ("RUN", "has no bidirectional lion mixers"),
         ("RUN --batch 0", "--batch: 0: a whole number, 1 or more"),
     ],
-    "tools.measure_links": [
-        ("", "a process alone has no links: torchrun --nproc-per-node 2"),
-        ("--largest -1", "--largest: -1: a whole number, 1 or more"),
-        ("--largest 1000", "--largest 1000: 65536 bytes, the first size, or more are allowed"),
-    ],
     "tools.neox_config": [
         ("NONE", "nothing: no such file; name GPT-NeoX's"),
         ("CONFIG", "has the section run: it is of this project already"),
@@ -138,9 +133,7 @@ CASES = {
         ("CONFIG --gpus 0", "--gpus: 0: a whole number, 1 or more, is allowed"),
         ("CONFIG --gpu nosuch", "--gpu 'nosuch': no .* peak; known are V100"),
         ("CONFIG --mfu 40", "--mfu: 40: a share above 0 and at most 1 is allowed"),
-        ("CONFIG --links NONE", "nothing: No such file or directory; name a path that is there"),
-        ("CONFIG --links CONFIG", r"--links .*default\.yml: not what tools\.measure_links -o writes"),
-        ("CONFIG --links LINKS", r"links\.json: not what tools\.measure_links -o writes \(KeyError: 'machines'\)"),
+        ("CONFIG --node-bandwidth 0", "--node-bandwidth: 0: a number above 0"),
         ("CONFIG model.nosuch=1", "model.nosuch is an unknown key; allowed in model are"),
     ],
     "tools.plot": [
@@ -171,11 +164,6 @@ CASES = {
     "tools.serve": [
         ("HUGGING", r"config\.json has no key 'architectures': python -m tools\.convert_hf export"),
         ("NONE", r"is no export: config\.json is missing; python -m tools\.convert_hf export"),
-    ],
-    "tools.simulate_scaling": [
-        ("CONFIG --links NONE", "nothing: No such file or directory"),
-        ("CONFIG --flops 0", "--flops: 0: a number above 0"),
-        ("CONFIG -o FILE", "--output .*file: a picture's name ends in its format"),
     ],
     "tools.train_tokenizer": [
         ("--input NONE --output OUT", "nothing does not exist"),
@@ -222,13 +210,9 @@ def places(tmp_path_factory, trained_run) -> dict[str, str]:
     (folder / "hugging").mkdir()
     (folder / "hugging" / "config.json").write_text('{"model_type": "llama"}')
     (folder / "wide.yml").write_text("model: {hiden_size: 3}")
-    (folder / "links.json").write_text(
-        '{"speed": {"all-reduce": [1e9]}, "latency": {"all-reduce": 1e-5}, "processes": 2}'
-    )
     return {
         "CLUSTER": str(ROOT / "configs" / "cluster" / "1gpu.yml"),
         "WIDE": str(folder / "wide.yml"),
-        "LINKS": str(folder / "links.json"),
         "RUN": str(trained_run),
         "NONE": str(folder / "nothing"),
         "CONFIG": str(ROOT / "configs" / "default.yml"),

@@ -1,26 +1,19 @@
-"""The model of communication: what is sent, how long a step takes, links measured and assumed, the simulation."""
+"""The communication cost: bytes sent per step, and the time of a step."""
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_lite.parallel.layout import Layout
-from megatron_lite.planning.communication_cost import Links, Workload, scaling, step_seconds, volumes
+from megatron_lite.planning.communication_cost import Links, Workload, step_seconds, volumes
 from megatron_lite.planning.memory import GIB
 from models.config import ModelConfig
 from models.mixers import MIXERS
-from tests.cli.conftest import ROOT, environment
-from tools import measure_links, simulate_scaling
-from tools.measure_links import read_links
 from tools.planning.estimate import layer_flops, read_config, state_elements, workload
 
 
@@ -101,130 +94,3 @@ def test_how_long_a_step_takes():
     assert piped["bubble"] == pytest.approx(piped["compute"] * 3 / 128)
     inside, outside = (step_seconds(work(), Layout(tensor=t), t, 4e14, links)["tensor"] for t in (8, 16))
     assert outside > 5 * inside  # over the network
-    weak = scaling(work(global_batch_size=64), Layout(), [1, 8, 1024], 4e14, links, grow_batch=True)
-    assert weak[1] == 1 > weak[8] > weak[1024] > 0.3
-    strong = scaling(work(), Layout(), [1, 8, 128, 1024], 4e14, links, grow_batch=False)
-    assert list(strong) == [1, 8, 128]  # 512 samples do not divide into micro batches of 4 on 1024
-    assert strong[128] < weak[8]
-
-
-def test_measured_links_take_the_place_of_assumed_ones(tmp_path):
-    rows = {"device": "H200", "processes": 4, "machines": 1, "speed": {"all-reduce": [1e9, 3e11]}, "latency": {}}
-    rows["latency"] = {"all-reduce": 6e-5}
-    path = tmp_path / "links.json"
-    path.write_text(json.dumps(rows))
-    links = read_links(path, 4)
-    assert (links.inside, links.outside, links.machine) == (3e11, Links().outside, 4)
-    assert links.latency_inside == pytest.approx(1e-5)
-    path.write_text(json.dumps({**rows, "machines": 2}))
-    assert read_links(path, 8).outside == 3e11
-
-
-def test_the_simulation_draws_its_curves(tmp_path, capsys):
-    picture = tmp_path / "scaling.png"
-    assert simulate_scaling.main(["configs/metala_1.4b.yml", "-o", str(picture)]) == 0
-    out = capsys.readouterr().out
-    # The page shows what the command prints.
-    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
-    for name in ("data", "tensor 2 x data", "tensor 8 x data", "pipeline 4 x data", "tensor 2 x pipeline 4 x data"):
-        printed = re.search(rf"^{name}  (.*)$", out, re.MULTILINE)[1].split()
-        shown = re.search(rf"^\| {name} \|(.*)\|$", page, re.MULTILINE)[1].replace(" %", "%").split("|")
-        columns = [printed[power] for power in (3, 5, 7, 8, 9, 10)]
-        assert [cell.strip() or "-" for cell in shown] == columns
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_curves_are_speeds_and_efficiencies(tmp_path, monkeypatch):
-    import matplotlib.pyplot as plt
-
-    monkeypatch.setattr(plt, "close", lambda _: None)
-    simulate_scaling.draw({"data": {1: 1.0, 4: 0.5}}, "title", "note", tmp_path / "scaling.png")
-    left, right = plt.gcf().axes
-    assert [line.get_xydata().tolist() for line in left.lines[1:]] == [[[1, 1], [4, 2]]]
-    assert [line.get_xydata().tolist() for line in right.lines] == [[[1, 100], [4, 50]]]
-    monkeypatch.undo()
-    plt.close("all")
-
-
-def test_the_simulation_has_the_stage_of_the_configuration(capsys):
-    """Of ZeRO 3 more is sent, and no pipeline runs with it; a machine of one GPU has no curve that is data's again."""
-    words = ["configs/metala_1.4b.yml", "--gpus-per-machine", "1"]
-    curves = []
-    for stage in (1, 3):
-        assert simulate_scaling.main([*words, f"parallel.zero_stage={stage}"]) == 0
-        out = capsys.readouterr().out
-        assert f"samples of 2048 a step, ZeRO {stage};" in out
-        rows = [line.split("  ")[0] for line in out.splitlines()[4:]]
-        assert rows == [
-            "data",
-            "tensor 2 x data",
-            *(["pipeline 4 x data", "tensor 2 x pipeline 4 x data"] if stage == 1 else []),
-        ]
-        curves.append([int(cell[:-1]) for cell in out.splitlines()[4].split()[1:9]])
-    assert curves[1] != curves[0]
-
-
-def test_a_layout_that_the_model_cannot_take_has_no_curve(capsys):
-    """BERT-base has twelve heads, which eight processes cannot share; the file's own layout is none of the curves'."""
-    assert simulate_scaling.main(["configs/bert_base.yml", "parallel.tensor=2"]) == 0
-    out = capsys.readouterr().out
-    assert "tensor 2 x data" in out
-    assert "tensor 8 x data" not in out
-
-
-def test_speeds_are_those_of_what_a_ring_sends(monkeypatch, capsys):
-    """As nccl-tests counts, here of collectives that take 3 ms each; in GB/s and microseconds."""
-    now = [0.0]
-
-    def collective(*_: object) -> None:
-        now[0] += 0.003
-
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "barrier"):
-        monkeypatch.setattr(f"torch.distributed.{name}", collective)
-    # The one of the times themselves is over two processes more, the slower one of which took 4 ms.
-    monkeypatch.setattr(
-        "torch.distributed.all_reduce",
-        lambda x, *op: collective() if not op else x.copy_(torch.tensor(0.004, dtype=x.dtype)),
-    )
-    monkeypatch.setattr("torch.distributed.P2POp", lambda *_: None)
-    monkeypatch.setattr("torch.distributed.batch_isend_irecv", lambda _: [SimpleNamespace(wait=collective)])
-    monkeypatch.setattr(measure_links.time, "perf_counter", lambda: now[0])
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    grid = SimpleNamespace(device=torch.device("cpu"), world_size=4, rank=0, is_main=True)
-    monkeypatch.setattr("megatron_lite.parallel.grid.init_grid", lambda _: grid)
-    assert measure_links.main(["--largest", "65536"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "4 processes on cpu; GB/s of each process, one direction (bus)"
-    assert out[2].split() == ["65,536", "0.02", "0.01", "0.01", "0.02"]
-    assert "all-reduce 4000.0 us" in out[3]
-    rows = measure_links.measure([65536], grid)
-    sent = [values[0] * 0.004 for values in rows["speed"].values()]
-    assert sent == pytest.approx([2 * 0.75 * 65536, 0.75 * 65536, 0.75 * 65536, 65536])
-    assert (rows["machines"], rows["processes"]) == (2, 4)
-
-
-def test_links_are_measured_between_processes(tmp_path):
-    path = tmp_path / "links.json"
-    words = [
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "tools.measure_links",
-        "--device",
-        "cpu",
-        "--largest",
-        "1048576",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, "-o", str(path)],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=60,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(path.read_text())
-    assert (rows["processes"], rows["machines"], rows["bytes"]) == (2, 1, [65536, 262144, 1048576])
-    assert all(0 < value < 1e12 for values in rows["speed"].values() for value in values)
-    assert "all-reduce" in done.stdout
