@@ -300,6 +300,8 @@ def train_sentencepiece(
                 minloglevel=2,
             )
         except (RuntimeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # of the file, on a full disk for example
+                raise
             if "KeyboardInterrupt" in str(error):  # of `texts`: SentencePiece hands on the words of an exception alone
                 raise KeyboardInterrupt from error
             raise ValueError(
