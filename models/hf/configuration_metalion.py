@@ -5,10 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+from transformers.utils.versions import require_version
 
-from ..config import ModelConfig
-from ..mixers import MIXERS
+OLDEST_TRANSFORMERS = "5.6.2"
+require_version(
+    f"transformers>={OLDEST_TRANSFORMERS}",
+    f"This model does not load with an older one: pip install -U 'transformers>={OLDEST_TRANSFORMERS},<6'",
+)
+
+from transformers import PreTrainedConfig  # noqa: E402 - an older one has no class of this name
+
+from ..config import ModelConfig  # noqa: E402
+from ..mixers import MIXERS  # noqa: E402
 
 # What a configuration without arguments is, which Transformers asks for: the shape of MetaLA 360M, with a mixer that is
 # there (an export holds only its own).

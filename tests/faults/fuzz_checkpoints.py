@@ -1,7 +1,17 @@
 """Damage files of run folders and exports at random, and count how the commands that read them answer.
 
-Each case copies a small run or an export, damages one file and starts a command in this process: `train.py` and
-`tools.generate` on a run, `tools.convert_hf import` on an export. An undamaged copy gives the result to compare with.
+Each case copies a small run or an export, damages one file and starts commands in this process: `tools.generate` and
+`train.py` on a run, `tools.convert_hf import` on an export. An undamaged copy gives the result to compare with.
+`run` returns these counts:
+
+    cases              damaged files
+    refused            a sentence that names the damaged file
+    harmless           the same result as without the damage
+    silently accepted  another result
+    file not named     a sentence that does not name the file
+    traceback          any other exception
+
+The last three are to be 0. Their cases stand in ``failures.jsonl`` of the folder.
 """
 
 from __future__ import annotations
@@ -22,9 +32,9 @@ import train
 from tests.cli.conftest import run_words, write_corpus
 from tools import convert_hf, generate
 
-NAMED = "refused, names the file"
-UNNAMED = "refused, names no file"
-HARMLESS = "equal result"
+NAMED = "refused"
+UNNAMED = "file not named"
+HARMLESS = "harmless"
 SILENT = "silently accepted"
 TRACEBACK = "traceback"
 
@@ -50,14 +60,10 @@ class Subject:
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """Return how many of `count` damaged copies ended in each category.
-
-    Args:
-        folder: holds the copies. Cases that are neither refused by name nor harmless are described in `failures.txt`.
-    """
+    """Damage `count` files, the same for the same seed, in a new `folder`; return the counts."""
     draw = random.Random(seed)
     subjects = _subjects(folder)
-    counts = dict.fromkeys((NAMED, UNNAMED, HARMLESS, SILENT, TRACEBACK), 0)
+    counts = {"cases": count} | dict.fromkeys((NAMED, HARMLESS, SILENT, UNNAMED, TRACEBACK), 0)
     for number in range(count):
         subject = subjects[number % len(subjects)]
         _copy(subject)
@@ -68,11 +74,10 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
             answer = command()
             category = judge(answer, expected, file)
             if category in (UNNAMED, SILENT, TRACEBACK):
-                with (folder / "failures.txt").open("a", encoding="utf-8") as out:
-                    place = file.relative_to(subject.copy)
-                    out.write(
-                        f"seed {seed}, case {number}: {category}: {subject.name}/{place}, {what}\n{answer.words}\n\n"
-                    )
+                place = str(file.relative_to(subject.copy))
+                case = {"outcome": category, "file": f"{subject.name}/{place}", "damage": what, "words": answer.words}
+                with (folder / "failures.jsonl").open("a", encoding="utf-8") as out:
+                    out.write(json.dumps({"case": number, **case}) + "\n")
             if category != HARMLESS:
                 break
         counts[category] += 1

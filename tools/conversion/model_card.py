@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.atomic_io import read_json
 from megatron_lite.metrics.logger import FILE_NAME, read_metrics
 from models.config import ModelConfig
+from models.hf.configuration_metalion import OLDEST_TRANSFORMERS
 
 _CITATIONS = {
     "metala": """@inproceedings{chou2024metala,
@@ -71,8 +73,8 @@ def model_card(
         "",
         f"A {'causal' if causal else 'masked'} language model with {parameters / 1e6:,.1f} M parameters, pretrained with "
         "metalion. The folder holds the model's own source: `trust_remote_code=True` loads it with torch and transformers "
-        "alone, on a CPU too; on a GPU in 16 bits the recurrence runs on flash-linear-attention's kernels, which must be "
-        "installed there.",
+        f"{OLDEST_TRANSFORMERS} or newer (below 6) alone, on a CPU too; on a GPU in 16 bits the recurrence runs on "
+        "flash-linear-attention's kernels, which must be installed there.",
         "",
         "```python",
         (_CAUSAL if causal else _MASKED).format(name=name),
@@ -137,7 +139,7 @@ def _evaluation(run: Path, step: str) -> str:
     file = run / "results.json"
     if not file.is_file():
         return ""
-    results = json.loads(file.read_text(encoding="utf-8"))
+    results = read_json(file, "evaluate again, or remove it", "results")
     if Path(str(results.get("checkpoint", ""))).name != step:
         return ""
     rows = ["| suite | task | metric | value |", "|---|---|---|---:|"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import resource
 import shutil
@@ -17,6 +18,9 @@ from safetensors.torch import load_file
 import tools.conversion.export_hf as exporting
 from megatron_lite.checkpoint.reader import read_weights
 from models.config import ModelConfig
+from models.hf import configuration_metalion
+from models.hf.configuration_metalion import OLDEST_TRANSFORMERS
+from tests.tools.conversion import environments
 from tests.tools.conversion.conftest import write_run
 from tools.conversion.logit_parity import load_export
 from tools.conversion.model_card import model_card
@@ -215,6 +219,7 @@ def test_the_card(trained_run: Path, tmp_path: Path) -> None:
         "| steps | 30 |",
         "| perplexity | pile | perplexity | 12.25 |",
         "chou2024metala",
+        f"torch and transformers {OLDEST_TRANSFORMERS} or newer (below 6) alone",
     ):
         assert line in card, line
     # Scores of another checkpoint are not this one's.
@@ -296,3 +301,12 @@ def test_a_run_without_a_tokenizer_is_exported_without_one(
     assert "AutoTokenizer gives the same ids" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "x"), "--tokenizer", str(tmp_path)]) == 2
     assert "tokenizer.json, tokenizer.model, vocab.txt, or a folder with one of them" in capsys.readouterr().err
+
+
+def test_an_older_transformers_is_named_with_the_oldest_that_loads_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environments.VERSIONS["oldest"] == OLDEST_TRANSFORMERS
+    assert f"transformers[torch]>={OLDEST_TRANSFORMERS}," in Path("pyproject.toml").read_text()
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "4.57.1")
+    needed = rf"transformers>={OLDEST_TRANSFORMERS} is required .* but found transformers==4.57.1"
+    with pytest.raises(ImportError, match=needed):
+        importlib.reload(configuration_metalion)
