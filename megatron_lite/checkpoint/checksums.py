@@ -54,7 +54,11 @@ def check_files(folder: Path, mend: str, names: Iterable[str] | None = None) -> 
         path = inside(folder, name, file)
         digest = file_sha256(path) if path.is_file() else None
         if digest != sums.get(name, ""):
-            what = "is missing" if digest is None else f"is damaged: its SHA-256 is not the one in {file}"
+            what = (
+                f"is missing: {file} names it"
+                if digest is None
+                else f"is damaged: its SHA-256 is not the one in {file}"
+            )
             raise CheckpointError(f"{path} {what}; {mend}")
     return len(names)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.atomic_io import written_aside
-from tests.faults import fuzz_data, power_cut
+from tests.faults import fuzz_checkpoints, fuzz_data, power_cut
 
 
 def test_after_a_power_cut_the_same_command_goes_on(tmp_path: Path) -> None:
@@ -22,6 +22,12 @@ def test_damaged_data_are_never_accepted_in_silence(tmp_path: Path) -> None:
     assert [counts[name] for name in ("cases", "silently accepted", "file not named", "traceback")] == [60, 0, 0, 0]
     assert counts["refused"] > 20
     assert counts["harmless"] > 5
+
+
+def test_damaged_checkpoints_and_exports_are_never_accepted_in_silence(tmp_path: Path) -> None:
+    counts = fuzz_checkpoints.run(10, 0, tmp_path)
+    assert [counts[name] for name in ("cases", "silently accepted", "file not named", "traceback")] == [10, 0, 0, 0]
+    assert counts["refused"] > 2
 
 
 @pytest.mark.parametrize("synced", [True, False])

@@ -379,7 +379,9 @@ def test_shards_and_sixteen_bits_come_back(
     part = next((tmp_path / "out").glob("model-00002-*"))
     content = part.read_bytes()
     part.unlink()
-    assert f"{part} is missing; copy it again" in error_of(["import", folder, str(tmp_path / "run2")], capsys)
+    assert f"{part} is missing: {tmp_path / 'out' / 'SHA256SUMS'} names it; copy it again" in error_of(
+        ["import", folder, str(tmp_path / "run2")], capsys
+    )
     (tmp_path / "out" / "SHA256SUMS").unlink()
     said = error_of(["import", folder, str(tmp_path / "run2")], capsys)
     assert "is missing; model.safetensors.index.json names it" in said
