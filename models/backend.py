@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -33,6 +34,26 @@ def vector_decay_takes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, mi
     return q.shape[1] > 16 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_decay)))
 
 
+def cpu_kernel(name: str) -> ModuleType | None:
+    """Return `models.kernels.cpu.<name>`, or None while torch.compile traces the code and in an export, which has none."""
+    return None if torch.compiler.is_compiling() else _cpu_module(name)
+
+
+@cache
+def _cpu_module(name: str) -> ModuleType | None:
+    try:
+        return import_module(f".kernels.cpu.{name}", __package__)
+    except ImportError:
+        return None
+
+
 @cache
 def _installed() -> bool:
-    return find_spec("triton") is not None
+    """Return whether Triton is installed, and whether kernels are there: an export whose mixers use none has none."""
+    try:
+        import triton  # noqa: F401
+
+        from .kernels.launch import Launch  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -20,9 +20,8 @@ from transformers.modeling_outputs import (
 )
 
 from ..language_model import LayerSpec
-from .cache import RecurrentCache
 from .configuration_metalion import MetalionConfig
-from .pretrained import MetalionPreTrainedModel
+from .pretrained import MetalionPreTrainedModel, RecurrentCache
 
 # What only a language model's head has.
 _PREDICTION = [r"^head\.weight$", r"^head\.bias$", r"^head\.transform\."]

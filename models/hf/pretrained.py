@@ -1,19 +1,18 @@
-"""What the Transformers models of `models.hf.modeling_metalion` share: embedding and blocks, padding, cache, gradient
-checkpointing, loading."""
+"""The base of the Transformers models: embedding and blocks, padding, recurrent cache, gradient checkpointing, loading."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ..language_model import layer_specs
 from ..layers.embedding import Embedding
-from ..layers.init import init_std
+from ..layers.projections import init_std
 from ..operators.gla.gated_linear_attention import leave_out_of_graphs
-from .cache import RecurrentCache
 from .configuration_metalion import MetalionConfig
 
 
@@ -219,3 +218,79 @@ def _mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
     if not torch.compiler.is_compiling() and bool(mask.all()):
         return None
     return mask
+
+
+class RecurrentCache(Cache):
+    """The states of all layers after `seen` positions, padding included.
+
+    `states` holds one dict a layer, the batch first in every tensor; empty before the first forward pass. A state cannot
+    go back to an earlier position, so assisted generation is refused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.states: list[dict[str, Tensor]] = []
+        self.seen = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions that the states have seen."""
+        return self.seen
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No largest length."""
+        return -1
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether something was seen."""
+        return self.seen > 0
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.states, self.seen = [], 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b goes on from what row beam_idx[b] has seen."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self._each(lambda state: state.index_select(0, indices.to(state.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._each(lambda state: state.repeat_interleave(repeats, 0))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """ValueError: what a recurrent state has seen cannot be taken out of it."""
+        raise ValueError(
+            f"cannot take {tokens_to_remove} tokens out of a recurrent state; generate from the prompt again"
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, -1 before the first forward pass."""
+        return next((len(tensor) for state in self.states for tensor in state.values()), -1)
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: generation does not compile the forward pass of itself."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """False."""
+        return False
+
+    def nbytes(self) -> int:
+        """Memory of the states in bytes."""
+        return sum(tensor.nbytes for state in self.states for tensor in state.values())
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __repr__(self) -> str:
+        return f"RecurrentCache(seen={self.seen}, layers={len(self.states)}, batch_size={self.batch_size})"
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        with torch.no_grad():
+            self.states = [{name: change(tensor) for name, tensor in state.items()} for state in self.states]

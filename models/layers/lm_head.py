@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..options import ModelShape
-from .init import init_std, linear
 from .norm import Norm
+from .projections import init_std, linear
 
 
 class Head(nn.Module):

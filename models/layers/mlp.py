@@ -7,13 +7,10 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backend import is_supported
-from ..kernels.cpu.swiglu import supports_swiglu
-from ..kernels.cpu.swiglu import swiglu as native_swiglu
+from ..backend import cpu_kernel, is_supported
 from ..options import ModelShape
 from ..recompute import recomputable
-from .init import linear
-from .projections import FanOut, apply_each
+from .projections import FanOut, apply_each, linear
 
 
 class SwiGLU(nn.Module):
@@ -45,8 +42,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up."""
     if is_supported(up) and gate.dtype == up.dtype:
         from ..kernels.swiglu import swiglu as kernel
-    elif supports_swiglu(gate, up):
-        kernel = native_swiglu
+    elif (native := cpu_kernel("swiglu")) is not None and native.supports_swiglu(gate, up):
+        kernel = native.swiglu
     else:
         kernel = _swiglu
     y = kernel(gate, up)

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..backend import is_supported
-from ..kernels.cpu.causal_conv1d import causal_convolution as native_convolution
-from ..kernels.cpu.causal_conv1d import supports_convolution
+from ..backend import cpu_kernel, is_supported
 from ..operators.context_parallel import (
     ContextParallelGroup,
     context_parallel_group,
@@ -172,8 +170,8 @@ def _convolve(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> T
     """before: [batch, kernel - 1, channels] or None for zeros, x: [batch, length, channels] -> x's shape."""
     if is_supported(x) and weight.shape[1] <= _LONGEST:
         from ..kernels.causal_conv1d import causal_convolution as form
-    elif supports_convolution(x, weight):
-        form = native_convolution
+    elif (native := cpu_kernel("causal_conv1d")) is not None and native.supports_convolution(x, weight):
+        form = native.causal_convolution
     elif x.device.type == "cpu" and not torch.compiler.is_compiling():
         form = _in_tiles
     else:

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.init import linear
-from ..layers.projections import FanOut, apply_each
+from ..layers.projections import FanOut, apply_each, linear
 from ..operators.varlen import check_packed
 from ..options import ModelShape, require_at_least, require_divisor
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.gated_norm import gated_head_norm
-from ..layers.init import linear
+from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding

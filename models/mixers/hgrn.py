@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.gated_norm import gated_head_norm
-from ..layers.init import linear
+from ..layers.projections import linear
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding
 from ..options import ModelShape

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.init import linear
+from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.gla.normalized import recurrence_with_row_sum
 from ..operators.gla.short_map import short_map

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.init import init_std, linear
 from ..layers.norm import LayerNorm
-from ..layers.projections import FanOut, apply_each
+from ..layers.projections import FanOut, apply_each, init_std, linear
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.gla.normalized import recurrence_with_row_sum
 from ..operators.gla.short_map import short_map

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.init import init_std, linear
+from ..layers.projections import init_std, linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.selective_scan import selective_scan
 from ..options import ModelShape, require_at_least, require_divisor

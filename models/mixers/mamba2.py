@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backend import is_supported
-from ..layers.init import linear
+from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.gla.short_map import short_map

@@ -10,11 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backend import is_supported, vector_decay_takes
-from ..kernels.cpu.metala import metala_core as native_core
-from ..kernels.cpu.metala import supports_metala_core
-from ..layers.init import linear
-from ..layers.projections import FanOut, apply_each
+from ..backend import cpu_kernel, is_supported, vector_decay_takes
+from ..layers.projections import FanOut, apply_each, linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.context_parallel import context_parallel_group
 from ..operators.gla.gated_linear_attention import recurrence
@@ -184,8 +181,9 @@ def _core(
         from ..kernels.metala.fused_layer import metala_core
 
         return metala_core
-    if supports_metala_core(q, a, v, aug_weight, gate):
-        return native_core
+    native = cpu_kernel("metala")
+    if native is not None and native.supports_metala_core(q, a, v, aug_weight, gate):
+        return native.metala_core
     return None
 
 
@@ -197,7 +195,7 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
 def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
     """log alpha, alpha = sigmoid(a)^(1/16), in float32 (float64 for float64), and k = 1 - alpha in a's dtype."""
     if is_supported(a):
-        from ..kernels.metala.decay_and_key import decay_and_key as kernel
+        from ..kernels.metala.fused_layer import decay_and_key as kernel
     else:
         kernel = _decay_and_key
     results = kernel(a)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.init import linear
+from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.context_parallel import context_parallel_group, shard_segments
 from ..operators.gla.gated_linear_attention import local_recurrence

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.init import linear
+from ..layers.projections import linear
 from ..operators.gla.gated_linear_attention import recurrence
 from ..options import ModelShape
 from ..precision import to_accumulation_dtype

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from ..layers.embedding import token_positions
 from ..layers.gated_norm import gated_head_norm
-from ..layers.init import head_numbers, linear
-from ..layers.positions import token_positions
+from ..layers.projections import head_numbers, linear
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding
 from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, require_at_least, require_divisor, require_positive

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.init import linear
+from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
 from ..operators.scan.linear_scan import scan
 from ..operators.varlen import without_padding

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.init import linear
+from ..layers.projections import linear
 from ..operators.context_parallel import (
     ContextParallelGroup,
     ShardSegments,

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.init import head_numbers, linear
-from ..layers.positions import token_positions
+from ..layers.embedding import token_positions
+from ..layers.projections import head_numbers, linear
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.varlen import without_padding
 from ..options import ModelShape

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..backend import is_supported
-from ..kernels.cpu.cross_entropy import supports_cross_entropy
+from ..backend import cpu_kernel, is_supported
 
 IGNORED_LABEL = -100
 
@@ -124,8 +123,9 @@ class _CrossEntropySum(torch.autograd.Function):
         kernels = True
         if is_supported(hidden):
             from ..kernels.cross_entropy import add_product, gradient_in_place, row_statistics
-        elif supports_cross_entropy(hidden, weight):
-            from ..kernels.cpu.cross_entropy import add_product, gradient_in_place, row_statistics
+        elif (native := cpu_kernel("cross_entropy")) is not None and native.supports_cross_entropy(hidden, weight):
+            add_product, gradient_in_place = native.add_product, native.gradient_in_place
+            row_statistics = native.row_statistics
         else:
             kernels = False
         # They read every place after the one before.

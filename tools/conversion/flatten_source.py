@@ -1,12 +1,15 @@
 """The model's own source as one folder of files, which is what Transformers can load.
 
 Transformers follows relative imports within one folder only, so `mixers/metala.py` becomes `mixers_metala.py` and every
-relative import is rewritten to match; nothing else changes but
+relative import is rewritten to match. The other changes are:
 
-- the table of mixers keeps the ones that the model uses, so that a folder holds no file without a purpose;
-- imports of optional packages stand in try blocks, where Transformers' check of requirements does not look;
-- the two files that Transformers opens by name also name what they reach indirectly: it reads the imports of a file and
-  copies those files, and in its older versions not what these import in turn.
+- The table of mixers keeps the mixers of the model, so that a folder holds no file without a purpose.
+- Triton kernels are left out of a model whose mixers use none, such as softmax attention. `models/backend.py` then selects
+  PyTorch. The C++ kernels for a CPU are never imported by name, and so never copied.
+- The loss of training is left out: Transformers has its own.
+- Imports of optional packages stand in try blocks, which Transformers' check of requirements skips.
+- The two files that Transformers opens by name also name what they reach indirectly. Older versions of Transformers copy
+  only the files that these two import.
 """
 
 from __future__ import annotations
@@ -22,29 +25,37 @@ ENTRY = "hf.modeling_metalion"
 CONFIG_ENTRY = "hf.configuration_metalion"
 
 _AT_HAND = {"torch", "transformers", *sys.stdlib_module_names}
+_TRAINING = ("operators.cross_entropy",)
 
 
 def flat_source(mixers: Collection[str]) -> dict[str, str]:
     """Return file name to text: `modeling_metalion.py` and every file of `models/` that it imports, for these mixers."""
-    files: dict[str, str] = {}
+    of_mixers, _ = _follow("mixers", mixers, _TRAINING)
+    kernels = any(module.startswith("kernels.") for module in of_mixers)
+    texts, imports = _follow(ENTRY, mixers, _TRAINING if kernels else (*_TRAINING, "kernels"))
+    for entry in (ENTRY, CONFIG_ENTRY):
+        texts[entry] += _also_needed(_reached(entry, imports) - {entry, *imports[entry]})
+    return {f"{_flat(module)}.py": text for module, text in texts.items()}
+
+
+def _follow(
+    entry: str, mixers: Collection[str], left_out: tuple[str, ...]
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the text and the imports of every module that `entry` reaches, but for the modules and folders `left_out`."""
+    texts: dict[str, str] = {}
     imports: dict[str, list[str]] = {}
-    waiting = [ENTRY]
+    waiting = [entry]
     while waiting:
         module = waiting.pop()
-        name = f"{_flat(module)}.py"
-        if name in files:
+        if module in texts:
             continue
         path = _path(module)
         text = path.read_text(encoding="utf-8")
         if module == "mixers":
             text = _only_mixers(text, mixers)
-        text, imported = _rewrite(text, module, package=path.name == "__init__.py")
-        files[name] = text
-        imports[module] = imported
-        waiting += imported
-    for entry in (ENTRY, CONFIG_ENTRY):
-        files[f"{_flat(entry)}.py"] += _also_needed(_reached(entry, imports) - {entry, *imports[entry]})
-    return files
+        texts[module], imports[module] = _rewrite(text, module, left_out, package=path.name == "__init__.py")
+        waiting += imports[module]
+    return texts, imports
 
 
 def _reached(module: str, imports: Mapping[str, Collection[str]]) -> set[str]:
@@ -73,8 +84,11 @@ def _flat(module: str) -> str:
     return module.removeprefix("hf.").replace(".", "_")
 
 
-def _rewrite(text: str, module: str, *, package: bool) -> tuple[str, list[str]]:
-    """The text with flat imports, and the modules that it imports."""
+def _rewrite(text: str, module: str, left_out: tuple[str, ...], *, package: bool) -> tuple[str, list[str]]:
+    """Return the text with flat imports, and the modules that it imports.
+
+    An import of a module that is left out raises ImportError instead. Such an import stands in a function.
+    """
     lines = text.splitlines(keepends=True)
     imported = []
     tree = ast.parse(text)
@@ -84,6 +98,11 @@ def _rewrite(text: str, module: str, *, package: bool) -> tuple[str, list[str]]:
         first, last = node.lineno - 1, node.end_lineno or node.lineno
         if isinstance(node, ast.ImportFrom) and node.level:
             target = _target(node, module, package=package)
+            if any(f"{target}.".startswith(f"{name}.") for name in left_out):
+                lines[first:last] = [
+                    f"{' ' * node.col_offset}raise ImportError('this export has no {_flat(target)}.py')\n"
+                ]
+                continue
             imported.append(target)
             lines[first] = re.sub(r"from\s+\.[\w.]*\s+import", f"from .{_flat(target)} import", lines[first], count=1)
         elif _top_level(node) not in _AT_HAND and id(node) not in guarded:
@@ -103,7 +122,7 @@ def _top_level(node: ast.Import | ast.ImportFrom) -> str:
 
 
 def _target(node: ast.ImportFrom, module: str, *, package: bool) -> str:
-    """The module that a relative import means, from the top of `models/`. ValueError for `from . import file`."""
+    """Return the module that a relative import names, from the top of `models/`. ValueError for `from . import file`."""
     above = module.split(".") if package else module.split(".")[:-1]
     above = above[: len(above) - (node.level - 1)]
     if node.module is None:
@@ -114,7 +133,7 @@ def _target(node: ast.ImportFrom, module: str, *, package: bool) -> str:
 
 
 def _only_mixers(text: str, mixers: Collection[str]) -> str:
-    """`mixers/__init__.py` without the imports and the entries of MIXERS that are not used."""
+    """Return `mixers/__init__.py` without the imports and the entries of MIXERS that are not used."""
     tree = ast.parse(text)
     table = next(
         node.value for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)

@@ -15,8 +15,8 @@ from models.backend import is_supported
 from models.config import ModelConfig
 from models.language_model import LanguageModel, LayerSpec, build_layer, layer_specs
 from models.layers.embedding import look_up
-from models.layers.init import linear
 from models.layers.norm import Norm
+from models.layers.projections import linear
 from models.mixers.attention import Attention, dot_product
 from models.operators.cross_entropy import IGNORED_LABEL
 from tools.cli.yaml_file import nearest

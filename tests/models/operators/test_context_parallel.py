@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig, check_context_parallel
 from models.language_model import LanguageModel
-from models.layers.positions import LearnedPositions
+from models.layers.embedding import LearnedPositions
 from models.layers.short_convolution import CausalConvolution
 from models.mixers import MIXERS
 from models.operators.context_parallel import context_parallel, context_parallel_group
