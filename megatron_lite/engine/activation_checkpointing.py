@@ -19,22 +19,22 @@ def checkpointed(
     index: int,
     count: int,
     parallel: ParallelConfig,
-    forgetting: Callable[[], AbstractContextManager[None]] | None = None,
+    recompute: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Callable[..., Tensor]:
     """The layer, or the layer under activation checkpointing (Chen et al. 2016). Only blocks recompute.
 
-    forgetting: the layers' own context in which they do not keep what is cheap to make again, for mode "elementwise"; without
+    recompute: the layers' own context in which they do not keep what is cheap to make again, for mode "elementwise"; without
     it ValueError.
     """
     mode = mode_of(index, count, parallel)
     if mode == "none":
         return layer
     if mode == "elementwise":
-        if forgetting is None:
-            raise ValueError("parallel.activation_checkpointing.mode = elementwise needs `forgetting` of the layers")
+        if recompute is None:
+            raise ValueError("parallel.activation_checkpointing.mode = elementwise needs `recompute` of the layers")
 
         def call(*inputs: Tensor, **context: Tensor) -> Any:
-            with forgetting():
+            with recompute():
                 return layer(*inputs, **context)
 
         return call

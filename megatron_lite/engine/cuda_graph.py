@@ -19,28 +19,31 @@ Block = Callable[..., Tensor]
 _EAGER = 2  # calls before the recording: kernels are compiled and chosen, communicators made
 
 
-class Captured:
+class GraphedBlocks:
     """`blocks`, (hidden, **context) -> hidden, recorded at the third training call and replayed from then on.
 
-    Calls with a context, of another shape or type, or without gradients go to `otherwise`; and all of them where an operation
-    asks the device for a number, on which no recording can wait: a warning says so.
+    Calls with a context, with another shape or dtype, or without gradients run `eager_fallback`. So do all calls if an
+    operation of the blocks waits for a value of the device, which a graph cannot record; a warning says so.
 
     Args:
-        otherwise: the same function of its arguments, for when the host starts every kernel.
+        eager_fallback: the same function, with every kernel launched by the host.
         layers: the modules whose parameters `blocks` reads.
-        lasting: gradients outlive the next call, and are copied out of the graph's memory.
+        keep_gradients: gradients outlive the next call, so they are copied out of the graph's memory.
     """
 
-    def __init__(self, blocks: Block, otherwise: Block, layers: Sequence[nn.Module], *, lasting: bool = True) -> None:
-        self._blocks, self._otherwise, self._layers, self._lasting = blocks, otherwise, list(layers), lasting
-        self._refused = False
+    def __init__(
+        self, blocks: Block, eager_fallback: Block, layers: Sequence[nn.Module], *, keep_gradients: bool = True
+    ) -> None:
+        self._blocks, self._eager_fallback = blocks, eager_fallback
+        self._layers, self._keep_gradients = list(layers), keep_gradients
+        self._unsupported = False
         self._like: tuple[torch.Size, torch.dtype] | None = None
         self._calls = 0  # of this shape and type
         self._record: _Record | None = None
 
     def __call__(self, hidden: Tensor, **context: Tensor) -> Tensor:
-        if self._refused or context or not (torch.is_grad_enabled() and hidden.requires_grad):
-            return self._otherwise(hidden, **context)
+        if self._unsupported or context or not (torch.is_grad_enabled() and hidden.requires_grad):
+            return self._eager_fallback(hidden, **context)
         record = self._record
         if record is not None and record.moved():
             record = self._record = None
@@ -52,8 +55,8 @@ class Captured:
                 return self._tried(hidden)
             record = self._record = self._recorded(hidden)
         if like != self._like:
-            return self._otherwise(hidden)
-        return _Replay.apply(record, self._lasting, hidden, *record.parameters)
+            return self._eager_fallback(hidden)
+        return _Replay.apply(record, self._keep_gradients, hidden, *record.parameters)
 
     def _recorded(self, hidden: Tensor) -> _Record:
         try:
@@ -80,7 +83,7 @@ class Captured:
                 warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         # The first call also compiles kernels, which may ask.
         if self._calls == _EAGER and waits:
-            self._refused = True
+            self._unsupported = True
             warnings.warn(
                 "parallel.cuda_graph = true: a block waits for a number from the device, which a CUDA graph cannot; the blocks "
                 "run without one. Set it to false (MetaLA waits in float32, not with precision.dtype = bf16)",
@@ -138,8 +141,8 @@ def _aliased(layers: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Parameter, T
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, record: _Record, lasting: bool, hidden: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.record, ctx.lasting = record, lasting
+    def forward(ctx: Any, record: _Record, keep_gradients: bool, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.record, ctx.keep_gradients = record, keep_gradients
         record.x.detach().copy_(hidden)
         record.forward.replay()
         return record.y.detach()
@@ -151,5 +154,5 @@ class _Replay(torch.autograd.Function):
         record.dy.copy_(gradient)
         record.backward.replay()
         first, *rest = record.gradients
-        of_parameters = [None if g is None else g.clone() if ctx.lasting else g.detach() for g in rest]
+        of_parameters = [None if g is None else g.clone() if ctx.keep_gradients else g.detach() for g in rest]
         return None, None, first.detach(), *of_parameters

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
-from megatron_lite.engine.activation_checkpointing import checkpointed
-from megatron_lite.engine.cuda_graph import Captured
 from megatron_lite.engine.deepspeed import deepspeed_config, import_deepspeed, restore_linear, share_weights
-from megatron_lite.engine.model_shard import LayerSpec, OwnLayers
-from megatron_lite.engine.sequential import Batch, Sequential, one_after_another
-from megatron_lite.engine.tensor_overlap import Halves, parts_of
+from megatron_lite.engine.model_shard import LayerSpec, ModelShard
+from megatron_lite.engine.parallelize import parallelize
+from megatron_lite.engine.sequential import Batch, Sequential
 from megatron_lite.metrics.per_source_loss import loss_by_source, traced
 from megatron_lite.optim.bf16_optimizer import spare_gradients
 from megatron_lite.optim.param_groups import build_optimizer
@@ -77,8 +75,8 @@ class Engine:
         sequence_length: of the samples, to share the layers out over the stages by what they cost.
         context_parallel: a context in which the layers treat their inputs as the local shard of a sequence; needed with
             context parallelism.
-        forgetting: a context in which the layers make again what is cheap instead of keeping it; needed with activation
-            checkpointing of mode "elementwise".
+        recompute: a context in which the layers recompute elementwise results instead of keeping them; needed with
+            activation checkpointing of mode "elementwise".
         count_right: also count the tokens that are predicted right, in training and evaluation.
         asked_share: of the tokens at which a token is to be predicted, for what the last layer costs.
 
@@ -104,7 +102,7 @@ class Engine:
         precision: PrecisionConfig,
         sequence_length: int = 2048,
         context_parallel: Callable[[ContextParallelGroup], contextlib.AbstractContextManager[None]] | None = None,
-        forgetting: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+        recompute: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         count_right: bool = False,
         asked_share: float = 1.0,
     ) -> None:
@@ -113,7 +111,7 @@ class Engine:
         self.grid, self.dtype, self.accumulation = grid, dtype, accumulation
         self._right = torch.zeros((), dtype=torch.float64, device=grid.device) if count_right else None
         deepspeed = import_deepspeed()
-        self._own = own = OwnLayers(
+        self._shard = shard = ModelShard(
             specs,
             build_layer,
             seed=seed,
@@ -122,27 +120,11 @@ class Engine:
             sequence_length=sequence_length,
             asked_share=asked_share,
         )
-        self.model, self.layers, self.sharding_specs = own.model, list(own.layers.values()), own.sharding_specs
+        self.model, self.layers, self.sharding_specs = shard.model, list(shard.layers.values()), shard.sharding_specs
         self._context = context_parallel_group(grid)
-        if self._context is not None and context_parallel is None:
-            raise ValueError(
-                "context parallelism needs `context_parallel`: a context in which the layers treat inputs as a local shard"
-            )
-
-        def around(layer: nn.Module) -> Callable[..., Tensor]:
-            if self._context is None or context_parallel is None:
-                return layer
-            group = self._context
-
-            def call(hidden: Tensor, **context: Any) -> Tensor:
-                with context_parallel(group):
-                    return layer(hidden, **context)
-
-            return call
-
         filler = nn.Parameter(torch.zeros(1, device=grid.device)) if grid.pipe_size > 1 else None
         client = build_optimizer(
-            own.parameters_with_kind(),
+            shard.parameters_with_kind(),
             lr=optimizer.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
@@ -150,10 +132,18 @@ class Engine:
             no_weight_decay=optimizer.no_weight_decay,
             filler=filler,
         )
-        if parallel.compile:
-            for index, layer in own.layers.items():
-                if 0 < index < len(specs) - 1:
-                    layer.compile()
+        # The bf16 optimizer adds gradients to its sums after every backward pass; others keep them.
+        setting = Setting(dtype, parallel.zero_stage, grid.replicas, optimizer_state=precision.optimizer_state)
+        calls = parallelize(
+            shard.layers,
+            len(specs),
+            parallel,
+            context_group=self._context,
+            context_parallel=context_parallel,
+            recompute=recompute,
+            keep_gradients=setting.keeps_gradients,
+            device=grid.device,
+        )
         settings = deepspeed_config(
             self.layers,
             grid=grid,
@@ -164,26 +154,6 @@ class Engine:
             parallel=parallel,
             precision=precision,
         )
-        # Inside the checkpointed call, because a layer that is computed again is so in a thread of the backward pass.
-        calls = {
-            index: checkpointed(around(layer), index, len(specs), parallel, forgetting)
-            for index, layer in own.layers.items()
-        }
-        blocks = {index: layer for index, layer in own.layers.items() if 0 < index < len(specs) - 1}
-        graph = parallel.cuda_graph and grid.device.type == "cuda"
-        if blocks and (parallel.tensor_overlap or graph):
-            whole = together = one_after_another([calls[index] for index in blocks])
-            if parallel.tensor_overlap:
-                parts = [parts_of(layer, index, len(specs), parallel, forgetting) for index, layer in blocks.items()]
-                parameters = [parameter for layer in blocks.values() for parameter in layer.parameters()]
-                together = Halves(parts, parameters, grid.device)
-            if graph:
-                # The bf16 optimizer adds gradients to its sums after every backward pass, others keep them.
-                setting = Setting(dtype, parallel.zero_stage, grid.replicas, optimizer_state=precision.optimizer_state)
-                together = Captured(together, whole, list(blocks.values()), lasting=setting.lasting)
-            calls = {index: together if index == min(blocks) else call for index, call in calls.items()}
-            for index in list(blocks)[1:]:
-                del calls[index]
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory statistics while it builds
             model, unit = self._module(calls)
             if any(parameter is filler for group in client.param_groups for parameter in group["params"]):
@@ -195,7 +165,7 @@ class Engine:
         spare_gradients(self._engine, zero, grid.replicas, release=cuda, kernels=kernels)
         self.zero_stage = max(1, parallel.zero_stage)
         self.optimizer_state = OptimizerState(
-            zero, client, list(own.placed_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid
+            zero, client, list(shard.placed_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid
         )
 
     def train_step(
@@ -238,8 +208,8 @@ class Engine:
                 self.optimizer_state.poison_gradients()
 
         if self._stage is not None:
-            own = [self._to_device(batch) for batch in batches]
-            self._stage.train_step(self._engine, own, scale, lambda nll: decide(self._sums(nll)))
+            on_device = [self._to_device(batch) for batch in batches]
+            self._stage.train_step(self._engine, on_device, scale, lambda nll: decide(self._sums(nll)))
         else:
             total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
             for index, batch in enumerate(batches):
@@ -264,7 +234,7 @@ class Engine:
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode without gradients, for forward passes of any length through `layers` (one stage only)."""
         self._engine.eval()
-        tensor = self._own.tensor
+        tensor = self._shard.tensor
         sequence = tensor is not None and tensor.sequence
         if tensor is not None:
             tensor.sequence = False
@@ -332,7 +302,7 @@ class Engine:
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Canonical name to full shape of every parameter of the model, a tied one once."""
-        return dict(self._own.shapes)
+        return dict(self._shard.shapes)
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers, so that another engine can be built in this process."""
@@ -341,7 +311,7 @@ class Engine:
 
         # DeepSpeed hangs methods of a parameter on the parameter itself. Such a circle is never collected, and with it
         # go weights and float32 gradients.
-        for _, parameter, _ in self._own.named_parameters():
+        for _, parameter, _ in self._shard.named_parameters():
             for name, value in list(vars(parameter).items()):
                 if getattr(value, "__self__", None) is parameter:
                     delattr(parameter, name)
@@ -355,8 +325,8 @@ class Engine:
         if self.grid.pipe_size > 1:
             from megatron_lite.engine.pipeline_stage import Stage
 
-            own = self._own
-            self._stage = Stage(own.layers, calls, bounds=own.bounds, grid=self.grid, tied=bool(own.tied))
+            shard = self._shard
+            self._stage = Stage(shard.layers, calls, bounds=shard.bounds, grid=self.grid, tied=bool(shard.tied))
             return self._stage, None
         unit = None
         if self.grid.tensor_size > 1:

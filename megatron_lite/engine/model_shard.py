@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from megatron_lite.config.schema import ParallelConfig
+from megatron_lite.engine.parallelize import shard_and_fuse
 from megatron_lite.optim.param_groups import parameter_kind
 from megatron_lite.optim.zero_state import Placed
-from megatron_lite.parallel.fused_projections import join_fan_outs
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.layout import stage_bounds
 from megatron_lite.parallel.sharding_plan import ShardingSpec, shard_of, sharding_specs
-from megatron_lite.parallel.tensor_parallel import TensorGroup, cut_layer
+from megatron_lite.parallel.tensor_parallel import TensorGroup
 from megatron_lite.planning.flops import forward_flops
 
 
@@ -28,7 +28,7 @@ class LayerSpec(Protocol):
     def tied_to(self) -> str | None: ...
 
 
-class OwnLayers:
+class ModelShard:
     """The layers of this process's pipeline stage, cut to its part of the tensor group.
 
     Args:
@@ -45,7 +45,7 @@ class OwnLayers:
         shapes, sharding_specs: full shape and sharding spec of every parameter of the model by canonical name, a tied one once.
 
     Raises:
-        ValueError: as `cut_layer`.
+        ValueError: as `parallelize.shard_and_fuse`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class OwnLayers:
         for index in range(self.bounds[grid.pipe_rank], self.bounds[grid.pipe_rank + 1]):
             with grid.device:
                 self.layers[index] = build_layer(specs[index], index, seed)
-            place_layer(self.layers[index], self.tensor, parallel)
+            shard_and_fuse(self.layers[index], self.tensor, parallel)
         self._by_name = {specs[index].name: layer for index, layer in self.layers.items()}
         self.tied = {spec.name: spec.tied_to for spec in specs if spec.tied_to is not None}
         for name, tied_to in self.tied.items():
@@ -118,12 +118,3 @@ class OwnLayers:
                 name = f"{spec.name}.{key}"
                 self.shapes[name], self.sharding_specs[name] = tuple(parameter.shape), specs_of_layer[key]
                 self._kinds[name] = parameter_kind(layer, key)
-
-
-def place_layer(layer: nn.Module, tensor: TensorGroup | None, parallel: ParallelConfig) -> None:
-    """Cut a whole layer in place to this process's part, and join its fan-outs where they can be. Raises as `cut_layer`."""
-    if tensor is not None:
-        cut_layer(layer, tensor)
-    # ZeRO 3 gathers a module's weights when it is called, and torch.compile makes kernels of its own.
-    if parallel.zero_stage < 3 and not parallel.compile:
-        join_fan_outs(layer, tensor)

@@ -26,12 +26,12 @@ from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
 Part = Callable[..., Any]
 
 
-def parts_of(
+def overlap_parts(
     layer: Any,
     index: int,
     count: int,
     parallel: ParallelConfig,
-    forgetting: Callable[[], AbstractContextManager[None]] | None,
+    recompute: Callable[[], AbstractContextManager[None]] | None,
 ) -> list[Part]:
     """The parts of a block, under activation checkpointing; arguments as `checkpointed`.
 
@@ -39,10 +39,10 @@ def parts_of(
     """
     whole = mode_of(index, count, parallel) not in ("none", "elementwise")
     parts = (layer,) if whole else (layer.mix, layer.finish)
-    return [checkpointed(part, index, count, parallel, forgetting) for part in parts]
+    return [checkpointed(part, index, count, parallel, recompute) for part in parts]
 
 
-class Halves:
+class MicroBatchOverlap:
     """Consecutive blocks as one call, (hidden, **context) -> hidden, all [batch, length, ...].
 
     Args:

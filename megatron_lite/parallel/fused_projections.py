@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_lite.parallel.tensor_parallel import TensorGroup
 
 
-def join_fan_outs(layer: nn.Module, tensor: TensorGroup | None) -> None:
+def fuse_projections(layer: nn.Module, tensor: TensorGroup | None) -> None:
     """Have the modules of a layer compute their fan-outs here. Not for ZeRO 3, which gathers a linear when it is called.
 
     A module with `fan_out_is_entry` enters the parallel region here.

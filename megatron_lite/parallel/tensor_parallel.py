@@ -61,7 +61,7 @@ class TensorGroup:
         return all_gather(x, self.group, self.count)
 
 
-def cut_layer(layer: nn.Module, tensor: TensorGroup) -> None:
+def shard_layer(layer: nn.Module, tensor: TensorGroup) -> None:
     """Cut a whole layer in place to this process's part, by its sharding specs; it then computes what it did whole.
 
     Raises:

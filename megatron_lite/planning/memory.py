@@ -87,7 +87,7 @@ class Setting:
     graphs: bool = False
 
     @property
-    def lasting(self) -> bool:
+    def keeps_gradients(self) -> bool:
         """Whether gradients outlive the next backward pass, and so are copied out of the graphs that made them."""
         return self.dtype != "bf16" or self.narrow or self.zero_stage > 1
 
@@ -167,9 +167,9 @@ def _moments_beside_graphs(
     pool = max(pool, gradients) + 3 * first.kept
     yield pool, held.before, max(first.forward, last.forward, last.kept)
     yield pool + last.kept, held.before, last.backward
-    copied = recorded if setting.lasting else 0
+    copied = recorded if setting.keeps_gradients else 0
     yield pool, held.buffers + max(held.each * (last.parameters + copied), width * copied), first.backward
-    yield pool, held.after - (0 if setting.lasting else width * recorded), 0.0
+    yield pool, held.after - (0 if setting.keeps_gradients else width * recorded), 0.0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.engine.cuda_graph import Captured
+from megatron_lite.engine.cuda_graph import GraphedBlocks
 from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
 from tests.gpu.test_trainer import LR, engine_on, run
@@ -84,5 +84,5 @@ def _trained(grid: Grid, config: Any, dtype: str, steps: Any, recorded: bool) ->
     return history, was
 
 
-def _captured(engine: Engine) -> list[Captured]:
-    return [call for call in engine._engine.module._calls if isinstance(call, Captured)]
+def _captured(engine: Engine) -> list[GraphedBlocks]:
+    return [call for call in engine._engine.module._calls if isinstance(call, GraphedBlocks)]

@@ -37,7 +37,7 @@ def engine_on(grid: Grid, config, dtype: str, stage: int = 1, seed: int = 11, **
         optimizer=OptimizerConfig(lr=LR),
         parallel=ParallelConfig(zero_stage=stage, **settings),
         precision=PrecisionConfig(fp16={"initial_scale_power": 8}),
-        forgetting=recompute_elementwise,
+        recompute=recompute_elementwise,
     )
 
 

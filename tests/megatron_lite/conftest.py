@@ -86,7 +86,7 @@ def build(grid: Grid) -> Iterator[Any]:
             optimizer=OptimizerConfig(lr=3e-4, **settings.pop("optimizer", {})),
             parallel=ParallelConfig(**settings),
             precision=precision,
-            forgetting=recompute_elementwise,
+            recompute=recompute_elementwise,
             count_right=count_right,
         )
         engines.append(engine)

@@ -102,7 +102,7 @@ OVERLAP = {"tensor_overlap": True}
 SEQUENCE = {"sequence_parallel": True}
 CHECKPOINTED = {"activation_checkpointing": {"mode": "full"}}
 SELECTIVE = {"activation_checkpointing": {"mode": "selective"}}
-FORGETTING = {"activation_checkpointing": {"mode": "full", "every": 2, "others": "elementwise"}}
+RECOMPUTE = {"activation_checkpointing": {"mode": "full", "every": 2, "others": "elementwise"}}
 # Layouts that every model runs in, and layouts that the hybrid runs in (attention too); by number of processes.
 EVERY: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -128,12 +128,12 @@ HYBRID: dict[int, dict[str, dict[str, Any]]] = {
         "tensor2_selective": {"tensor": 2, **SELECTIVE},
         "tensor2_sequence_selective": {"tensor": 2, **SEQUENCE, **SELECTIVE},
         "tensor2_overlap_selective": {"tensor": 2, **OVERLAP, **SELECTIVE},
-        "tensor2_forgetting": {"tensor": 2, **FORGETTING},
-        "tensor2_overlap_forgetting": {"tensor": 2, **OVERLAP, **FORGETTING},
+        "tensor2_recompute": {"tensor": 2, **RECOMPUTE},
+        "tensor2_overlap_recompute": {"tensor": 2, **OVERLAP, **RECOMPUTE},
         "tensor2_overlap_checkpointed": {"tensor": 2, **OVERLAP, **CHECKPOINTED},
-        "tensor2_sequence_forgetting": {"tensor": 2, **SEQUENCE, **FORGETTING},
-        "pipeline2_forgetting": {"pipeline": 2, **FORGETTING},
-        "data2_zero3_forgetting": {"zero_stage": 3, **FORGETTING},
+        "tensor2_sequence_recompute": {"tensor": 2, **SEQUENCE, **RECOMPUTE},
+        "pipeline2_recompute": {"pipeline": 2, **RECOMPUTE},
+        "data2_zero3_recompute": {"zero_stage": 3, **RECOMPUTE},
     },
     4: {
         "tensor4": {"tensor": 4},
@@ -154,7 +154,7 @@ CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "context2": {"context": 2},
         "context2_checkpointed": {"context": 2, **CHECKPOINTED},
-        "context2_forgetting": {"context": 2, **FORGETTING},
+        "context2_recompute": {"context": 2, **RECOMPUTE},
     },
     4: {
         "context4": {"context": 4},

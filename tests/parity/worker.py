@@ -81,7 +81,7 @@ def engine_of(
         precision=PrecisionConfig(optimizer_state=state),  # type: ignore[arg-type]
         sequence_length=layouts.LENGTH,
         context_parallel=context_parallel,
-        forgetting=recompute_elementwise,
+        recompute=recompute_elementwise,
         count_right=count_right,
     )
 

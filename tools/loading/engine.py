@@ -33,7 +33,7 @@ def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
         precision=config.precision,
         sequence_length=config.batch.sequence_length,
         context_parallel=context_parallel,
-        forgetting=recompute_elementwise,
+        recompute=recompute_elementwise,
         count_right=config.data.objective == "masked",
         asked_share=config.data.asked_share,
     )

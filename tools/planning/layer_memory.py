@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
-from megatron_lite.engine.model_shard import place_layer
+from megatron_lite.engine.parallelize import shard_and_fuse
 from megatron_lite.parallel import collectives, context_parallel, tensor_parallel
 from megatron_lite.parallel import fused_projections as fan_out
 from megatron_lite.parallel.context_parallel import ContextParallelGroup
@@ -64,7 +64,7 @@ def layer_costs(
             if kind not in known:
                 with torch.device(device):
                     layer = build_layer(spec, index, None if device == "meta" else 0)
-                place_layer(layer, tensor, parallel)
+                shard_and_fuse(layer, tensor, parallel)
                 layer = layer.to(dtype)
                 shape = (micro_batch_size, outside, model.hidden_size)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)

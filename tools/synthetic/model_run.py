@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.synthetic.listops import CLASSES
-from megatron_lite.parallel.fused_projections import join_fan_outs
+from megatron_lite.parallel.fused_projections import fuse_projections
 from models.operators.cross_entropy import IGNORED_LABEL
 
 from .experiment import Run
@@ -89,7 +89,7 @@ class Lane:
             self.dropped = network.dropped = torch.Generator(device)
         if device.type == "cuda":
             # Fewer kernels. On a CPU the sums of larger products would depend on the number of threads.
-            join_fan_outs(self.network, None)
+            fuse_projections(self.network, None)
         self.vocabulary = int(run.data["vocabulary"])
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         parameters = list(self.network.parameters())

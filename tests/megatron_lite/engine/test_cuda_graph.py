@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.engine import cuda_graph as captured
-from megatron_lite.engine.cuda_graph import Captured
+from megatron_lite.engine.cuda_graph import GraphedBlocks
 
 SMALL, LARGE = torch.zeros(2, 3, requires_grad=True), torch.zeros(4, 3, requires_grad=True)
 
@@ -38,7 +38,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(blocks: Any = lambda _: "tried") -> Any:
-    return Captured(blocks, lambda _, **__: "otherwise", [])
+    return GraphedBlocks(blocks, lambda _, **__: "otherwise", [])
 
 
 def test_the_third_call_of_a_shape_is_recorded() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lite.config.schema import ParallelConfig
-from megatron_lite.engine.tensor_overlap import Halves, parts_of
+from megatron_lite.engine.tensor_overlap import MicroBatchOverlap, overlap_parts
 from megatron_lite.parallel.fused_projections import fan_out
 from megatron_lite.parallel.grid import init_grid
 from megatron_lite.parallel.tensor_parallel import TensorGroup
@@ -49,13 +49,13 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def build(mode: str, count: int = 3) -> tuple[nn.ModuleList, Halves]:
+def build(mode: str, count: int = 3) -> tuple[nn.ModuleList, MicroBatchOverlap]:
     torch.manual_seed(0)
     tensor = TensorGroup(dist.group.WORLD, 0, 1)
     layers = nn.ModuleList(TwoParts(tensor) for _ in range(count))
     parallel = ParallelConfig(activation_checkpointing={"mode": mode})
-    parts = [parts_of(layer, index + 1, count + 2, parallel, None) for index, layer in enumerate(layers)]
-    return layers, Halves(parts, list(layers.parameters()), torch.device("cpu"))
+    parts = [overlap_parts(layer, index + 1, count + 2, parallel, None) for index, layer in enumerate(layers)]
+    return layers, MicroBatchOverlap(parts, list(layers.parameters()), torch.device("cpu"))
 
 
 def batch(rows: int) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel.fused_projections import join_fan_outs
+from megatron_lite.parallel.fused_projections import fuse_projections
 from models import backend as kernels
 from models.block import Block
 from models.config import ModelConfig
@@ -32,7 +32,7 @@ def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm:
     options: dict[str, Any] = {"lion": {"causal": False}} if mixer == "lion" else {}
     torch.manual_seed(5)
     block = Block(ModelConfig(**shape, mixers=(mixer,), mixer_options=options), 0).to(device)
-    join_fan_outs(block, None)
+    fuse_projections(block, None)
     taken = []
     if core and device == "cuda":
         block = block.bfloat16()

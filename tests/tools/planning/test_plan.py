@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_lite.config.schema import ParallelConfig
-from megatron_lite.engine import model_shard as own_layers
+from megatron_lite.engine import parallelize
 from megatron_lite.parallel.grid import init_grid
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.planning.flops import listed_peak_flops
@@ -189,7 +189,7 @@ def test_every_kernel_counts_as_itself():
 
 def test_fan_outs_are_counted_as_the_engine_sets_them(monkeypatch):
     joined = []
-    monkeypatch.setattr(own_layers, "join_fan_outs", lambda layer, tensor: joined.append(tensor))
+    monkeypatch.setattr(parallelize, "fuse_projections", lambda layer, tensor: joined.append(tensor))
     config = plan.read_config(SMALL, 1)
     for stage, words in ((1, []), (3, []), (1, ["parallel.compile=true"])):
         joined.clear()

@@ -1,0 +1,118 @@
+"""Everything that is wrapped around the layers of a model, from the inside out.
+
+    build       at full width, from the layer's own seed                 ModelShard
+    shard       over the tensor-parallel group                           shard_and_fuse
+    fuse        projections of one input, one autograd node              shard_and_fuse
+    compile     torch.compile of each block                              parallelize
+    context     the inputs are a local shard of the sequence             parallelize
+    recompute   activations, elementwise, selective or whole blocks      parallelize
+    overlap     two halves of a micro-batch through all blocks           parallelize
+    graph       all blocks of a micro-batch as one CUDA graph            parallelize
+
+DeepSpeed's engine, which reduces gradients and shards the optimizer, is wrapped around the result (`engine.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.schema import ParallelConfig
+from megatron_lite.engine.activation_checkpointing import checkpointed
+from megatron_lite.engine.cuda_graph import GraphedBlocks
+from megatron_lite.engine.sequential import one_after_another
+from megatron_lite.engine.tensor_overlap import MicroBatchOverlap, overlap_parts
+from megatron_lite.parallel.context_parallel import ContextParallelGroup
+from megatron_lite.parallel.fused_projections import fuse_projections
+from megatron_lite.parallel.tensor_parallel import TensorGroup, shard_layer
+
+Call = Callable[..., Tensor]
+
+
+def shard_and_fuse(layer: nn.Module, tensor: TensorGroup | None, parallel: ParallelConfig) -> None:
+    """Shard a full-width layer in place over the tensor-parallel group, and fuse its projections where that is possible.
+
+    Raises:
+        ValueError: as `shard_layer`.
+    """
+    if tensor is not None:
+        shard_layer(layer, tensor)
+    # ZeRO 3 gathers the weights of a module when it is called, and torch.compile makes kernels of its own.
+    if parallel.zero_stage < 3 and not parallel.compile:
+        fuse_projections(layer, tensor)
+
+
+def parallelize(
+    layers: Mapping[int, nn.Module],
+    count: int,
+    parallel: ParallelConfig,
+    *,
+    context_group: ContextParallelGroup | None,
+    context_parallel: Callable[[ContextParallelGroup], AbstractContextManager[None]] | None,
+    recompute: Callable[[], AbstractContextManager[None]] | None,
+    keep_gradients: bool,
+    device: torch.device,
+) -> dict[int, Call]:
+    """Return the layers of this rank as they are called in a training step, by index.
+
+    With overlap or a CUDA graph all blocks are one call, under the index of the first.
+
+    Args:
+        layers: this stage's layers by index, sharded and fused. Layer 0 is the embedding, layer `count` - 1 the head.
+        context_group: the ranks that share each sequence; None without context parallelism.
+        context_parallel: a context in which the layers treat their inputs as the local shard of a sequence.
+        recompute: a context in which the layers recompute elementwise results instead of keeping them.
+        keep_gradients: gradients outlive the next micro-batch, so a CUDA graph copies them out of its memory.
+
+    Raises:
+        ValueError: context parallelism without `context_parallel`, elementwise recomputation without `recompute`.
+    """
+    blocks = {index: layer for index, layer in layers.items() if 0 < index < count - 1}
+    if parallel.compile:
+        for block in blocks.values():
+            block.compile()
+
+    calls: dict[int, Call] = {}
+    for index, layer in layers.items():
+        # Context parallelism inside recomputation: a layer is computed again in a thread of the backward pass.
+        call = _on_local_shard(layer, context_group, context_parallel)
+        calls[index] = checkpointed(call, index, count, parallel, recompute)
+
+    graph = parallel.cuda_graph and device.type == "cuda"
+    if not blocks or not (parallel.tensor_overlap or graph):
+        return calls
+    together = eager = one_after_another([calls[index] for index in blocks])
+    if parallel.tensor_overlap:
+        together = MicroBatchOverlap(
+            [overlap_parts(block, index, count, parallel, recompute) for index, block in blocks.items()],
+            [parameter for block in blocks.values() for parameter in block.parameters()],
+            device,
+        )
+    if graph:
+        together = GraphedBlocks(together, eager, list(blocks.values()), keep_gradients=keep_gradients)
+    first = min(blocks)
+    calls[first] = together
+    return {index: call for index, call in calls.items() if index == first or index not in blocks}
+
+
+def _on_local_shard(
+    layer: nn.Module,
+    group: ContextParallelGroup | None,
+    context_parallel: Callable[[ContextParallelGroup], AbstractContextManager[None]] | None,
+) -> Call:
+    if group is None:
+        return layer
+    if context_parallel is None:
+        raise ValueError(
+            "context parallelism needs `context_parallel`: a context in which the layers treat inputs as a local shard"
+        )
+
+    def call(hidden: Tensor, **context: Any) -> Tensor:
+        with context_parallel(group):
+            return layer(hidden, **context)
+
+    return call
