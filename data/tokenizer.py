@@ -1,19 +1,19 @@
 """Tokenizers: SentencePiece, Hugging Face JSON, BERT WordPiece, bytes; one interface.
 
-``load_tokenizer(type, path)`` is the way in. ``train_sentencepiece`` makes a model from text.
+``load_tokenizer(type, path)`` is the way in. ``data.train_sentencepiece`` makes a model from text.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .atomic_io import read_json, written_aside
+from .atomic_io import read_json
 
 TOKENIZER_TYPES = ("sentencepiece", "hf", "wordpiece", "bytes")
 
@@ -250,85 +250,6 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
             raise ValueError(f"{path} is not a BERT vocabulary ({error}): copy it again") from error
         self._set(model, path)
         self._set_special(self._model.token_to_id("[SEP]"))
-
-
-def check_sentencepiece_size(vocab_size: int) -> None:
-    """Raises ValueError for fewer pieces than a model that loses nothing has."""
-    if vocab_size < 264:
-        raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids come first; from 264 on")
-
-
-def train_sentencepiece(
-    texts: Iterable[str], path: str | Path, *, vocab_size: int = 4096, model_type: str = "bpe", threads: int = 2
-) -> None:
-    """Train a SentencePiece model that loses nothing: no normalisation, every space and line end kept, bytes for the
-    rest. Spaces close a piece ("def ", "return "), so that a prompt that ends in a space is written as it was in
-    training, and runs of spaces are pieces, so that indentation costs one or two. A piece stays within one script:
-    without that limit a token holds 14 % more bytes of source code, and a small model trained on as many tokens spends
-    2 % more bits a byte.
-
-    Raises ValueError when ``vocab_size`` cannot be met by the texts, naming what SentencePiece allows.
-    """
-    import sentencepiece
-
-    check_sentencepiece_size(vocab_size)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path) as file:
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_training_chunks(texts),
-                model_writer=file,
-                vocab_size=vocab_size,
-                model_type=model_type,
-                byte_fallback=True,
-                normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                add_dummy_prefix=False,
-                allow_whitespace_only_pieces=True,
-                treat_whitespace_as_suffix=True,
-                split_digits=False,
-                max_sentencepiece_length=24,
-                character_coverage=0.9999,
-                max_sentence_length=4 * CHUNK_BYTES,
-                num_threads=threads,
-                eos_id=0,
-                eos_piece=END_OF_DOCUMENT,
-                unk_id=1,
-                bos_id=-1,
-                pad_id=-1,
-                minloglevel=2,
-            )
-        except (RuntimeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno:  # of the file, on a full disk for example
-                raise
-            if "KeyboardInterrupt" in str(error):  # of `texts`: SentencePiece hands on the words of an exception alone
-                raise KeyboardInterrupt from error
-            raise ValueError(
-                f"SentencePiece could not train a {model_type} vocabulary of {vocab_size} on this text: {error}. Less"
-                " text needs a smaller data.tokenizer.vocab_size."
-            ) from error
-
-
-CHUNK_BYTES = 4000
-
-
-def _training_chunks(texts: Iterable[str]) -> Iterator[str]:
-    """Texts cut at line ends into parts that SentencePiece takes; longer lines and null characters are left out."""
-    for text in texts:
-        part: list[str] = []
-        size = 0
-        for line in text.splitlines(keepends=True):
-            length = len(line.encode())
-            if length > CHUNK_BYTES or "\0" in line:
-                continue
-            if size + length > CHUNK_BYTES:
-                yield "".join(part)
-                part, size = [], 0
-            part.append(line)
-            size += length
-        if part:
-            yield "".join(part)
 
 
 def _file(path: str | Path, name_in_folder: str) -> Path:

@@ -15,7 +15,8 @@ from data.atomic_io import read_json, write_whole
 from data.corpus.discovery import source_files
 from data.corpus.readers import read_documents
 from data.corpus.split import TextSample, split_position
-from data.tokenizer import check_sentencepiece_size, load_tokenizer, train_sentencepiece
+from data.tokenizer import load_tokenizer
+from data.train_sentencepiece import check_sentencepiece_size, train_sentencepiece
 from tools.cli.arguments import command, command_line, positive
 
 EXAMPLES = """example:

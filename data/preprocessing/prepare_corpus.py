@@ -28,9 +28,10 @@ from ..corpus.readers import SOURCE_KEY, Document, parse_block, read_blocks
 from ..corpus.split import TextSample, split_position, text_digest
 from ..indexed import IndexedWriter, token_dtype
 from ..manifest import describe_tokenizer, write_manifest
-from ..tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from ..tokenizer import Tokenizer, load_tokenizer
+from ..train_sentencepiece import train_sentencepiece
 
-PREPARE_VERSION = 5
+PREPARE_VERSION = 6
 TOKENIZER_SAMPLE = 48 * 2**20
 BATCH_CHARACTERS = 4 * 2**20
 

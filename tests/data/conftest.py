@@ -3,7 +3,8 @@ import pytest
 from data.corpus.discovery import stdlib_files
 from data.corpus.readers import read_documents
 from data.preprocessing import pipeline as preprocess
-from data.tokenizer import SentencePieceTokenizer, train_sentencepiece
+from data.tokenizer import SentencePieceTokenizer
+from data.train_sentencepiece import train_sentencepiece
 from tests.data.inline_pool import Inline
 
 

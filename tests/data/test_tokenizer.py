@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 
 import pytest
 from hypothesis import example, given
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from data import tokenizer as tokenizer_module
 from data.corpus.discovery import stdlib_files
 from data.corpus.readers import read_documents
-from data.tokenizer import load_tokenizer, train_sentencepiece
+from data.tokenizer import load_tokenizer
+from data.train_sentencepiece import train_sentencepiece
 
 CODE = st.text(alphabet=" \n\t\r\0abcdef_=():\u2581é漢\U0001f600<|>", max_size=60)
 
@@ -51,6 +53,18 @@ def test_indentation_is_short_and_a_prompt_may_end_in_a_space(sentencepiece):
     assert sentencepiece.encode("async def f")[: len(sentencepiece.encode("async def "))] == sentencepiece.encode(
         "async def "
     )
+
+
+def test_a_word_after_a_context_changes_no_id_of_the_context_but_a_closing_space(sentencepiece):
+    """An evaluation splits the ids of context and continuation by the number of ids that the context has alone."""
+    for document in read_documents(stdlib_files("json")):
+        for match in list(re.finditer(r"\S(?=\s+\S)", document.text))[::29]:
+            context = document.text[max(0, match.end() - 200) : match.end()]
+            alone, whole = (
+                sentencepiece.encode(text) for text in (context, document.text[match.end() - len(context) :][:300])
+            )
+            assert whole[: len(alone) - 1] == alone[:-1]
+            assert sentencepiece.decode(whole[: len(alone)]).rstrip() == context, document.text[match.end() :][:20]
 
 
 def test_a_batch_is_the_texts_one_by_one_for_any_number_of_threads(sentencepiece):

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import train
-from data.tokenizer import train_sentencepiece
+from data.train_sentencepiece import train_sentencepiece
 from megatron_lite.checkpoint.reader import read_config_yaml, read_weights
 from megatron_lite.config.loader import load_config
 from models.config import ModelConfig

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.train_sentencepiece import train_sentencepiece
 from tests.tools.conversion.conftest import WORDS
 from tools.conversion.tokenizer import check_same_ids, export_tokenizer
 
