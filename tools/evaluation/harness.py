@@ -28,7 +28,7 @@ import numpy as np
 from data import atomic_io as files
 from data.atomic_io import read_json, write_whole
 from tools.evaluation import multirc
-from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
+from tools.evaluation.suites import Suite, nearest, read_suite, suite_names, task_suite
 from tools.evaluation.tasks import LoadedTask, load_tasks
 
 # Resamples for the standard error of a metric that has no formula (perplexity); the harness's 100,000 take minutes.
@@ -67,7 +67,7 @@ class Prepared:
 
 
 def prepare_tasks(request: Request) -> Prepared:
-    """Reads suites and data. Raises as `read_suite` and `load_tasks`, and ValueError when nothing is asked."""
+    """Reads suites and data. Raises as `read_suite`, `load_tasks` and `check_metrics`, and ValueError for no task at all."""
     suites = [read_suite(name) for name in request.suites]
     if request.tasks:
         suites.append(task_suite(request.tasks))
@@ -88,8 +88,29 @@ def prepare_tasks(request: Request) -> Prepared:
             fields=fields,
             local=[task for suite in known for task in suite.local],
             folders=list(dict.fromkeys(folder for suite in known for folder in suite.folders)),
+            shots=request.shots,
         )
+    for suite in suites:
+        check_metrics(suite, tasks)
     return Prepared(request, tuple(suites), tasks, manager)
+
+
+def check_metrics(suite: Suite, tasks: Mapping[str, LoadedTask]) -> None:
+    """Raises ValueError for a column of a metric that its task does not have, naming those that it has."""
+    for column in suite.columns:
+        if column.task not in tasks or not column.metric:
+            continue
+        task = tasks[column.task].task
+        names = [*task.aggregation(), *(multirc.METRICS if column.task == "multirc" else ())]
+        filters = [own.name for own in getattr(task, "_filters", ())]
+        name, _, tag = column.metric.partition(",")
+        if name not in names:
+            words = nearest(name, names)
+            raise ValueError(
+                f"the suite {suite.name}: {column.task} has no metric {name!r}; {words} (column {column.label})"
+            )
+        if tag and tag not in filters:
+            raise ValueError(f"the suite {suite.name}: {column.task} has no filter {tag!r}; {nearest(tag, filters)}")
 
 
 def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+METRICS = ("exact_match", "answer_acc", "f1a")
 Samples = Sequence[Mapping[str, Any]]
 
 

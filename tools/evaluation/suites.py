@@ -13,6 +13,15 @@ import yaml
 FOLDER = Path(__file__).parents[2] / "configs" / "eval"
 
 
+# Key of a suite's file -> what it holds.
+_KINDS: dict[str, type] = {
+    **dict.fromkeys(("columns", "average", "notes", "local", "folders"), list),
+    "title": str,
+    "paper": dict,
+    "fields": dict,
+}
+
+
 class UnknownNameError(ValueError):
     """A suite or task that nobody knows; the message names the nearest ones."""
 
@@ -72,24 +81,34 @@ def read_suite(name: str) -> Suite:
     path = Path(name) if name.endswith((".yml", ".yaml")) else FOLDER / f"{name}.yml"
     if not path.is_file():
         raise UnknownNameError(f"there is no suite {name!r}; {nearest(name, suite_names())}, or give a .yml file")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"{path} is no YAML ({words}): mend it; configs/eval/superglue.yml is an example") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no suite: it holds {type(content).__name__}, not keys and values")
-    known = {"title", "columns", "average", "notes", "paper", "fields", "local", "folders"}
-    if unknown := sorted(content.keys() - known):
-        raise ValueError(f"{path}: unknown key {unknown[0]!r}; {nearest(unknown[0], known)}")
+    for key, value in content.items():
+        if key not in _KINDS:
+            raise ValueError(f"{path}: unknown key {key!r}; {nearest(str(key), _KINDS)}")
+        if value is not None and not isinstance(value, _KINDS[key]):
+            raise ValueError(f"{path}: {key} = {value!r}: a {_KINDS[key].__name__} is expected")
     columns = []
     for number, entry in enumerate(content.get("columns") or []):
         if not isinstance(entry, dict) or "task" not in entry or entry.keys() - {"task", "metric", "label"}:
             raise ValueError(
                 f"{path}: columns[{number}] = {entry!r}: {{task, metric, label}} is expected, task at least"
             )
+        if wrong := [f"{key} = {value!r}" for key, value in entry.items() if not isinstance(value, str)]:
+            raise ValueError(f"{path}: columns[{number}]: {wrong[0]}: text is expected")
         columns.append(Column(entry["task"], entry.get("metric", "acc"), entry.get("label", entry["task"])))
     labels = [column.label for column in columns]
     if not columns or len(set(labels)) < len(labels):
         raise ValueError(f"{path}: columns must name at least one task, each under a label of its own")
     paper = content.get("paper") or {}
     rows = tuple(paper.get("rows") or ())
+    if not all(isinstance(row, dict) and "model" in row for row in rows):
+        raise ValueError(f"{path}: paper.rows: {{model, tokens, LABEL: value}} is expected of each")
     allowed = {*labels, "model", "tokens"}
     for key in [*(content.get("average") or ()), *(key for row in rows for key in row)]:
         if key not in allowed:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.corpus.readers import decompressed
+from tools.evaluation.row_checks import row_problem
 from tools.evaluation.suites import UnknownNameError, nearest
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def load_tasks(
     fields: Mapping[str, Sequence[str]] | None = None,
     local: Sequence[str] = (),
     folders: Sequence[str] = (),
+    shots: int | None = None,
 ) -> tuple[dict[str, LoadedTask], TaskManager]:
     """Builds tasks by name, each with its data.
 
@@ -58,6 +60,7 @@ def load_tasks(
         fields: task -> what every row must hold.
         local: tasks whose data the hub cannot give.
         folders: where the harness keeps the tasks, if known.
+        shots: examples in the prompt, if asked for.
 
     Raises:
         UnknownNameError: a task that the harness does not have, or one to leave out that is none of these.
@@ -94,6 +97,7 @@ def load_tasks(
         used = task.config.test_split if task.has_test_docs() else task.config.validation_split
         check_documents(name, task, f"{', '.join(files[name]) or 'the hub'}, split {used!r}")
         _keep_from_own_prompt(task, used)
+        _check_shots(name, task, used, shots, ", ".join(files[name]) or "the hub")
         loaded[name] = LoadedTask(
             task, used, used != (stock.get("test_split") or stock.get("validation_split")), files[name]
         )
@@ -169,22 +173,23 @@ def moved_task(
 
 
 def check_rows(name: str, path: Path, fields: Sequence[str]) -> None:
-    """Raises ValueError naming task, row and field for the first row that lacks one or is no JSON object; for no row at all."""
-    if path.suffix == ".parquet":
-        return
-    number = 0
+    """Raises ValueError naming task, file, row and field for the first row that lacks a field, is no JSON object or holds
+    what the harness cannot score (`row_problem`), and for no row at all."""
+    number, remedy = 0, _remedy(name)
     for number, row in _rows(name, path):
         if not isinstance(row, dict):
-            raise ValueError(f"{name}: {path}, row {number} is {type(row).__name__}, not a JSON object")
+            raise ValueError(f"{name}: {path}, row {number} is {type(row).__name__}, not a JSON object: {remedy}")
         for field in fields:
             value: Any = row
             for part in field.split("."):
                 value = value.get(part) if isinstance(value, dict) else None
             if value is None:
                 held = ", ".join(row) or "nothing"
-                raise ValueError(f"{name}: {path}, row {number} lacks the field {field!r}; it holds {held}")
+                raise ValueError(f"{name}: {path}, row {number} lacks the field {field!r}; it holds {held}: {remedy}")
+        if fields and (problem := row_problem(name, row)):
+            raise ValueError(f"{name}: {path}, row {number} {problem}: {remedy}")
     if not number:
-        raise ValueError(f"{name}: {path} holds no row: get it again, or leave the task out (--without {name})")
+        raise ValueError(f"{name}: {path} holds no row: {remedy}")
 
 
 def check_documents(name: str, task: Task, source: str) -> None:
@@ -207,7 +212,7 @@ def check_documents(name: str, task: Task, source: str) -> None:
             # The first two choices are there whatever the others are.
             choices = [] if all(gold in (0, 1) for gold in golds) else task.doc_to_choice(document)
         except Exception as error:  # whatever functions and templates of a task make of a value
-            raise ValueError(f"{where} cannot be asked: {_words(error)}") from error
+            raise ValueError(f"{where} cannot be asked: {_words(error)}: {_remedy(name)}") from error
         for gold in golds:
             if gold not in (0, 1) and gold not in range(len(choices)) and gold not in choices:
                 raise ValueError(
@@ -265,6 +270,22 @@ def _keep_from_own_prompt(task: Task, used: str) -> None:
         examples.split = task.config.test_split  # the examples themselves were read when the task was built
 
 
+def _check_shots(name: str, task: Task, used: str, shots: int | None, source: str) -> None:
+    """Raises ValueError for more examples than there are rows beside the document that is asked."""
+    wanted = shots if shots is not None and task.get_config("num_fewshot") != 0 else task.get_config("num_fewshot")
+    if not wanted:
+        return
+    rows = len(list(task.fewshot_docs()))
+    examples = task.config.fewshot_config
+    split = examples.split or task.config.training_split or used
+    allowed = rows - (split == used and examples.samples is None)  # a document is no example in its own prompt
+    if wanted > allowed:
+        raise ValueError(
+            f"{name}: {wanted} examples in the prompt, but {source} has {rows} rows to take them from (split {split!r}): "
+            f"ask for {allowed} at most (--shots), or leave the task out (--without {name})"
+        )
+
+
 def _words(error: Exception) -> str:
     """The error's first line after its kind, without which "'E'" says nothing."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -309,7 +330,14 @@ def _lacking(name: str, config: Mapping[str, Any], data_dir: Path) -> str:
 
 def _rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows with their line, or their place in a JSON list. Raises ValueError as `check_rows`."""
-    text = b"".join(piece for piece, _ in decompressed(path)).decode()
+    if path.suffix == ".parquet":
+        yield from enumerate(_parquet_rows(name, path), start=1)
+        return
+    try:
+        text = b"".join(piece for piece, _ in decompressed(path)).decode()
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{name}: {path}, row {line} is no UTF-8 ({error.reason}): {_remedy(name)}") from error
     whole = path.suffix == ".json" and text.lstrip().startswith("[")
     lines = [text] if whole else text.split("\n")
     for number, line in enumerate(lines, start=1):
@@ -318,8 +346,23 @@ def _rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             content = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{name}: {path}, row {number} is no JSON ({error})") from error
+            raise ValueError(f"{name}: {path}, row {number} is no JSON ({error}): {_remedy(name)}") from error
         yield from enumerate(content, start=1) if whole else [(number, content)]
+
+
+def _parquet_rows(name: str, path: Path) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{name}: {path} is no whole Parquet file ({_words(error)}): {_remedy(name)}") from error
+
+
+def _remedy(name: str) -> str:
+    """What to do about a file that cannot be used."""
+    return f"get the file again, or leave the task out (--without {name})"
 
 
 def _sha256(path: Path) -> str:

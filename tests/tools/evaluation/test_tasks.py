@@ -7,9 +7,11 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
 from tests.tools.evaluation.conftest import made_up_rows, write_rows
+from tools.evaluation.harness import Request, prepare_tasks
 from tools.evaluation.suites import UnknownNameError, nearest, read_suite, suite_names
 from tools.evaluation.tasks import load_tasks, moved_task, stock_config, task_manager, template_fields
 
@@ -162,6 +164,84 @@ def test_a_row_without_a_field_is_named(name, path, row, field, tmp_path):
         load([name], tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "path", "change", "message"),
+    [
+        ("hellaswag", "hellaswag/validation.jsonl", {"endings": "abcd"}, "has endings = 'abcd', where a list of texts"),
+        ("hellaswag", "hellaswag/validation.jsonl", {"ctx_a": 5}, "has ctx_a = 5, where text is expected"),
+        (
+            "arc_easy",
+            "ai2_arc/ARC-Easy/test.jsonl",
+            {"choices": {"text": ["a", "b"], "label": ["A", "B", "C"]}},
+            "has 2 texts and 3 labels",
+        ),
+        ("openbookqa", "openbookqa/test.jsonl", {"answerKey": "E"}, "has answerKey = 'E', where one of its labels"),
+        ("logiqa", "logiqa/test.jsonl", {"options": ["a", "b", "c"]}, "has 3 options, where 4 are expected"),
+        (
+            "wic",
+            "super_glue/wic/validation.jsonl",
+            {"end1": 5000},
+            "has start1 = 0 and end1 = 5000, where places",
+        ),
+        ("wsc", "super_glue/wsc.fixed/validation.jsonl", {"span2_index": 8}, r"has span2_index = 8, .*\(0 to 7\)"),
+        ("wsc273", "wsc273/test.jsonl", {"pronoun_loc": -5}, "has pronoun_loc = -5, where the place of"),
+        ("winogrande", "winogrande/validation.jsonl", {"sentence": "No blank."}, "has no _ in its sentence"),
+        (
+            "multirc",
+            "super_glue/multirc/validation.jsonl",
+            {"answer": "it's '''so"},
+            "has answer = .*, whose apostrophes or backslashes",
+        ),
+    ],
+)
+def test_a_row_that_the_harness_would_score_wrongly_is_refused(name, path, change, message, tmp_path):
+    rows = made_up_rows()[path]
+    rows[2].update(change)
+    write_rows(tmp_path / path, rows)
+    with pytest.raises(
+        ValueError, match=rf"^{name}: .*{Path(path).name}, row 3 {message}.*: get the file again, or leave"
+    ):
+        load([name], tmp_path)
+
+
+def test_rows_of_a_parquet_file_are_checked(tmp_path):
+    rows = made_up_rows()["winogrande/validation.jsonl"]
+    rows[2]["sentence"] = "No blank."
+    (tmp_path / "winogrande").mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "winogrande/validation.parquet")
+    with pytest.raises(ValueError, match=r"winogrande: .*validation\.parquet, row 3 has no _ in its sentence"):
+        load(["winogrande"], tmp_path)
+
+
+def test_data_that_are_no_utf8_are_named(tmp_path):
+    write_rows(tmp_path / "piqa/validation.jsonl", made_up_rows()["piqa/validation.jsonl"])
+    with (tmp_path / "piqa/validation.jsonl").open("ab") as file:
+        file.write(b'{"goal": "\xff"}')
+    with pytest.raises(ValueError, match=r"piqa: .*validation\.jsonl, row 9 is no UTF-8 .*get the file again"):
+        load(["piqa"], tmp_path)
+    (tmp_path / "piqa/validation.jsonl").rename(tmp_path / "piqa/validation.parquet")
+    with pytest.raises(ValueError, match=r"piqa: .*validation\.parquet is no whole Parquet file .*get the file again"):
+        load(["piqa"], tmp_path)
+
+
+def test_more_examples_than_rows_are_refused(eval_data):
+    with pytest.raises(
+        ValueError, match=r"copa: 8 examples in the prompt, .*has 8 rows .*ask for 7 at most \(--shots\)"
+    ):
+        load(["copa"], eval_data, shots=8)
+    assert load(["copa"], eval_data, shots=7)
+
+
+def test_a_metric_that_a_task_does_not_have_is_refused(eval_data, tmp_path):
+    for metric, message in (
+        ("acc_nrom", r"own: copa has no metric 'acc_nrom'; .*acc"),
+        ("acc,strict", r"own: copa has no filter 'strict'; there are none"),
+    ):
+        (tmp_path / "own.yml").write_text(f"columns: [{{task: copa, metric: '{metric}'}}]\nfolders: [super_glue]\n")
+        with pytest.raises(ValueError, match=message):
+            prepare_tasks(Request(suites=(str(tmp_path / "own.yml"),), data_dir=eval_data))
+
+
 def test_a_row_that_is_no_json_is_named(tmp_path):
     write_rows(tmp_path / "piqa/validation.jsonl", made_up_rows()["piqa/validation.jsonl"])
     with (tmp_path / "piqa/validation.jsonl").open("a") as file:
@@ -268,6 +348,10 @@ def test_unknown_names_get_the_nearest(monkeypatch):
         ("columns: [{task: piqa}, {task: piqa, metric: acc_norm}]\n", "label of its own"),
         ("columns: [{task: piqa}]\naverage: [PIQA]\n", "'PIQA' is the label of no column; .*piqa"),
         ("- piqa\n", "is no suite"),
+        ("columns: [{task: piqa}\n", r"own\.yml is no YAML .*superglue\.yml is an example"),
+        ("columns: 5\n", "columns = 5: a list is expected"),
+        ("columns: [{task: 5}]\n", r"columns\[0\]: task = 5: text is expected"),
+        ("columns: [{task: piqa}]\npaper: {rows: [3]}\n", "paper.rows"),
     ],
 )
 def test_a_suite_of_ones_own_is_checked(text, message, tmp_path):

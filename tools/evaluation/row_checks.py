@@ -1,0 +1,125 @@
+"""Check the rows of a task's data: what the harness would score wrongly or end at with a traceback."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+
+# Task -> fields that must hold text.
+_TEXTS = {
+    "lambada_openai": ("text",),
+    "logiqa": ("context", "question", "label"),
+    "wsc273": ("text", "pronoun"),
+    "boolq": ("passage", "question"),
+    "piqa": ("goal", "sol1", "sol2"),
+    "hellaswag": ("activity_label", "ctx_a", "ctx_b"),
+    "winogrande": ("sentence", "option1", "option2"),
+    "arc_easy": ("question", "answerKey"),
+    "arc_challenge": ("question", "answerKey"),
+    "openbookqa": ("question_stem", "answerKey"),
+    "wsc": ("text", "span1_text", "span2_text"),
+    "wic": ("sentence1", "sentence2"),
+    "sglue_rte": ("premise", "hypothesis"),
+    "cb": ("premise", "hypothesis"),
+    "multirc": ("paragraph", "question", "answer"),
+    "copa": ("premise", "choice1", "choice2", "question"),
+}
+
+
+def row_problem(task: str, row: Row) -> str:
+    """Return what is wrong with a row that has all its fields, in words; empty for a sound row or an unknown task."""
+    for field in _TEXTS.get(task, ()):
+        if not isinstance(row[field], str):
+            return f"has {field} = {row[field]!r}, where text is expected"
+    check = _CHECKS.get(task)
+    return "" if check is None else check(row)
+
+
+def _labelled_choices(row: Row) -> str:
+    choices = row["choices"]
+    texts, labels = choices["text"], choices["label"]
+    if problem := _texts("choices.text", texts) or _texts("choices.label", labels):
+        return problem
+    if len(texts) != len(labels):
+        return f"has {len(texts)} texts and {len(labels)} labels in choices, where as many are expected"
+    if row["answerKey"].strip() not in labels:
+        return f"has answerKey = {row['answerKey']!r}, where one of its labels is expected: {', '.join(labels)}"
+    return ""
+
+
+def _endings(row: Row) -> str:
+    return _texts("endings", row["endings"], 4)
+
+
+def _options(row: Row) -> str:
+    return _texts("options", row["options"], 4)
+
+
+def _pronoun(row: Row) -> str:
+    text, pronoun, place = row["text"], row["pronoun"], row["pronoun_loc"]
+    inside = _is_place(place, len(text)) and text.startswith(pronoun, place)
+    problem = "" if inside else f"has pronoun_loc = {place!r}, where the place of {pronoun!r} in its text is expected"
+    return problem or _texts("options", row["options"], 2)
+
+
+def _spans(row: Row) -> str:
+    words = len(row["text"].split())
+    for field in ("span1_index", "span2_index"):
+        if field in row and not _is_place(row[field], words):
+            return (
+                f"has {field} = {row[field]!r}, where the number of a word of its text is expected (0 to {words - 1})"
+            )
+    return ""
+
+
+def _word_in_sentences(row: Row) -> str:
+    for number in "12":
+        size, start, end = len(row[f"sentence{number}"]), row.get(f"start{number}", 0), row.get(f"end{number}", 1)
+        if not (_is_place(start, size) and _is_place(end, size + 1) and start < end):
+            return (
+                f"has start{number} = {start!r} and end{number} = {end!r}, where places inside sentence{number} "
+                f"({size} characters) are expected"
+            )
+    return ""
+
+
+def _blank(row: Row) -> str:
+    return "" if "_" in row["sentence"] else "has no _ in its sentence, where the options would stand"
+
+
+def _quotable(row: Row) -> str:
+    """The harness writes the answer between three apostrophes and reads that as Python."""
+    try:
+        ast.literal_eval(f"'''{row['answer']}\\nIs the answer correct? yes'''")
+    except (SyntaxError, ValueError):
+        return f"has answer = {row['answer']!r}, whose apostrophes or backslashes the harness's template cannot quote"
+    return ""
+
+
+def _texts(field: str, value: Any, count: int | None = None) -> str:
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        return f"has {field} = {value!r}, where a list of texts is expected"
+    if count is not None and len(value) != count:
+        return f"has {len(value)} {field}, where {count} are expected"
+    return ""
+
+
+def _is_place(value: Any, size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
+
+
+_CHECKS: dict[str, Callable[[Row], str]] = {
+    "arc_easy": _labelled_choices,
+    "arc_challenge": _labelled_choices,
+    "openbookqa": _labelled_choices,
+    "hellaswag": _endings,
+    "logiqa": _options,
+    "wsc273": _pronoun,
+    "wsc": _spans,
+    "wic": _word_in_sentences,
+    "winogrande": _blank,
+    "multirc": _quotable,
+}
