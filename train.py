@@ -201,7 +201,7 @@ def _prepare(
     from tools.evaluation.during_training import suite_evaluation
     from tools.inference.generation import complete
     from tools.loading.engine import build_engine
-    from tools.loading.model import keep_tokenizer, prepared_data
+    from tools.loading.model import check_same_tokenizer, keep_tokenizer, prepared_data
     from tools.pretraining.data import training_samples, training_steps, validation_set
     from tools.pretraining.summary import complete_message, is_complete, start_message, summary
 
@@ -225,6 +225,8 @@ def _prepare(
     data: PreparedData = on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
     require_agreement({"data": file_facts(data.files)}, grid)
     tokenizer = data.load_tokenizer()
+    if stored is not None and trained:
+        on_main(grid, lambda: check_same_tokenizer(tokenizer, config.run.path, stored))
     dtype = config.precision.dtype
     if dtype == "auto":
         dtype = stored["layout"]["dtype"] if trained else on_main(grid, lambda: _dtype(config, grid, faster_dtype))
@@ -245,6 +247,7 @@ def _prepare(
             state = TrainState()
         elif back:  # to an earlier step of this run, which can be read
             aside = on_main(grid, lambda: rewind(source))
+    state.tokenizer = tokenizer.hash
     if not trained and config.schedule.time_budget_minutes:
         config = reload(
             f"schedule.train_steps={_steps_in_budget(config, engine, training_steps(config, dataset(1), grid)(0), grid)}"

@@ -57,6 +57,7 @@ class TrainState:
         loss_mean: running mean of the spike guard.
         losses_seen: losses that it is of.
         source_sums: of the steps since the last line of the log, see `SourceLosses`.
+        tokenizer: hash of the tokenizer whose ids the weights know; None in checkpoints of earlier versions.
         evaluation_due: saved before what is measured after this step was complete; the next start begins with it.
     """
 
@@ -69,6 +70,7 @@ class TrainState:
     loss_mean: float | None = None
     losses_seen: int = 0
     source_sums: dict[str, list[float]] = field(default_factory=dict)
+    tokenizer: str | None = None
     evaluation_due: bool = False
 
     @classmethod

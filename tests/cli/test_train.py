@@ -149,7 +149,7 @@ def test_non_finite_steps_stop_the_run_with_a_dump(arguments, tmp_path, capsys):
     assert history[-1]["last_sample"] == history[-1]["step"] * 4 - 1
 
 
-def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments, tmp_path):
+def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments, tmp_path, capsys):
     words = arguments(
         **{"schedule.train_steps": 1_000_000, "schedule.time_budget_minutes": 0.005, "checkpoint.interval": 0}
     )
@@ -158,6 +158,11 @@ def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments,
     assert 1 <= steps < 10_000
     assert train.main(words) == 0  # complete: not measured again
     assert yaml_value(tmp_path / "run", "schedule", "train_steps") == steps
+    manifest = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))
+    assert manifest["state"]["tokenizer"] == "bytes-257"
+    other = ["data.tokenizer={type: sentencepiece, vocab_size: 300}", "schedule.time_budget_minutes=null"]
+    assert train.main([*words, *other, f"schedule.train_steps={steps + 1}"]) == 2, "the ids would mean other text"
+    assert "was trained with another tokenizer" in capsys.readouterr().err
     longer = [*words, f"run.directory={tmp_path / 'other'}", f"checkpoint.resume={tmp_path / 'run'}"]
     with pytest.MonkeyPatch.context() as patch:  # a new run that starts from the weights of this one
         patch.setattr(train, "_steps_in_budget", lambda config, engine, steps, grid: steps.close() or 3)

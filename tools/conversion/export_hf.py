@@ -19,7 +19,7 @@ from torch import Tensor
 from data.atomic_io import folder_aside
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.checksums import FILE_NAME, checksums_text, file_sha256
-from megatron_lite.checkpoint.reader import Weights, read_config_yaml, resolve
+from megatron_lite.checkpoint.reader import Weights, read_config_yaml, read_manifest, resolve
 from megatron_lite.checkpoint.safetensors_stream import write_tensors
 from models.config import ModelConfig
 from tools.conversion.flatten_source import flat_source
@@ -105,7 +105,7 @@ def export(
     weights = Weights(source)
     check_shapes(weights.shapes, model, source)
     run = run_folder(source, config)
-    tokenizer = _tokenizer(run, config) if tokenizer_file is None else tokenizer_at(tokenizer_file)
+    tokenizer = _tokenizer(run, config, source) if tokenizer_file is None else tokenizer_at(tokenizer_file)
     if tokenizer is not None:
         check_vocabulary(tokenizer.vocab_size, model.vocab_size, str(tokenizer.path or tokenizer.type))
         if text is not None:
@@ -122,11 +122,11 @@ def export(
     return Export(folder, source, weights, config, tokenizer, parameters, sum(sizes), len(sizes))
 
 
-def _tokenizer(run: Path, config: dict[str, Any]) -> Tokenizer | None:
-    if (kept := kept_tokenizer(run)) is not None:
-        return kept
+def _tokenizer(run: Path, config: dict[str, Any], checkpoint: Path) -> Tokenizer | None:
     # Bytes that a run does not keep are the placeholder of an import without a tokenizer.
-    return None if data_config(config).tokenizer.type == "bytes" else read_tokenizer(run, config)
+    if kept_tokenizer(run) is None and data_config(config).tokenizer.type == "bytes":
+        return None
+    return read_tokenizer(run, config, read_manifest(checkpoint))
 
 
 def _checksums(folder: Path) -> dict[str, str]:

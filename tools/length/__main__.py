@@ -68,6 +68,7 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
     `load_model` and `measure_run`; what is seen without weights before the first run is measured."""
     from data.indexed import IndexedTokens
     from data.manifest import check_tokenizer
+    from megatron_lite.checkpoint.reader import read_manifest
     from tools.loading.model import find_model, load_model, read_tokenizer, run_folder
 
     results: dict[str, Any] = {}
@@ -81,7 +82,8 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
         _lengths(run, found.model, found.config, options.lengths)
         if options.data:
             IndexedTokens(options.data)
-            check_tokenizer(options.data, read_tokenizer(run_folder(found.checkpoint, found.config), found.config))
+            folder, manifest = run_folder(found.checkpoint, found.config), read_manifest(found.checkpoint)
+            check_tokenizer(options.data, read_tokenizer(folder, found.config, manifest))
     for run in runs:
         loaded = load_model(run, device=options.device, dtype=options.dtype)
         results[str(run)] = measure_run(loaded, options.lengths, data=options.data, tokens=options.tokens)

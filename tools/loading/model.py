@@ -6,6 +6,7 @@ Generation, evaluation and the converters start here. The layout that wrote the 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -
     found = find_model(path, device=device, dtype=dtype)
     checkpoint, config = found.checkpoint, found.config
     run = run_folder(checkpoint, config)
-    tokenizer = read_tokenizer(run, config)
+    tokenizer = read_tokenizer(run, config, read_manifest(checkpoint))
     if tokenizer.vocab_size > found.model.vocab_size:
         raise ValueError(
             f"{checkpoint}: the tokenizer {tokenizer.path or tokenizer.type} has {tokenizer.vocab_size} entries and the "
@@ -185,20 +186,45 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     write_whole(folder / FILE_NAME, checksums_text({name: file_sha256(folder / name) for name in names}))
 
 
-def read_tokenizer(run: Path, config: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that the run keeps, else the one that its configuration names or trained.
+def read_tokenizer(run: Path, config: dict[str, Any], manifest: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer that the run keeps, else the one that its configuration names.
+
+    manifest: of the checkpoint, which holds the hash of its tokenizer (those of earlier versions do not).
 
     Raises:
-        FileNotFoundError: neither is there any more.
-        ValueError: the file in the run's folder is not the one that was put there.
+        FileNotFoundError: neither is there. No tokenizer is trained anew: it would give other ids.
+        ValueError: the tokenizer is not the one of the weights.
     """
-    if (kept := kept_tokenizer(run)) is not None:
-        return kept
-    data = data_config(config)
-    if data.tokenizer.type == "sentencepiece" and data.tokenizer.path is None:
-        prepared = prepare(data)
-        return load_tokenizer(prepared.tokenizer_type, prepared.tokenizer_path)
-    return load_tokenizer(data.tokenizer.type, data.tokenizer.path)
+    folder = run / "tokenizer"
+    tokenizer = kept_tokenizer(run)
+    if tokenizer is None:
+        data = data_config(config)
+        if data.tokenizer.type != "bytes" and data.tokenizer.path is None:
+            raise FileNotFoundError(
+                f"{folder} is missing: it holds the tokenizer that the run trained. Copy it from where the run was made, "
+                "or from the folder training/tokenizer of an export"
+            )
+        tokenizer = load_tokenizer(data.tokenizer.type, data.tokenizer.path)
+    expected = manifest["state"].get("tokenizer")
+    if expected is not None and tokenizer.hash != expected:
+        raise ValueError(
+            f"{tokenizer.path or tokenizer.type} is not the tokenizer that the checkpoint was trained with: its hash is "
+            f"{tokenizer.hash}, not {expected}. Copy {folder} from where the run was made"
+        )
+    return tokenizer
+
+
+def check_same_tokenizer(tokenizer: Tokenizer, run: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises ValueError where a run would go on with another tokenizer than its checkpoint's: its ids mean other text."""
+    kept = kept_tokenizer(run)
+    expected = manifest["state"].get("tokenizer") or (kept and kept.hash)
+    if expected and tokenizer.hash != expected:
+        own = f"data.tokenizer.path={kept.path}" if kept and kept.path and kept.hash == expected else "that tokenizer"
+        raise ValueError(
+            f"{run}: its checkpoint was trained with another tokenizer (hash {expected}) than the data have now "
+            f"({tokenizer.path or tokenizer.type}, {tokenizer.hash}). Go on with {own}, or begin anew with "
+            "checkpoint.resume=never"
+        )
 
 
 def kept_tokenizer(run: Path) -> Tokenizer | None:
@@ -321,6 +347,7 @@ __all__ = [
     "LoadedModel",
     "PreparedData",
     "build_model",
+    "check_same_tokenizer",
     "data_config",
     "find_model",
     "keep_tokenizer",

@@ -3,15 +3,26 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from data.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.reader import read_config_yaml, read_weights
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from models.mixers import MIXERS
-from tools.loading.model import CheckpointError, build_model, load_model, model_config, read_tokenizer
+from tools.loading.model import (
+    CheckpointError,
+    build_model,
+    check_same_tokenizer,
+    load_model,
+    model_config,
+    read_tokenizer,
+)
+
+OLD: dict[str, Any] = {"state": {}}  # a manifest without the tokenizer's hash
 
 
 def test_the_newest_checkpoint_or_the_named_one(trained_run: Path) -> None:
@@ -60,7 +71,7 @@ def test_a_tokenizer_larger_than_the_model(trained_run: Path, monkeypatch: pytes
     class Larger:
         path, type, vocab_size = "big.model", "sentencepiece", 513
 
-    monkeypatch.setattr("tools.loading.model.read_tokenizer", lambda run, config: Larger())
+    monkeypatch.setattr("tools.loading.model.read_tokenizer", lambda run, config, manifest: Larger())
     with pytest.raises(ValueError, match=r"big\.model has 513 entries and the model 512 rows"):
         load_model(trained_run)
 
@@ -73,17 +84,34 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 def test_the_kept_tokenizer_needs_no_corpus(trained_run: Path, tmp_path: Path) -> None:
     config = read_config_yaml(trained_run)
     config["data"]["corpus"] = str(tmp_path / "gone")
-    tokenizer = read_tokenizer(trained_run, config)
+    tokenizer = read_tokenizer(trained_run, config, OLD)
     assert tokenizer.vocab_size == 400
     assert tokenizer.decode(tokenizer.encode("naïve 🙂")) == "naïve 🙂"
 
 
-def test_without_a_kept_tokenizer_the_cache_has_it(trained_run: Path, tmp_path: Path) -> None:
+def test_without_a_kept_tokenizer_none_is_trained(trained_run: Path, tmp_path: Path) -> None:
     config = read_config_yaml(trained_run)
-    assert read_tokenizer(tmp_path, config).hash == read_tokenizer(trained_run, config).hash
-    config["data"]["corpus"] = str(tmp_path / "gone")
-    with pytest.raises(FileNotFoundError, match="gone"):
-        read_tokenizer(tmp_path, config)
+    with pytest.raises(FileNotFoundError, match=r"tokenizer is missing: .*Copy it from where the run was made"):
+        read_tokenizer(tmp_path, config, OLD)
+    kept = read_tokenizer(trained_run, config, OLD)
+    config["data"]["tokenizer"]["path"] = kept.path
+    assert read_tokenizer(tmp_path, config, OLD).hash == kept.hash
+    assert read_tokenizer(tmp_path, config, {"state": {"tokenizer": kept.hash}}).hash == kept.hash
+
+
+def test_a_tokenizer_that_is_not_the_checkpoints_is_refused(trained_run: Path) -> None:
+    other: dict[str, Any] = {"state": {"tokenizer": "0" * 32}}
+    with pytest.raises(ValueError, match=r"tokenizer\.model is not the tokenizer that the checkpoint was trained with"):
+        read_tokenizer(trained_run, read_config_yaml(trained_run), other)
+    kept = read_tokenizer(trained_run, {}, OLD)
+    check_same_tokenizer(kept, trained_run, OLD)
+    with pytest.raises(ValueError, match=r"with another tokenizer .*Go on with that tokenizer, or .*resume=never"):
+        check_same_tokenizer(kept, trained_run, other)
+    own = {"state": {"tokenizer": kept.hash}}
+    with pytest.raises(
+        ValueError, match=r"\(bytes, bytes-257\)\. Go on with data\.tokenizer\.path=.*tokenizer\.model, or"
+    ):
+        check_same_tokenizer(load_tokenizer("bytes"), trained_run, own)
 
 
 def test_a_tokenizer_that_was_exchanged(trained_run: Path, tmp_path: Path) -> None:
@@ -94,7 +122,7 @@ def test_a_tokenizer_that_was_exchanged(trained_run: Path, tmp_path: Path) -> No
         read_tokenizer(tmp_path, {})
     (description.parent / "SHA256SUMS").unlink()  # as earlier versions wrote it
     with pytest.raises(ValueError, match="was changed after training"):
-        read_tokenizer(tmp_path, {})
+        read_tokenizer(tmp_path, {}, OLD)
 
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
