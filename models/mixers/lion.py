@@ -15,7 +15,7 @@ from ..layers.projections import FanOut, apply_each, init_std, linear
 from ..operators.gla.gated_linear_attention import recurrence
 from ..operators.gla.normalized import recurrence_with_row_sum
 from ..operators.gla.short_map import short_map
-from ..operators.lion.bidirectional_attention import ProjectedGate, bidirectional
+from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
 from ..operators.lion.feature_map import feature_map
 from ..operators.varlen import without_padding
 from ..options import ModelShape, require_positive
@@ -163,7 +163,7 @@ class Lion(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         x = again[0] if projected else x
         logits = self._decay_logits(x)
-        # Keys that another gate multiplies are rounded after it; otherwise `bidirectional` applies phi.
+        # Keys that another gate multiplies are rounded after it; otherwise `bidirectional_linear_attention` applies phi.
         gated = self.input_gate is not None or self.options.variant == "grfa"
         phi = None if self.options.phi == "none" else self.options.phi
         if phi is not None and (self.options.causal or gated):
@@ -176,7 +176,7 @@ class Lion(nn.Module):
             k = k * torch.sigmoid(-logits).unsqueeze(-1)
         k = k.to(v.dtype)
         if self.options.causal:
-            logits = logits.logits() if isinstance(logits, ProjectedGate) else logits
+            logits = logits.logits() if isinstance(logits, ProjectedDecayLogits) else logits
             o, new_state = self._causal(q, k, v, logits, mask, cu_seqlens, (state or {}).get("recurrent"), return_state)
         else:
             o, new_state = self._both_ways(q, k, v, logits, phi, mask, cu_seqlens), {}
@@ -185,14 +185,14 @@ class Lion(nn.Module):
             y = self.output_norm(y)
         return (y, new_state) if return_state else y
 
-    def _decay_logits(self, x: Tensor) -> Tensor | ProjectedGate | None:
-        """lambda = sigmoid of this: [batch, length, heads] in float32 (float64 for float64), or what `bidirectional` takes."""
+    def _decay_logits(self, x: Tensor) -> Tensor | ProjectedDecayLogits | None:
+        """Return the logits of lambda, [batch, length, heads] in float32 (float64 for float64) or not yet projected."""
         if self.decay is None:
             return None
         if self.decay_weight is None:
             return to_accumulation_dtype(self.decay).expand(*x.shape[:2], -1) if self.options.causal else self.decay
-        gate = ProjectedGate(x, self.decay_weight, self.decay)
-        return gate.logits() if self.options.variant == "grfa" else gate
+        projected = ProjectedDecayLogits(x, self.decay_weight, self.decay)
+        return projected.logits() if self.options.variant == "grfa" else projected
 
     def _causal(
         self,
@@ -233,7 +233,7 @@ class Lion(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        logits: Tensor | ProjectedGate | None,
+        logits: Tensor | ProjectedDecayLogits | None,
         phi: str | None,
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
@@ -241,11 +241,11 @@ class Lion(nn.Module):
         lstm = self.input_gate is not None
         if lstm and v.dtype == torch.float16:  # in which sums over a long sequence, and their gradients, may not fit
             q, k, v = to_accumulation_dtype(q), to_accumulation_dtype(k), to_accumulation_dtype(v)
-        o = bidirectional(
+        o = bidirectional_linear_attention(
             q,
             k,
             F.pad(v, (0, 1), value=1.0) if lstm else v,
-            gate=logits,
+            decay_logits=logits,
             phi=phi,
             scaled=self.options.scaled and not lstm,
             mask=mask,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.operators.lion.bidirectional_attention import bidirectional
+from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -19,7 +19,7 @@ def inputs(length: int) -> list[Tensor]:
 def test_the_current_stream(length: int) -> None:
     """What the kernels read is written late, on the stream that they are called on."""
     values = inputs(length)
-    expected = bidirectional(*values)
+    expected = attend(*values)
     late = [torch.zeros_like(x) for x in values]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -27,7 +27,7 @@ def test_the_current_stream(length: int) -> None:
         torch.cuda._sleep(20_000_000)
         for to, x in zip(late, values, strict=True):
             to.copy_(x)
-        found = bidirectional(*late)
+        found = attend(*late)
     stream.synchronize()
     assert torch.equal(found, expected)
 
@@ -38,7 +38,7 @@ def test_hooks_hear_of_launches() -> None:
     if not hasattr(chain, "add"):
         pytest.skip("this Triton has one hook instead of a chain of them")
     values = inputs(128)
-    expected = bidirectional(*values)
+    expected = attend(*values)
     heard = []
 
     def hook(metadata: object) -> None:
@@ -46,12 +46,12 @@ def test_hooks_hear_of_launches() -> None:
 
     chain.add(hook)
     try:
-        assert torch.equal(bidirectional(*values), expected)
+        assert torch.equal(attend(*values), expected)
     finally:
         chain.remove(hook)
     count = len(heard)
     assert count > 0
-    bidirectional(*values)
+    attend(*values)
     assert len(heard) == count
 
 
@@ -62,8 +62,8 @@ def test_lengths_share_their_kernels() -> None:
     def compiled() -> int:
         return len(_lion_chunk_forward.device_caches[torch.cuda.current_device()][0])
 
-    bidirectional(*inputs(300))
+    attend(*inputs(300))
     count = compiled()
     for length in (301, 304, 320):
-        bidirectional(*inputs(length))
+        attend(*inputs(length))
     assert compiled() == count > 0

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.operators.lion.bidirectional_attention import ProjectedGate, bidirectional
+from models.operators.lion.bidirectional_attention import ProjectedDecayLogits
+from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
 from models.operators.metala import metala_epilogue
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -33,7 +34,7 @@ def relative_errors(tensors: list[Tensor], **arguments) -> list[float]:
     results = []
     for name, dtype in ((form, None), ("chunked", torch.float64)):
         q, k, v, gate = (x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in inputs)
-        y = bidirectional(q, k, v, gate=gate, form=name, **arguments)
+        y = attend(q, k, v, decay_logits=gate, form=name, **arguments)
         y.backward(dy.to(y.dtype))
         results.append([y.detach().double(), *(x.grad.double() for x in (q, k, v, gate))])
     return [((x - y).norm() / y.norm()).item() for x, y in zip(*results, strict=True)]
@@ -72,8 +73,8 @@ def test_a_projected_gate_and_its_gradients(length: int, dtype: torch.dtype, bia
     results = []
     for form, wide in (("auto", None), ("chunked", torch.float64)):
         leaves = [t.detach().clone().to(wide or t.dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
-        gate = ProjectedGate(*leaves[3:5], leaves[5] if biased else None)
-        y = bidirectional(*leaves[:3], gate=gate, form=form)
+        gate = ProjectedDecayLogits(*leaves[3:5], leaves[5] if biased else None)
+        y = attend(*leaves[:3], decay_logits=gate, form=form)
         y.backward(dy.to(y.dtype))
         results.append([y.detach(), *(t.grad for t in leaves[: 6 if biased else 5])])
     # The gate itself is rounded to the dtype, which every gradient of it sees.
@@ -141,7 +142,10 @@ def test_automatic_form_takes_the_kernels() -> None:
     for length, dim, form in ((192, 64, "tile"), (256, 64, "chunk"), (256, 128, "tile"), (128, 192, "chunk")):
         q, k, v, gate, _ = random_inputs((2, length, 2, dim), torch.bfloat16, 0.0)
         form = f"triton_{form}"
-        assert torch.equal(bidirectional(q, k, v, gate=gate), bidirectional(q, k, v, gate=gate, form=form))
+        assert torch.equal(
+            attend(q, k, v, decay_logits=gate),
+            attend(q, k, v, decay_logits=gate, form=form),
+        )
 
 
 def test_memory_is_linear_in_length() -> None:
@@ -151,7 +155,7 @@ def test_memory_is_linear_in_length() -> None:
         *inputs, dy = tensors
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        bidirectional(*inputs[:3], gate=inputs[3]).backward(dy)
+        attend(*inputs[:3], decay_logits=inputs[3]).backward(dy)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] < 4.2 * peaks[0]
 

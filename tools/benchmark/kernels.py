@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from models.operators.lion.bidirectional_attention import ProjectedGate, bidirectional
+from models.operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
 from models.operators.metala import metala_epilogue
 from models.precision import NORMALIZER_EPS
 
@@ -88,7 +88,7 @@ def choice(output: Path) -> None:
             for form in ("triton_tile", "triton_chunk"):
 
                 def step(form: str = form, leaves: list[Tensor] = leaves, dy: Tensor = tensors[3]) -> None:
-                    bidirectional(*leaves, form=form).backward(dy)
+                    bidirectional_linear_attention(*leaves, form=form).backward(dy)
 
                 times.append(launched_ms(capture(step, leaves).replay, [], seconds=0.05))
             row |= {f"tile, {words}": times[0], f"chunk, {words}": times[1], f"ratio, {words}": times[0] / times[1]}
@@ -106,7 +106,7 @@ def lion(length: int, batch: int) -> Work:
     x, weight, q, k, v, dy = _lion_inputs(length, batch)
 
     def step() -> None:
-        bidirectional(q, k, v, gate=ProjectedGate(x, weight)).backward(dy)
+        bidirectional_linear_attention(q, k, v, decay_logits=ProjectedDecayLogits(x, weight)).backward(dy)
 
     return step, _leaves(x, weight, q, k, v)
 
@@ -159,7 +159,7 @@ def errors(length: int, batch: int) -> dict[str, Any]:
     results = []
     for form, dtype in (("auto", torch.bfloat16), ("chunked", torch.float32)):
         x, weight, q, k, v = leaves = _leaves(*(t.detach().to(dtype, copy=True) for t in inputs))
-        y = bidirectional(q, k, v, gate=ProjectedGate(x, weight), form=form)
+        y = bidirectional_linear_attention(q, k, v, decay_logits=ProjectedDecayLogits(x, weight), form=form)
         y.backward(dy.to(dtype))
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     names = ("output", "dx", "dW of the gate", "dq", "dk", "dv")

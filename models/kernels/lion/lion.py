@@ -1,7 +1,7 @@
-"""LION's operator on Triton kernels, with its gradients: the choice of a kernel, padding and packed segments.
+"""LION's operator on Triton kernels, with its gradients, padding and packed segments.
 
-A gate that is a projection of the layer's input and the feature map are formed, and their gradients are, inside the
-same autograd node: for short sequences the host's way through every node takes as long as the kernels.
+Projected decay logits and the feature map, with their gradients, belong to the same autograd node: for short sequences the
+host time per node equals the time of the kernels.
 """
 
 from __future__ import annotations
@@ -19,12 +19,6 @@ from .feature_map import PHI, both, both_gradients, normalised_silu
 from .gate import project, project_backward
 from .tile import TILE
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LARGEST_HEAD = 256
-# The tile kernel was the faster one, whatever the decays, up to these lengths for heads of up to so many channels, with
-# 16-bit numbers (docs/results.md). Beyond, its time depends on how far the decays let a token see.
-TILE_LENGTHS = {64: 192, 128: 256}
-
 
 def lion(
     q: Tensor,
@@ -39,17 +33,17 @@ def lion(
     scaled: bool = True,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    kernel: str = "auto",
+    kernel: str,
 ) -> Tensor:
-    """(Q K^T * M) V as `models.operators.lion.bidirectional_attention.bidirectional` defines it, in v's dtype
-    (products of that dtype, float32 sums).
+    """Return (Q K^T * M) V as `models.operators.lion.bidirectional_attention.bidirectional_linear_attention`, in v's dtype.
 
-    q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], both dims at most 256.
-    decay: [batch, length, heads] log decay, or with `logits` the gate whose logsigmoid it is; or instead of that gate
-    `projection` (x, weight) with gate = x weight^T + bias, x: [batch, length, size], weight: [heads, size] of x's
-    dtype, bias: [heads] or None. bias alone: the gate of every token.
+    Matmuls are of that dtype, sums of float32.
+    q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], both dims at most 256, float32, float16 or bfloat16.
+    decay: [batch, length, heads] log decay, or with `logits` its decay logits. Instead of decay logits: `projection`
+    (x, weight), x weight^T + bias with x [batch, length, size], weight [heads, size] of x's dtype, bias [heads] or None.
+    bias alone: the decay logits of every token.
     phi: "silu" or "silu_paper" (`models.operators.lion.feature_map`), first applied to q and k, and rounded to v's dtype.
-    kernel: "tile", "chunk" or "auto". Raises ValueError for head sizes, dtypes and sizes that the kernels do not take.
+    kernel: "tile" or "chunk". Raises ValueError for sizes that overflow 32-bit addresses.
     """
     source = weight = None
     if projection is not None:
@@ -97,18 +91,8 @@ def _case(
     packed: bool,
 ) -> tuple[Kernel, Case]:
     batch, length, heads, dim_k = shape
-    largest = max(dim_k, dim_v)
-    if kernel not in _KERNELS and kernel != "auto":
-        raise ValueError(f"kernel {kernel!r}: allowed are auto, {', '.join(_KERNELS)}")
-    if largest > LARGEST_HEAD:
-        raise ValueError(f"head sizes {dim_k}, {dim_v}: at most {LARGEST_HEAD}; use form='chunked'")
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype {dtype}: allowed are float32, float16, bfloat16; use form='chunked'")
-    if length * heads * largest >= 2**31:
+    if length * heads * max(dim_k, dim_v) >= 2**31:
         raise ValueError(f"{length} tokens of {heads} heads overflow 32-bit addresses; use form='chunked' or fewer")
-    if kernel == "auto":
-        longest = next((tokens for channels, tokens in TILE_LENGTHS.items() if largest <= channels), 0)
-        kernel = "tile" if length <= longest and dtype != torch.float32 else "chunk"
     mode = LOG_DECAY if gate_dtype is not None else NO_GATE
     if alone:
         mode = BIAS

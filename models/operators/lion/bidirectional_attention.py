@@ -1,4 +1,4 @@
-"""The bidirectional operator of LION (arXiv 2502.16249): Y = scale(Q K^T * M) V with M_ij = exp(-|c_i - c_j|).
+"""Bidirectional linear attention, as in LION (arXiv 2502.16249): Y = scale(Q K^T * M) V with M_ij = exp(-|c_i - c_j|).
 
 c is the running sum of the log decay. Three exact forms: "parallel" (the formula, quadratic in length), "recurrent"
 (two directions, constant state) and "chunked" (linear in length). With v~ = [v, 1] and b, B a chunk's running sum and
@@ -8,7 +8,7 @@ total of the log decay (Eq. 16-17, 61-64, 83-91 of the paper, written without 1/
     chunked     F_(n+1) = e^B F_n + sum_j e^(B - b_j) k_j v~_j        G_(n-1) = e^B G_n + sum_j e^(b_j) k_j v~_j
                 o_i = e^(b_i) q_i F_n + e^(B - b_i) q_i G_n + sum_(j in chunk) e^(-|b_i - b_j|) (q_i . k_j) v~_j
 
-No exponent is positive and the diagonal is counted once. A decay may also be a vector over head_dim_k: then
+No exponent is positive and the diagonal is counted once. With a per-channel decay
 o_i = sum_j (sum_c q_ic k_jc e^(-|c_ic - c_jc|)) v_j, the bidirectional form of MetaLA and GLA.
 """
 
@@ -32,9 +32,15 @@ from .feature_map import feature_map
 FORMS = ("auto", "parallel", "recurrent", "chunked", "triton_tile", "triton_chunk")
 CONVENTIONS = ("eq17", "shifted")
 
+# Channels of a head that the kernels support.
+_LARGEST_HEAD = 256
+# Up to these lengths the tile kernel is the faster one for heads of at most so many channels, whatever the decays, in 16
+# bits (docs/results.md). For longer sequences its time depends on how far the decays let a token see.
+_TILE_LENGTHS = {64: 192, 128: 256}
 
-class ProjectedGate(NamedTuple):
-    """A gate that is a projection of the layer's input: x weight^T + bias, as LION-s has it.
+
+class ProjectedDecayLogits(NamedTuple):
+    """Decay logits that are a projection of the layer's input, x weight^T + bias, as in LION-s.
 
     x: [batch, length, size], weight: [heads, size], bias: [heads] or None. The kernels take the projection and its
     gradients into their own autograd node.
@@ -45,18 +51,18 @@ class ProjectedGate(NamedTuple):
     bias: Tensor | None = None
 
     def logits(self) -> Tensor:
-        """[batch, length, heads], from the bias on in float32 (float64 for float64)."""
+        """Return the logits [batch, length, heads] in float32 (float64 for float64)."""
         logits = to_accumulation_dtype(F.linear(self.x, self.weight))
         return logits if self.bias is None else logits + to_accumulation_dtype(self.bias)
 
 
-def bidirectional(
+def bidirectional_linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None = None,
     *,
-    gate: Tensor | ProjectedGate | None = None,
+    decay_logits: Tensor | ProjectedDecayLogits | None = None,
     phi: str | None = None,
     scaled: bool = True,
     mask: Tensor | None = None,
@@ -64,22 +70,21 @@ def bidirectional(
     mask_convention: str = "eq17",
     form: str = "auto",
 ) -> Tensor:
-    """Apply (Q K^T * M) V, each row divided by its sum when `scaled`.
+    """Return (Q K^T * M) V, with each row divided by its normalizer when `scaled`.
 
     q, k: [batch, length, heads, head_dim_k]; v: [batch, length, heads, head_dim_v].
-    log_decay: [batch, length, heads] (or a last dimension of 1) for one decay a head, [..., head_dim_k] for a vector;
-    None for no decay. -inf at a token cuts both directions there.
-    gate: instead of it, [batch, length, heads], [heads] for every token, or a `ProjectedGate`: log_decay =
-    logsigmoid(gate).
-    phi: a name of `models.operators.lion.feature_map`, applied to q and k first and rounded to v's dtype; None where
-    it already is.
-    scaled: y = num / (row sum + 1e-6); q and k must be positive for that to be sensible (as phi makes them).
-    mask: [batch, length] bool, True for real tokens; padding never changes real tokens, and its own output is 0.
+    log_decay: [batch, length, heads] (or a last dimension of 1) for a per-head decay, [..., head_dim_k] for a per-channel
+    decay; None for no decay. -inf at a token cuts both directions there.
+    decay_logits: an alternative to log_decay = logsigmoid(decay_logits). [batch, length, heads], [heads] for every token,
+    or `ProjectedDecayLogits`.
+    phi: a name of `models.operators.lion.feature_map`, applied to q and k first and rounded to v's dtype; None for none.
+    scaled: y = numerator / (row sum + 1e-6). It needs positive q and k, as phi makes them.
+    mask: [batch, length] bool, True for real tokens. Padding never changes real tokens, and its own output is 0.
     cu_seqlens: [segments + 1], batch 1: no segment sees another; empty segments are legal.
     mask_convention: "eq17", symmetric; "shifted" delays the decay of the forward direction by one token.
-    form: "parallel", "recurrent", "chunked" in plain PyTorch, computed in float32 (float64 for float64 inputs);
-    "triton_tile", "triton_chunk": the kernels for short and long sequences, one decay a head; "auto" takes the faster
-    of the two on CUDA where they apply and "chunked" elsewhere.
+    form: see `FORMS`. "parallel", "recurrent", "chunked" are plain PyTorch, computed in float32 (float64 for float64
+    inputs). "triton_tile" and "triton_chunk" are kernels for short and long sequences with a per-head decay. "auto": the
+    fastest one (`_select_form`).
     Returns [batch, length, heads, head_dim_v] in v's dtype. Raises ValueError for arguments that do not fit together.
 
     Under `models.operators.context_parallel.context_parallel` the arguments are the local shard of the sequence, but cu_seqlens
@@ -89,13 +94,13 @@ def bidirectional(
     if group is not None:
         if phi is not None:
             q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
-        return _over_ranks(group, q, k, v, log_decay, gate, scaled, mask, cu_seqlens, mask_convention, form)
-    return local_bidirectional(
+        return _over_ranks(group, q, k, v, log_decay, decay_logits, scaled, mask, cu_seqlens, mask_convention, form)
+    return _local(
         q,
         k,
         v,
         log_decay,
-        gate=gate,
+        decay_logits=decay_logits,
         phi=phi,
         scaled=scaled,
         mask=mask,
@@ -105,13 +110,13 @@ def bidirectional(
     )
 
 
-def local_bidirectional(
+def _local(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None = None,
     *,
-    gate: Tensor | ProjectedGate | None = None,
+    decay_logits: Tensor | ProjectedDecayLogits | None = None,
     phi: str | None = None,
     scaled: bool = True,
     mask: Tensor | None = None,
@@ -119,20 +124,21 @@ def local_bidirectional(
     mask_convention: str = "eq17",
     form: str = "auto",
 ) -> Tensor:
-    """Compute `bidirectional` of these tokens alone, also where they are a local shard."""
-    _check(q, k, v, log_decay, gate, mask, cu_seqlens, mask_convention, form)
-    # No tokens at all are for the chunked form.
-    triton = form.startswith("triton") or (form == "auto" and _kernels_apply(q, v, log_decay, mask_convention))
-    if triton and q.numel():
-        return _on_kernels(q, k, v, log_decay, gate, phi, scaled, mask, cu_seqlens, form.removeprefix("triton_"))
+    """Compute `bidirectional_linear_attention` of these tokens alone, also where they are a local shard."""
+    _check(q, k, v, log_decay, decay_logits, mask, cu_seqlens, mask_convention, form)
+    form = _select_form(form, q, v, log_decay, mask_convention)
+    if form.startswith("triton"):
+        return _on_kernels(
+            q, k, v, log_decay, decay_logits, phi, scaled, mask, cu_seqlens, form.removeprefix("triton_")
+        )
     if phi is not None:
         q, k = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype)
-    gate = _of_every_token(gate, q)
-    forward, backward, segments = decays(q, log_decay, gate, mask, cu_seqlens, mask_convention)
+    decay_logits = _of_every_token(decay_logits, q)
+    forward, backward, segments = decays(q, log_decay, decay_logits, mask, cu_seqlens, mask_convention)
     q_, k_, v_ = heads_first(q), heads_first(k), values_of(v, scaled)
     if mask is not None:
         q_, k_ = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (q_, k_))
-    if form == "recurrent" and q.shape[1]:
+    if form == "recurrent":
         o = recurrent(q_, k_, v_, forward, backward, segments)
     else:
         size = q.shape[1] if form == "parallel" else chunk_size(q.shape[1], forward)
@@ -142,12 +148,29 @@ def local_bidirectional(
     return o.transpose(1, 2).to(v.dtype)
 
 
+def _select_form(form: str, q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str) -> str:
+    """Return the form that runs. This is the only place that decides."""
+    if not q.numel():
+        return "chunked"
+    if form != "auto":
+        return form
+    largest = max(q.shape[-1], v.shape[-1])
+    if not available(v) or mask_convention != "eq17" or _per_channel(log_decay) or largest > _LARGEST_HEAD:
+        return "chunked"
+    longest = next((tokens for channels, tokens in _TILE_LENGTHS.items() if largest <= channels), 0)
+    return "triton_tile" if q.shape[1] <= longest and v.dtype != torch.float32 else "triton_chunk"
+
+
+def _per_channel(log_decay: Tensor | None) -> bool:
+    return log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
+
+
 def _on_kernels(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
-    gate: Tensor | ProjectedGate | None,
+    decay_logits: Tensor | ProjectedDecayLogits | None,
     phi: str | None,
     scaled: bool,
     mask: Tensor | None,
@@ -158,28 +181,32 @@ def _on_kernels(
 
     if phi == "elu":
         q, k, phi = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype), None
-    if isinstance(gate, ProjectedGate):
-        # One product of one dtype is what the kernels' node takes over; autocast and mixtures stay with PyTorch.
-        if gate.x.dtype == gate.weight.dtype and not torch.is_autocast_enabled():
+    if isinstance(decay_logits, ProjectedDecayLogits):
+        # The kernels' autograd node takes over a matmul of one dtype. Autocast and mixed dtypes stay with PyTorch.
+        if decay_logits.x.dtype == decay_logits.weight.dtype and not torch.is_autocast_enabled():
             return lion(
-                q, k, v, projection=(gate.x, gate.weight), bias=gate.bias, phi=phi, scaled=scaled,
+                q, k, v, projection=(decay_logits.x, decay_logits.weight), bias=decay_logits.bias, phi=phi, scaled=scaled,
                 mask=mask, cu_seqlens=cu_seqlens, kernel=kernel,
             )  # fmt: skip
-        gate = gate.logits()
-    decay, bias = log_decay if gate is None else gate, None
-    if gate is not None and gate.ndim == 1:
-        decay, bias = None, gate
+        decay_logits = decay_logits.logits()
+    decay, bias = log_decay if decay_logits is None else decay_logits, None
+    if decay_logits is not None and decay_logits.ndim == 1:
+        decay, bias = None, decay_logits
     return lion(
-        q, k, v, decay, bias=bias, logits=gate is not None, phi=phi, scaled=scaled, mask=mask, cu_seqlens=cu_seqlens,
+        q, k, v, decay, bias=bias, logits=decay_logits is not None, phi=phi, scaled=scaled, mask=mask, cu_seqlens=cu_seqlens,
         kernel=kernel,
     )  # fmt: skip
 
 
-def _of_every_token(gate: Tensor | ProjectedGate | None, q: Tensor) -> Tensor | None:
-    """[batch, length, heads] (or a last dimension of 1)."""
-    if isinstance(gate, ProjectedGate):
-        return gate.logits()
-    return gate if gate is None or gate.ndim > 1 else to_accumulation_dtype(gate).expand(q.shape[:3])
+def _of_every_token(decay_logits: Tensor | ProjectedDecayLogits | None, q: Tensor) -> Tensor | None:
+    """Return decay logits of every token, [batch, length, heads] (or a last dimension of 1)."""
+    if isinstance(decay_logits, ProjectedDecayLogits):
+        return decay_logits.logits()
+    return (
+        decay_logits
+        if decay_logits is None or decay_logits.ndim > 1
+        else to_accumulation_dtype(decay_logits).expand(q.shape[:3])
+    )
 
 
 def _over_ranks(
@@ -188,7 +215,7 @@ def _over_ranks(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
-    gate: Tensor | ProjectedGate | None,
+    decay_logits: Tensor | ProjectedDecayLogits | None,
     scaled: bool,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -196,19 +223,19 @@ def _over_ranks(
     form: str,
 ) -> Tensor:
     """Add numerators and normalizers of the local shard, by any form, and of the other ranks; then divide."""
-    gate = _of_every_token(gate, q)
+    decay_logits = _of_every_token(decay_logits, q)
     segments = None if cu_seqlens is None else shard_segments(cu_seqlens, q.shape[1], group)
     inside = None if segments is None else segments.cu_seqlens
     # Sums over a long shard, and their gradients, may exceed float16.
     dtype = torch.float32 if scaled and v.dtype == torch.float16 else v.dtype
 
     def local(values: Tensor) -> Tensor:
-        o = local_bidirectional(
+        o = _local(
             q.to(dtype),
             k.to(dtype),
             values.to(dtype),
             log_decay,
-            gate=gate,
+            decay_logits=decay_logits,
             scaled=False,
             mask=mask,
             cu_seqlens=inside,
@@ -217,18 +244,18 @@ def _over_ranks(
         )
         return to_accumulation_dtype(o)
 
-    # A kernel wants head sizes that are powers of two: row sums go by themselves.
+    # Kernels need head sizes that are powers of two: normalizers are computed apart.
     parts = [v, torch.ones_like(v[..., :1])] if scaled else [v]
     if scaled and not q.is_cuda:
         parts = [torch.cat(parts, -1)]
     o = torch.cat([local(part) for part in parts], -1)
-    forward, backward = (x.transpose(1, 2) for x in decays(q, log_decay, gate, mask, None, mask_convention)[:2])
+    forward, backward = (x.transpose(1, 2) for x in decays(q, log_decay, decay_logits, mask, None, mask_convention)[:2])
     if mask_convention == "shifted":
         before = from_previous_rank(group, backward[:, -1:])
         forward = torch.cat([before, backward[:, :-1]], 1)
     if mask is not None:
         q, k = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (q, k))
-    # Rows of 16 bytes for the products.
+    # Rows of 16 bytes for the matmuls.
     values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if v.is_cuda else 0)) if scaled else v
     o = o + from_other_ranks(group, q, k, values, forward, backward, segments)[..., : o.shape[-1]]
     if scaled:
@@ -241,21 +268,22 @@ def _check(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
-    gate: Tensor | ProjectedGate | None,
+    decay_logits: Tensor | ProjectedDecayLogits | None,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     mask_convention: str,
     form: str,
 ) -> None:
-    if isinstance(gate, ProjectedGate):
-        gate_shape = None
-        _check_projection(q.shape, gate.x.shape, gate.weight.shape, None if gate.bias is None else gate.bias.shape)
+    if isinstance(decay_logits, ProjectedDecayLogits):
+        logits_shape, bias = None, decay_logits.bias
+        shapes = q.shape, decay_logits.x.shape, decay_logits.weight.shape
+        _check_projection(*shapes, None if bias is None else bias.shape)
     else:
-        gate_shape = None if gate is None else gate.shape
-    if log_decay is not None and gate is not None:
-        raise ValueError("log_decay and gate are both given: gate means log_decay = logsigmoid(gate); give one")
+        logits_shape = None if decay_logits is None else decay_logits.shape
+    if log_decay is not None and decay_logits is not None:
+        raise ValueError("log_decay and decay_logits are both given; give one: log_decay = logsigmoid(decay_logits)")
     _check_shapes(
-        q.shape, k.shape, v.shape, None if log_decay is None else log_decay.shape, gate_shape,
+        q.shape, k.shape, v.shape, None if log_decay is None else log_decay.shape, logits_shape,
         None if mask is None else mask.shape, cu_seqlens is not None, mask_convention, form,
         v.dtype,
     )  # fmt: skip
@@ -267,19 +295,19 @@ def _check(
 def _check_projection(q: torch.Size, x: torch.Size, weight: torch.Size, bias: torch.Size | None) -> None:
     if x[:-1] != q[:2] or weight != (q[2], x[-1]) or (bias is not None and bias != q[2:3]):
         raise ValueError(
-            f"gate x {tuple(x)}, weight {tuple(weight)}, bias {bias and tuple(bias)}: expected [batch, length, size] with "
-            f"[batch, length] = {tuple(q[:2])}, [{q[2]}, size] and [{q[2]}] or None"
+            f"decay_logits x {tuple(x)}, weight {tuple(weight)}, bias {bias and tuple(bias)}: expected [batch, length, size] "
+            f"with [batch, length] = {tuple(q[:2])}, [{q[2]}, size] and [{q[2]}] or None"
         )
 
 
-# Looked at once for every combination: a short sequence's kernels take no longer than these checks.
+# Cached per combination: the kernels of a short sequence take no longer than these checks.
 @lru_cache(4096)
 def _check_shapes(
     q: torch.Size,
     k: torch.Size,
     v: torch.Size,
     log_decay: torch.Size | None,
-    gate: torch.Size | None,
+    decay_logits: torch.Size | None,
     mask: torch.Size | None,
     packed: bool,
     mask_convention: str,
@@ -292,8 +320,8 @@ def _check_shapes(
             f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}: expected [batch, length, heads, head_dim_k] "
             "twice and [batch, length, heads, head_dim_v]"
         )
-    for name, x, last in (("log_decay", log_decay, (1, q[3])), ("gate", gate, (1,))):
-        of_all = name == "gate" and x == shape[2:]
+    for name, x, last in (("log_decay", log_decay, (1, q[3])), ("decay_logits", decay_logits, (1,))):
+        of_all = name == "decay_logits" and x == shape[2:]
         if x is not None and not of_all and tuple(x) != shape and tuple(x) not in [(*shape, n) for n in last]:
             raise ValueError(f"{name} {tuple(x)}: expected {shape}, or that and a last dimension of {last}")
     if mask is not None and tuple(mask) != shape[:2]:
@@ -308,12 +336,7 @@ def _check_shapes(
         vector = log_decay is not None and len(log_decay) == 4 and log_decay[-1] > 1
         if vector or mask_convention == "shifted" or dtype == torch.float64:
             raise ValueError(
-                f"form {form!r} takes one decay a head, mask_convention 'eq17' and no float64; use form='chunked'"
+                f"form {form!r} supports a per-head decay, mask_convention 'eq17' and no float64; use form='chunked'"
             )
-
-
-def _kernels_apply(q: Tensor, v: Tensor, log_decay: Tensor | None, mask_convention: str) -> bool:
-    if not available(v) or mask_convention != "eq17":
-        return False
-    vector = log_decay is not None and log_decay.ndim == 4 and log_decay.shape[-1] > 1
-    return not vector and max(q.shape[-1], v.shape[-1]) <= 256
+        if max(q[3], v[3]) > _LARGEST_HEAD:
+            raise ValueError(f"head sizes {q[3]}, {v[3]}: at most {_LARGEST_HEAD}; use form='chunked'")

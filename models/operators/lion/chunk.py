@@ -1,6 +1,6 @@
-"""The bidirectional operator in plain PyTorch: parallel and chunked forms, which are one, and the recurrent form.
+"""Bidirectional linear attention in plain PyTorch: the chunked form (parallel is one chunk) and the recurrent form.
 
-Here tensors are [batch, heads, length, dim] and wide, padding is 0 in q and k, and nothing is divided.
+Tensors are [batch, heads, length, dim] in the accumulation dtype. Padding is 0 in q and k. Nothing is normalized here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...precision import to_accumulation_dtype
 
-# A log decay at or under this forgets everything: e^-100 is below the smallest normal float32.
+# A log decay at or below this counts as -inf: e^-100 is below the smallest normal float32.
 _CUT = {torch.float32: -100.0, torch.float64: -700.0}
 
 
@@ -35,11 +35,14 @@ def chunked(
     segments: Segments,
     size: int,
 ) -> Tensor:
-    """q, k, v: [batch, heads, length, ...], decays [batch, heads, length, 1 or head_dim_k] -> [batch, heads, length, v]."""
+    """Return the numerators [batch, heads, length, head_dim_v], by chunks of `size` tokens.
+
+    q, k, v: [batch, heads, length, ...]; forward, backward: log decays [batch, heads, length, 1 or head_dim_k].
+    """
     length = q.shape[2]
     # One chunk where there is no token.
     padding = -length % size if length else size
-    # Running sums of long stretches, or past gates that close, lose digits that the exponent of a small difference needs.
+    # Long running sums, or sums past a decay of almost 0, lose digits that the exponent of a small difference needs.
     q, k, v, forward, backward = (
         F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, size)) for x in (q, k, v, forward.double(), backward.double())
     )
@@ -51,7 +54,7 @@ def chunked(
     after = F.pad(first[:, 1:], (0, 1), value=segments.last)
 
     def where(one: Tensor, other: Tensor) -> Tensor:
-        """Equality of two [1, chunks, size or 1] as a factor for [batch, heads, chunks, size, channels]."""
+        """Return the equality of two [1, chunks, size or 1] as a factor for [batch, heads, chunks, size, channels]."""
         return (one == other)[:, None, :, :, None].to(q.dtype)
 
     def exp(x: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ def chunked(
 
 
 def _weights(q: Tensor, k: Tensor, bf: Tensor, bb: Tensor, same: Tensor) -> Tensor:
-    """q_i . k_j M_ij inside chunks: [..., size, head_dim_k] -> [..., size, size], 0 between segments."""
+    """Return q_i . k_j M_ij inside chunks, [..., size, size], 0 between segments, for q, k [..., size, head_dim_k]."""
     size = q.shape[-2]
     below = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()[:, :, None]
     # Negated before they are spread over pairs, for the backward pass too.
@@ -92,7 +95,7 @@ def recurrent(
     backward: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """As `chunked`, token by token. A step is few operations: on a GPU the host's way to each takes longer than it does."""
+    """Compute `chunked` token by token. A step has few operations: on a GPU their launches take longer than they do."""
     ids = segments.ids[0]
     before = F.pad(ids[:-1], (1, 0), value=0)
     after = F.pad(ids[1:], (0, 1), value=segments.last)
@@ -103,7 +106,7 @@ def recurrent(
     for query, key, value, keep in zip(queries, keys, values, _kept(forward, ids == before), strict=True):
         left = torch.addcmul(left * keep, key, value)
         o.append(torch.bmm(query, left))
-    # What comes to a token from the right has passed the token after it.
+    # The state from the right decays by the token after this one.
     right, passed = state, _kept(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == after)
     for i in reversed(range(q.shape[2])):
         right = right * passed[i]
@@ -113,12 +116,12 @@ def recurrent(
 
 
 def _kept(decay: Tensor, same: Tensor) -> tuple[Tensor, ...]:
-    """Of each token the share of a state that it keeps, [batch * heads, 1 or head_dim_k, 1]; same: [length], else none."""
+    """Return the factor of each token on a state, [batch * heads, 1 or head_dim_k, 1]; 0 where `same` [length] is False."""
     return (decay.exp() * same[:, None]).flatten(0, 1).unsqueeze(-1).unbind(1)
 
 
 def _states(additions: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-    """The state before each addition of state <- factor * state + addition from zero; factor: [..., 1 or head_dim_k]."""
+    """Return the state before each step of state <- factor * state + addition from zero; factor: [..., 1 or head_dim_k]."""
     state, states = torch.zeros_like(additions[0]), []
     for addition, factor in zip(additions, factors, strict=True):
         states.append(state)
@@ -129,15 +132,15 @@ def _states(additions: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tens
 def decays(
     q: Tensor,
     log_decay: Tensor | None,
-    gate: Tensor | None,
+    decay_logits: Tensor | None,
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     mask_convention: str,
 ) -> tuple[Tensor, Tensor, Segments]:
-    """Log decays of both directions, [batch, heads, length, 1 or head_dim_k], and each token's segment."""
+    """Return the log decays of both directions, [batch, heads, length, 1 or head_dim_k], and each token's segment."""
     length, dtype = q.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
-    if gate is not None:
-        log_decay = F.logsigmoid(to_accumulation_dtype(gate))
+    if decay_logits is not None:
+        log_decay = F.logsigmoid(to_accumulation_dtype(decay_logits))
     if log_decay is None:
         log_decay = torch.zeros(q.shape[:3], dtype=dtype, device=q.device)
     if log_decay.ndim == 3:
@@ -157,17 +160,17 @@ def decays(
 
 
 def chunk_size(length: int, decay: Tensor) -> int:
-    """Tokens of a chunk for decays [..., 1] or [..., head_dim]."""
-    # A vector decay needs a factor for every pair and channel inside a chunk.
+    """Return the tokens per chunk for decays [..., 1] or [..., head_dim]."""
+    # A per-channel decay needs a factor per pair and channel inside a chunk.
     return min(64 if decay.shape[-1] == 1 else 16, length)
 
 
 def values_of(v: Tensor, scaled: bool) -> Tensor:
-    """v [batch, length, heads, head_dim_v] with heads first in float32; scaled: with a channel of ones, for row sums."""
+    """Return v [batch, length, heads, head_dim_v] with heads first in float32; scaled: and a channel of ones, for normalizers."""
     v = heads_first(v)
     return F.pad(v, (0, 1), value=1.0) if scaled else v
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """[batch, length, heads, dim] -> [batch, heads, length, dim] in float32, or float64 when it is."""
+    """Return x [batch, length, heads, dim] as [batch, heads, length, dim] in float32 (float64 for float64)."""
     return to_accumulation_dtype(x).transpose(1, 2)

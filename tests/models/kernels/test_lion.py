@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.operators.lion.bidirectional_attention import ProjectedGate, bidirectional
+from models.operators.lion.bidirectional_attention import ProjectedDecayLogits
+from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
 from tests.models.kernels.conftest import Replace, apart
 
 KERNELS = ("triton_tile", "triton_chunk")
@@ -16,11 +17,11 @@ KERNELS = ("triton_tile", "triton_chunk")
 def outputs(tensors: list[Tensor], dy: Tensor, dtype: torch.dtype, **arguments) -> list[Tensor]:
     """y and the gradients of q, k, v and the decay."""
     q, k, v, gate = (x.detach().clone().to(dtype).requires_grad_() for x in tensors)
-    decays = {"gate": {"gate": apart(gate)}, "log_decay": {"log_decay": F.logsigmoid(gate)}, None: {}}
+    decays = {"gate": {"decay_logits": apart(gate)}, "log_decay": {"log_decay": F.logsigmoid(gate)}, None: {}}
     # One of every token.
-    decays["head"] = {"gate": gate[0, 0]}
+    decays["head"] = {"decay_logits": gate[0, 0]}
     decay = decays[arguments.pop("decay")]
-    y = bidirectional(*(apart(x) for x in (q, k, v)), **decay, **arguments)
+    y = attend(*(apart(x) for x in (q, k, v)), **decay, **arguments)
     apart(y).backward(dy.to(dtype))
     return [y.detach().double(), *(x.grad.double() for x in (q, k, v, gate) if x.grad is not None)]
 
@@ -181,9 +182,9 @@ def test_padding(device: str, form: str, decay: str) -> None:
 def test_gates_in_low_precision_get_gradients_of_their_dtype(device: str, form: str) -> None:
     q, k, v = (torch.rand(1, 40, 1, 16, device=device) for _ in range(3))
     gate = torch.randn(1, 40, 1, device=device, dtype=torch.bfloat16).requires_grad_()
-    bidirectional(q, k, v, gate=gate, form=form).square().sum().backward()
+    attend(q, k, v, decay_logits=gate, form=form).square().sum().backward()
     wide = gate.detach().double().requires_grad_()
-    bidirectional(q.double(), k.double(), v.double(), gate=wide, form="parallel").square().sum().backward()
+    attend(q.double(), k.double(), v.double(), decay_logits=wide, form="parallel").square().sum().backward()
     assert gate.grad is not None
     assert gate.grad.dtype == torch.bfloat16
     assert ((gate.grad - wide.grad).norm() / wide.grad.norm()).item() < 1e-2
@@ -205,8 +206,8 @@ def test_a_projected_gate_and_its_gradients(
     results = []
     for kind, dtype in ((form, torch.float32), ("parallel", torch.float64)):
         leaves = [t.detach().clone().to(device, dtype).requires_grad_() for t in (q, k, v, x, weight, bias)]
-        gate = ProjectedGate(*(apart(t) for t in leaves[3:5]), leaves[5] if biased else None)
-        y = bidirectional(*leaves[:3], gate=gate, mask=mask, form=kind)
+        gate = ProjectedDecayLogits(*(apart(t) for t in leaves[3:5]), leaves[5] if biased else None)
+        y = attend(*leaves[:3], decay_logits=gate, mask=mask, form=kind)
         (y * torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()
         results.append([y.detach(), *(t.grad for t in leaves[: 6 if biased else 5])])
     # A gate's gradient is a running sum of differences that nearly cancel: up to 4.3e-5 on a GPU.
@@ -226,7 +227,7 @@ def test_far_tiles_are_skipped_without_a_trace(device: str) -> None:
     for form, dtype in (("triton_tile", torch.float32), ("parallel", torch.float64)):
         *leaves, dy = (x.to(dtype) for x in inputs)
         leaves = [x.requires_grad_() for x in (*leaves, log_decay.to(dtype))]
-        y = bidirectional(*leaves, form=form)
+        y = attend(*leaves, form=form)
         results.append([y, *torch.autograd.grad(y, leaves, dy)])
     for found, expected in zip(*results, strict=True):
         # Running sums of some hundreds are right to 2e-5, and what cancels in their gradient to less.
@@ -244,35 +245,21 @@ def test_tokens_that_forget_all(device: str, form: str) -> None:
     cases = (form, torch.float32, log_decay[..., None]), ("parallel", torch.float64, log_decay.double().clamp_min(-100))
     for kind, dtype, decay in cases:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        y = bidirectional(*leaves, decay, form=kind)
+        y = attend(*leaves, decay, form=kind)
         results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
     for found, expected in zip(*results, strict=True):
         assert ((found.double() - expected).norm() / expected.norm()).item() < 2e-5
 
 
-def test_the_choice_of_a_kernel(device: str) -> None:
-    """As docs/results.md has it; and what none of them takes."""
-    from models.kernels.lion.chunk import CHUNK
+def test_sizes_that_overflow_are_refused(device: str) -> None:
     from models.kernels.lion.lion import _case
-    from models.kernels.lion.tile import TILE
 
-    def chosen(length: int, dim: int, dtype: torch.dtype, kernel: str = "auto", heads: int = 2) -> object:
-        shape = torch.Size((1, length, heads, dim))
-        return _case(kernel, -1, shape, dim, dtype, None, False, False, False, True, False)[0]
-
-    bf16 = torch.bfloat16
-    for dim, longest in ((64, 192), (65, 256), (128, 256)):
-        assert [chosen(length, dim, bf16) for length in (longest, longest + 1)] == [TILE, CHUNK]
-    assert chosen(20, 129, bf16) is chosen(20, 64, torch.float32) is CHUNK
-    with pytest.raises(ValueError, match=r"dtype torch\.float64: allowed are"):
-        chosen(4, 16, torch.float64)
+    shape = torch.Size((1, 2**21, 16, 64))
     with pytest.raises(ValueError, match="overflow 32-bit addresses"):
-        chosen(2**21, 64, bf16, heads=16)
-    with pytest.raises(ValueError, match="kernel 'fast': allowed are auto, tile, chunk"):
-        chosen(4, 16, bf16, "fast")
+        _case("chunk", -1, shape, 64, torch.bfloat16, None, False, False, False, True, False)
 
 
 def test_sizes_that_the_kernels_do_not_take(device: str) -> None:
     q = torch.ones(1, 4, 1, 300, device=device)
     with pytest.raises(ValueError, match=r"300, 300: at most 256; use form='chunked'"):
-        bidirectional(q, q, q, form="triton_chunk")
+        attend(q, q, q, form="triton_chunk")

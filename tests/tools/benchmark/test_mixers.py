@@ -288,11 +288,11 @@ def test_errors_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernels, "HEAD_DIM", 8)
     monkeypatch.setattr(kernels, "_random", lambda *shape, count=1: [torch.rand(*shape) for _ in range(count)])
 
-    def off(q, k, v, *, gate, form):
+    def off(q, k, v, *, decay_logits, form):
         scale = 1.5 if form == "auto" else 1.0
-        return gate.weight.sum() * q * k * v * scale + gate.x.sum()
+        return decay_logits.weight.sum() * q * k * v * scale + decay_logits.x.sum()
 
-    monkeypatch.setattr(kernels, "bidirectional", off)
+    monkeypatch.setattr(kernels, "bidirectional_linear_attention", off)
     torch.manual_seed(0)
     found = kernels.errors(32, 2)
     assert found.pop("length x batch") == "32 x 2"

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.operators.lion.bidirectional_attention import CONVENTIONS, bidirectional
+from models.operators.lion import bidirectional_attention as module
+from models.operators.lion.bidirectional_attention import CONVENTIONS
+from models.operators.lion.bidirectional_attention import bidirectional_linear_attention as attend
 from tests.models.rank_threads import over_ranks
 
 PLAIN = ("parallel", "recurrent", "chunked")
@@ -56,7 +58,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scaled: bool, conven
 @pytest.mark.parametrize("vector", [True, False])
 def test_forms_are_the_formula(form: str, convention: str, scaled: bool, vector: bool) -> None:
     q, k, v, decay = inputs(length=19, batch=1, vector=vector)
-    y = bidirectional(q, k, v, decay, scaled=scaled, mask_convention=convention, form=form)
+    y = attend(q, k, v, decay, scaled=scaled, mask_convention=convention, form=form)
     torch.testing.assert_close(y, formula(q, k, v, decay, scaled, convention), rtol=1e-10, atol=1e-12)
 
 
@@ -65,16 +67,16 @@ def test_forms_are_the_formula(form: str, convention: str, scaled: bool, vector:
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_forms_agree_over_chunks(dtype: torch.dtype, tolerance: float, vector: bool, convention: str) -> None:
     q, k, v, decay = inputs(vector=vector, dtype=dtype)
-    y = [bidirectional(q, k, v, decay, mask_convention=convention, form=form) for form in PLAIN]
+    y = [attend(q, k, v, decay, mask_convention=convention, form=form) for form in PLAIN]
     for other in y[1:]:
         torch.testing.assert_close(other, y[0], rtol=tolerance, atol=tolerance)
 
 
 def test_float32_stays_exact_over_a_long_sequence() -> None:
     q, k, v, decay = inputs(length=4000, batch=1, heads=1, dtype=torch.float32)
-    exact = bidirectional(q.double(), k.double(), v.double(), decay.double(), form="chunked")
+    exact = attend(q.double(), k.double(), v.double(), decay.double(), form="chunked")
     for form in ("parallel", "chunked"):
-        torch.testing.assert_close(bidirectional(q, k, v, decay, form=form).double(), exact, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(attend(q, k, v, decay, form=form).double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", PLAIN)
@@ -92,18 +94,21 @@ def test_float32_stays_exact_past_gates_that_close(
     results = []
     for dtype, how in ((torch.float64, "recurrent"), (torch.float32, form)):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, decay)]
-        y = bidirectional(*leaves, form=how)
+        y = attend(*leaves, form=how)
         results.append([y.detach(), *torch.autograd.grad((y * v.detach()).sum(), leaves)])
     for exact, got in zip(*results, strict=True):
         assert (got - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
-def test_no_decay_is_one_and_gate_is_its_logit() -> None:
+def test_no_decay_is_one_and_decay_logits_are_its_logit() -> None:
     q, k, v, decay = inputs(length=70)
-    torch.testing.assert_close(bidirectional(q, k, v), bidirectional(q, k, v, torch.zeros_like(decay)))
+    torch.testing.assert_close(attend(q, k, v), attend(q, k, v, torch.zeros_like(decay)))
     gate = torch.randn(2, 70, 2, dtype=torch.float64)
-    torch.testing.assert_close(bidirectional(q, k, v, gate=gate), bidirectional(q, k, v, F.logsigmoid(gate)))
-    everywhere_the_mean = bidirectional(torch.ones_like(q), torch.ones_like(k), v)
+    torch.testing.assert_close(
+        attend(q, k, v, decay_logits=gate),
+        attend(q, k, v, F.logsigmoid(gate)),
+    )
+    everywhere_the_mean = attend(torch.ones_like(q), torch.ones_like(k), v)
     torch.testing.assert_close(everywhere_the_mean, v.mean(1, keepdim=True).expand_as(v), rtol=1e-6, atol=1e-6)
 
 
@@ -111,12 +116,12 @@ def test_no_decay_is_one_and_gate_is_its_logit() -> None:
 @pytest.mark.parametrize("vector", [True, False])
 def test_padding_changes_nothing(form: str, vector: bool) -> None:
     q, k, v, decay = inputs(length=70, vector=vector)
-    real = bidirectional(q, k, v, decay, form=form)
+    real = attend(q, k, v, decay, form=form)
     for left, right in ((9, 0), (0, 80), (3, 2)):
         garbage = [F.pad(x, (0, 0, 0, 0, left, right), value=7.0) for x in (q, k, v)]
         mask = F.pad(torch.ones(2, 70, dtype=torch.bool), (left, right), value=False)
         padded_decay = F.pad(decay, (0, 0, 0, 0, left, right), value=-3.0)
-        y = bidirectional(*garbage, padded_decay, mask=mask, form=form)
+        y = attend(*garbage, padded_decay, mask=mask, form=form)
         torch.testing.assert_close(y[:, left : left + 70], real, rtol=1e-10, atol=1e-12)
         assert (y[~mask] == 0).all()
 
@@ -127,9 +132,9 @@ def test_padding_changes_nothing(form: str, vector: bool) -> None:
 def test_padding_between_tokens_decays_nothing(form: str, convention: str, vector: bool) -> None:
     q, k, v, decay = inputs(length=70, vector=vector)
     mask = torch.arange(70).expand(2, 70) % 7 != torch.tensor([[0], [4]])
-    y = bidirectional(q, k, v, decay, mask=mask, mask_convention=convention, form=form)
+    y = attend(q, k, v, decay, mask=mask, mask_convention=convention, form=form)
     alone = (x[mask].unflatten(0, (2, -1)) for x in (q, k, v, decay))
-    expected = bidirectional(*alone, mask_convention=convention, form=form)
+    expected = attend(*alone, mask_convention=convention, form=form)
     torch.testing.assert_close(y[mask].unflatten(0, (2, -1)), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -139,11 +144,11 @@ def test_padding_between_tokens_decays_nothing(form: str, convention: str, vecto
 def test_segments_are_separate_sequences(form: str, convention: str, vector: bool) -> None:
     q, k, v, decay = inputs(batch=1, vector=vector)
     bounds = [0, 0, 30, 31, 64, 64, 120, 150, 150]
-    y = bidirectional(q, k, v, decay, cu_seqlens=torch.tensor(bounds), mask_convention=convention, form=form)
+    y = attend(q, k, v, decay, cu_seqlens=torch.tensor(bounds), mask_convention=convention, form=form)
     for a, b in itertools.pairwise(bounds):
         if a < b:
             parts = (x[:, a:b] for x in (q, k, v, decay))
-            alone = bidirectional(*parts, mask_convention=convention, form=form)
+            alone = attend(*parts, mask_convention=convention, form=form)
             torch.testing.assert_close(y[:, a:b], alone, rtol=1e-10, atol=1e-12)
 
 
@@ -154,7 +159,7 @@ def test_segments_are_separate_sequences(form: str, convention: str, vector: boo
 def test_no_tokens(form: str, convention: str, vector: bool, batch: int, length: int, bounds: list[int] | None) -> None:
     leaves = [x.requires_grad_() for x in inputs(length=length, batch=batch, vector=vector)]
     cu_seqlens = None if bounds is None else torch.tensor(bounds)
-    y = bidirectional(*leaves, cu_seqlens=cu_seqlens, mask_convention=convention, form=form)
+    y = attend(*leaves, cu_seqlens=cu_seqlens, mask_convention=convention, form=form)
     assert y.shape == (batch, length, 2, 3)
     assert [x.shape for x in torch.autograd.grad(y.sum(), leaves)] == [x.shape for x in leaves]
 
@@ -163,8 +168,8 @@ def test_no_tokens(form: str, convention: str, vector: bool, batch: int, length:
 def test_infinite_decay_cuts_both_directions(form: str) -> None:
     q, k, v, decay = inputs(length=100, batch=1)
     decay[:, 70] = -torch.inf
-    y = bidirectional(q, k, v, decay, form=form)
-    cut = bidirectional(q, k, v, decay, cu_seqlens=torch.tensor([0, 70, 100]), form=form)
+    y = attend(q, k, v, decay, form=form)
+    cut = attend(q, k, v, decay, cu_seqlens=torch.tensor([0, 70, 100]), form=form)
     torch.testing.assert_close(y, cut, rtol=1e-10, atol=1e-12)
 
 
@@ -176,7 +181,7 @@ def test_strong_decays_keep_what_a_number_holds(form: str, dtype: torch.dtype, d
     for own in (0, 1):
         k = one.clone()
         k[:, own] = 0
-        y = bidirectional(one, k, one, decay * one, scaled=False, form=form)[0, own]
+        y = attend(one, k, one, decay * one, scaled=False, form=form)[0, own]
         torch.testing.assert_close(y, (decay * one[0, own]).exp(), rtol=1e-5, atol=0)
 
 
@@ -185,10 +190,10 @@ def test_strong_decays_keep_what_a_number_holds(form: str, dtype: torch.dtype, d
 @pytest.mark.parametrize("form", PLAIN)
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("bounds", [None, [0, 20, 60, 61, 61, 100, 120]])
-def test_stretches_of_a_sequence(
+def test_local_shards_of_a_sequence(
     scaled: bool, vector: bool, form: str, convention: str, bounds: list[int] | None
 ) -> None:
-    """Outputs and all gradients; sequences that begin and end where stretches do among the packed ones."""
+    """Outputs and all gradients; sequences that begin and end where shards do among the packed ones."""
     whole = inputs(length=120, batch=1, vector=vector)
     options = {"scaled": scaled, "form": form, "mask_convention": convention}
     if bounds is not None:
@@ -196,7 +201,7 @@ def test_stretches_of_a_sequence(
 
     def run(arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in arguments]
-        y = bidirectional(*leaves, **options)
+        y = attend(*leaves, **options)
         return y.detach(), *torch.autograd.grad(y.square().sum(), leaves)
 
     parts = over_ranks(3, lambda index: run([x.chunk(3, 1)[index] for x in whole]))
@@ -204,10 +209,10 @@ def test_stretches_of_a_sequence(
         torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-9, atol=1e-10)
 
 
-def test_sums_over_stretches_may_leave_float16() -> None:
+def test_sums_over_shards_may_leave_float16() -> None:
     """300 values of 300 sum to more than 65504; their mean is what is asked for."""
     q, v = torch.ones(1, 900, 1, 1, dtype=torch.float16), torch.full((1, 900, 1, 2), 300.0, dtype=torch.float16)
-    parts = over_ranks(3, lambda index: bidirectional(*(x.chunk(3, 1)[index] for x in (q, q, v))))
+    parts = over_ranks(3, lambda index: attend(*(x.chunk(3, 1)[index] for x in (q, q, v))))
     torch.testing.assert_close(torch.cat(parts, 1), v)
 
 
@@ -218,15 +223,15 @@ def test_gradients(form: str, vector: bool, scaled: bool) -> None:
     q, k, v, decay = inputs(length=18 if vector else 70, batch=1, heads=1, k=2, v=2, vector=vector)
     arguments = [x.requires_grad_() for x in (q, k, v, decay)]
     assert torch.autograd.gradcheck(
-        lambda *x: bidirectional(*x, scaled=scaled, form=form), arguments, fast_mode=True, atol=1e-7
+        lambda *x: attend(*x, scaled=scaled, form=form), arguments, fast_mode=True, atol=1e-7
     )
 
 
 @pytest.mark.parametrize("form", PLAIN)
 def test_low_precision_is_computed_in_float32(form: str) -> None:
     q, k, v, decay = inputs(length=70, dtype=torch.bfloat16)
-    y = bidirectional(q, k, v, decay, form=form)
-    exact = bidirectional(q.double(), k.double(), v.double(), decay.double(), form=form)
+    y = attend(q, k, v, decay, form=form)
+    exact = attend(q.double(), k.double(), v.double(), decay.double(), form=form)
     assert y.dtype == torch.bfloat16
     assert ((y.double() - exact).norm() / exact.norm()).item() < 3e-3
 
@@ -236,24 +241,48 @@ def test_low_precision_is_computed_in_float32(form: str) -> None:
     [
         ({"k": torch.ones(1, 4, 2, 4)}, ["k (1, 4, 2, 4)"]),
         ({"log_decay": torch.ones(1, 4, 2, 5)}, ["log_decay (1, 4, 2, 5)", "(1, 4, 2)", "(1, 3)"]),
-        ({"log_decay": torch.ones(1, 4, 2), "gate": torch.ones(1, 4, 2)}, ["log_decay and gate", "give one"]),
+        (
+            {"log_decay": torch.ones(1, 4, 2), "decay_logits": torch.ones(1, 4, 2)},
+            ["log_decay and decay_logits", "give one"],
+        ),
         ({"mask": torch.ones(1, 5, dtype=torch.bool)}, ["mask (1, 5)", "(1, 4)"]),
         ({"mask_convention": "eq18"}, ["'eq18'", "eq17, shifted"]),
         ({"form": "fast"}, ["'fast'", "parallel, recurrent, chunked"]),
-        ({"log_decay": torch.ones(1, 4, 2, 3), "form": "triton_tile"}, ["one decay a head", "form='chunked'"]),
+        ({"log_decay": torch.ones(1, 4, 2, 3), "form": "triton_tile"}, ["a per-head decay", "form='chunked'"]),
     ],
 )
 def test_wrong_arguments_are_named(change: dict, words: list[str]) -> None:
     arguments = {"q": torch.ones(1, 4, 2, 3), "k": torch.ones(1, 4, 2, 3), "v": torch.ones(1, 4, 2, 3), **change}
     with pytest.raises(ValueError) as error:  # noqa: PT011  the words are checked below
-        bidirectional(**arguments)
+        attend(**arguments)
     assert all(word in str(error.value) for word in words)
+
+
+def test_the_form_is_selected_once_by_device_length_and_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits are those of docs/results.md."""
+
+    def selected(length: int, dim: int, dtype: torch.dtype = torch.bfloat16, form: str = "auto") -> str:
+        q = torch.empty(1, length, 2, dim, dtype=dtype, device="meta")
+        return module._select_form(form, q, q, log_decay, convention)
+
+    log_decay, convention = None, "eq17"
+    assert selected(64, 64) == "chunked", "there is no kernel for this device"
+    monkeypatch.setattr(module, "available", lambda x: x.dtype != torch.float64)
+    for dim, longest in ((64, 192), (65, 256), (128, 256)):
+        assert [selected(length, dim) for length in (longest, longest + 1)] == ["triton_tile", "triton_chunk"]
+    assert selected(20, 129) == selected(20, 64, torch.float32) == "triton_chunk"
+    assert selected(20, 257) == selected(20, 64, torch.float64) == selected(0, 64, form="recurrent") == "chunked"
+    assert selected(20, 64, form="parallel") == "parallel"
+    convention = "shifted"
+    assert selected(20, 64) == "chunked"
+    convention, log_decay = "eq17", torch.zeros(1, 20, 2, 64)
+    assert selected(20, 64) == "chunked", "a per-channel decay"
 
 
 def test_packed_segments_need_one_batch() -> None:
     q, k, v, _ = inputs(length=4)
     with pytest.raises(ValueError, match="batch 1"):
-        bidirectional(q, k, v, cu_seqlens=torch.tensor([0, 4]))
+        attend(q, k, v, cu_seqlens=torch.tensor([0, 4]))
 
 
 @pytest.mark.parametrize("bounds", [[0, 2, 3], [0, 5], [1, 4]])
@@ -262,14 +291,14 @@ def test_packed_segments_cover_the_sequence(bounds: list[int]) -> None:
     words = f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}: must run from 0 to the length 4"
     for form in ("auto", *PLAIN):
         with pytest.raises(ValueError, match=words):
-            bidirectional(q, k, v, cu_seqlens=torch.tensor(bounds), form=form)
+            attend(q, k, v, cu_seqlens=torch.tensor(bounds), form=form)
 
 
 def test_packed_segments_rise() -> None:
     """The kernels trust their bounds: what lies between the ends is looked at too."""
     q, k, v, _ = inputs(length=4, batch=1)
     with pytest.raises(ValueError, match="cu_seqlens falls from 7 to 2: no segment ends before it begins"):
-        bidirectional(q, k, v, cu_seqlens=torch.tensor([0, 7, 2, 4]))
+        attend(q, k, v, cu_seqlens=torch.tensor([0, 7, 2, 4]))
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +313,7 @@ def golden(shared_golden: Path) -> dict[str, Tensor]:
 def test_golden_outputs(golden: dict[str, Tensor], variant: str, convention: str, scaled: bool, form: str) -> None:
     gate = {"lit": None, "d": golden["a_h"].expand(2, 41, 3), "s": golden["gate"]}[variant]
     q, k, v = golden["q"], golden["k"], golden["v"]
-    y = bidirectional(q, k, v, gate=gate, scaled=scaled, mask_convention=convention, form=form)
+    y = attend(q, k, v, decay_logits=gate, scaled=scaled, mask_convention=convention, form=form)
     expected = golden[f"y_{variant}_{convention}_{'scaled' if scaled else 'unscaled'}"]
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
 
@@ -294,7 +323,7 @@ def test_golden_gradients(golden: dict[str, Tensor], form: str) -> None:
     gate = golden["gate"][:1, :, :1]
     decay = F.logsigmoid(gate)
     q, k, v, g = (x.clone().requires_grad_() for x in (*(golden[n][:1, :, :1] for n in "qkv"), decay))
-    (bidirectional(q, k, v, g, form=form)[0, :, 0] * golden["grad_weight"]).sum().backward()
+    (attend(q, k, v, g, form=form)[0, :, 0] * golden["grad_weight"]).sum().backward()
     for name, x in (("q", q), ("k", k), ("v", v)):
         at = golden[f"grad_{name}_index"]
         expected = golden[f"grad_{name}"][at[:, 0], at[:, 1]]
