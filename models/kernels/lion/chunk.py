@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 from ..launch import Launch
-from .chunk_state import chunk_size, states_between_chunks
+from .chunk_state import (
+    chunk_size,
+    edge_factors,
+    load_column,
+    load_state,
+    states_between_chunks,
+    take_column,
+    take_rows,
+    take_state,
+)
 from .common import (
     NO_GATE,
     Case,
@@ -142,73 +151,6 @@ def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, i
     return chunk_size(dtype), 64, 4, None
 
 
-@triton.jit
-def _load_state(states, here, rows, columns, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """A tile [keys, values] of the state at `here`."""
-    address = states + here * (K * V) + rows[:, None] * V + columns[None, :]
-    if K % BK == 0 and V % BV == 0:
-        return tl.load(address)
-    return tl.load(address, mask=(rows < K)[:, None] & (columns < V)[None, :], other=0.0)
-
-
-@triton.jit
-def _take(held, x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
-    """`held` where it is the only tile of its channels, else the tile of channels d.
-
-    Tiles are loaded at the start of a kernel, all at once: a load between two products waits for memory alone.
-    """
-    if D <= BD:
-        return held
-    else:
-        return load_rows(x, t, d, T, H, D, BD)
-
-
-@triton.jit
-def _take_state(
-    held, states, here, rows, columns, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr
-):
-    if K <= BK and V <= BV:
-        return held
-    else:
-        return _load_state(states, here, rows, columns, K, V, BK, BV)
-
-
-@triton.jit
-def _load_column(sums, here, rows, K: tl.constexpr, SCALED: tl.constexpr):
-    """Row sums' column of the state at `here`."""
-    if SCALED:
-        return tl.load(sums + here * K + rows, mask=rows < K, other=0.0)
-    else:
-        return tl.zeros([rows.shape[0]], tl.float32)
-
-
-@triton.jit
-def _take_column(held, sums, here, rows, K: tl.constexpr, BK: tl.constexpr):
-    if K <= BK:
-        return held
-    else:
-        return _load_column(sums, here, rows, K, True)
-
-
-@triton.jit
-def _edges(b, segments, n, t, T, C: tl.constexpr, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Factors of what comes to tokens t from the left and from the right of chunk n; and of what passes through it."""
-    left = tl.where(t < T, 1.0, 0.0)
-    right = left
-    through = 1.0
-    if GATE != 0:
-        until, total = tl.load(b + t, mask=t < T, other=0.0), tl.load(b + tl.minimum(n * C + C, T) - 1)
-        left, right = left * tl.exp2(until), right * tl.exp2(total - until)
-        through = tl.exp2(total)
-    if SEGMENTS:
-        s = tl.load(segments + t, mask=t < T, other=-1)
-        before = tl.load(segments + n * C - 1, mask=n > 0, other=-2)
-        after = tl.load(segments + n * C + C, mask=n * C + C < T, other=-3)
-        left, right = tl.where(s == before, left, 0.0), tl.where(s == after, right, 0.0)
-        through = tl.where(before == after, through, 0.0)
-    return left, right, through
-
-
 @triton.jit(do_not_specialize=["T"])
 def _lion_chunk_forward(
     q, k, v, b, segments, states, sums, y, den, T, H, eps,
@@ -224,16 +166,16 @@ def _lion_chunk_forward(
     there = here + tl.num_programs(2).to(tl.int64) * tl.num_programs(0)
     query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
     value = load_rows(base(v, bh, T, H, V), t, cv, T, H, V, BV)
-    held_left = _load_state(states, here, ck, cv, K, V, BK, BV)
-    held_right = _load_state(states, there, ck, cv, K, V, BK, BV)
-    column_left, column_right = _load_column(sums, here, ck, K, SCALED), _load_column(sums, there, ck, K, SCALED)
-    left, right, _ = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
+    held_left = load_state(states, here, ck, cv, K, V, BK, BV)
+    held_right = load_state(states, there, ck, cv, K, V, BK, BV)
+    column_left, column_right = load_column(sums, here, ck, K, SCALED), load_column(sums, there, ck, K, SCALED)
+    left, right, _ = edge_factors(b, segments, n, t, T, C, GATE, SEGMENTS)
     a = tl.zeros([C, C], tl.float32)
     for block_k in range(0, K, BK):
         d = block_k + ck
         a = tl.dot(
-            _take(query, q, t, d, T, H, K, BK),
-            tl.trans(_take(key, k, t, d, T, H, K, BK)),
+            take_rows(query, q, t, d, T, H, K, BK),
+            tl.trans(take_rows(key, k, t, d, T, H, K, BK)),
             a,
             input_precision=PRECISION,
         )
@@ -246,11 +188,11 @@ def _lion_chunk_forward(
         part, part_total = tl.zeros([C, BV], tl.float32), tl.zeros([C], tl.float32)
         for block_k in range(0, K, BK):
             d = block_k + ck
-            tile = _take(query, q, t, d, T, H, K, BK)
-            state = _take_state(held, states, near, d, cv, K, V, BK, BV)
+            tile = take_rows(query, q, t, d, T, H, K, BK)
+            state = take_state(held, states, near, d, cv, K, V, BK, BV)
             part = tl.dot(tile.to(state.dtype), state, part, input_precision=PRECISION)
             if SCALED:
-                column = _take_column(column_held, sums, near, d, K, BK)
+                column = take_column(column_held, sums, near, d, K, BK)
                 part_total += tl.sum(tile * column[None, :], 1)
         weight = left if side == 0 else right
         out += part * weight[:, None]
@@ -278,14 +220,14 @@ def _lion_chunk_backward(
     there = here + tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
     grad, value = load_rows(dy, t, cv, T, H, V, BV), load_rows(v, t, cv, T, H, V, BV)
     query, key = load_rows(q, t, ck, T, H, K, BK), load_rows(k, t, ck, T, H, K, BK)
-    held_left = _load_state(states, here, ck, cv, K, V, BK, BV)
-    held_right = _load_state(states, there, ck, cv, K, V, BK, BV)
-    d_held_left = _load_state(d_states, here, ck, cv, K, V, BK, BV)
-    d_held_right = _load_state(d_states, there, ck, cv, K, V, BK, BV)
-    column_left, column_right = _load_column(sums, here, ck, K, SCALED), _load_column(sums, there, ck, K, SCALED)
-    d_column_left = _load_column(d_sums, here, ck, K, SCALED)
-    d_column_right = _load_column(d_sums, there, ck, K, SCALED)
-    left, right, through = _edges(b, segments, n, t, T, C, GATE, SEGMENTS)
+    held_left = load_state(states, here, ck, cv, K, V, BK, BV)
+    held_right = load_state(states, there, ck, cv, K, V, BK, BV)
+    d_held_left = load_state(d_states, here, ck, cv, K, V, BK, BV)
+    d_held_right = load_state(d_states, there, ck, cv, K, V, BK, BV)
+    column_left, column_right = load_column(sums, here, ck, K, SCALED), load_column(sums, there, ck, K, SCALED)
+    d_column_left = load_column(d_sums, here, ck, K, SCALED)
+    d_column_right = load_column(d_sums, there, ck, K, SCALED)
+    left, right, through = edge_factors(b, segments, n, t, T, C, GATE, SEGMENTS)
     scale, inner = load_scale(den, delta, bh, t, T, eps, SCALED)
     until = load_sums(b, t, T, GATE)
     if GATE != 0:
@@ -298,28 +240,28 @@ def _lion_chunk_backward(
                 d_k = block_k + ck
                 for block_v in range(0, V, BV):
                     d_v = block_v + cv
-                    state = _take_state(held, states, near, d_k, d_v, K, V, BK, BV).to(tl.float32)
-                    d_state = _take_state(d_held, d_states, far, d_k, d_v, K, V, BK, BV)
+                    state = take_state(held, states, near, d_k, d_v, K, V, BK, BV).to(tl.float32)
+                    d_state = take_state(d_held, d_states, far, d_k, d_v, K, V, BK, BV)
                     passed += state * d_state.to(tl.float32)
                 if SCALED:
-                    d_column = _take_column(d_column_held, d_sums, far, d_k, K, BK)
-                    passed_column += _take_column(column_held, sums, near, d_k, K, BK) * d_column
+                    d_column = take_column(d_column_held, d_sums, far, d_k, K, BK)
+                    passed_column += take_column(column_held, sums, near, d_k, K, BK) * d_column
         passing = tl.sum(tl.sum(passed, 1) + passed_column, 0)
 
     a, ds = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for block_k in range(0, K, BK):
         d_k = block_k + ck
         a = tl.dot(
-            _take(query, q, t, d_k, T, H, K, BK),
-            tl.trans(_take(key, k, t, d_k, T, H, K, BK)),
+            take_rows(query, q, t, d_k, T, H, K, BK),
+            tl.trans(take_rows(key, k, t, d_k, T, H, K, BK)),
             a,
             input_precision=PRECISION,
         )
     for block_v in range(0, V, BV):
         d_v = block_v + cv
         ds = tl.dot(
-            _take(grad, dy, t, d_v, T, H, V, BV),
-            tl.trans(_take(value, v, t, d_v, T, H, V, BV)),
+            take_rows(grad, dy, t, d_v, T, H, V, BV),
+            tl.trans(take_rows(value, v, t, d_v, T, H, V, BV)),
             ds,
             input_precision=PRECISION,
         )
@@ -334,15 +276,15 @@ def _lion_chunk_backward(
 
     for block_v in range(0, V, BV):
         d_v = block_v + cv
-        inside = tl.dot(tl.trans(_take(grad, dy, t, d_v, T, H, V, BV)), p, input_precision=PRECISION)
+        inside = tl.dot(tl.trans(take_rows(grad, dy, t, d_v, T, H, V, BV)), p, input_precision=PRECISION)
         d_value = tl.trans(inside)
         for side in tl.static_range(2):
             near, held = (here, d_held_left) if side == 0 else (there, d_held_right)
             part = tl.zeros([C, BV], tl.float32)
             for block_k in range(0, K, BK):
                 d_k = block_k + ck
-                state = _take_state(held, d_states, near, d_k, d_v, K, V, BK, BV)
-                tile = _take(key, k, t, d_k, T, H, K, BK).to(state.dtype)
+                state = take_state(held, d_states, near, d_k, d_v, K, V, BK, BV)
+                tile = take_rows(key, k, t, d_k, T, H, K, BK).to(state.dtype)
                 part = tl.dot(tile, state, part, input_precision=PRECISION)
             d_value += part * (left if side == 0 else right)[:, None]
         store_rows(base(dv, bh, T, H, V), d_value, t, d_v, T, H, V, BV)
@@ -350,19 +292,19 @@ def _lion_chunk_backward(
     for block_k in range(0, K, BK):
         d_k = block_k + ck
         again = load_rows(k, t, d_k, T, H, K, BK)
-        inside = tl.dot(tl.trans(_take(query, q, t, d_k, T, H, K, BK)), ds, input_precision=PRECISION)
+        inside = tl.dot(tl.trans(take_rows(query, q, t, d_k, T, H, K, BK)), ds, input_precision=PRECISION)
         d_key = tl.trans(inside)
         for side in tl.static_range(2):
             near, held = (here, d_held_left) if side == 0 else (there, d_held_right)
             part = tl.zeros([C, BK], tl.float32)
             for block_v in range(0, V, BV):
                 d_v = block_v + cv
-                state = _take_state(held, d_states, near, d_k, d_v, K, V, BK, BV)
-                tile = _take(value, v, t, d_v, T, H, V, BV).to(state.dtype)
+                state = take_state(held, d_states, near, d_k, d_v, K, V, BK, BV)
+                tile = take_rows(value, v, t, d_v, T, H, V, BV).to(state.dtype)
                 part = tl.dot(tile, tl.trans(state), part, input_precision=PRECISION)
             if SCALED:
                 column_held = d_column_left if side == 0 else d_column_right
-                part += _take_column(column_held, d_sums, near, d_k, K, BK)[None, :]
+                part += take_column(column_held, d_sums, near, d_k, K, BK)[None, :]
             part *= (left if side == 0 else right)[:, None]
             d_key += part
             if GATE != 0:
@@ -376,18 +318,18 @@ def _lion_chunk_backward(
     for block_k in range(0, K, BK):
         d_k = block_k + ck
         again = load_rows(q, t, d_k, T, H, K, BK)
-        d_query = tl.dot(ds, _take(key, k, t, d_k, T, H, K, BK), input_precision=PRECISION)
+        d_query = tl.dot(ds, take_rows(key, k, t, d_k, T, H, K, BK), input_precision=PRECISION)
         for side in tl.static_range(2):
             near, held = (here, held_left) if side == 0 else (there, held_right)
             part = tl.zeros([C, BK], tl.float32)
             for block_v in range(0, V, BV):
                 d_v = block_v + cv
-                state = _take_state(held, states, near, d_k, d_v, K, V, BK, BV)
-                tile = _take(grad, dy, t, d_v, T, H, V, BV).to(state.dtype)
+                state = take_state(held, states, near, d_k, d_v, K, V, BK, BV)
+                tile = take_rows(grad, dy, t, d_v, T, H, V, BV).to(state.dtype)
                 part = tl.dot(tile, tl.trans(state), part, input_precision=PRECISION)
             if SCALED:
                 column_held = column_left if side == 0 else column_right
-                part -= inner[:, None] * _take_column(column_held, sums, near, d_k, K, BK)[None, :]
+                part -= inner[:, None] * take_column(column_held, sums, near, d_k, K, BK)[None, :]
             part *= ((left if side == 0 else right) * scale)[:, None]
             d_query += part
             if GATE != 0:

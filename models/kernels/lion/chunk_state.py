@@ -1,4 +1,4 @@
-"""LION's chunk kernel, first pass: the states between chunks, from both directions, of either pass.
+"""LION's states between chunks: the first pass of the chunk kernels, in both directions, and how the second reads them.
 
     forward     F_(n+1) = e^B F_n + sum_j e^(B - b_j) k_j v~_j        G_(n-1) = e^B G_n + sum_j e^(b_j) k_j v~_j
     backward    the same of q and u_i = [dy_i, -(dy_i . y_i)] / den_i
@@ -239,3 +239,70 @@ def _lion_states_carry(ends, passing, S, N, BH, B: tl.constexpr):
         end = tl.load(ends + place * N + i, mask=i < N, other=0.0)
         tl.store(ends + place * N + i, state, mask=i < N)
         state = state * tl.load(passing + place) + end
+
+
+@triton.jit
+def load_state(states, here, rows, columns, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Return a tile [keys, values] of the state at `here`."""
+    address = states + here * (K * V) + rows[:, None] * V + columns[None, :]
+    if K % BK == 0 and V % BV == 0:
+        return tl.load(address)
+    return tl.load(address, mask=(rows < K)[:, None] & (columns < V)[None, :], other=0.0)
+
+
+@triton.jit
+def take_rows(held, x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
+    """Return `held` if it is the only tile of its channels, else load the tile of channels d.
+
+    Held tiles are loaded together at the start of a kernel: a load between two matmuls waits for memory.
+    """
+    if D <= BD:
+        return held
+    else:
+        return load_rows(x, t, d, T, H, D, BD)
+
+
+@triton.jit
+def take_state(held, states, here, rows, columns, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Return `held` if it is the only tile of the state, else load the tile of rows and columns."""
+    if K <= BK and V <= BV:
+        return held
+    else:
+        return load_state(states, here, rows, columns, K, V, BK, BV)
+
+
+@triton.jit
+def load_column(sums, here, rows, K: tl.constexpr, SCALED: tl.constexpr):
+    """Return the normalizer's column of the state at `here`."""
+    if SCALED:
+        return tl.load(sums + here * K + rows, mask=rows < K, other=0.0)
+    else:
+        return tl.zeros([rows.shape[0]], tl.float32)
+
+
+@triton.jit
+def take_column(held, sums, here, rows, K: tl.constexpr, BK: tl.constexpr):
+    """Return `held` if it is the only tile of the column, else load the rows."""
+    if K <= BK:
+        return held
+    else:
+        return load_column(sums, here, rows, K, True)
+
+
+@triton.jit
+def edge_factors(b, segments, n, t, T, C: tl.constexpr, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Return the factors of tokens t on the states from the left and right of chunk n, and of the chunk on a state."""
+    left = tl.where(t < T, 1.0, 0.0)
+    right = left
+    through = 1.0
+    if GATE != 0:
+        until, total = tl.load(b + t, mask=t < T, other=0.0), tl.load(b + tl.minimum(n * C + C, T) - 1)
+        left, right = left * tl.exp2(until), right * tl.exp2(total - until)
+        through = tl.exp2(total)
+    if SEGMENTS:
+        s = tl.load(segments + t, mask=t < T, other=-1)
+        before = tl.load(segments + n * C - 1, mask=n > 0, other=-2)
+        after = tl.load(segments + n * C + C, mask=n * C + C < T, other=-3)
+        left, right = tl.where(s == before, left, 0.0), tl.where(s == after, right, 0.0)
+        through = tl.where(before == after, through, 0.0)
+    return left, right, through
