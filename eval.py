@@ -127,8 +127,8 @@ def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
 
 def run_texts(options: argparse.Namespace) -> None:
     """Perplexity of texts: prints a table, adds to the results file. Raises as `load_model` and `evaluate_texts`."""
-    from tools.evaluation.report import plain
     from tools.loading.model import load_model
+    from tools.reporting.tables import plain_table
 
     loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
     parameters = sum(p.numel() for p in loaded.model.parameters())
@@ -140,7 +140,9 @@ def run_texts(options: argparse.Namespace) -> None:
     if options.by_position:
         write_results(out, loaded, {}, by_position=kept)
     else:
-        print(plain(["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"], _rows(results)))
+        print(
+            plain_table(["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"], _rows(results))
+        )
         write_results(out, loaded, {"perplexity": kept})
     print(f"\n{out}")
 

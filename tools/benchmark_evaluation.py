@@ -24,6 +24,7 @@ from typing import Any
 from data.atomic_io import write_whole
 from tools.cli.arguments import above_zero, command, command_line, positive
 from tools.evaluation.full_size_sets import write_whole_sets
+from tools.reporting.tables import markdown_table
 
 
 @dataclass(frozen=True)
@@ -183,14 +184,13 @@ def measure(name: str, lm: Any, prepared: Any, limit_minutes: float | None = Non
 
 def report(timings: Sequence[Timing], output: Path) -> None:
     """Prints the table and writes `evaluation.json`."""
-    print("\n| model | requests | tokens asked | whole, s | tokenising, s | scoring, s | tokens asked a second |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    header = ["model", "requests", "tokens asked", "whole, s", "tokenising, s", "scoring, s", "tokens asked per second"]
+    rows = []
     for t in timings:
         whole = f"{t.total:.1f}" if t.share == 1.0 else f"about {t.whole:.0f} (stopped at {t.total:.0f})"
-        print(
-            f"| {t.name} | {t.requests:,} | {t.tokens:,} | {whole} | {t.tokenising:.1f} | {t.scoring:.1f} | "
-            f"{t.tokens_a_second:,.0f} |"
-        )
+        times = [whole, f"{t.tokenising:.1f}", f"{t.scoring:.1f}", f"{t.tokens_a_second:,.0f}"]
+        rows.append([t.name, f"{t.requests:,}", f"{t.tokens:,}", *times])
+    print(f"\n{markdown_table(header, rows)}")
     content: dict[str, Any] = {t.name: _entry(t) for t in timings}
     print()
     for t in timings:

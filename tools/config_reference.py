@@ -16,6 +16,7 @@ from megatron_lite.config.describe import REQUIRED, Key, keys_of, leaves
 from megatron_lite.config.files import CONFIGS
 from megatron_lite.config.schema import Config
 from tools.cli.arguments import command, command_line
+from tools.reporting.tables import markdown_table
 
 INTRODUCTION = f"""\
 # Configuration reference
@@ -82,11 +83,11 @@ def project_reference() -> str:
 
 
 def _files(configs: Path) -> str:
-    lines = ["| file | what |", "|---|---|"]
+    rows = []
     for path in sorted(configs.rglob("*.yml"), key=lambda path: (len(path.parts), path)):
         what = _first_sentence(path.read_text(encoding="utf-8"))
-        lines.append(f"| [{path.relative_to(configs)}]({path.relative_to(configs)}) | {_cell(what)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([f"[{path.relative_to(configs)}]({path.relative_to(configs)})", what])
+    return markdown_table(["file", "what"], rows, text_columns=2, aligned=False) + "\n"
 
 
 def _first_sentence(text: str) -> str:
@@ -106,18 +107,14 @@ def _first_sentence(text: str) -> str:
 
 
 def _table(rows: Iterable[tuple[tuple[str, ...], Key]]) -> str:
-    lines = ["| key | allowed | default | meaning |", "|---|---|---|---|"]
-    lines += [
-        f"| `{'.'.join(path)}` | {_cell(key.allowed)} | {_default(path, key.default)} | {_cell(key.doc)} |"
-        for path, key in rows
-    ]
-    return "\n".join(lines) + "\n"
+    cells = [[f"`{'.'.join(path)}`", key.allowed, _default(path, key.default), key.doc] for path, key in rows]
+    return markdown_table(["key", "allowed", "default", "meaning"], cells, text_columns=4, aligned=False) + "\n"
 
 
 def _default(path: tuple[str, ...], default: Any) -> str:
     if default is REQUIRED:
         return "derived" if path in DERIVED_KEYS else "**required**"
-    return f"`{_cell(_yaml(default))}`"
+    return f"`{_yaml(default)}`"
 
 
 def _yaml(value: Any) -> str:
@@ -133,10 +130,6 @@ def _yaml(value: Any) -> str:
 def _plain(doc: str | None) -> str:
     """A docstring as one paragraph."""
     return " ".join((doc or "").split())
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":

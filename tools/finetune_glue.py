@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from data.atomic_io import read_json, write_json, write_whole
 from tools.cli.arguments import command, command_line, positive, words
 from tools.cli.yaml_file import read_as
+from tools.reporting.tables import markdown_table
 
 RECIPE = Path(__file__).parents[1] / "configs" / "finetune" / "glue.yml"
 
@@ -302,7 +303,7 @@ def table(
 
     starts: task -> the task whose weights it starts from, of the runs to show: the folder may hold others.
     """
-    rows = ["| task | starts from | metric | mean | spread | seeds |", "|---|---|---|---:|---:|---:|"]
+    rows: list[list[str]] = []
     means = []
     for name, start in starts.items():
         chosen = start or "pretrained"
@@ -312,14 +313,16 @@ def table(
             finite = all(map(math.isfinite, values))
             spread = f"{statistics.stdev(values):.2f}" if len(values) > 1 and finite else "-"
             mean = statistics.mean(values)
-            rows.append(f"| {name} | {chosen} | {metric} | {mean:.2f} | {spread} | {len(values)} |")
+            rows.append([name, chosen, metric, f"{mean:.2f}", spread, f"{len(values)}"])
         means.append(statistics.mean(statistics.mean(values) for values in columns.values()))
-    rows += ["", f"Mean over {len(means)} tasks: {statistics.mean(means):.2f}"]
+    header = ["task", "starts from", "metric", "mean", "spread", "seeds"]
+    lines = [markdown_table(header, rows, text_columns=3, aligned=False), ""]
+    lines.append(f"Mean over {len(means)} tasks: {statistics.mean(means):.2f}")
     if hold_out is not None:
-        rows.append(
+        lines.append(
             f"A trial: trained on {1 - hold_out:.0%} of the validation split, evaluated on the rest; no GLUE score."
         )
-    return "\n".join(rows) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _splits(name: str, data: Path | None, hold_out: float | None) -> tuple[list[Any], dict[str, list[Any]]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from data.atomic_io import write_whole
+from tools.reporting.tables import markdown_table
 
 
 def machine() -> str:
@@ -27,8 +28,8 @@ def machine() -> str:
 def table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
     """Markdown with the machine and the date over it; rows of the same keys, "-" for None."""
     columns = list(rows[0])
-    lines = [f"\n{title}: {machine()}, {datetime.date.today()}\n", _line(columns), _line("---" for _ in columns)]
-    return "\n".join([*lines, *(_line(_text(row[column]) for column in columns) for row in rows)])
+    cells = [[_text(row[column]) for column in columns] for row in rows]
+    return f"\n{title}: {machine()}, {datetime.date.today()}\n\n{markdown_table(columns, cells)}"
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -120,10 +121,6 @@ def _pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
-
-
-def _line(cells: Any) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_lite.metrics.logger import FILE_NAME, read_metrics
 from tools.compare.launcher import steps_done
 from tools.compare.spec import Run
+from tools.reporting.tables import markdown_table
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def tables(rows: Sequence[Row], reference: str | None = None) -> str:
         if len(sources) > 1:
             header = ["model", *(metric.removeprefix("loss/") for metric in sources)]
             body = [[row.label, *(_with_spread(row, metric, 3) for metric in sources)] for row in ranked(here)]
-            parts.append("Loss by source:\n\n" + markdown(header, body))
+            parts.append("Loss by source:\n\n" + markdown_table(header, body) + "\n")
     return "\n".join(parts)
 
 
@@ -142,7 +143,7 @@ def plan_table(runs: Sequence[Run]) -> str:
             ]
         )
     columns = ["model", "size", "layers x d", "MLP", "parameters", "without embeddings", "tokens", "seeds"]
-    return markdown(columns, rows)
+    return markdown_table(columns, rows) + "\n"
 
 
 def progress_note(runs: Sequence[Run]) -> str:
@@ -155,24 +156,6 @@ def progress_note(runs: Sequence[Run]) -> str:
     if not_begun := sum(not at for _, at in steps):
         words.append(f"{not_begun} not begun")
     return f"{len(open_runs)} of {len(runs)} runs are not complete: {', '.join(words)}."
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up as plain text too; all but the first are set to the right."""
-    cells = [[cell.replace("|", r"\|") for cell in row] for row in (header, *rows)]
-    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        return (
-            "| "
-            + " | ".join(
-                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            + " |"
-        )
-
-    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
-    return "\n".join([line(cells[0]), rule, *map(line, cells[1:])]) + "\n"
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -195,7 +178,7 @@ def _main_table(rows: Sequence[Row], base: Row) -> str:
         cells += [_with_spread(row, "bits_per_byte", 4)] if "bits per byte" in header else []
         body.append(cells)
     notes = "Mean ± sample standard deviation over the seeds; differences are paired by seed, ± standard error.\n"
-    return markdown(header, body) + "\n" + notes
+    return markdown_table(header, body) + "\n\n" + notes
 
 
 def _with_spread(row: Row, metric: str, digits: int, scale: float = 1.0) -> str:

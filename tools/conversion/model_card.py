@@ -11,6 +11,7 @@ from data.atomic_io import read_json
 from megatron_lite.metrics.logger import FILE_NAME, read_metrics
 from models.config import ModelConfig
 from models.hf.configuration_metalion import OLDEST_TRANSFORMERS
+from tools.reporting.tables import markdown_table
 
 _CITATIONS = {
     "metala": """@inproceedings{chou2024metala,
@@ -82,8 +83,9 @@ def model_card(
     ]
     parts = [
         "\n".join(head),
-        "## Architecture\n\n" + _table(_architecture(model, parameters, dtype)),
-        "## Training\n\n" + _table(_training(config, run, step)),
+        "## Architecture\n\n"
+        + markdown_table(["", ""], _architecture(model, parameters, dtype), text_columns=2, aligned=False),
+        "## Training\n\n" + markdown_table(["", ""], _training(config, run, step), text_columns=2, aligned=False),
     ]
     evaluation = _evaluation(run, step)
     parts.append("## Evaluation\n\n" + (evaluation or "Not evaluated with this project's tools."))
@@ -142,14 +144,10 @@ def _evaluation(run: Path, step: str) -> str:
     results = read_json(file, "evaluate again, or remove it", "results")
     if Path(str(results.get("checkpoint", ""))).name != step:
         return ""
-    rows = ["| suite | task | metric | value |", "|---|---|---|---:|"]
+    rows: list[list[str]] = []
     for suite, tasks in results["results"].items():
         for task, metrics in tasks.items():
             for metric, value in metrics.items():
                 if isinstance(value, int | float):
-                    rows.append(f"| {suite} | {Path(task).name} | {metric} | {value:,.4g} |")
-    return "\n".join(rows)
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)])
+                    rows.append([suite, Path(task).name, metric, f"{value:,.4g}"])
+    return markdown_table(["suite", "task", "metric", "value"], rows, text_columns=3, aligned=False)

@@ -28,7 +28,6 @@ from tools.evaluation.report import (
     latex,
     markdown,
     metrics_of,
-    plain,
     suite_table,
 )
 from tools.evaluation.results_file import (
@@ -40,6 +39,7 @@ from tools.evaluation.results_file import (
     with_tasks,
 )
 from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
+from tools.reporting.tables import plain_table
 
 Results = dict[str, Any]
 
@@ -78,7 +78,7 @@ def run_suites(options: argparse.Namespace) -> Results | None:
     if options.samples:
         write_samples(opened.out.parent, samples)
     opened.finish()
-    print(f"\n{plain(*detail_rows(results))}")
+    print(f"\n{plain_table(*detail_rows(results))}")
     suites = prepared.suites if results is alone else _suites_of([results], prepared.suites)
     write_tables(suites, [(opened.name, results)], opened.out)
     if opened.loaded is not None:
@@ -90,7 +90,7 @@ def write_tables(suites: Sequence[Suite], models: Sequence[tuple[str, Results]],
     """Prints the suites' tables and writes them as `out` with the suffixes .md, .tex and .png."""
     tables = [suite_table(suite, models) for suite in suites]
     for table in tables:
-        print(f"\n{table.title}\n\n{plain(*table.text_rows())}\n")
+        print(f"\n{table.title}\n\n{plain_table(*table.text_rows())}\n")
         for note in table.notes:
             print(f"  {note}")
     files = {".md": markdown(tables, models), ".tex": latex(tables)}
@@ -136,7 +136,7 @@ def compare_command(arguments: Sequence[str]) -> int:
     first, second = read_results(options.first), read_results(options.second)
     found = compare(first, second)
     print(f"first:  {first['metalion']['title']}\nsecond: {second['metalion']['title']}\n")
-    print(plain(*comparison_rows(found)))
+    print(plain_table(*comparison_rows(found)))
     for text in left_out(first, second):
         print(f"\nnot compared: {text}")
     print(

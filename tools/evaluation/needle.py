@@ -219,7 +219,7 @@ def table(results: dict[str, Any]) -> str:
     """
     import numpy as np
 
-    from tools.compare.results import markdown
+    from tools.reporting.tables import markdown_table
 
     lengths, depths = results["lengths"], results["depths"]
     header = ["depth, %", *(f"{length:,}" for length in lengths)]
@@ -234,7 +234,7 @@ def table(results: dict[str, Any]) -> str:
             for depth, row in zip(depths, values, strict=True)
         ]
         rows.append(["mean", *(f"{v:.1f}" for v in np.nanmean(values, 0))])
-        parts.append(f"{results['title']}: {words}\n\n{markdown(header, rows)}")
+        parts.append(f"{results['title']}: {words}\n\n{markdown_table(header, rows)}\n")
     return "\n".join(parts)
 
 

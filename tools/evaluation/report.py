@@ -10,6 +10,7 @@ from typing import Any
 
 from tools.evaluation.harness import metric_name, metric_value
 from tools.evaluation.suites import Column, Suite
+from tools.reporting.tables import markdown_table
 
 Results = Mapping[str, Any]
 
@@ -120,23 +121,13 @@ def metrics_of(results: Results, task: str) -> list[str]:
     return [metric_name(metric, tag) for metric, tag in keys if not metric.endswith("_stderr")]
 
 
-def plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns under a rule; the first is text, the others are numbers."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in [header, *rows]
-    ]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
-
-
 def markdown(tables: Sequence[Table], results: Sequence[tuple[str, Results]]) -> str:
     """All suites, then what was measured on which documents."""
     parts = []
     for table in tables:
-        parts += [f"## {table.title}", _markdown_table(*table.text_rows()), "\n".join(f"- {n}" for n in table.notes)]
+        parts += [f"## {table.title}", markdown_table(*table.text_rows()), "\n".join(f"- {n}" for n in table.notes)]
     for name, result in results:
-        parts += [f"## {name}", _describe(result), _markdown_table(*detail_rows(result))]
+        parts += [f"## {name}", _describe(result), markdown_table(*detail_rows(result))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -270,11 +261,6 @@ def _describe(results: Results) -> str:
         f"{ours['seconds']:,.0f} s",
     ]
     return ", ".join(part for part in parts if part) + ". A star marks a split that is not the harness's own."
-
-
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(header)} |", "|---|" + "---:|" * (len(header) - 1)]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def _escape(text: str) -> str:

@@ -91,7 +91,7 @@ def pieces_read(tokens_in_file: int, longest: int, tokens: int) -> int:
 
 def loss_table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
     """Markdown: a row a length for every run, then what lies beyond the trained length, by position."""
-    from tools.compare.results import markdown
+    from tools.reporting.tables import markdown_table
 
     parts = []
     for run, result in results.items():
@@ -108,10 +108,10 @@ def loss_table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
             for row in rows
         ]
         parts.append(f"{run}, {rows[0]['tokens']:,} tokens, each predicted once at every length\n")
-        parts.append(markdown(["tokens in view", "trained", "loss", "perplexity", "less trained"], body))
+        parts.append(markdown_table(["tokens in view", "trained", "loss", "perplexity", "less trained"], body) + "\n")
         body = [[f"{r['from']:,} to {r['to']:,}", f"{r['loss']:.4f}", _signed(r)] for r in result["by_position"]]
         header = [f"position in {rows[-1]['length']:,}", "loss", f"less with {int(trained):,} in view"]
-        parts.append(markdown(header, body))
+        parts.append(markdown_table(header, body) + "\n")
     return "\n".join(parts)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.reporting.tables import markdown_table
+
 from .experiment import Experiment, Run
 from .results import Results
 
@@ -90,12 +92,12 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
             length, _, pairs = task.partition("x")
             parts.append(f"Length {length}, {pairs} pairs: test accuracy in percent, best learning rate in brackets.")
             parts.append(
-                _table("model", [f"d = {width}" for width in columns], _mqar_rows(experiment, task, own, columns))
+                markdown_table(["model", *(f"d = {w}" for w in columns)], _mqar_rows(experiment, task, own, columns))
             )
     elif experiment.suite == "listops":
         parts.append("Test accuracy in percent, ten classes, after the last epoch.")
         rows = [[_labelled(cells, model, width), cell.text()] for (_, model, width), cell in cells.items()]
-        parts.append(_table("model", ["accuracy"], rows))
+        parts.append(markdown_table(["model", "accuracy"], rows))
     else:
         tasks = [task for task in [*experiment.mad, "average"] if any(name == task for name, _, _ in cells)]
         parts.append("Mean over a task's settings of the best test accuracy of a sweep, in percent.")
@@ -104,7 +106,7 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
             for model, width in dict.fromkeys((model, width) for _, model, width in cells)
         ]
         rows += _paper_rows(experiment, tasks)
-        parts.append(_table("model", [task.replace("_", " ") for task in tasks], rows))
+        parts.append(markdown_table(["model", *(task.replace("_", " ") for task in tasks)], rows))
     if any(not cell.complete for cell in cells.values()):
         parts.append("\\* runs of the sweep are missing.")
     if experiment.paper.source:
@@ -238,8 +240,3 @@ def _labelled(cells: Cells, model: str, width: int) -> str:
 
 def _text(cell: Cell | None) -> str:
     return "-" if cell is None else cell.text()
-
-
-def _table(corner: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join([corner, *columns])} |", "|---|" + "---:|" * len(columns)]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

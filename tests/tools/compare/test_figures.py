@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tools.compare.figures import _styles, draw
-from tools.compare.results import Result, Row, markdown, tables
+from tools.compare.results import Result, Row, tables
+from tools.reporting.tables import markdown_table
 
 
 def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ def test_nine_models_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_bar_in_a_name_is_no_column() -> None:
-    head, _, line = markdown(["model", "loss"], [["a|b", "1"]]).splitlines()
+    head, _, line = markdown_table(["model", "loss"], [["a|b", "1"]]).splitlines()
     assert line == r"| a\|b  |    1 |"
     assert len(head) == len(line)
 

@@ -24,9 +24,10 @@ from tests.parity.launch import free_port
 from tools import convert_hf
 from tools.evaluation.harness import read_results
 from tools.evaluation.open_model import checkpoint_hash, open_model
-from tools.evaluation.report import latex, plain, suite_table
+from tools.evaluation.report import latex, suite_table
 from tools.evaluation.suites import read_suite, task_suite
 from tools.loading.model import load_model
+from tools.reporting.tables import plain_table
 
 BOTH = ["--suite", "superglue,commonsense", "--device", "cpu", "--max-length", "96"]
 
@@ -103,7 +104,7 @@ def test_averages_are_the_papers_means(evaluated):
     assert commonsense.rows[0].cells["LAMBADA ppl"][0] == content["results"]["lambada_openai"]["perplexity,none"]
     assert commonsense.rows[0].cells["ARC-c"][0] == 100 * content["results"]["arc_challenge"]["acc_norm,none"]
     latex([table, commonsense])
-    plain(*table.text_rows())
+    plain_table(*table.text_rows())
 
 
 def test_without_leaves_an_empty_cell_and_no_average(trained_run, eval_data, tmp_path, capsys):
