@@ -18,6 +18,7 @@ from typing import Any
 
 from data.atomic_io import read_json
 from tools.cli.arguments import command, command_line, positive
+from tools.conversion.hf_folder import check_folder
 from tools.inference.request_guard import CHAT, Limits, RefusedRequestError, RequestGuard
 
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not config.is_file():
         raise ValueError(f"{options.folder} is no export: config.json is missing; {mend}")
     described = read_json(config, mend, "architectures")
+    check_folder(options.folder)
     name = next(iter(described["architectures"] or []), "model of no class")
     if name != "MetalionForCausalLM":
         raise ValueError(f"{options.folder} holds a {name}: only causal models of this project are served")

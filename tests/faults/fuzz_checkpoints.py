@@ -1,15 +1,17 @@
 """Damage files of run folders and exports at random, and count how the commands that read them answer.
 
 Each case copies a small run or an export, damages one file and starts commands in this process: `tools.generate` and
-`train.py` on a run, `tools.convert_hf import` on an export. An undamaged copy gives the result to compare with.
+`train.py` on a run, `tools.convert_hf import` on an export. An undamaged copy gives the result to compare with. Half of the
+copies are as earlier versions wrote them, without `SHA256SUMS`.
 `run` returns these counts:
 
-    cases              damaged files
-    refused            a sentence that names the damaged file
-    harmless           the same result as without the damage
-    silently accepted  another result
-    file not named     a sentence that does not name the file
-    traceback          any other exception
+    cases                  damaged files
+    refused                a sentence that names the damaged file
+    harmless               the same result as without the damage
+    accepted: no checksum  another result, from a folder of an earlier version
+    silently accepted      another result, though a checksum exists
+    file not named         a sentence that does not name the file
+    traceback              any other exception
 
 The last three are to be 0. Their cases stand in ``failures.jsonl`` of the folder.
 """
@@ -35,6 +37,7 @@ from tools import convert_hf, generate
 NAMED = "refused"
 UNNAMED = "file not named"
 HARMLESS = "harmless"
+UNHASHED = "accepted: no checksum"
 SILENT = "silently accepted"
 TRACEBACK = "traceback"
 
@@ -57,13 +60,14 @@ class Subject:
     copy: Path
     commands: tuple[Callable[[], Answer], ...]
     expected: tuple[Answer, ...]
+    has_hashes: bool = True
 
 
 def run(count: int, seed: int, folder: Path) -> dict[str, int]:
     """Damage `count` files, the same for the same seed, in a new `folder`; return the counts."""
     draw = random.Random(seed)
     subjects = _subjects(folder)
-    counts = {"cases": count} | dict.fromkeys((NAMED, HARMLESS, SILENT, UNNAMED, TRACEBACK), 0)
+    counts = {"cases": count} | dict.fromkeys((NAMED, HARMLESS, UNHASHED, SILENT, UNNAMED, TRACEBACK), 0)
     for number in range(count):
         subject = subjects[number % len(subjects)]
         _copy(subject)
@@ -73,6 +77,8 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
         for command, expected in zip(subject.commands, subject.expected, strict=True):
             answer = command()
             category = judge(answer, expected, file)
+            if category == SILENT and not subject.has_hashes:
+                category = UNHASHED
             if category in (UNNAMED, SILENT, TRACEBACK):
                 place = str(file.relative_to(subject.copy))
                 case = {"outcome": category, "file": f"{subject.name}/{place}", "damage": what, "words": answer.words}
@@ -155,7 +161,6 @@ def _subjects(folder: Path) -> list[Subject]:
     subjects = []
     for name, place, commands in (("run", copy, (generated, trained)), ("export", export, (imports,))):
         original = folder / f"original-{name}"
-        shutil.rmtree(original, ignore_errors=True)
         shutil.copytree(place, original)
         subject = Subject(name, original, place, commands, ())
         expected = []
@@ -163,7 +168,10 @@ def _subjects(folder: Path) -> list[Subject]:
             _copy(subject)
             expected.append(command())
             assert expected[-1].status == 0, expected[-1].words
+        earlier = folder / f"earlier-{name}"
+        shutil.copytree(original, earlier, ignore=shutil.ignore_patterns("SHA256SUMS"))
         subjects.append(Subject(name, original, place, commands, tuple(expected)))
+        subjects.append(Subject(f"earlier {name}", earlier, place, commands, tuple(expected), has_hashes=False))
     return subjects
 
 

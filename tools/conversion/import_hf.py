@@ -91,6 +91,10 @@ def import_folder(
         raise ValueError(
             f"{folder / 'config.json'} has no key {error}, which a {theirs['model_type']} needs: write it there"
         ) from error
+    except (ArithmeticError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{folder / 'config.json'} holds a value of the wrong kind ({error}): copy it again"
+        ) from error
     if theirs["model_type"] == "metalion" and not trust_remote_code:
         check_source(folder, foreign.model.mixers)
     tensors = Tensors(folder)

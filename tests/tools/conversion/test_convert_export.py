@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.tools.conversion.conftest import write_run
 from tools.conversion.logit_parity import load_export
 from tools.conversion.model_card import model_card
 from tools.convert_hf import main
+from tools.evaluation.open_model import look_for_model
 
 
 def test_logits_are_the_trainers(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,6 +281,8 @@ def test_every_file_of_an_export_and_of_a_run_is_verified(
         changed.write_bytes(content)
         assert main(["verify", str(run if changed is optimizer else folder)]) == 1
         assert changed.name in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: its SHA-256 .* write it again"):
+        look_for_model(Namespace(checkpoint=str(folder), device="cpu", dtype="auto"))
     (folder / "README.md").write_text("edited\n")
     (folder / "SHA256SUMS").unlink()
     assert main(["verify", str(folder)]) == 0
