@@ -123,10 +123,10 @@ def export(
 
 
 def _tokenizer(run: Path, config: dict[str, Any], checkpoint: Path) -> Tokenizer | None:
-    # Bytes that a run does not keep are the placeholder of an import without a tokenizer.
-    if kept_tokenizer(run) is None and data_config(config).tokenizer.type == "bytes":
-        return None
-    return read_tokenizer(run, config, read_manifest(checkpoint))
+    manifest = read_manifest(checkpoint)
+    # Bytes that neither the run nor its checkpoint knows are the placeholder of an import without a tokenizer.
+    known = kept_tokenizer(run) is not None or manifest["state"].get("tokenizer") is not None
+    return read_tokenizer(run, config, manifest) if known or data_config(config).tokenizer.type != "bytes" else None
 
 
 def _checksums(folder: Path) -> dict[str, str]:
