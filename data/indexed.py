@@ -230,7 +230,8 @@ class IndexedTokens:
     ``sizes`` int32 [N] tokens a sequence, ``pointers`` int64 [N] byte offsets, ``document_starts`` int64 [D],
     ``tokens[i]`` the tokens of sequence i (a view of the file). Warns of an index without documents, as GPT-NeoX's
     merge_datasets writes it: then each sequence is a document. Files up to `checksum.ALWAYS_CHECKED` bytes are compared
-    with the checksums of the manifest, where it has some.
+    with the checksums of the manifest, where it has some. Where ``vocab_size`` is set, tokens from there on are refused
+    when they are read.
 
     Raises FileNotFoundError when a file is missing, and ValueError when the files are not what the format says or not
     what was written: another magic, version or type, too short or too long, empty, or damaged at a place that is named.
@@ -238,6 +239,7 @@ class IndexedTokens:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
+        self.vocab_size: int | None = None
         index_file, token_file = idx_path(prefix), bin_path(prefix)
         for path in (index_file, token_file):
             if not path.is_file():
@@ -307,7 +309,15 @@ class IndexedTokens:
                 f"{idx_path(self.prefix)} is damaged: it places sequence {sequence} at bytes {start:,} to {end:,} of a"
                 f" {len(self._tokens):,}-byte .bin"
             )
-        return self._tokens[start:end].view(self.dtype)
+        tokens = self._tokens[start:end].view(self.dtype)
+        if self.vocab_size is not None and length and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            wrong = int(((tokens < 0) | (tokens >= self.vocab_size)).argmax())
+            raise DamagedDataError(
+                f"{bin_path(self.prefix)} is damaged at byte {start + wrong * self.dtype.itemsize:,}, or was written with"
+                f" another tokenizer: it holds token {int(tokens[wrong]):,}, and the model has {self.vocab_size:,} rows. Compare"
+                f" it with its checksum: python -m tools.inspect_data {self.prefix} --verify"
+            )
+        return tokens
 
     @property
     def is_contiguous(self) -> bool:

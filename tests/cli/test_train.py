@@ -206,6 +206,13 @@ def test_empty_and_truncated_token_files_are_named(arguments, tmp_path, capsys, 
     (tmp_path / "cut.idx").write_bytes(b"")
     assert train.main(words) == 2
     assert "cut.idx" in capsys.readouterr().err
+    # A file without a checksum whose tokens are not the model's is refused where they are read.
+    (tmp_path / "cut.idx").write_bytes(prefix.with_suffix(".idx").read_bytes())
+    (tmp_path / "cut.bin").write_bytes(b"\xff" * prefix.stat().st_size)
+    assert train.main(words) == 1
+    error = capsys.readouterr().err
+    assert "cut.bin is damaged at byte " in error
+    assert "it holds token 65,535, and the model has 320 rows" in error
 
 
 def test_help_answers_without_importing_torch():

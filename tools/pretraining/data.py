@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from data.corpus.document_sources import read_sources
-from data.datasets.blend import Shares, training_dataset
+from data.datasets.blend import BlendedDataset, Shares, training_dataset
 from data.datasets.causal import Packing, SequentialDataset
 from data.datasets.masked import MaskedDataset
 from data.datasets.masking import masking_of
@@ -37,7 +37,7 @@ def training_samples(
         "cache_directory": settings.cache_directory,
     }
     if settings.objective == "masked":
-        return MaskedDataset(
+        samples: Any = MaskedDataset(
             data.train[0],
             masking_of(tokenizer, settings.masked.rate, settings.masked.whole_word),
             tokenizer,
@@ -46,9 +46,16 @@ def training_samples(
             sources=config.logging.loss_by_source,
             **common,
         )
+        samples.file.vocab_size = config.model.vocab_size
+        return samples
     packing = Packing(settings.reset_at_documents, settings.mask_boundaries, config.logging.loss_by_source)
     blend = settings.blend
-    return training_dataset(data.train, Shares(blend.by, blend.weights, blend.temperature), packing=packing, **common)
+    samples = training_dataset(
+        data.train, Shares(blend.by, blend.weights, blend.temperature), packing=packing, **common
+    )
+    for part in samples.datasets if isinstance(samples, BlendedDataset) else [samples]:
+        part.file.vocab_size = config.model.vocab_size
+    return samples
 
 
 def training_steps(config: Config[Any], samples: Dataset, grid: Grid) -> Callable[[int], ReadAhead[list[MicroBatch]]]:
@@ -150,6 +157,7 @@ def _validation_samples(
             reset_at_documents=settings.reset_at_documents,
             sequences=sequences,
         )
+        masked.file.vocab_size = config.model.vocab_size
         return masked, masked.num_tokens
     whole = SequentialDataset(
         prefix,
@@ -158,6 +166,7 @@ def _validation_samples(
         reset_at_documents=settings.reset_at_documents,
         sequences=sequences,
     )
+    whole.file.vocab_size = config.model.vocab_size
     return whole, whole.num_tokens
 
 
