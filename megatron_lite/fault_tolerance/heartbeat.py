@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_lite.fault_tolerance.launcher import end_stranded_launcher
 from megatron_lite.fault_tolerance.rank_consistency import rank_words
 from megatron_lite.parallel.collectives import barrier, broadcast
 from megatron_lite.parallel.grid import Grid
@@ -162,6 +163,7 @@ class Heartbeat:
         call of the store may wait for it without end. Rank 0, or torchrun on its machine, holds the store."""
         if self._clock.seconds - self._reached > self._seconds:
             _print(f"the store at {os.environ['MASTER_ADDR']} is gone, and {self._name(0)} with it")
+            end_stranded_launcher()
             self._end("")
 
     def _end(self, reason: str) -> None:

@@ -27,13 +27,32 @@ def end_with_launcher() -> None:
     An orphan would keep its GPU, and could join the next run on the same port. Nothing where there is no launcher, or no
     Linux.
     """
-    if not {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys():
+    if not _has_launcher():
         return
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_stranded_launcher(seconds: float = 5.0) -> None:
+    """Kill torchrun where the store of its rendezvous cannot be reached: it would wait for it without end.
+
+    Args:
+        seconds: how long the address in the environment variable METALION_RENDEZVOUS (host:port) has to answer. Without the
+            variable nothing happens.
+    """
+    host, _, port = os.environ.get("METALION_RENDEZVOUS", "").rpartition(":")
+    if host and _has_launcher():
+        try:
+            socket.create_connection((host, int(port)), timeout=seconds).close()
+        except OSError:
+            os.kill(os.getppid(), signal.SIGKILL)
+
+
+def _has_launcher() -> bool:
+    return bool({"TORCHELASTIC_RUN_ID", "CROSS_SIZE"} & os.environ.keys())
 
 
 def claim_rank(store: dist.Store, rank: int) -> None:

@@ -43,6 +43,7 @@ class Kind:
 KINDS = {
     "kill_loop": Kind(2, 84, zero=("different", "orphans", "lost_more_than_an_interval")),
     "frozen_processes": Kind(1, 20, zero=("killed_by_a_pause", "not_named", "orphans")),
+    "lost_machine": Kind(2, 10, zero=("slow_to_end", "other_result"), whole=("recovered",)),
     "power_cut": Kind(6, 200, zero=("by hand", "other result"), whole=("restarted",)),
     "fuzz_data": Kind(60, 20_000, zero=("silently accepted", "file not named", "traceback")),
     "fuzz_checkpoints": Kind(20, 2_000, zero=("silently accepted", "refused, names no file", "traceback")),

@@ -31,19 +31,19 @@ class StartedCommand:
 
     Args:
         log: file for the output of all processes.
+        variables: more of the environment.
 
     Attributes:
         agent: the process that was started: the launcher where there is one.
     """
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(self, command: list[str], log: Path, **variables: str) -> None:
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
         name, value = self._mark.split("=")
         self.log = log
+        variables = {**environment(), **variables, name: value, "PYTHONUNBUFFERED": "1"}
         with open(log, "w") as file:
-            self.agent = subprocess.Popen(
-                command, cwd=ROOT, stdout=file, stderr=file, env={**environment(), name: value, "PYTHONUNBUFFERED": "1"}
-            )
+            self.agent = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=variables)
 
     def __enter__(self) -> StartedCommand:
         return self

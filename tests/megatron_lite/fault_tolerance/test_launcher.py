@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +32,20 @@ def test_a_rank_dies_with_its_launcher_and_a_run_without_launcher_does_not(varia
         assert agent.stdout.readline() == "ready\n"
         agent.kill()
         assert agent.stdout.read() == output  # to the end of the rank
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_launcher_whose_store_is_gone_is_ended(answers):
+    rank = "from megatron_lite.fault_tolerance.launcher import end_stranded_launcher; end_stranded_launcher()"
+    parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {rank!r}])"
+    with socket.socket() as store:
+        store.bind(("127.0.0.1", 0))
+        if answers:
+            store.listen()
+        address = f"127.0.0.1:{store.getsockname()[1]}"
+        environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "METALION_RENDEZVOUS": address}
+        done = subprocess.run([sys.executable, "-c", parent], cwd=ROOT, env=environment)
+    assert done.returncode == (0 if answers else -signal.SIGKILL)
 
 
 def test_ranks_of_an_earlier_launcher_are_refused_and_those_of_the_new_one_meet(monkeypatch):
