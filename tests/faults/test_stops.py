@@ -150,11 +150,11 @@ def test_a_slow_rank_is_named(launch, arguments, tmp_path):
     agent = launch(["slow", "1", "1", *arguments(**{"logging.spread_interval": 2})], *INJECT)
     output, _ = agent.communicate(timeout=60)
     assert agent.returncode == 0, output
-    assert re.search(r"step 4: rank 1 \(\S+\) takes for the forward pass of its layers 1\d\d ms, the others", output), (
-        output
-    )
+    assert re.search(
+        r"step 4: rank 1 \(\S+\) takes for the forward pass of its layers \d{3,} ms, the others", output
+    ), output
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     measured = [line for line in lines if "step_seconds_spread" in line]
     assert [line["step"] for line in measured] == [2, 4, 6, 8]
-    assert all(line["step_seconds_max_rank"] == 1 and line["step_seconds_spread"] > 2 for line in measured)
+    assert all(line["step_seconds_max_rank"] == 1 and line["step_seconds_spread"] > 1.3 for line in measured)
     assert [line["step"] for line in lines if line["kind"] == "slow_rank"] == [4, 6, 8]
