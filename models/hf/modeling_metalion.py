@@ -1,8 +1,8 @@
-"""The model as Transformers loads it: the layers that train, under the names that checkpoints give them.
+"""The models that Transformers loads: the layers that train, under the names of the checkpoints.
 
 `MetalionForCausalLM`, `MetalionForMaskedLM`, `MetalionForSequenceClassification` and the bare `MetalionModel` hold
 `embedding`, `blocks` and `head` themselves, so a state dict needs no renaming. An export is this file with the files that
-it imports, a config and weights.
+it imports, a config and weights. Their base, with cache and padding, is `pretrained.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..language_model import LayerSpec
 from .configuration_metalion import MetalionConfig
 from .pretrained import MetalionPreTrainedModel, RecurrentCache
 
-# What only a language model's head has.
+# Parameters that only a language model's head has.
 _PREDICTION = [r"^head\.weight$", r"^head\.bias$", r"^head\.transform\."]
 
 
@@ -48,8 +48,11 @@ class MetalionModel(MetalionPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """input_ids: [batch, length] int, or inputs_embeds [batch, length, hidden_size] -> the last hidden states after
-        the norm; arguments as in `MetalionForCausalLM.forward`."""
+        """Return the last hidden states after the norm.
+
+        input_ids: [batch, length] int, or inputs_embeds [batch, length, hidden_size]. Other arguments as in
+        `MetalionForCausalLM.forward`.
+        """
         collect = _chosen(output_hidden_states, self.config.output_hidden_states)
         hidden, _, cache, collected = self._run(
             input_ids, attention_mask, inputs_embeds, past_key_values, self._caches(use_cache), collect
@@ -64,7 +67,7 @@ class MetalionModel(MetalionPreTrainedModel):
 
 
 class _Predicting(MetalionPreTrainedModel):
-    """A model with the head that training gives it: a score of every entry of the vocabulary."""
+    """A model with the head that it trained with: logits over the vocabulary."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^score\."]
@@ -77,11 +80,11 @@ class _Predicting(MetalionPreTrainedModel):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head; its `weight` is [vocab_size, hidden_size]."""
+        """Return the head; its `weight` is [vocab_size, hidden_size]."""
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Exchange the output matrix for that of another module."""
+        """Take the output matrix of another module."""
         self.head.weight = new_embeddings.weight
 
 
@@ -108,13 +111,13 @@ class MetalionForCausalLM(_Predicting, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """input_ids: [batch, length] int, or inputs_embeds [batch, length, hidden_size] -> logits [batch, length, vocab].
+        """Return logits [batch, length, vocab_size] and, with labels, the loss.
 
+        input_ids: [batch, length] int, or inputs_embeds [batch, length, hidden_size].
         attention_mask: [batch, length], or [batch, seen + length] with a cache; 1 for real tokens, padding anywhere.
-        past_key_values: what an earlier call returned; it is moved on, not copied. labels: [batch, length] int, not
-        shifted, -100 counts nothing; `num_items_in_batch` among kwargs divides the summed loss. logits_to_keep: only the
-        last so many positions, 0 for all. hidden_states are the input of every block and the last hidden state after
-        the norm.
+        past_key_values: the cache that an earlier call returned; it is updated in place. labels: [batch, length] int, not
+        shifted, -100 is ignored; `num_items_in_batch` among kwargs divides the summed loss. logits_to_keep: the number of
+        last positions, 0 for all. hidden_states are the inputs of all blocks and the last hidden state after the norm.
         """
         collect = _chosen(output_hidden_states, self.config.output_hidden_states)
         hidden, _, cache, collected = self._run(
@@ -142,7 +145,7 @@ class MetalionForCausalLM(_Predicting, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As Transformers'; after the prompt no mask is needed, for what is generated is never padding."""
+        """Run Transformers' own, without a mask after the prompt: generated tokens are never padding."""
         if not is_first_iteration and past_key_values is not None and next_sequence_length == 1:
             attention_mask = None
         return super().prepare_inputs_for_generation(
@@ -169,9 +172,10 @@ class MetalionForMaskedLM(_Predicting):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput | tuple[Any, ...]:
-        """input_ids: [batch, length] int, or inputs_embeds -> logits [batch, length, vocab_size] of the same positions.
+        """Return logits [batch, length, vocab_size] of the same positions and, with labels, the loss.
 
-        labels: [batch, length] int, the token that belongs there, -100 where nothing is asked.
+        input_ids: [batch, length] int, or inputs_embeds. labels: [batch, length] int, the original token of each masked
+        position, -100 elsewhere.
         """
         collect = _chosen(output_hidden_states, self.config.output_hidden_states)
         hidden, _, _, collected = self._run(input_ids, attention_mask, inputs_embeds, None, False, collect)
@@ -186,7 +190,7 @@ class MetalionForMaskedLM(_Predicting):
 
 
 class MetalionForSequenceClassification(MetalionPreTrainedModel):
-    """A linear map of one pooled hidden state (`config.classifier_pooling`); regression where num_labels is 1."""
+    """A linear layer on one pooled hidden state (`config.classifier_pooling`); regression if num_labels is 1."""
 
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = _PREDICTION
 
@@ -213,10 +217,10 @@ class MetalionForSequenceClassification(MetalionPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
-        """input_ids: [batch, length] int, or inputs_embeds -> logits [batch, num_labels].
+        """Return logits [batch, num_labels] and, with labels, the loss.
 
-        attention_mask: [batch, length], 1 for real tokens; without it every position is real. labels: [batch] int, or
-        float for regression, or [batch, num_labels] for several labels at once.
+        input_ids: [batch, length] int, or inputs_embeds. attention_mask: [batch, length], 1 for real tokens; None if all
+        are real. labels: [batch] int, float for regression, or [batch, num_labels] for multi-label classification.
         """
         collect = _chosen(output_hidden_states, self.config.output_hidden_states)
         hidden, mask, _, collected = self._run(input_ids, attention_mask, inputs_embeds, None, False, collect)
@@ -233,14 +237,14 @@ class MetalionForSequenceClassification(MetalionPreTrainedModel):
 
 
 def _norm_only(specs: dict[str, LayerSpec]) -> nn.Module:
-    """A head without its projection and what BERT's has before it."""
+    """Return a head without its projection and without the transform of BERT's."""
     head: Any = specs["head"].build()
     head.weight = head.bias = head.transform = None
     return head
 
 
 def _pool(hidden: Tensor, mask: Tensor | None, how: str) -> Tensor:
-    """hidden: [batch, length, d] -> [batch, d]: the last or first real token, or the mean over the real ones."""
+    """Return [batch, d] of hidden [batch, length, d]: the last or first real token, or the mean over the real ones."""
     if mask is None:
         return {"last": hidden[:, -1], "first": hidden[:, 0]}[how] if how != "mean" else hidden.mean(1)
     if how == "mean":

@@ -39,7 +39,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         self.blocks = nn.ModuleList(self._specs[f"blocks.{i}"].build() for i in range(config.num_layers))
 
     def post_init(self) -> None:
-        """As Transformers', after noting what the layers gave themselves when they were built."""
+        """Run Transformers' own, after saving the buffers that the layers built."""
         self._buffers_built = {n: b.clone() for n, b in self.named_buffers() if b.device.type != "meta"}
         for parameter in self.parameters():
             if parameter.device.type != "meta":
@@ -48,7 +48,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Initial values for what a checkpoint did not bring, as the layers draw them when they are built."""
+        """Initialise what a checkpoint lacks, with the values that the layers draw when they are built."""
         for name, buffer in self.named_buffers():
             buffer.copy_(self._buffers_built[name])
         for name, spec in self._specs.items():
@@ -60,22 +60,22 @@ class MetalionPreTrainedModel(PreTrainedModel):
                     parameter.copy_(fresh[parameter_name])
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding; its `weight` is [vocab_size, hidden_size]."""
+        """Return the embedding; its `weight` is [vocab_size, hidden_size]."""
         return self.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Exchange the embedding for a module with a `weight` of [vocab_size, hidden_size]."""
+        """Take the `weight` [vocab_size, hidden_size] of another module as the embedding's."""
         self.embedding.weight = value.weight
 
     @torch.no_grad()
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """Give the embedding, and the head where it has one, rows for `new_num_tokens` tokens (None: as many as there are),
-        rounded up to a multiple of `pad_to_multiple_of`. Returns the embedding.
+        """Resize the embedding, and the head's matrix if there is one, and return the embedding.
 
-        Rows that were there stay. New ones are the mean of them, or with mean_resizing False drawn as at the start.
-        Generation draws every one of the tokens, and none of the rows that only round the number up.
+        new_num_tokens: None for the present number. pad_to_multiple_of: the number of rows is rounded up to a multiple.
+        Existing rows stay. New rows are the mean of them, or with mean_resizing False drawn as initial values.
+        Generation may draw all of the tokens, and none of the rows that round the number up.
         """
         before = self.config.vocab_size
         tokens = before if new_num_tokens is None else new_num_tokens
@@ -104,7 +104,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        # generate() would hand a cache of keys and values to forward, which makes its own instead.
+        # generate() would pass a cache of keys and values to forward, which creates a RecurrentCache instead.
         return False
 
     def _run(
@@ -116,8 +116,11 @@ class MetalionPreTrainedModel(PreTrainedModel):
         use_cache: bool,
         collect: bool,
     ) -> tuple[Tensor, Tensor | None, RecurrentCache | None, list[Tensor]]:
-        """Embedding and blocks: hidden states before the last norm, the mask of these positions, cache, and the inputs of
-        all blocks if they are to be collected."""
+        """Run embedding and blocks.
+
+        Returns the hidden states before the last norm, the mask of these positions, the cache, and with `collect` the inputs
+        of all blocks.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
@@ -171,7 +174,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         if inputs_embeds is None:
             if use_cache:
                 return self.embedding(input_ids, mask=mask, state=state, return_state=True)
-            # A tensor alone: Transformers and PEFT put hooks on the embedding that expect one.
+            # One tensor: hooks of Transformers and PEFT on the embedding expect one.
             return self.embedding(input_ids, mask=mask, state=state), {}
         if self.embedding.positions is None:
             return inputs_embeds, {}
@@ -179,14 +182,14 @@ class MetalionPreTrainedModel(PreTrainedModel):
         return inputs_embeds + vectors, {"position": end}
 
     def _caches(self, use_cache: bool | None) -> bool:
-        """A model under training keeps no states, and one that sees both directions has none."""
+        """Return whether to return states: not in training, and never for a bidirectional model."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         return bool(use_cache) and not (self.gradient_checkpointing and self.training) and self._causal
 
 
 def _resized(old: Tensor, rows: int, std: float | None) -> nn.Parameter:
-    """A parameter [rows, ...] that begins as `old` does; further rows are its mean, or with `std` those of a matrix random."""
+    """Return a parameter [rows, ...] with the rows of `old`. Further rows are its mean, or with `std` random for a matrix."""
     new = old.new_empty(rows, *old.shape[1:])
     new[: len(old)] = old[:rows]
     if old.dim() > 1 and std is not None:
@@ -197,8 +200,10 @@ def _resized(old: Tensor, rows: int, std: float | None) -> nn.Parameter:
 
 
 def _together(mask: Tensor | None) -> Tensor | None:
-    """[batch, length]: the real positions of every row in their order and then its padding; None where no padding stands
-    between real tokens. Convolutions look at neighbours, and padding there would be one."""
+    """Return an order [batch, length] with the real positions of each row first, then its padding.
+
+    None if no padding lies between real tokens. There it would be a neighbour of real tokens in a convolution.
+    """
     if mask is None or torch.compiler.is_compiling():
         return None
     begins = torch.cat([mask[:, :1], mask[:, 1:] & ~mask[:, :-1]], 1)
@@ -206,7 +211,7 @@ def _together(mask: Tensor | None) -> Tensor | None:
 
 
 def _mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
-    """[batch, length] bool of the last positions, None where all are real. ValueError for another shape."""
+    """Return the mask [batch, length] bool of the last positions, None if all are real. ValueError for another shape."""
     if attention_mask is None:
         return None
     if attention_mask.dim() != 2 or attention_mask.shape[1] < length:
@@ -221,10 +226,10 @@ def _mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
 
 
 class RecurrentCache(Cache):
-    """The states of all layers after `seen` positions, padding included.
+    """Hold the states of all layers after `seen` positions, padding included.
 
-    `states` holds one dict a layer, the batch first in every tensor; empty before the first forward pass. A state cannot
-    go back to an earlier position, so assisted generation is refused.
+    `states` has one dict per layer, with the batch first in every tensor; it is empty before the first forward pass. A
+    state cannot go back to an earlier position, so assisted generation is refused.
     """
 
     def __init__(self) -> None:
@@ -233,15 +238,15 @@ class RecurrentCache(Cache):
         self.seen = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions that the states have seen."""
+        """Return the number of positions that the states have seen."""
         return self.seen
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No largest length."""
+        """Return -1: there is no largest length."""
         return -1
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether something was seen."""
+        """Return whether any position was seen."""
         return self.seen > 0
 
     def reset(self) -> None:
@@ -249,7 +254,7 @@ class RecurrentCache(Cache):
         self.states, self.seen = [], 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b goes on from what row beam_idx[b] has seen."""
+        """Set the state of row b to that of row beam_idx[b]."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -257,32 +262,32 @@ class RecurrentCache(Cache):
         self._each(lambda state: state.index_select(0, indices.to(state.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
+        """Repeat every row `repeats` times."""
         self._each(lambda state: state.repeat_interleave(repeats, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """ValueError: what a recurrent state has seen cannot be taken out of it."""
+        """Raise ValueError: tokens cannot be removed from a recurrent state."""
         raise ValueError(
             f"cannot take {tokens_to_remove} tokens out of a recurrent state; generate from the prompt again"
         )
 
     @property
     def batch_size(self) -> int:
-        """Rows, -1 before the first forward pass."""
+        """Return the number of rows, -1 before the first forward pass."""
         return next((len(tensor) for state in self.states for tensor in state.values()), -1)
 
     @property
     def is_compileable(self) -> bool:
-        """False: generation does not compile the forward pass of itself."""
+        """Return False: generation does not compile the forward pass by itself."""
         return False
 
     @property
     def is_croppable(self) -> bool:
-        """False."""
+        """Return False."""
         return False
 
     def nbytes(self) -> int:
-        """Memory of the states in bytes."""
+        """Return the memory of the states in bytes."""
         return sum(tensor.nbytes for state in self.states for tensor in state.values())
 
     def __len__(self) -> int:

@@ -16,9 +16,9 @@ from .projections import init_std
 
 
 class Embedding(nn.Module):
-    """Rows of `weight` [vocab_size, hidden_size], and with `model.positions: learned` a vector a position added to them.
+    """Look up rows of `weight` [vocab_size, hidden_size]; `model.positions: learned` adds one vector per position.
 
-    Without, the mixers alone know order.
+    Without learned positions, order is known to the mixers alone.
     """
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "vocab"}
@@ -29,7 +29,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         nn.init.normal_(self.weight, std=init_std(config))
         self.positions = None if config.max_positions is None else LearnedPositions(config, config.max_positions)
-        # An attribute, so that a trainer which cuts the vocabulary can put its own in place.
+        # An attribute, so that a trainer that splits the vocabulary can replace it.
         self.lookup: Callable[[Tensor, Tensor, Tensor | None], Tensor] = look_up
 
     def forward(
@@ -40,10 +40,10 @@ class Embedding(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """tokens: [batch, length] int -> [batch, length, hidden_size], and the state when asked for.
+        """Return the vectors of tokens [batch, length] int, [batch, length, hidden_size], and with return_state the state.
 
-        The state is empty, or with learned positions "position" [batch] int, the tokens seen; with cu_seqlens a row for
-        every segment.
+        The state is empty, or with learned positions "position" [batch] int, the tokens seen; with cu_seqlens one row per
+        segment.
         """
         vectors = None
         new_state: dict[str, Tensor] = {}
@@ -53,23 +53,23 @@ class Embedding(nn.Module):
         return (hidden, new_state) if return_state else hidden
 
     def flops_per_token(self, length: int) -> int:
-        """A look-up multiplies nothing."""
+        """Return 0: a look-up multiplies nothing."""
         return 0
 
 
 def look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
-    """The rows of weight [vocab_size, hidden_size] for tokens [batch, length], plus vectors of the result's shape."""
+    """Return the rows of weight [vocab_size, hidden_size] for tokens [batch, length], plus vectors of the result's shape."""
     rows = F.embedding(tokens, weight)
     return rows if vectors is None else rows + vectors
 
 
 class LearnedPositions(nn.Module):
-    """One vector a position, added to the token's: `weight` [max_positions, hidden_size].
+    """Hold one vector per position, added to the token's: `weight` [max_positions, hidden_size].
 
     Devlin et al. 2019 (BERT), section 3; also what LION without a decay needs (arXiv 2502.16249, appendix D).
     """
 
-    # Added by one part of a cut vocabulary before the parts are summed: the others' gradient is zero.
+    # One part of a split vocabulary adds it before the parts are summed: the gradient of the others is zero.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "partial_grad"}
     parameter_kinds: ClassVar[dict[str, str]] = {"weight": "embedding"}
 
@@ -81,13 +81,13 @@ class LearnedPositions(nn.Module):
     def forward(
         self, tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, start: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Vectors [batch, length, hidden_size] for tokens [batch, length], and where each sequence goes on.
+        """Return vectors [batch, length, hidden_size] for tokens [batch, length], and the next position of each sequence.
 
-        mask, cu_seqlens, start and the second result as in `token_positions`. ValueError for a sequence that is longer
-        than there are positions, under context parallelism on every rank.
+        mask, cu_seqlens, start and the second result as in `token_positions`. Raises ValueError for a sequence with more
+        tokens than positions, under context parallelism on every rank.
         """
         position, end = token_positions(tokens, mask, cu_seqlens, start)
-        # Without packing or a state the shape tells; reading the values of a CUDA tensor waits for the device.
+        # Without packing or a state the shape decides; reading values of a CUDA tensor would synchronise with the device.
         group = context_parallel_group()
         longest = tokens.shape[1] * (1 if group is None else group.count)
         if longest > len(self.weight) or start is not None:
@@ -105,11 +105,11 @@ class LearnedPositions(nn.Module):
 def token_positions(
     x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Positions that count real tokens, so that padding shifts nothing.
+    """Return positions that count real tokens only, so that padding shifts nothing.
 
     x: [batch, length, ...], read for its shape. mask: [batch, length] bool, True for real tokens. cu_seqlens:
-    [segments + 1] with batch 1: every segment counts for itself. start: [batch or segments] int, where each sequence
-    goes on; None for 0.
+    [segments + 1] with batch 1: every segment counts from its own start. start: [batch or segments] int, the position of
+    the first token of each sequence; None for 0.
     Returns the positions [batch, length], -1 before the first real token of a sequence that starts at 0, and the
     position of the next token [batch or segments].
 

@@ -15,7 +15,7 @@ from .projections import init_std, linear
 
 
 class Head(nn.Module):
-    """logits = norm(hidden) weight^T. A tied head shares `weight` with the embedding: assign it after building.
+    """Compute logits = norm(hidden) weight^T. A tied head shares `weight` with the embedding: assign it after building.
 
     With `model.head: mlm` it is BERT's: logits = norm'(GELU(dense(norm(hidden)))) weight^T + bias (Devlin et al. 2019,
     "masked LM" of their released model).
@@ -32,10 +32,10 @@ class Head(nn.Module):
         masked = config.head == "mlm"
         self.transform = _Transform(config) if masked else None
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if masked else None
-        # Attributes, so that a trainer which cuts the vocabulary can put its own in place.
+        # Attributes, so that a trainer that splits the vocabulary can replace them.
         self.project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
-        # Of a masked model most tokens have no label, and their logits are not worth computing.
+        # Most tokens of a masked model have no label: their logits are not computed.
         self._few_labels = bool(config.bidirectional_mixers())
         self._flops = 2 * config.vocab_size * config.hidden_size + 2 * masked * config.hidden_size**2
 
@@ -51,7 +51,7 @@ class Head(nn.Module):
         loss_weight: Tensor | None = None,
         num_correct: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """hidden: [batch, length, hidden_size] -> logits [batch, length, vocab_size], or with `labels` the loss.
+        """Return the logits [batch, length, vocab_size] of hidden [batch, length, hidden_size], or with `labels` the loss.
 
         The loss is the float32 scalar sum(loss_weight * nll) over all tokens. labels: [batch, length] int, -100 is
         ignored. loss_weight: [batch, length] float, None for one everywhere. num_correct and errors: as in
@@ -70,12 +70,12 @@ class Head(nn.Module):
         return (out, {}) if return_state else out
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add."""
+        """Return the forward FLOPs per token, two per multiply-add."""
         return self._flops
 
 
 class _Transform(nn.Module):
-    """norm(GELU(dense(x))), with the exact (erf) GELU."""
+    """Compute norm(GELU(dense(x))), with the exact (erf) GELU."""
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"dense": "replicated"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
@@ -86,7 +86,7 @@ class _Transform(nn.Module):
         self.norm = Norm(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., hidden_size] -> the same shape."""
+        """Return the transform of x [..., hidden_size], in the same shape."""
         return self.norm(F.gelu(self.dense(x)))
 
 

@@ -13,7 +13,7 @@ from ..options import ModelShape
 
 
 def init_std(config: ModelShape, *, output: bool = False) -> float:
-    """Standard deviation of a matrix; `output` for the ones that write into the residual stream.
+    """Return the standard deviation of a matrix's initial values; `output` for matrices that write into the residual stream.
 
     normal: `config.init_std`. scaled_normal: that over sqrt(2 layers), as GPT-2 and Megatron-LM have it for outputs.
     small_init: sqrt(2 / (5 d)), Nguyen and Salazar 2019 (arXiv 1910.05895), section 2.2.
@@ -30,7 +30,7 @@ def init_std(config: ModelShape, *, output: bool = False) -> float:
 
 
 def linear(config: ModelShape, inputs: int, outputs: int, *, bias: bool = False, output: bool = False) -> nn.Linear:
-    """`nn.Linear` with weight N(0, init_std) and bias zero."""
+    """Return an `nn.Linear` with weight N(0, init_std) and bias zero."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(layer.weight, std=init_std(config, output=output))
     if bias:
@@ -39,23 +39,27 @@ def linear(config: ModelShape, inputs: int, outputs: int, *, bias: bool = False,
 
 
 def head_numbers(config: ModelShape) -> Tensor:
-    """0, ..., num_heads - 1, for decays that follow from a head's number.
+    """Return 0, ..., num_heads - 1, for decays that depend on the head's number.
 
-    They have values also where a model is built without any (on the device meta): no checkpoint brings them.
+    They have values even for a model on the meta device: no checkpoint holds them.
     """
     device = torch.get_default_device()
     return torch.arange(config.num_heads, device="cpu" if device.type == "meta" else device)
 
 
 class FanOut(Protocol):
-    """An attribute of the modules that use it, so that a trainer can put its own in place. A module in which all that
-    tensor parallelism cuts is computed from its fan-out says so by `fan_out_is_entry`."""
+    """Several projections of one input. A module holds it as an attribute, so that a trainer can replace it.
+
+    `fan_out_is_entry` of a module declares that the whole tensor-parallel region is computed from its fan-out.
+    """
 
     def __call__(self, x: Tensor, linears: Sequence[nn.Linear], again: bool = False) -> tuple[Tensor, ...]:
-        """linear(x) for every linear, in order; `again`: and x, for one more product, whose gradient of x the others
-        are added to, in place."""
+        """Return linear(x) of every linear, in order.
+
+        again: also return x, for one more matmul. The other gradients are added in place to its gradient of x.
+        """
 
 
 def apply_each(x: Tensor, linears: Sequence[nn.Linear], again: bool = False) -> tuple[Tensor, ...]:
-    """The fan-out of a model by itself."""
+    """Apply each linear by itself: the fan-out of a model without a trainer."""
     return (*(linear(x) for linear in linears), *((x,) if again else ()))

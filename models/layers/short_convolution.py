@@ -24,15 +24,15 @@ from ..recompute import recomputable
 
 # Elements of a tile on a CPU: 2^17 float32 are 512 KiB, and about four such tensors live at a time.
 _TILE_ELEMENTS = 1 << 17
-# Of the weights that the kernels take.
+# Longest kernel that the Triton kernels support.
 _LONGEST = 4
 
 
 class CausalConvolution(nn.Module):
-    """y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}), a channel at a time; before the sequence x is zero.
+    """Compute y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}) per channel; before the sequence x is zero.
 
     weight: [channels, kernel], U(-1/sqrt(kernel), 1/sqrt(kernel)) as torch.nn.Conv1d with groups = channels; no bias.
-    f is SiLU or the identity. How the weight is partitioned is for the mixer's plan to say.
+    f is SiLU or the identity. The mixer's tensor-parallel plan has the sharding spec of the weight.
     """
 
     parameter_kinds: ClassVar[dict[str, str]] = {}
@@ -51,10 +51,10 @@ class CausalConvolution(nn.Module):
         history: Tensor | None = None,
         return_history: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """x: [batch, length, channels] -> the same shape, and the last kernel - 1 real inputs when asked for.
+        """Convolve x [batch, length, channels]. Return the same shape, and with return_history the last kernel - 1 real inputs.
 
         mask: [batch, length] bool, True for real tokens; padding counts as the outside of the sequence.
-        cu_seqlens: [segments + 1], batch 1, every segment starts anew. history: [batch or segments, kernel - 1,
+        cu_seqlens: [segments + 1], batch 1, each segment starts from zero. history: [batch or segments, kernel - 1,
         channels], what an earlier call returned. Under context parallelism x is the local shard of the sequence, at least
         kernel - 1 tokens, but cu_seqlens is that of the whole, and there is no history.
         Raises ValueError for cu_seqlens that do not cover x, a history of another shape or under context parallelism, and a
@@ -77,7 +77,7 @@ class CausalConvolution(nn.Module):
         if cu_seqlens is not None:
             return self._packed(x, mask, cu_seqlens, history, return_history)
         if x.shape[1] == 0:
-            mask = None  # which has no first token and no last one
+            mask = None  # it has no first and no last token
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
         before = None if history is None else history.to(x.dtype)
@@ -119,7 +119,7 @@ class CausalConvolution(nn.Module):
     def _packed(
         self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor, history: Tensor | None, return_history: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Every segment is laid out behind kernel - 1 places that hold its history."""
+        """Convolve packed segments, each laid out behind kernel - 1 places that hold its history."""
         past = self.weight.shape[1] - 1
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
@@ -148,7 +148,7 @@ def convolve_input(
     state: Mapping[str, Tensor],
     return_state: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A mixer's input through its convolution, if it has one, and the beginning of its new state: "conv", when asked for."""
+    """Convolve a mixer's input, if it has a convolution; also return the entry "conv" of its new state with return_state."""
     if conv is None:
         return x, {}
     x, history = conv(x, mask, cu_seqlens, state.get("conv"), return_state)
@@ -156,18 +156,21 @@ def convolve_input(
 
 
 def _window(start: Tensor, like: Tensor) -> Tensor:
-    """Indices start_b, start_b + 1, ... in the shape of `like` [batch, places, channels]."""
+    """Return the indices start_b, start_b + 1, ... in the shape of `like` [batch, places, channels]."""
     places = start[:, None] + torch.arange(like.shape[1], device=start.device)
     return places.unsqueeze(-1).expand(like.shape)
 
 
 def _behind(before: Tensor | None, x: Tensor, past: int) -> Tensor:
-    """x behind the inputs before it, zeros if None: [batch, past + length, channels]."""
+    """Return x behind the inputs before it (None: zeros), [batch, past + length, channels]."""
     return F.pad(x, (0, 0, past, 0)) if before is None else torch.cat([before, x], 1)
 
 
 def _convolve(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-    """before: [batch, kernel - 1, channels] or None for zeros, x: [batch, length, channels] -> x's shape."""
+    """Convolve x [batch, length, channels] behind `before` [batch, kernel - 1, channels], None for zeros.
+
+    This is the only place that decides which kernel runs.
+    """
     if is_supported(x) and weight.shape[1] <= _LONGEST:
         from ..kernels.causal_conv1d import causal_convolution as form
     elif (native := cpu_kernel("causal_conv1d")) is not None and native.supports_convolution(x, weight):
@@ -193,10 +196,10 @@ def _in_tiles(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> T
 
 
 class _Convolve(torch.autograd.Function):
-    """The same on a CPU, where torch's depthwise convolution is slow and wants the channels first.
+    """Convolve on a CPU, where torch's depthwise convolution is slow and needs the channels first.
 
-    A tile of tokens at a time, of several short rows or a part of a long one, so that it stays in the cache; in float32
-    (float64 for float64); the sum before the activation is recomputed in the backward pass.
+    It works on tiles of tokens that stay in the cache: several short rows, or a part of a long one. It computes in float32
+    (float64 for float64). The backward pass recomputes the sum before the activation.
     """
 
     @staticmethod
@@ -214,7 +217,7 @@ class _Convolve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         before, x, weight = ctx.saved_tensors
-        # Where there are no tokens, no tile writes it.
+        # Without tokens no tile writes it.
         d_before = torch.empty_like(before) if x.shape[1] else torch.zeros_like(before)
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         taps = to_accumulation_dtype(weight).t().contiguous()
@@ -229,7 +232,7 @@ class _Convolve(torch.autograd.Function):
                 d_total = torch.ops.aten.silu_backward(d_total, _weighted(window, taps))
             d_window = torch.zeros_like(window)
             if carry is not None:
-                # What the tile after this one gave to the tokens before it.
+                # The gradient that the next tile gave to the tokens before it.
                 d_window[:, size:] = carry
             for j, tap in enumerate(taps):
                 d_window[:, j : j + size].addcmul_(d_total, tap)
@@ -243,7 +246,7 @@ class _Convolve(torch.autograd.Function):
 
 
 def _tiles_of(x: Tensor, taps: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Tiles of the batch's rows; none but a row's last is shorter than the convolution's past."""
+    """Yield tiles of the batch's rows. Only the last tile of a row may be shorter than the convolution's past."""
     batch, length, channels = x.shape
     step = max(len(taps), _TILE_ELEMENTS // channels)
     together = max(1, step // max(1, length))
@@ -253,7 +256,7 @@ def _tiles_of(x: Tensor, taps: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _window_of(before: Tensor, x: Tensor, rows: slice, tile: slice, taps: Tensor) -> Tensor:
-    """The inputs that the tile's outputs read: [rows, past + tile, channels] in the dtype of taps."""
+    """Return the inputs that the tile's outputs read, [rows, past + tile, channels], in the dtype of taps."""
     past = len(taps) - 1
     window = torch.empty(rows.stop - rows.start, past + tile.stop - tile.start, x.shape[2], dtype=taps.dtype)
     window[:, :past] = x[rows, tile.start - past : tile.start] if tile.start else before[rows]

@@ -62,7 +62,7 @@ def cross_entropy_sum(
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels {list(labels.shape)}: one for every row of hidden {list(hidden.shape)} is needed")
-    # The kernels read int64 and trust every label.
+    # The kernels read int64 labels unchecked.
     labels = labels.reshape(-1).long()
     weights = torch.ones_like(labels, dtype=wide) if loss_weight is None else loss_weight.reshape(-1).to(wide)
     weights = weights.masked_fill(labels == IGNORED_LABEL, 0.0)
@@ -70,7 +70,7 @@ def cross_entropy_sum(
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_labels(labels, len(weight) * (1 if vocabulary is None else vocabulary.count))
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    if few_labels and not weights.is_meta:  # which has none to count
+    if few_labels and not weights.is_meta:  # the meta device has none to count
         kept = weights.detach().nonzero().squeeze(-1)
         hidden, labels, weights = hidden[kept], labels[kept], weights[kept]
     if chunk is None:
@@ -91,8 +91,8 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
             )
 
 
-# Logits held at a time, on a CPU and on CUDA: 16 MiB of float32, which caches hold, and 512 MiB of 16 bits, so that the
-# weight and its gradient, read and written once a chunk, cost little beside the products.
+# Logits per chunk. CPU: 16 MiB of float32, which fit in the cache. CUDA: 512 MiB of 16 bits. The weight and its gradient
+# are read and written once per chunk, and then cost little beside the matmuls.
 _CHUNK_ELEMENTS = (1 << 22, 1 << 28)
 
 
@@ -115,8 +115,8 @@ class _CrossEntropySum(torch.autograd.Function):
         d_bias = weights.new_zeros(len(weight)) if need_bias else None
         total = weights.new_zeros(())
         every_nll = torch.empty_like(weights) if need_nll else None
-        # The gradients are kept for weights of at most 1 and scaled in the backward pass: one over the tokens of a
-        # batch, the usual weight, would leave float16's range before the loss scale is multiplied in.
+        # Gradients are saved for weights of at most 1 and scaled in the backward pass. The usual weight, 1 / tokens of a
+        # batch, would underflow float16 before the loss scale is applied.
         unit = weights.abs().amax() if len(weights) else total
         unit = torch.where(unit == 0, 1.0, unit)
         narrow = hidden.new_empty(min(chunk, len(hidden)), len(weight))
@@ -128,15 +128,15 @@ class _CrossEntropySum(torch.autograd.Function):
             row_statistics = native.row_statistics
         else:
             kernels = False
-        # They read every place after the one before.
+        # The kernels read consecutive addresses.
         bias = bias.contiguous() if kernels and bias is not None else bias
-        # The same memory where both would be of one type; the kernels need no other.
+        # One buffer if both have one dtype; the kernels need no second one.
         shared = kernels or narrow.dtype == weights.dtype
         wide = narrow if shared else torch.empty_like(narrow, dtype=weights.dtype)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             label, token_weight = labels[rows, None], weights[rows, None]
-            # A token that counts nothing must not spoil the sum where it is not finite: 0 * inf is nan.
+            # A token of weight 0 must not reach the sum when it is not finite: 0 * inf is nan.
             x = hidden[rows].masked_fill(token_weight == 0, 0.0)
             logits, p = narrow[: len(x)], wide[: len(x)]
             torch.mm(x, weight.t(), out=logits)
@@ -165,7 +165,7 @@ class _CrossEntropySum(torch.autograd.Function):
                 found = best == label if here is None else (best == label) & here
             own = largest
             if vocabulary is not None and here is not None:
-                # largest and mass are this part's: bring them to what they are over all parts.
+                # largest and mass are those of this part: combine them over all parts.
                 columns = [largest, mass, chosen.masked_fill(~here, 0.0)]
                 parts = vocabulary.gather(torch.cat(columns if found is None else [*columns, found.to(mass.dtype)], -1))
                 largest, winner = parts[..., :1].max(0)

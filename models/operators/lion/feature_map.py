@@ -17,7 +17,7 @@ from ...recompute import recomputable
 
 
 def feature_map(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """x: [..., head_dim] -> the same shape, computed in float32 (float64 for float64) and kept so, or rounded to `dtype`."""
+    """Map x [..., head_dim], in float32 (float64 for float64). Return the same shape, rounded to `dtype` if it is given."""
     form: Callable[..., Tensor] = _plain
     if name != "elu" and is_supported(x):
         from ...kernels.lion.feature_map import normalised_silu
