@@ -254,6 +254,8 @@ def _warm_up(lm: Any) -> None:
     """Compiles what is compiled on first use: short and long beginnings and endings, and lengths of every kind."""
     from lm_eval.api.instance import Instance
 
+    from tools.evaluation.request_pairs import RequestCounts
+
     draw = random.Random(0)
 
     def text(words: int) -> str:
@@ -268,9 +270,7 @@ def _warm_up(lm: Any) -> None:
             [Instance("loglikelihood", {}, pair, i, metadata=("", i, 1)) for i, pair in enumerate(pairs[number:])],
             disable_tqdm=True,
         )
-    for counter in ("requests", "truncated"):
-        getattr(lm, counter).clear()
-    lm.asked_tokens = lm.longest = 0
+    lm.counts = RequestCounts()
     if hasattr(lm, "scorer"):
         lm.scorer.read = 0
         lm.scorer.shapes.clear()

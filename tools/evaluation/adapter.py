@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from tools.evaluation.data_parallel import Processes
 from tools.evaluation.prefix_tree import Ids
 from tools.evaluation.pseudo_likelihood import PseudoScorer
 from tools.evaluation.request_cache import AnswerFile
+from tools.evaluation.request_pairs import Pair, RequestCounts, encode_pairs, encode_texts, refuse_longer
 from tools.evaluation.scoring import Scorer
 from tools.inference.generation import generate
 
@@ -35,7 +35,7 @@ class ProjectLM(TemplateLM):
     Args:
         model: in evaluation mode. Masked models answer with pseudo-log-likelihoods.
         tokenizer: the one that the model was trained with.
-        max_length: tokens that the model sees at once; longer requests lose their beginning, which `truncated` counts.
+        max_length: tokens that the model sees at once; longer requests lose their beginning, which `counts` has.
         name: what the results call it.
         answers: where answers are kept while the evaluation runs.
         batch_tokens: tokens of a batch; 0 measures what fits.
@@ -74,10 +74,7 @@ class ProjectLM(TemplateLM):
         self._room = max_length - len(before) - len(after) if self.masked else max_length + 1
         self._device = next(model.parameters()).device
         self._terminal = sys.stderr  # the harness's own bars are kept off it
-        # Requests that were longer than the model sees, by task, and the longest.
-        self.truncated: Counter[str] = Counter()
-        self.requests: Counter[str] = Counter()
-        self.asked_tokens = self.longest = 0
+        self.counts = RequestCounts()
 
     @property
     def eot_token_id(self) -> int:
@@ -105,18 +102,18 @@ class ProjectLM(TemplateLM):
         return self._score("loglikelihood", *self._windows(pairs, names))
 
     def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        pairs = [(np.asarray(context, np.int64), np.asarray(target, np.int64)) for _, context, target in requests]
+        pairs = [Pair(np.asarray(context, np.int64), np.asarray(target, np.int64)) for _, context, target in requests]
         return self._score("loglikelihood", *self._windows(pairs, [""] * len(pairs)))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         pairs: list[tuple[Ids, Ids]] = []
         owners: list[int] = []
-        for number, ids in enumerate(_encode(self._tokenizer, [request.args[0] for request in requests])):
+        for number, ids in enumerate(encode_texts(self._tokenizer, [request.args[0] for request in requests])):
             windows = get_rolling_token_windows(ids.tolist(), self.prefix_token_id, self._room - 1, context_len=1)
             for context, target in map(make_disjoint_window, windows):
                 pairs.append((np.asarray(context, np.int64), np.asarray(target, np.int64)))
                 owners.append(number)
-            self.requests[requests[number].task_name or ""] += 1
+            self.counts.requests[requests[number].task_name or ""] += 1
         totals = [0.0] * len(requests)
         contexts, targets = [list(part) for part in zip(*pairs, strict=True)] if pairs else ([], [])
         for owner, (value, _) in zip(owners, self._score("rolling", contexts, targets), strict=True):
@@ -133,7 +130,7 @@ class ProjectLM(TemplateLM):
         words = _generation_words(requests, asked)
         keys = [self.answers.key("generate", *own) for own in words]
         found = {i: value for i, key in enumerate(keys) if (value := self.answers.get(key)) is not None}
-        prompts = _encode(self._tokenizer, [text for text, _ in asked])
+        prompts = encode_texts(self._tokenizer, [text for text, _ in asked])
         # Equal settings and about equal lengths go side by side.
         rest = sorted(set(range(len(asked))) - found.keys(), key=lambda i: (repr(asked[i][1]), -len(prompts[i])))
         mine = rest[self.processes.rank :: self.processes.size]
@@ -157,8 +154,9 @@ class ProjectLM(TemplateLM):
 
         found.update(self.processes.together(write))
         for i, request in enumerate(requests):
-            self.truncated[request.task_name or ""] += len(prompts[i]) > self.max_length - asked[i][1]["max_tokens"]
-        self.requests.update(request.task_name or "" for request in requests)
+            cut = len(prompts[i]) > self.max_length - asked[i][1]["max_tokens"]
+            self.counts.truncated[request.task_name or ""] += cut
+        self.counts.requests.update(request.task_name or "" for request in requests)
         return [found[i] for i in range(len(requests))]
 
     def get_model_info(self) -> dict[str, Any]:
@@ -170,24 +168,22 @@ class ProjectLM(TemplateLM):
             "score": self.score_name,
         }
 
-    def _windows(self, pairs: Sequence[tuple[Ids, Ids]], names: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
-        """The end of every request, as much of it as the model can see."""
+    def _windows(self, pairs: Sequence[Pair], names: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
+        """The end of every request, as much of it as the model can see. Raises as `refuse_longer`."""
         room = self._room
         contexts, targets = [], []
-        for (context, target), name in zip(pairs, names, strict=True):
-            length = len(context) + len(target)
-            self.requests[name] += 1
-            self.truncated[name] += length > room
-            self.longest = max(self.longest, length)
-            seen = np.concatenate([context, target])[-room:]
-            first = len(seen) - min(len(target), room - 1)
+        for pair, name in zip(pairs, names, strict=True):
+            refuse_longer(name, len(pair.target), room - 1)
+            self.counts.add(name, pair, room)
+            seen = np.concatenate([pair.context, pair.target])[-room:]
+            first = len(seen) - len(pair.target)
             contexts.append(seen[:first])
             targets.append(seen[first:])
         return contexts, targets
 
     def _score(self, kind: str, contexts: list[Ids], targets: list[Ids]) -> list[tuple[float, bool]]:
         keys = [self.answers.key(kind, *pair) for pair in zip(contexts, targets, strict=True)]
-        self.asked_tokens += sum(map(len, contexts)) + sum(map(len, targets)) - len(targets)
+        self.counts.asked_tokens += sum(map(len, contexts)) + sum(map(len, targets)) - len(targets)
         found: dict[int, tuple[float, bool]] = {}
         for number, key in enumerate(keys):
             if not len(targets[number]):
@@ -268,46 +264,6 @@ def checked_mask_id(model: LanguageModel, tokenizer: Tokenizer) -> int:
             "as a masked language model"
         )
     return tokenizer.mask_id
-
-
-def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_token_id: int) -> list[tuple[Ids, Ids]]:
-    """(context, continuation) texts as ids, all at once; what `TemplateLM._encode_pair` gives one by one.
-
-    Spaces at the end of a context move to the continuation. The context is encoded alone, the continuation is what the
-    whole text has beyond as many ids. An empty context is the end of a document; an empty continuation has no ids.
-    """
-    moved = []
-    for context, continuation in pairs:
-        stripped = context.rstrip()
-        moved.append((stripped, context[len(stripped) :] + continuation))
-    texts = dict.fromkeys(text for context, rest in moved for text in (context, context + rest))
-    ids = dict(zip(texts, _encode(tokenizer, list(texts)), strict=True))
-    found = []
-    for context, continuation in moved:
-        whole = ids[context + continuation]
-        if not context:
-            first = len(whole) > 1 and whole[0] == prefix_token_id
-            found.append((whole[:1], whole[1:]) if first else (np.array([prefix_token_id]), whole))
-            continue
-        size = len(ids[context])
-        if size < len(whole) or not continuation:
-            found.append((ids[context], whole[size:]))
-        else:
-            # The continuation closes a token that the context had begun: no more than what differs is scored.
-            size = _common(ids[context], whole)
-            found.append((whole[:size] if size else np.array([prefix_token_id]), whole[size:]))
-    return found
-
-
-def _common(a: Ids, b: Ids) -> int:
-    length = min(len(a), len(b) - 1)
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
-
-
-def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
-    encoded: Iterable[Any] = tokenizer.encode_batch(texts, os.cpu_count() or 1)
-    return [np.asarray(ids, np.int64) for ids in encoded]
 
 
 def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:

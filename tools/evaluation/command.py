@@ -113,7 +113,7 @@ def table_command(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     check_output(options.out.with_suffix(".md"))
-    models = [(str(r["metalion"]["title"]), r) for r in map(read_results, options.results)]
+    models = [(str(r["metalion"]["title"]), r) for r in (read_results(path, tables=True) for path in options.results)]
     write_tables(_suites_of([r for _, r in models]), models, options.out)
     return 0
 

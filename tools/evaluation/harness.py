@@ -17,7 +17,6 @@ import math
 import os
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import numpy as np
 from data import atomic_io as files
 from data.atomic_io import read_json, write_whole
 from tools.evaluation import multirc
+from tools.evaluation.request_pairs import RequestCounts
 from tools.evaluation.suites import Suite, nearest, read_suite, suite_names, task_suite
 from tools.evaluation.tasks import LoadedTask, load_tasks
 
@@ -151,18 +151,17 @@ def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> d
             if not key.endswith("_stderr"):
                 results["higher_is_better"]["multirc"][key] = True
     results["task_hashes"] = {task: _task_hash(rows) for task, rows in samples.items()}
-    counts: Mapping[str, Counter[str]] = {
-        name: getattr(lm, name, None) or Counter() for name in ("requests", "truncated")
-    }
+    if hasattr(lm, "count"):  # a model whose answers a cache may have given in its place
+        lm.count(request for loaded in prepared.tasks.values() for request in loaded.task.instances)
+    counts = getattr(lm, "counts", None) or RequestCounts()
     results["metalion"] = {
         "suites": [suite.name for suite in prepared.suites],
         **what_is_asked(prepared),
         "chance": {task: chance for task, rows in samples.items() if (chance := _chance(rows)) is not None},
-        "requests": dict(counts["requests"]),
-        "truncated": {task: n for task, n in counts["truncated"].items() if n},
+        **counts.by_task(),
         **how_it_is_asked(lm),
-        "longest_request": getattr(lm, "longest", None),
-        "tokens_asked": getattr(lm, "asked_tokens", None),
+        "longest_request": counts.longest,
+        "tokens_asked": counts.asked_tokens,
         "tokens_read": getattr(getattr(lm, "scorer", None), "read", None),
         "seconds": round(time.perf_counter() - started, 3),
         "documents": {task: documents(task, rows) for task, rows in samples.items()},
@@ -255,12 +254,25 @@ def write_samples(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]
         write_whole(folder / f"samples_{task}.jsonl", "".join(lines))
 
 
-def read_results(path: Path) -> dict[str, Any]:
-    """A `results.json`, or the one of a folder. Raises FileNotFoundError, or ValueError for another kind of file."""
+# What tables read beside the results: of the harness, and of ours.
+_TABLES = ("versions", "n-shot", "n-samples", "config")
+_TABLES_OURS = ("suites", "chance", "split", "other_split", "truncated", "score", "max_length", "seconds")
+
+
+def read_results(path: Path, *, tables: bool = False) -> dict[str, Any]:
+    """A `results.json`, or the one of a folder. Raises FileNotFoundError, or ValueError for another kind of file.
+
+    tables: the file must hold what tables show.
+    """
     file = path / "results.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no results there; python eval.py MODEL --suite ... writes them")
-    return read_json(file, "a results.json of python eval.py --suite is wanted", "metalion", "results")
+    remedy = "a results.json of python eval.py MODEL --suite is wanted"
+    content = read_json(file, remedy, "metalion", "results", *(_TABLES if tables else ()))
+    ours, needed = content["metalion"], ("title", "documents", *(_TABLES_OURS if tables else ()))
+    if missing := [key for key in needed if not isinstance(ours, dict) or key not in ours]:
+        raise ValueError(f"{file} has no key 'metalion.{missing[0]}': {remedy}")
+    return content
 
 
 def _fresh(task: Any) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+
+from tools.evaluation.request_pairs import Pair, RequestCounts, refuse_longer, split_pair
 
 
 class HuggingFaceLM(HFLM):
@@ -51,6 +54,11 @@ class HuggingFaceLM(HFLM):
                 raise
             words = "it brings Python code of its own: look through it, and let it run with --trust-remote-code"
             raise ValueError(f"{name}: {words}") from error
+        except (KeyError, TypeError, AttributeError, ImportError) as error:
+            words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise ValueError(
+                f"{name}: transformers cannot load it ({words}): compare its config.json and files with the model's own"
+            ) from error
         rows, entries = self.model.get_input_embeddings().weight.shape[0], len(self.tokenizer)
         if entries > rows:
             raise ValueError(
@@ -58,17 +66,42 @@ class HuggingFaceLM(HFLM):
                 "the model was trained with"
             )
         self.name, self.progress = name, progress
-        self.truncated: Counter[str] = Counter()
-        self.requests: Counter[str] = Counter()
-        self.asked_tokens = self.longest = 0
+        self.counts = RequestCounts()
+        self._pairs: dict[tuple[str, str], Pair] = {}
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """As the harness, but a continuation without ids of its own is encoded apart (`split_pair`)."""
+        if self.backend != "causal":
+            pair = Pair(*super()._encode_pair(context, continuation))
+            self._pairs[context, continuation] = pair
+            return pair.context, pair.target
+        stripped = context.rstrip()
+        rest = context[len(stripped) :] + continuation
+        ids, whole = self.tok_encode(stripped), self.tok_encode(stripped + rest)
+        pair = split_pair(ids, whole, lambda: self.tok_encode(rest, add_special_tokens=False), rest)
+        self._pairs[context, continuation] = pair
+        return list(pair.context), list(pair.target)
+
+    def count(self, requests: Iterable[Instance]) -> None:
+        """Count the requests of an evaluation, those too that a cache answered."""
+        for request in requests:
+            if request.request_type != "loglikelihood":
+                self.counts.requests[request.task_name or ""] += 1
+                continue
+            context, continuation = request.args
+            if not context:
+                pair = Pair([self.prefix_token_id], self.tok_encode(continuation))
+            else:
+                if (context, continuation) not in self._pairs:
+                    self._encode_pair(context, continuation)
+                pair = self._pairs[context, continuation]
+            self.counts.add(request.task_name or "", pair, self.max_length + 1)
+            self.counts.asked_tokens += len(pair.context) + len(pair.target) - 1
+        self._pairs.clear()
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
-        for _, context, continuation in requests:
-            length = len(context) + len(continuation)
-            self.longest = max(self.longest, length)
-            self.asked_tokens += length - 1
-            self.requests[""] += 1
-            self.truncated[""] += length > self.max_length + 1
+        for _, _, continuation in requests:
+            refuse_longer("", len(continuation), self.max_length)
         kwargs["disable_tqdm"] = kwargs.get("disable_tqdm", False) or not self.progress
         return super()._loglikelihood_tokens(requests, *args, **kwargs)
 

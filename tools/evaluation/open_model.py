@@ -48,10 +48,12 @@ def look_for_model(options: argparse.Namespace) -> FoundModel | None:
 
     Tasks come from the hub, which takes minutes, or many seconds of retries where it is out of reach: this comes before.
 
-    Raises as `tools.loading.model.find_model`; OSError for a name that the hub does not know or cannot be asked for.
+    Raises as `tools.loading.model.find_model` and `check_model`; OSError for a name that the hub does not know or cannot be
+    asked for.
     """
     from tools.cli.devices import device_of
     from tools.conversion.hf_folder import check_folder
+    from tools.evaluation.huggingface_checks import check_model
     from tools.loading.model import find_model
 
     name = options.checkpoint
@@ -60,15 +62,17 @@ def look_for_model(options: argparse.Namespace) -> FoundModel | None:
     device_of(options.device)
     if Path(name).is_dir():
         check_folder(Path(name))
+        config = Path(name) / "config.json"
     else:
         from transformers.utils import cached_file
 
         try:
-            cached_file(name, "config.json")  # kept, and read again with the model
+            config = Path(cached_file(name, "config.json"))  # kept, and read again with the model
         except OSError as error:
             raise OSError(
                 f"{name} is no folder here, and as a model of the hub: {' '.join(str(error).split())}"
             ) from error
+    check_model(name, config)
     return None
 
 

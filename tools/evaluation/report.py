@@ -239,6 +239,10 @@ def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, 
             notes.append(
                 f"{name}: requests longer than {ours['max_length']:,} tokens lost their beginning, as in the harness: {counts}."
             )
+        for key, words in _SPLITS.items():
+            if counts := {task: n for task, n in ours.get(key, {}).items() if task in tasks}:
+                shown = ", ".join(f"{task} {n:,} of {ours['requests'].get(task, n):,}" for task, n in counts.items())
+                notes.append(f"{name}: {words}: {shown}.")
         if other := [task for task in ours["other_split"] if task in tasks]:
             splits = ", ".join(f"{task} ({ours['split'][task]})" for task in other)
             notes.append(f"{name}: on another split than the harness's own: {splits}.")
@@ -248,6 +252,13 @@ def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, 
         if small:
             notes.append(f"{name}: fewer than 50 documents, a check that the task runs: {', '.join(small)}.")
     return notes
+
+
+# Of `request_pairs.Pair`.
+_SPLITS = {
+    "apart": "context and continuation share their last token, and were encoded in two parts (the harness refuses them)",
+    "recut": "the tokenizer cuts the end of the context otherwise before the continuation; split as in the harness",
+}
 
 
 def _describe(results: Results) -> str:

@@ -119,8 +119,8 @@ def with_tasks(earlier: Mapping[str, Any], results: dict[str, Any]) -> dict[str,
     tables = [key for key in earlier if isinstance(earlier[key], dict) and key not in ("metalion", "config")]
     joined = {key: {**earlier[key], **results.get(key, {})} for key in tables}
     ours = {
-        key: {**old.get(key, {}), **new[key]}
-        for key in ("split", "data", "chance", "requests", "truncated", "documents")
+        key: {**old.get(key, {}), **new.get(key, {})}
+        for key in ("split", "data", "chance", "requests", "truncated", "apart", "recut", "documents")
     }
     ours["suites"] = list(dict.fromkeys([*old["suites"], *new["suites"]]))
     ours["other_split"] = sorted({*old["other_split"]} - again | {*new["other_split"]})

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from lm_eval.api.instance import Instance
 
 from tools.convert_hf import main as convert
-from tools.evaluation.adapter import ProjectLM, encode_pairs
+from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.adapter import _settings as generation_settings
 from tools.evaluation.data_parallel import Processes
 from tools.evaluation.harness import Request, evaluate, prepare_tasks
 from tools.evaluation.request_cache import AnswerFile
+from tools.evaluation.request_pairs import encode_pairs, split_pair
 from tools.loading.model import LoadedModel, load_model
 
 LENGTH = 96
@@ -78,7 +78,7 @@ def test_every_request_of_every_task_agrees_with_hf(both, ours):
             ):
                 assert value == pytest.approx(other, abs=1e-4), task
                 assert greedy == other_greedy
-    assert ours.truncated["boolq"] > 0, "some requests were longer than the model sees"
+    assert ours.counts.truncated["boolq"] > 0, "some requests were longer than the model sees"
 
 
 def test_every_score_agrees_with_hf(both):
@@ -114,9 +114,9 @@ def test_generation_agrees_with_hf(ours, theirs, until):
     assert len(ours.tok_encode(prompts[3])) > LENGTH, "a long prompt loses its beginning"
     settings = {"until": until, "max_gen_toks": 12, "do_sample": False}
     requests = instances("generate_until", [(prompt or "\n", settings) for prompt in prompts])
-    before = ours.truncated["made up"]
+    before = ours.counts.truncated["made up"]
     assert ours.generate_until(requests) == theirs.generate_until(requests)
-    assert ours.truncated["made up"] - before == 1
+    assert ours.counts.truncated["made up"] - before == 1
 
 
 def test_texts_of_different_settings_are_written_each_by_its_own(ours):
@@ -148,18 +148,21 @@ def test_a_generation_setting_that_is_not_known_is_refused():
         generation_settings({"num_beams": 4}, 256)
 
 
-def test_a_continuation_longer_than_the_model_sees_loses_its_beginning(loaded, ours):
-    ids = loaded.tokenizer.encode("größe = index + 1\n" * 40)
-    (answer,) = ours.loglikelihood(instances("loglikelihood", [("def ", loaded.tokenizer.decode(ids))]))
-    seen = torch.tensor(ids[-LENGTH - 1 :])
-    with torch.no_grad():
-        scores = loaded.model(seen[None, :-1])[0].double().log_softmax(-1)
-    assert answer[0] == pytest.approx(float(scores.gather(-1, seen[1:, None]).sum()), rel=1e-5)
-    before = ours.truncated["made up"]
-    for size, cut in ((LENGTH, 0), (LENGTH + 1, 1)):  # the last token is not read
-        ours._loglikelihood_tokens([(None, [5], [7] * size)])
-        assert ours.truncated[""] == cut
-    assert ours.truncated["made up"] == before
+def test_a_continuation_longer_than_the_model_sees_is_refused(loaded, ours, theirs):
+    """Its beginning would not be scored; the harness ends with an assertion."""
+    text = loaded.tokenizer.decode(loaded.tokenizer.encode("größe = index + 1\n" * 40))
+    with pytest.raises(
+        ValueError, match=r"^made up: a continuation has \d+ tokens and the model sees 96 at once: .*--max-len"
+    ):
+        ours.loglikelihood(instances("loglikelihood", [("def ", text)]))
+    before = ours.counts.truncated["made up"]
+    for context, cut in ((1, 0), (2, 1)):  # the last token is not read
+        ours._loglikelihood_tokens([(None, [5] * context, [7] * LENGTH)])
+        assert ours.counts.truncated[""] == cut
+    for lm in (ours, theirs):
+        with pytest.raises((ValueError, AssertionError)):
+            lm._loglikelihood_tokens([(("", ""), [5], [7] * (LENGTH + 1))])
+    assert ours.counts.truncated["made up"] == before
 
 
 @pytest.mark.parametrize("shots", [0, 2])
@@ -236,11 +239,7 @@ def test_pairs_are_encoded_as_the_harness_does(loaded, ours):
             expected = ours._encode_pair(context, continuation)
         else:
             expected = ([ours.eot_token_id], ours.tok_encode(continuation))
-        if expected[1]:
-            assert tuple(part.tolist() for part in got) == tuple(map(list, expected)), (context, continuation)
-        else:  # the harness would have nothing to score
-            assert len(got[1])
-            assert loaded.tokenizer.decode([*got[0], *got[1]]).endswith(context + continuation)
+        assert tuple(part.tolist() for part in got[:2]) == tuple(map(list, expected)), (context, continuation)
 
 
 class Merging:
@@ -257,18 +256,20 @@ class Dropping:
         return [[ord(c) for c in text if c != "!"] for text in texts]
 
 
-def test_a_continuation_that_closes_a_token_is_still_scored():
-    ((context, target),) = encode_pairs(Merging(), [("a", "b")], 0)  # type: ignore[arg-type]
-    assert (context.tolist(), target.tolist()) == ([0], [99])
-    # The tokenizer drops what follows: the last token of the context stands for it.
-    ((context, target),) = encode_pairs(Dropping(), [("xy", "!")], 0)  # type: ignore[arg-type]
-    assert (context.tolist(), target.tolist()) == ([ord("x")], [ord("y")])
+def test_a_continuation_that_shares_the_contexts_last_token_is_encoded_apart():
+    """Where the harness has no token left and ends with an assertion; other pairs are split as there, and counted."""
+    (pair,) = encode_pairs(Merging(), [("a", "b")], 0)  # type: ignore[arg-type]
+    assert (pair.context.tolist(), pair.target.tolist(), pair.apart) == ([ord("a")], [ord("b")], True)
+    with pytest.raises(ValueError, match="the tokenizer has no token for the continuation '!'"):
+        encode_pairs(Dropping(), [("xy", "!")], 0)  # type: ignore[arg-type]
+    pairs = [split_pair(*ids, list, "c") for ids in (([1, 2], [1, 3, 4]), ([1, 2], [5, 6, 7]))]
+    assert [(pair.context, pair.target, pair.recut) for pair in pairs] == [([1, 2], [4], False), ([1, 2], [7], True)]
 
 
 def test_a_text_that_begins_as_documents_do_has_that_for_its_context():
     """Without a context, what stands before every document is not put there twice."""
     pairs = encode_pairs(Dropping(), [("", "ab"), ("", "a"), ("", "b")], ord("a"))  # type: ignore[arg-type]
-    found = [tuple("".join(map(chr, part)) for part in pair) for pair in pairs]
+    found = [tuple("".join(map(chr, part)) for part in pair[:2]) for pair in pairs]
     assert found == [("a", "b"), ("a", "a"), ("a", "b")]
 
 

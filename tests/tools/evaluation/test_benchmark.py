@@ -71,7 +71,7 @@ def test_a_watch_counts_every_answer_and_stops(lm):
     assert lm.loglikelihood(asked) == expected
     assert [watch.answers[request.args] for request in asked] == [value for value, _ in expected]
     assert (watch.answered, watch.share) == (len(asked), 1.0)
-    assert watch.answered_tokens == sum(watch.tokens) == lm.asked_tokens // 2
+    assert watch.answered_tokens == sum(watch.tokens) == lm.counts.asked_tokens // 2
     assert 0 < watch.began < watch.ready < watch.ended
     lines = out.getvalue().splitlines()
     assert "60 requests" in lines[0]

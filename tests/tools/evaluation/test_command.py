@@ -212,6 +212,7 @@ def test_code_that_a_model_brings_is_run_where_the_flag_says_so(trained_run, eva
 
 
 def test_an_interrupted_model_does_not_answer_for_another_of_its_name(bpe, eval_data, tmp_path, monkeypatch):
+    """And the requests that were cut are counted, also those that were answered before the interruption."""
     from tools.evaluation import command as suites
     from tools.evaluation.huggingface import HuggingFaceLM
 
@@ -219,7 +220,7 @@ def test_an_interrupted_model_does_not_answer_for_another_of_its_name(bpe, eval_
     ask = HuggingFaceLM._loglikelihood_tokens
     monkeypatch.setattr(HuggingFaceLM, "_loglikelihood_tokens", lambda *a, **k: asked.append(len(a[1])) or ask(*a, **k))
     monkeypatch.chdir(tmp_path)  # no --out: both are runs/evaluation/exported
-    words = ["--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data)]
+    words = ["--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data), "--max-length", "48"]
     one, two = (str(tiny_huggingface(tmp_path / kind / "exported", kind, bpe)) for kind in ("llama", "gpt_neox"))
     with monkeypatch.context() as stopped:
         stopped.setattr(suites, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -230,6 +231,10 @@ def test_an_interrupted_model_does_not_answer_for_another_of_its_name(bpe, eval_
     assert asked == [16, 16, 16]
     assert command.main([one, *words]) == 0
     assert asked == [16, 16, 16], "its own answers are kept, and taken"
+    ours = read_results(Path("runs/evaluation/exported"))["metalion"]
+    assert ours["requests"] == {"copa": 16}
+    assert 0 < ours["truncated"]["copa"] <= 16
+    assert ours["longest_request"] > 49
 
 
 def test_kept_answers_are_of_weights_number_format_and_length(trained_run, tmp_path):
@@ -285,6 +290,7 @@ def test_a_changed_tokenizer_is_refused(trained_run, tmp_path, eval_data, capsys
     shutil.copytree(trained_run, copy)
     description = json.loads((copy / "tokenizer/description.json").read_text())
     (copy / "tokenizer/description.json").write_text(json.dumps({**description, "hash": "0" * 32}))
+    (copy / "tokenizer/SHA256SUMS").unlink()  # as earlier versions wrote it
     assert command.main([str(copy), "--tasks", "copa", "--data-dir", str(eval_data), "--device", "cpu"]) == 2
     assert "was changed after training" in capsys.readouterr().err
 

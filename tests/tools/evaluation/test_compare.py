@@ -8,7 +8,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from tools.evaluation.harness import documents, metric_value
+from tools.evaluation.harness import documents, metric_value, read_results
 from tools.evaluation.report import metrics_of
 from tools.evaluation.significance import SWAPS, compare, comparison_rows, difference, left_out
 
@@ -237,3 +237,19 @@ def test_a_metric_of_unknown_form_is_left_out_and_named(tmp_path, capsys):
     (tmp_path / "a.json").write_text(json.dumps({**both, "results": {}}))
     assert compare_command([str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 0
     assert "not compared: mrpc: f1 is no mean over documents" in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_results_is_named(tmp_path):
+    file = tmp_path / "a.json"
+    for content, missing in (
+        ("", "is no JSON"),
+        ("{}", "'metalion'"),
+        ('{"metalion": {}, "results": {}}', "'metalion.title'"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=rf"a\.json .*{missing}.*: a results\.json of python eval\.py MODEL"):
+            read_results(file)
+    file.write_text('{"metalion": {"title": "a", "documents": {}}, "results": {}}')
+    assert read_results(file)
+    with pytest.raises(ValueError, match="has no key 'versions'"):
+        read_results(file, tables=True)

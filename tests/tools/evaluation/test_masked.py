@@ -78,7 +78,7 @@ def test_a_request_stands_between_the_tokens_of_training_and_within_its_length(t
             hidden[place] = 3
             total += float(model(hidden[None])[0, place].log_softmax(-1)[whole[place]])
         assert value == pytest.approx(total, abs=1e-9)
-    assert lm.truncated[""] == 1
+    assert lm.counts.truncated[""] == 1
 
 
 def test_a_masked_model_is_named_as_such_and_does_not_generate(eval_data):

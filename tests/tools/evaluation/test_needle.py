@@ -101,7 +101,7 @@ def test_answers_are_those_of_greedy_decoding(trained_run: Path, tmp_path: Path,
             tokens = torch.tensor([whole])
             logits = loaded.model(tokens)[0, len(context) - 1 : -1, : loaded.model.config.vocab_size]
             assert greedy == bool((logits.argmax(-1) == tokens[0, len(context) :]).all())
-        reads.append((opened.lm.scorer.read, opened.lm.asked_tokens))
+        reads.append((opened.lm.scorer.read, opened.lm.counts.asked_tokens))
         return answers
 
     monkeypatch.setattr(needle, "_ask", spied)

@@ -119,7 +119,7 @@ def test_a_tokenizer_that_was_exchanged(trained_run: Path, tmp_path: Path) -> No
     description = tmp_path / "tokenizer" / "description.json"
     description.write_text(json.dumps({**json.loads(description.read_text()), "hash": "0" * 32}))
     with pytest.raises(ValueError, match=r"description\.json is damaged: .* copy it again, or remove its folder"):
-        read_tokenizer(tmp_path, {})
+        read_tokenizer(tmp_path, {}, OLD)
     (description.parent / "SHA256SUMS").unlink()  # as earlier versions wrote it
     with pytest.raises(ValueError, match="was changed after training"):
         read_tokenizer(tmp_path, {}, OLD)

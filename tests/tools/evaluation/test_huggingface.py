@@ -1,0 +1,87 @@
+"""Hugging Face models that are refused before data and weights, and the split of their requests."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from safetensors.torch import save_file
+
+from tools.evaluation.huggingface import HuggingFaceLM
+from tools.evaluation.huggingface_checks import refuse_masked
+from tools.evaluation.open_model import look_for_model
+from tools.evaluation.request_pairs import RequestCounts
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]},
+        {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": False},
+        {"model_type": "metalion", "architectures": ["MetalionForMaskedLM"]},
+        {"model_type": "distilbert"},
+    ],
+)
+def test_a_masked_model_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^folder \(.*\) is a masked model: .*pseudo-log-likelihood"):
+        refuse_masked("folder", config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+        {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True},
+        {"model_type": "xlm", "architectures": ["XLMWithLMHeadModel"], "causal": True},
+        {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]},
+        {"model_type": "metalion", "architectures": ["MetalionForCausalLM"]},
+    ],
+)
+def test_other_models_are_not_refused(config: dict[str, Any]) -> None:
+    refuse_masked("folder", config)
+
+
+def test_a_folder_is_looked_at_before_data_and_weights(tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises((ValueError, OSError)) as found:
+            look_for_model(Namespace(checkpoint=str(tmp_path), device="cpu", dtype="auto"))
+        return str(found.value)
+
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": ')
+    assert f"{config} is no JSON" in refusal()
+    assert "get the model's folder again" in refusal()
+    config.write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
+    assert "is a masked model" in refusal()
+    config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    assert f"{tmp_path} holds no tokenizer" in refusal()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(64)}, weights)
+    look_for_model(Namespace(checkpoint=str(tmp_path), device="cpu", dtype="auto"))
+    weights.write_bytes(weights.read_bytes()[:-9])
+    assert f"{weights} is no safetensors file, or is cut short" in refusal()
+
+
+def test_pairs_that_share_a_token_are_encoded_apart_and_counted() -> None:
+    """As `encode_pairs` does for this project's models. A cache may have answered the request: it is counted all the same."""
+    lm: Any = HuggingFaceLM.__new__(HuggingFaceLM)
+    lm.backend, lm._max_length, lm._pairs, lm.counts = "causal", 8, {}, RequestCounts()
+    lm.tok_encode = lambda text, **_: [99] if text == "ab" else [ord(c) for c in text]
+    assert lm._encode_pair("a", "b") == ([97], [98])
+    assert lm._encode_pair("c ", "d") == ([99], [32, 100])
+    arguments = [("a", "b"), ("c ", "d"), ("x" * 9, "y")]
+    lm.count(Instance("loglikelihood", {}, pair, i, metadata=("made up", i, 1)) for i, pair in enumerate(arguments))
+    assert lm.counts.by_task() == {
+        "requests": {"made up": 3},
+        "truncated": {"made up": 1},
+        "apart": {"made up": 1},
+        "recut": {},
+    }
+    assert (lm.counts.longest, lm.counts.asked_tokens) == (10, 1 + 2 + 9)

@@ -1,0 +1,60 @@
+"""Refuse a Hugging Face model that would be scored wrongly or end in a traceback, before data and weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.atomic_io import read_json
+
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "*.bpe.model",
+    "spiece.model",
+    "*.tiktoken",
+)
+
+
+def check_model(name: str, config: Path) -> None:
+    """Look at a model's configuration, and for the tokenizer of a folder.
+
+    name: a folder, or a name on the hub. config: the model's config.json.
+
+    Raises:
+        ValueError: a masked model or a damaged configuration.
+        FileNotFoundError: a folder without a tokenizer.
+    """
+    refuse_masked(
+        name, read_json(config, "get the model's folder again, or write it with python -m tools.convert_hf export")
+    )
+    folder = Path(name)
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
+        raise FileNotFoundError(
+            f"{name} holds no tokenizer (looked for {', '.join(_TOKENIZERS)}): copy the one that the model was trained with "
+            "into it; for an export, python -m tools.convert_hf export RUN FOLDER --tokenizer FILE"
+        )
+
+
+def refuse_masked(name: str, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a model that sees both sides of a token, which has no likelihood of a text.
+
+    config: the content of config.json.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    kind, classes = config.get("model_type"), config.get("architectures") or []
+    encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and kind not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    causal = config.get("is_decoder") or config.get("causal")
+    if (encoder and not causal) or any(str(word).endswith("ForMaskedLM") for word in classes):
+        raise ValueError(
+            f"{name} ({', '.join(map(str, classes)) or kind}) is a masked model: it sees both sides of a token, so a score of "
+            "it as a causal model means nothing. Masked models of this project are scored from their run, by "
+            "pseudo-log-likelihood (python -m tools.convert_hf import FOLDER RUN makes one of an export)"
+        )
