@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,10 +33,10 @@ def is_finite(x: Tensor) -> Tensor:
     return torch.stack(x.detach().aminmax()).isfinite().all()  # a NaN is both the least and the greatest
 
 
-def names_not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that hold a NaN or an infinity. One wait for the device."""
-    flags = torch.stack([is_finite(tensor) for tensor in tensors.values()]).tolist() if tensors else []
-    return [name for name, finite in zip(tensors, flags, strict=True) if not finite]
+def names_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the tensors that hold a NaN or an infinity."""
+    flags = {name: is_finite(tensor) for name, tensor in tensors if tensor.is_floating_point()}
+    return [name for name, finite in flags.items() if not finite]
 
 
 def state_not_finite(state: OptimizerState, grid: Grid) -> list[str]:
@@ -55,7 +55,7 @@ def state_not_finite(state: OptimizerState, grid: Grid) -> list[str]:
         for kind, tensor in fragment.tensors.items()
     }
     ranks: dict[str, list[int]] = {}
-    for rank, names in enumerate(gather(names_not_finite(local), grid)):
+    for rank, names in enumerate(gather(names_not_finite(local.items()), grid)):
         for name in names:
             ranks.setdefault(name, []).append(rank)
     return [f"{name} ({rank_words(owners)})" for name, owners in ranks.items()]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from data.atomic_io import read_json
 from megatron_lite.checkpoint.checksums import FILE_NAME, check_files, inside
+from megatron_lite.fault_tolerance.finite_check import names_not_finite
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -24,15 +25,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> int:
-    """Compare files with the hashes that an export holds, and open the weights; return how many were compared.
+    """Compare files with the hashes that an export holds, and read the weights; return how many files were compared.
 
     Raises:
-        ValueError: a file is missing or was changed, or is no safetensors file. Names it.
+        ValueError: a file is missing or was changed, or is no safetensors file, or weights are not finite. Names them.
     """
     again = f"copy it again, or write it again (python -m tools.convert_hf export RUN {folder} --overwrite)"
     count = check_files(folder, f"{again}; where the change was meant, remove {FILE_NAME}")
     for file in sorted(folder.glob("*.safetensors")):
-        _open(file)
+        tensors = _open(file)
+        if names := names_not_finite((name, tensors.get_tensor(name)) for name in tensors.keys()):  # noqa: SIM118
+            raise ValueError(f"{file} is not finite: {', '.join(names[:8])}; {again}")
     return count
 
 

@@ -23,6 +23,7 @@ from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
 from megatron_lite.checkpoint.checksums import FILE_NAME, check_files, checksums_text, file_sha256, inside
 from megatron_lite.checkpoint.reader import CheckpointError, read_config_yaml, read_manifest, read_weights, resolve
 from megatron_lite.config.schema import DataConfig
+from megatron_lite.fault_tolerance.finite_check import names_not_finite
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.cli.devices import device_of
@@ -119,6 +120,8 @@ def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -
         )
     model = build_model(found.model, read_weights(checkpoint), checkpoint)
     model = model.to(device=found.device, dtype=found.dtype)
+    if names := names_not_finite(model.named_parameters()):
+        raise ValueError(f"{checkpoint}: too large for {found.dtype}: {', '.join(names[:8])}; take another dtype")
     return LoadedModel(model.eval().requires_grad_(False), tokenizer, config, checkpoint, run)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import time
 import urllib.request
@@ -13,6 +14,7 @@ from urllib.error import HTTPError, URLError
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from models.hf.modeling_metalion import MetalionForCausalLM
@@ -140,9 +142,16 @@ def test_what_cannot_be_served(
 ) -> None:
     assert main([str(tmp_path)]) == 2
     assert main([str(masked_export)]) == 2
+    broken = shutil.copytree(exported, tmp_path / "broken")
+    (broken / "SHA256SUMS").unlink()
+    weights = load_file(broken / "model.safetensors")
+    weights["head.norm.weight"][0] = torch.nan
+    save_file(weights, broken / "model.safetensors")
+    assert main([str(broken)]) == 2
     monkeypatch.setattr("tools.serve.find_spec", lambda name: None)
     assert main([str(exported)]) == 2
     said = capsys.readouterr().err
     assert "config.json is missing" in said
+    assert "model.safetensors is not finite: head.norm.weight; copy it again" in said
     assert "holds a MetalionForMaskedLM" in said
     assert "pip install 'transformers[serving]'" in said
