@@ -123,6 +123,9 @@ def test_a_tokenizer_that_was_exchanged(trained_run: Path, tmp_path: Path) -> No
     (description.parent / "SHA256SUMS").unlink()  # as earlier versions wrote it
     with pytest.raises(ValueError, match="was changed after training"):
         read_tokenizer(tmp_path, {}, OLD)
+    description.write_text(json.dumps({**json.loads(description.read_text()), "file": "../../tokenizer.model"}))
+    with pytest.raises(ValueError, match=r"names '\.\./\.\./tokenizer\.model': only names of files inside"):
+        read_tokenizer(tmp_path, {}, OLD)
 
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))
