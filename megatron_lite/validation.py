@@ -72,10 +72,12 @@ def evaluate(
     by_part = {f"loss/{name}": sums[name].nll / sums[name].weight for name in shares}
     whole = sum(shares.values()) or math.nan
     loss = sum(share * by_part[f"loss/{name}"] for name, share in shares.items()) / whole
-    rights = [
-        share * right / sums[name].weight for name, share in shares.items() if (right := sums[name].right) is not None
+    correct = [
+        share * num_correct / sums[name].weight
+        for name, share in shares.items()
+        if (num_correct := sums[name].num_correct) is not None
     ]
-    accuracy = {"accuracy": sum(rights) / whole} if rights else {}
+    accuracy = {"accuracy": sum(correct) / whole} if correct else {}
     values = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **accuracy}
     if data.total_bytes:
         # Over the whole set this is total nll / ln 2 / bytes; over a part, the set's tokens per byte stand in.

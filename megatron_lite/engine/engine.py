@@ -44,7 +44,7 @@ class StepResult:
         skipped: the parameters were left alone.
         loss_scale: 1 unless fp16.
         by_source: for every source of the text (sum of weight * nll, sum of weight); empty unless asked for.
-        accuracy: share of the weight on tokens that were predicted right; None unless the engine counts them.
+        accuracy: weight of the correctly predicted tokens / total weight; None unless the engine counts them.
     """
 
     loss: float
@@ -56,12 +56,12 @@ class StepResult:
 
 
 class Evaluated(NamedTuple):
-    """Sums over the micro batches of all data ranks: of weight * nll, of the weight, and of the weight of the tokens that
-    were predicted right (None unless the engine counts them)."""
+    """Sums over the micro batches of all data ranks: of weight * nll, of the weight, and of the weight of the correctly
+    predicted tokens (None unless the engine counts them)."""
 
     nll: float
     weight: float
-    right: float | None
+    num_correct: float | None
 
 
 class Engine:
@@ -77,7 +77,7 @@ class Engine:
             context parallelism.
         recompute: a context in which the layers recompute elementwise results instead of keeping them; needed with
             activation checkpointing of mode "elementwise".
-        count_right: also count the tokens that are predicted right, in training and evaluation.
+        count_correct: also count correctly predicted tokens, in training and evaluation.
         asked_share: of the tokens at which a token is to be predicted, for what the last layer costs.
 
     Attributes:
@@ -103,13 +103,13 @@ class Engine:
         sequence_length: int = 2048,
         context_parallel: Callable[[ContextParallelGroup], contextlib.AbstractContextManager[None]] | None = None,
         recompute: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
-        count_right: bool = False,
+        count_correct: bool = False,
         asked_share: float = 1.0,
     ) -> None:
         if dtype == "fp16" and grid.device.type == "cpu":
             raise ValueError("precision.dtype: fp16 does not train on a CPU; use bf16 or fp32")
         self.grid, self.dtype, self.accumulation = grid, dtype, accumulation
-        self._right = torch.zeros((), dtype=torch.float64, device=grid.device) if count_right else None
+        self._num_correct = torch.zeros((), dtype=torch.float64, device=grid.device) if count_correct else None
         deepspeed = import_deepspeed()
         self._shard = shard = ModelShard(
             specs,
@@ -196,13 +196,15 @@ class Engine:
         scale = self.accumulation * self.grid.replicas / max(weight, 1e-30)
         if not self._engine.module.training:  # telling every module takes a while
             self._engine.train()
-        loss, right, vetoed, scaler = math.nan, 0.0, False, self.optimizer_state.loss_scaler
-        if self._right is not None:
-            self._right.zero_()
+        loss, num_correct, vetoed, scaler = math.nan, 0.0, False, self.optimizer_state.loss_scaler
+        if self._num_correct is not None:
+            self._num_correct.zero_()
 
         def decide(sums: Callable[[], list[float]]) -> None:
-            nonlocal loss, right, vetoed
-            loss, right = (value / (weight or math.nan) for value in sums())  # no loss where no token is asked for
+            nonlocal loss, num_correct, vetoed
+            loss, num_correct = (
+                value / (weight or math.nan) for value in sums()
+            )  # no loss where no token is asked for
             vetoed = veto is not None and veto(loss)
             if vetoed:
                 self.optimizer_state.poison_gradients()
@@ -228,7 +230,9 @@ class Engine:
         norm = self._engine.get_global_grad_norm()
         by_source = loss_by_source(batches, num_sources, loss * weight, self.grid) if num_sources else ()
         loss_scale = self.optimizer_state.loss_scale
-        return StepResult(loss, float(norm), skipped, loss_scale, by_source, None if self._right is None else right)
+        return StepResult(
+            loss, float(norm), skipped, loss_scale, by_source, None if self._num_correct is None else num_correct
+        )
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -248,10 +252,10 @@ class Engine:
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Evaluated:
         """Sums over the micro batches of all data ranks."""
-        self._take_right()
+        self._take_num_correct()
         nll, weight = self._evaluate_own(micro_batches)
-        nll, weight, right = all_reduce_sum([nll, weight, self._take_right()], self.grid)
-        return Evaluated(nll, weight, None if self._right is None else right)
+        nll, weight, num_correct = all_reduce_sum([nll, weight, self._take_num_correct()], self.grid)
+        return Evaluated(nll, weight, None if self._num_correct is None else num_correct)
 
     def recompute(self, micro_batches: Sequence[Batch]) -> tuple[bool, bool]:
         """Compute the losses of the last step's micro-batches of this process once more; every process calls it.
@@ -348,20 +352,20 @@ class Engine:
         return batch if self._context is None else local_shard(batch, self._context)
 
     def _sums(self, nll: Tensor) -> Callable[[], list[float]]:
-        """Begin to sum nll, a float64 scalar, and the weight of the right predictions over the replicas, and to fetch
+        """Begin to sum nll, a float64 scalar, and the weight of the correct predictions over the replicas, and to fetch
         them."""
         self._nll = nll.detach().clone()
-        right = torch.zeros_like(nll) if self._right is None else self._right
-        return all_reduce_async(torch.stack([nll, right]), self.grid)
+        num_correct = torch.zeros_like(nll) if self._num_correct is None else self._num_correct
+        return all_reduce_async(torch.stack([nll, num_correct]), self.grid)
 
-    def _take_right(self) -> float:
-        """The weight of this process's right predictions since the last call; 0 where none are counted."""
-        if self._right is None:
+    def _take_num_correct(self) -> float:
+        """Return the weight of this process's correct predictions since the last call; 0 if they are not counted."""
+        if self._num_correct is None:
             return 0.0
-        value = self._right.item()
-        self._right.zero_()
+        value = self._num_correct.item()
+        self._num_correct.zero_()
         return value
 
     def _to_device(self, batch: Batch) -> dict[str, Tensor]:
-        counted = {} if self._right is None else {"num_correct": self._right}
+        counted = {} if self._num_correct is None else {"num_correct": self._num_correct}
         return {key: value.to(self.grid.device, non_blocking=True) for key, value in batch.items()} | counted

@@ -24,7 +24,7 @@ class Sequential(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """sum(loss_weight * nll), a float32 scalar. `batch`: tokens, labels [batch, length] int64, loss_weight float32
         of the same shape, and optionally `mask` [batch, length], `cu_seqlens` [segments + 1] and `num_correct`, a scalar to
-        which the weight of the tokens that are predicted right is added."""
+        which the weight of the correctly predicted tokens is added."""
         context = {key: batch[key] for key in ("mask", "cu_seqlens") if key in batch}
         hidden = one_after_another(self._calls[:-1])(batch["tokens"], **context)
         return self._calls[-1](hidden, **asked_for(batch))

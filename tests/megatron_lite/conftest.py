@@ -74,7 +74,7 @@ def build(grid: Grid) -> Iterator[Any]:
         config: ModelConfig, *, seed: int = 11, dtype: str = "fp32", accumulation: int = 2, **settings: Any
     ) -> Engine:
         precision = PrecisionConfig(**settings.pop("precision", {}))
-        count_right = settings.pop("count_right", False)
+        count_correct = settings.pop("count_correct", False)
         engine = Engine(
             layer_specs(config),
             build_layer,
@@ -87,7 +87,7 @@ def build(grid: Grid) -> Iterator[Any]:
             parallel=ParallelConfig(**settings),
             precision=precision,
             recompute=recompute_elementwise,
-            count_right=count_right,
+            count_correct=count_correct,
         )
         engines.append(engine)
         return engine

@@ -65,7 +65,7 @@ def engine_of(
     seed: int = 11,
     dtype: str = "fp32",
     state: str = "fp32",
-    count_right: bool = False,
+    count_correct: bool = False,
     micro_batch_size: int = 2,
 ) -> Engine:
     return Engine(
@@ -82,7 +82,7 @@ def engine_of(
         sequence_length=layouts.LENGTH,
         context_parallel=context_parallel,
         recompute=recompute_elementwise,
-        count_right=count_right,
+        count_correct=count_correct,
     )
 
 
@@ -104,7 +104,7 @@ def run(case: layouts.Case) -> dict[str, Any]:
         grid,
         dtype=case.dtype,
         state=case.state,
-        count_right=True,
+        count_correct=True,
         micro_batch_size=4 if pairs else 2,
     )
     history, accuracies, evaluated = [], [], []

@@ -34,6 +34,6 @@ def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
         sequence_length=config.batch.sequence_length,
         context_parallel=context_parallel,
         recompute=recompute_elementwise,
-        count_right=config.data.objective == "masked",
+        count_correct=config.data.objective == "masked",
         asked_share=config.data.asked_share,
     )

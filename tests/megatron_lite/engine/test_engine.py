@@ -217,15 +217,15 @@ def test_evaluation_between_steps_leaves_no_trace(build):
     assert results == plain
 
 
-def test_right_predictions_are_those_of_the_call(build):
+def test_correct_predictions_are_those_of_the_call(build):
     config, steps = model_config(), batches(2, micro=16)
     accuracies: list[float] = []
     oracle.train(config, steps, seed=11, lr=LR, warmup=0, total=10**9, accuracies=accuracies)
     assert min(accuracies) > 0
-    engine = build(config, count_right=True)
+    engine = build(config, count_correct=True)
     for step, accuracy in zip(steps, accuracies, strict=True):
         before = engine.evaluate(step)
-        assert before.right / before.weight == pytest.approx(accuracy, abs=1e-9)
+        assert before.num_correct / before.weight == pytest.approx(accuracy, abs=1e-9)
         assert engine.train_step(step, lr=LR).accuracy == pytest.approx(accuracy, abs=1e-9)
 
 
