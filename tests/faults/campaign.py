@@ -46,7 +46,7 @@ KINDS = {
     "lost_machine": Kind(2, 10, zero=("slow_to_end", "other_result"), whole=("recovered",)),
     "power_cut": Kind(6, 200, zero=("by hand", "other result"), whole=("restarted",)),
     "fuzz_data": Kind(60, 20_000, zero=("silently accepted", "file not named", "traceback")),
-    "fuzz_checkpoints": Kind(20, 2_000, zero=("silently accepted", "refused, names no file", "traceback")),
+    "fuzz_checkpoints": Kind(20, 2_000, zero=("silently accepted", "file not named", "traceback")),
     "bit_flips": Kind(4, 100, whole=("noticed", "named")),
 }
 
