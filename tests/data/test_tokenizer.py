@@ -1,6 +1,5 @@
 """Tokenizers lose nothing, end documents, and say what is wrong with a file."""
 
-import contextlib
 import json
 import re
 
@@ -8,7 +7,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data import tokenizer as tokenizer_module
 from data.corpus.discovery import stdlib_files
 from data.corpus.readers import read_documents
 from data.tokenizer import load_tokenizer
@@ -151,10 +149,3 @@ def test_wordpiece(shared):
     assert ids == [19204, 17629, 2015, 3975, 2616]
     assert tokenizer.decode(ids) == "tokenizers split words"
     assert [i.tolist() for i in tokenizer.encode_batch(["Tokenizers split words"])] == [ids]
-
-
-def test_a_full_disk_in_training_is_no_matter_of_the_text(tmp_path, monkeypatch):
-    with open("/dev/full", "wb", buffering=0) as full:
-        monkeypatch.setattr(tokenizer_module, "written_aside", lambda path: contextlib.nullcontext(full))
-        with pytest.raises(OSError, match="No space left on device"):
-            train_sentencepiece(["some words " * 50], tmp_path / "t.model", vocab_size=270)

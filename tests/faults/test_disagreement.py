@@ -26,7 +26,7 @@ def test_another_configuration_and_another_checkout(launch, arguments, tmp_path)
     for name in ("configs", "data", "megatron_lite", "models", "tools"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copyfile(ROOT / "train.py", copy / "train.py")
-    with open(copy / "models" / "mlp.py", "a") as file:
+    with open(copy / "models" / "layers" / "mlp.py", "a") as file:
         file.write("\n# an older version\n")
     script = f'[ $RANK = 0 ] || {{ cd {copy}; set -- "$@" run.seed=7; }}; exec {sys.executable} train.py "$@"'
     agent = launch(arguments(), *ODD[1:], script, "train", options=ODD[:1])
@@ -34,7 +34,9 @@ def test_another_configuration_and_another_checkout(launch, arguments, tmp_path)
     assert agent.returncode != 0
     assert "error: the processes of this run are not alike; nothing was started" in output
     assert re.search(r"configuration: run\.seed: rank 0 \(\S+\) 1234; rank 1 \(\S+\) 7\n", output)
-    assert re.search(r"code: models/mlp\.py: rank 0 \(\S+\) SHA-256 \w{12}; rank 1 \(\S+\) SHA-256 \w{12}\n", output)
+    assert re.search(
+        r"code: models/layers/mlp\.py: rank 0 \(\S+\) SHA-256 \w{12}; rank 1 \(\S+\) SHA-256 \w{12}\n", output
+    )
     assert "packages:" not in output
     assert not (tmp_path / "run").exists()
 
