@@ -36,10 +36,16 @@ class ModelConfig:
     mixer_options: dict[str, dict[str, Any]] = field(
         default_factory=dict, metadata={"doc": "Mixer name -> options of that mixer."}
     )
-    mlp: Literal["swiglu", "gelu"] = field(default="swiglu", metadata={"doc": "Channel mixer of every block."})
+    mlp: Literal["swiglu", "gelu", "geglu", "reglu", "glu", "bilinear"] = field(
+        default="swiglu",
+        metadata={
+            "doc": "Channel mixer of every block. gelu has no gate. The others multiply by a gate: SiLU (swiglu), GELU (geglu), "
+            "ReLU (reglu), sigmoid (glu), or no activation (bilinear)."
+        },
+    )
     intermediate_size: int | None = field(
         default=None,
-        metadata={"doc": "Width of the MLP. null: 256 * ceil(8 d / 3 / 256) for swiglu, 4 d for gelu."},
+        metadata={"doc": "Width of the MLP. null: 256 * ceil(8 d / 3 / 256) with a gate, 4 d for gelu."},
     )
     mlp_bias: bool = field(default=False, metadata={"doc": "Biases in the linear maps of the MLP."})
     norm: Literal["layernorm", "rmsnorm"] = field(
@@ -56,6 +62,10 @@ class ModelConfig:
             "doc": "Before the output projection. linear: the last norm alone. mlm: BERT's dense map, GELU and norm after "
             "it, and a bias for every token."
         },
+    )
+    embedding_scale: float = field(
+        default=1.0,
+        metadata={"doc": "Multiplies the token embedding, not the output projection. The released MetaLA has sqrt(d)."},
     )
     positions: Literal["none", "learned"] = field(
         default="none",
@@ -90,9 +100,13 @@ class ModelConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"model.{key} = {value}: must be at least 1")
-        for key, value in (("norm_eps", self.norm_eps), ("init_std", self.init_std)):
-            if not value > 0:
-                raise ValueError(f"model.{key} = {value}: must be greater than 0")
+        for key, value in (
+            ("norm_eps", self.norm_eps),
+            ("init_std", self.init_std),
+            ("embedding_scale", self.embedding_scale),
+        ):
+            if not 0 < value < float("inf"):
+                raise ValueError(f"model.{key} = {value}: must be greater than 0 and finite")
         if (self.positions == "learned") != (self.max_positions is not None):
             advice = (
                 "set the longest sequence" if self.max_positions is None else "leave it out, or positions = learned"
@@ -184,7 +198,7 @@ class ModelConfig:
         """Width of the MLP, `intermediate_size` or its default."""
         if self.intermediate_size is not None:
             return self.intermediate_size
-        if self.mlp == "swiglu":
+        if self.mlp != "gelu":
             return 256 * -(-8 * self.hidden_size // (3 * 256))
         return 4 * self.hidden_size
 

@@ -95,7 +95,7 @@ def _import(options: argparse.Namespace) -> int:
         ours = trainer_logits(Weights(done.checkpoint), done.model, tokens, torch.float32, progress=sys.stderr.isatty())
         difference, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
         print(
-            f"logits on {tokens.numel()} tokens of {name}: largest difference to the original's {difference:.2e} "
+            f"logits on {tokens.numel()} tokens of {name}: largest difference to {why} {difference:.2e} "
             f"(largest logit {largest:.2f})"
         )
         over = not difference <= options.tolerance * max(1.0, largest)

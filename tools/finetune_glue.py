@@ -223,6 +223,8 @@ def finetune(
     from transformers.utils import logging
 
     from megatron_lite.optim.param_groups import build_optimizer, parameter_kind
+    from tools.conversion.export_source import model_class
+    from tools.conversion.hf_folder import read_config
     from tools.evaluation.glue_tasks import TASKS, score
 
     logging.set_verbosity_error()
@@ -230,7 +232,7 @@ def finetune(
         logging.disable_progress_bar()
     task = TASKS[name]
     train, evaluated = _splits(name, data, hold_out)
-    tokenizer = AutoTokenizer.from_pretrained(weights, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(weights, trust_remote_code=False)
 
     def encode(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         columns = [[row[text] for row in rows] for text in task.texts]
@@ -242,11 +244,14 @@ def finetune(
         ]
 
     set_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(
+    kind = AutoModelForSequenceClassification
+    if read_config(weights)["model_type"] == "metalion":
+        kind = model_class(weights, "SequenceClassification", trust_remote_code=False)
+    model = kind.from_pretrained(
         weights,
         num_labels=task.labels,
         problem_type="regression" if task.labels == 1 else "single_label_classification",
-        trust_remote_code=True,
+        trust_remote_code=False,
         dtype=torch.float32,
         ignore_mismatched_sizes=True,
     )
@@ -380,7 +385,7 @@ def _keep(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
     """A folder that loads as the export does: the fine-tuned weights beside a copy of its source."""
     aside = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(source, aside, ignore=shutil.ignore_patterns("*.safetensors*", "training"))
+    shutil.copytree(source, aside, ignore=shutil.ignore_patterns("*.safetensors*", "training", "SHA256SUMS"))
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     shutil.rmtree(folder, ignore_errors=True)

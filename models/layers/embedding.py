@@ -16,9 +16,9 @@ from .projections import init_std
 
 
 class Embedding(nn.Module):
-    """Look up rows of `weight` [vocab_size, hidden_size]; `model.positions: learned` adds one vector per position.
+    """Look up rows of `weight` [vocab_size, hidden_size] and multiply them by `model.embedding_scale`.
 
-    Without learned positions, order is known to the mixers alone.
+    `model.positions: learned` adds one vector per position. Without it, order is known to the mixers alone.
     """
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "vocab"}
@@ -29,6 +29,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         nn.init.normal_(self.weight, std=init_std(config))
         self.positions = None if config.max_positions is None else LearnedPositions(config, config.max_positions)
+        self.scale = config.embedding_scale
         # An attribute, so that a trainer that splits the vocabulary can replace it.
         self.lookup: Callable[[Tensor, Tensor, Tensor | None], Tensor] = look_up
 
@@ -49,7 +50,10 @@ class Embedding(nn.Module):
         new_state: dict[str, Tensor] = {}
         if self.positions is not None:
             vectors, new_state["position"] = self.positions(tokens, mask, cu_seqlens, (state or {}).get("position"))
-        hidden = self.lookup(tokens, self.weight, vectors)
+        if self.scale == 1.0:
+            hidden = self.lookup(tokens, self.weight, vectors)
+        else:  # the lookup adds the vectors, which are not scaled
+            hidden = self.scale * self.lookup(tokens, self.weight, None if vectors is None else vectors / self.scale)
         return (hidden, new_state) if return_state else hidden
 
     def flops_per_token(self, length: int) -> int:

@@ -1,9 +1,11 @@
-"""The channel mixers: SwiGLU and GELU."""
+"""The channel mixers: gated linear units (SwiGLU and its relatives), and GELU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from .projections import FanOut, apply_each, linear
 
 
 class SwiGLU(nn.Module):
-    """down( SiLU(gate x) * up x ). Shazeer 2020 (arXiv 2002.05202), Eq. 6."""
+    """down( SiLU(gate x) * up x ). Shazeer 2020 (arXiv 2002.05202), Eq. 6; relatives with other activations below."""
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
@@ -31,7 +33,12 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., hidden_size] -> the same shape."""
-        return self.down_proj(swiglu(*self.fan_out(x, (self.gate_proj, self.up_proj))))
+        return self.down_proj(self.combine(*self.fan_out(x, (self.gate_proj, self.up_proj))))
+
+    @staticmethod
+    def combine(gate: Tensor, up: Tensor, /) -> Tensor:
+        """gate, up: [..., width] -> the gate's activation times up."""
+        return swiglu(gate, up)
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add."""
@@ -53,6 +60,42 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def _gated_by(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return activation(gate) * up
+
+    def combine(gate: Tensor, up: Tensor) -> Tensor:
+        y = gated(gate, up)
+        forgettable(y, gated, gate, up)
+        return y
+
+    return combine
+
+
+class GEGLU(SwiGLU):
+    """SwiGLU with the exact (erf) GELU in place of SiLU."""
+
+    combine = staticmethod(_gated_by(F.gelu))
+
+
+class ReGLU(SwiGLU):
+    """SwiGLU with ReLU in place of SiLU."""
+
+    combine = staticmethod(_gated_by(F.relu))
+
+
+class GLU(SwiGLU):
+    """SwiGLU with the sigmoid in place of SiLU, as Dauphin et al. 2017 (arXiv 1612.08083)."""
+
+    combine = staticmethod(_gated_by(torch.sigmoid))
+
+
+class Bilinear(SwiGLU):
+    """SwiGLU without SiLU."""
+
+    combine = staticmethod(_gated_by(lambda gate: gate))
 
 
 class GELU(nn.Module):
@@ -82,4 +125,11 @@ class GELU(nn.Module):
         return self._flops
 
 
-MLPS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
+MLPS: dict[str, type[SwiGLU] | type[GELU]] = {
+    "swiglu": SwiGLU,
+    "gelu": GELU,
+    "geglu": GEGLU,
+    "reglu": ReGLU,
+    "glu": GLU,
+    "bilinear": Bilinear,
+}

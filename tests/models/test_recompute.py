@@ -207,7 +207,7 @@ def test_gradients_of_a_block_are_the_same_to_the_last_bit(case):
     dtype = torch.float32 if options else torch.bfloat16
     shape = {"vocab_size": 8, "num_layers": 3, "hidden_size": 32, "num_heads": 4, "mixers": (name,)}
     other = name in ("attention", "retnet")
-    kinds = {"norm": "rmsnorm", "mlp": "gelu"} if other else {}
+    kinds = {"norm": "rmsnorm", "mlp": "gelu" if name == "attention" else "geglu"} if other else {}
     torch.manual_seed(5)
     block = Block(ModelConfig(**shape, **kinds, mixer_options={name: options} if options else {}), 1).to(dtype)
     x = mixer_cases.tokens(20, 2, dtype)

@@ -24,10 +24,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "mixer_options": {"attention": {"causal": False, "rotary_pct": 0.0}},
         "positions": "learned",
         "max_positions": LENGTH,
+        "embedding_scale": 1.5,
         "mlp": "gelu",
         "mlp_bias": True,
     },
-    "hybrid": {"mixers": ("metala", "lion", "attention"), "mixer_options": LION, "mlp": "gelu", "mlp_bias": True},
+    "hybrid": {"mixers": ("metala", "lion", "attention"), "mixer_options": LION, "mlp": "geglu", "mlp_bias": True},
 }
 
 

@@ -22,7 +22,8 @@ def check_source(folder: Path, mixers: Collection[str]) -> None:
         raise ValueError(
             f"{folder}: {len(differs)} of its {len(found)} files of source are not this version's ({names}): another "
             "version of the project wrote them, or they were changed, and the model may be another one. None was run. "
-            "Export the run again with this version, or look through the files and let them run with --trust-remote-code"
+            "Export the run again with this version, or look through the files and let them run with --trust-remote-code of "
+            "tools.convert_hf import or tools.serve"
         )
 
 

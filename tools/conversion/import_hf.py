@@ -25,6 +25,7 @@ from models.language_model import LanguageModel
 from tools.conversion.export_hf import TRAINING_FOLDER, check_vocabulary
 from tools.conversion.export_source import check_source
 from tools.conversion.foreign.mapping import check_names, make
+from tools.conversion.foreign.metala_reference import metala_logits
 from tools.conversion.foreign.registry import translate
 from tools.conversion.hf_folder import Tensors, check_folder, read_config
 from tools.conversion.logit_parity import real_text
@@ -132,16 +133,18 @@ def import_folder(
 def original_logits(
     folder: Path, kind: str, model: ModelConfig, tokens: Tensor, *, trust_remote_code: bool = False
 ) -> tuple[Tensor | None, str]:
-    """Logits of the model that was read, in float32, or None and why it cannot be run here.
+    """Return the logits of the model that was read in float32 and what computed them; or None and why nothing can.
 
     trust_remote_code: of an export, run the folder's own source; else the project's own classes load its weights.
     """
     from tools.conversion.logit_parity import exported_logits
 
+    whose = "the original's"
     if kind == "metalion":
-        return exported_logits(folder, tokens, model, trust_remote_code=trust_remote_code), ""
+        return exported_logits(folder, tokens, model, trust_remote_code=trust_remote_code), whose
     if kind == "metala":
-        return None, "the published MetaLA code is no package that could be loaded"
+        equations = "those of MetaLA's equations, computed token by token"
+        return metala_logits(read_config(folder), Tensors(folder), tokens), equations
     if kind in ("gla", "retnet", "hgrn2"):
         if not torch.cuda.is_available():
             return None, "flash-linear-attention runs on a GPU only"
@@ -150,8 +153,8 @@ def original_logits(
 
     original = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32).eval()
     if kind in ("gla", "retnet", "hgrn2"):
-        return original.cuda()(tokens.cuda()).logits.float().cpu(), ""
-    return original(tokens).logits.float(), ""
+        return original.cuda()(tokens.cuda()).logits.float().cpu(), whose
+    return original(tokens).logits.float(), whose
 
 
 def processes_of_a_copy(config: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -21,7 +22,9 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.parity.launch import train_in_turn
 from tests.tools.conversion.conftest import write_run
+from tools.conversion.foreign import metala as metala_mapping
 from tools.conversion.foreign.mapping import check_names
+from tools.conversion.foreign.metala_reference import _mix
 from tools.conversion.foreign.registry import translate
 from tools.conversion.logit_parity import load_export
 from tools.convert_hf import main
@@ -158,44 +161,79 @@ def as_released(name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("norm_type", ["layernorm", "simplermsnorm"])
-def test_released_metala_names(norm_type: str, tmp_path: Path) -> None:
-    config = ModelConfig(
-        vocab_size=61,
-        num_layers=2,
-        hidden_size=32,
-        num_heads=2,
-        intermediate_size=96,
-        norm="layernorm" if norm_type == "layernorm" else "rmsnorm",
-        norm_affine=norm_type == "layernorm",
-        norm_eps=1e-5 if norm_type == "layernorm" else 1e-6,
-        tie_embeddings=False,
-    )
-    model = LanguageModel(config, seed=0).eval()
+# Their settings, and the model here that computes the same.
+RELEASED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": (
+        {"norm_type": "layernorm", "glu_dim": 96, "tie_word_embeddings": False},
+        {"norm": "layernorm", "tie_embeddings": False, "intermediate_size": 96},
+    ),
+    "scaled-tied": (
+        {"no_scale_embedding": False, "glu_act": "none", "glu_dim": -1},
+        {"embedding_scale": 32**0.5, "mlp": "bilinear", "intermediate_size": 32},
+    ),
+    "scaled-untied": (
+        {"no_scale_embedding": False, "glu_act": "gelu", "glu_dim": 96, "no_tie_embed": True, "norm_eps": 1e-3},
+        {
+            "embedding_scale": 32**0.5,
+            "mlp": "geglu",
+            "intermediate_size": 96,
+            "tie_embeddings": False,
+            "norm_eps": 1e-3,
+        },
+    ),
+    "rmsnorm-relu": (
+        {"norm_type": "rmsnorm", "glu_act": "relu", "glu_dim": 96, "linear_use_lrpe_list": [], "attn_dropout": 0.1},
+        {"norm_affine": True, "mlp": "reglu", "intermediate_size": 96},
+    ),
+    "sigmoid": ({"glu_act": "Sigmoid", "glu_dim": 96}, {"mlp": "glu", "intermediate_size": 96}),
+}
+
+
+def released_metala(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> LanguageModel:
+    """Write a model under the published names, and return it."""
+    shape = {"vocab_size": 61, "num_layers": 2, "hidden_size": 32, "num_heads": 2}
+    simple = {"norm": "rmsnorm", "norm_affine": "norm" in ours, "norm_eps": 1e-5 if "norm" in ours else 1e-6}
+    model = LanguageModel(ModelConfig(**shape | simple | ours), seed=0).eval()
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    folder = tmp_path / "released"
     folder.mkdir()
     tensors = {as_released(name): p.detach().clone() for name, p in model.named_parameters()}
     for name in [n for n in tensors if n.endswith("conv1d.weight")]:
         tensors[name] = tensors[name].unsqueeze(1)
     save_file(tensors, folder / "model.safetensors")
-    theirs = {
-        "model_type": "metala",
-        "vocab_size": 61,
-        "decoder_embed_dim": 32,
-        "decoder_layers": 2,
-        "decoder_attention_heads": 2,
-        "glu_dim": 96,
-        "norm_type": norm_type,
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(theirs))
-    assert main(["import", str(folder), str(tmp_path / "run")]) == 0
+    settings = {"model_type": "metala", **METALA_SHAPE, "vocab_size": 61, "transformers_version": "4.30.2", **theirs}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return model
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_metala(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = released_metala(tmp_path / "released", *RELEASED[name])
+    assert main(["import", str(tmp_path / "released"), str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert float(said.split("those of MetaLA's equations, computed token by token ")[1].split()[0]) <= 2e-4
     ids = torch.arange(40)[None]
     assert torch.equal(load_language_model(tmp_path / "run")(ids), model(ids))
+
+
+def test_import_that_misreads_a_setting_of_metala_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The equations are computed from their tensors and their config.json alone."""
+    released_metala(tmp_path / "released", *RELEASED["scaled-untied"])
+    monkeypatch.setitem(metala_mapping._GATES, "gelu", "swiglu")
+    assert main(["import", str(tmp_path / "released"), str(tmp_path / "run")]) == 1
+    assert "over the tolerance" in capsys.readouterr().err
+
+
+def test_equations_of_metala_give_the_golden_values(shared_golden: Path) -> None:
+    values = {name: torch.tensor(value) for name, value in np.load(shared_golden / "metala_layer.npz").items()}
+    names = {"conv1d": "conv", "q_proj": "q", "k_gate": "a", "v_proj": "v", "g_proj": "g", "out_proj": "o"}
+    weights = {f"{theirs}.weight": values[f"w_{name}"] for theirs, name in names.items()}
+    weights |= {"g_proj.bias": values["w_g_bias"], "aug_balance": values["w_aug"]}
+    torch.testing.assert_close(_mix(values["x"], weights, 4), values["y_released"], rtol=0, atol=1e-10)
 
 
 def test_the_command_that_trains_on_names_the_kind_of_text_of_the_configuration(
@@ -254,6 +292,7 @@ METALA_SHAPE = {
     "decoder_layers": 2,
     "decoder_attention_heads": 2,
     "glu_dim": 96,
+    "no_scale_embedding": True,
 }
 
 
@@ -266,6 +305,15 @@ METALA_SHAPE = {
         ("retnet", {**FLA_SHAPE, "expand_v": 1.5}, "expand_v = 1.5: only whole numbers"),
         ("hgrn2", {**FLA_SHAPE, "use_lower_bound": False}, "use_lower_bound = False has no counterpart"),
         ("gla", {**FLA_SHAPE, "num_kv_heads": 2}, "num_kv_heads = 2 has no counterpart"),
+        (
+            "metala",
+            {**METALA_SHAPE, "glu_act": "swish"},
+            "glu_act = 'swish': allowed are silu, gelu, relu, sigmoid, none",
+        ),
+        ("metala", {**METALA_SHAPE, "norm_type": "scalenorm"}, "norm_type = 'scalenorm': allowed are layernorm"),
+        ("metala", {**METALA_SHAPE, "bias": True}, "bias = True has no counterpart here"),
+        ("metala", {**METALA_SHAPE, "no_scale_embedding": "no"}, "no_scale_embedding = 'no' has no counterpart here"),
+        ("metala", {**METALA_SHAPE, "use_rope": 1, "window": 2}, "use_rope = 1, window = 2: not known of MetaLA's"),
     ],
 )
 def test_settings_that_change_the_model_are_refused(kind: str, settings: dict[str, Any], says: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tools import finetune_glue
+from tools.conversion.hf_folder import read_config
 from tools.evaluation.glue_tasks import TASKS, read_split, score
 
 
@@ -181,6 +182,12 @@ def test_what_the_trainer_is_given(masked_run: Path, data: Path, tmp_path: Path,
     assert [one.model.config.num_labels for one in made] == [3, 1]
     assert [type(one.train_dataset[0]["labels"]) for one in made] == [int, float]
     assert [one.model.config.problem_type for one in made] == ["single_label_classification", "regression"]
+    assert read_config(weights)["auto_map"], "what is kept loads with the folder's source too"
+    made[0].model.save_pretrained(tmp_path / "kept")
+    assert read_config(tmp_path / "kept")["auto_map"] == read_config(weights)["auto_map"]
+    (weights / "modeling_metalion.py").write_text("raise SystemExit('this was run')")
+    with pytest.raises(ValueError, match=r"not this version's \(modeling_metalion\.py\)"):
+        finetune_glue.finetune("mnli", recipe, weights, seed=0, data=data, scratch=tmp_path)
 
 
 def test_the_weights_of_the_first_seed_are_kept(masked_run: Path, data: Path, tmp_path: Path, monkeypatch) -> None:

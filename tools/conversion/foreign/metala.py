@@ -6,20 +6,62 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config import ModelConfig
-from tools.conversion.foreign.mapping import Foreign, Source
+from tools.conversion.foreign.mapping import Foreign, Source, only
+
+# Their activation of the gate l1 to the MLP here. "swish" is not among them: it is SiLU in some of their code and no
+# activation in other.
+_GATES = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu", "sigmoid": "glu", "none": "bilinear"}
+_NORMS = {"layernorm": ("layernorm", True), "rmsnorm": ("rmsnorm", True), "simplermsnorm": ("rmsnorm", False)}
+
+# Keys that are read, and those that change nothing about the logits of given weights.
+_READ = {
+    "vocab_size",
+    "decoder_embed_dim",
+    "decoder_layers",
+    "decoder_attention_heads",
+    "glu_dim",
+    "glu_act",
+    "norm_type",
+    "norm_eps",
+    "no_scale_embedding",
+    "no_tie_embed",
+    "tie_word_embeddings",
+}
+_WITHOUT_EFFECT = {
+    "model_type",
+    "auto_map",
+    "torch_dtype",
+    "use_cache",
+    "is_decoder",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "unk_token_id",
+    "init_std",
+    "initializer_range",
+    "add_bos_token",
+    "max_position_embeddings",
+    "hidden_dim",  # a width, which the shapes of the weights show
+}
+# Keys of the code that theirs is built on, with the values that mean MetaLA's layer.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "bias": (False,),
+    "linear_act_fun": ("silu",),
+    "linear_use_lrpe_list": ([],),
+    "no_scale_embedding": (True, False),
+}
 
 
 def metala(config: Mapping[str, Any]) -> Foreign:
-    """`k_gate` makes the decay and with it the key; `aug_balance` is the weight of the self-augmentation.
+    """Translate their config.json; `k_gate` makes the decay and with it the key, `aug_balance` weighs self-augmentation.
 
-    Their `norm_type` "simplermsnorm" has no gain. The value that it adds to the mean square is not in their
-    configuration: `norm_eps` where it is given, else 1e-6.
+    Their "simplermsnorm", also where `norm_type` is absent, has no gain. The value that it adds to the mean square is not in
+    their configuration: `norm_eps` where it is given, else 1e-6. Raises ValueError for a key that is not understood, and
+    KeyError without `no_scale_embedding`, for which there is no safe default.
     """
-    kinds = {"layernorm": ("layernorm", True), "rmsnorm": ("rmsnorm", True), "simplermsnorm": ("rmsnorm", False)}
-    kind = str(config.get("norm_type", "layernorm")).lower()
-    if kind not in kinds:
-        raise ValueError(f"norm_type = {config['norm_type']!r}: allowed are {', '.join(kinds)}")
-    norm, affine = kinds[kind]
+    only(config, _ONLY)
+    _refuse_unknown(config)
+    norm, affine = _NORMS[_chosen(config, "norm_type", "simplermsnorm", _NORMS)]
     size = config["decoder_embed_dim"]
     model = ModelConfig(
         vocab_size=config["vocab_size"],
@@ -28,11 +70,12 @@ def metala(config: Mapping[str, Any]) -> Foreign:
         num_heads=config["decoder_attention_heads"],
         mixers=("metala",),
         mixer_options={"metala": {"preset": "released"}},
-        mlp="swiglu",
-        intermediate_size=config["glu_dim"],
-        norm=norm,
+        mlp=_GATES[_chosen(config, "glu_act", "silu", _GATES)],  # type: ignore[arg-type]
+        intermediate_size=size if config["glu_dim"] == -1 else config["glu_dim"],
+        norm=norm,  # type: ignore[arg-type]
         norm_affine=affine,
         norm_eps=float(config.get("norm_eps", 1e-5 if norm == "layernorm" else 1e-6)),
+        embedding_scale=1.0 if config["no_scale_embedding"] else float(size**0.5),
         tie_embeddings=bool(config.get("tie_word_embeddings", not config.get("no_tie_embed", False))),
     )
     kept = ["weight"] if affine else []
@@ -61,3 +104,24 @@ def metala(config: Mapping[str, Any]) -> Foreign:
     if not model.tie_embeddings:
         sources["head.weight"] = Source(("lm_head.weight",))
     return Foreign(model, sources, ("^lm_head.weight$",) if model.tie_embeddings else ())
+
+
+def _chosen(config: Mapping[str, Any], key: str, default: str, allowed: Mapping[str, Any]) -> str:
+    value = str(config.get(key, default)).lower()
+    if value not in allowed:
+        raise ValueError(f"{key} = {config[key]!r}: allowed are {', '.join(allowed)}")
+    return value
+
+
+def _refuse_unknown(config: Mapping[str, Any]) -> None:
+    """ValueError for keys that may change the model; those of transformers itself and dropout, which is off, do not."""
+    from transformers import PreTrainedConfig
+
+    known = _READ | _WITHOUT_EFFECT | _ONLY.keys() | PreTrainedConfig().to_dict().keys()
+    unknown = sorted(k for k in config if k not in known and not k.startswith("_") and not k.endswith("dropout"))
+    if unknown:
+        words = ", ".join(f"{key} = {config[key]!r}" for key in unknown[:4])
+        raise ValueError(
+            f"{words}: not known of MetaLA's configuration, and it may change the model. Take it out of config.json where it "
+            "does not"
+        )
