@@ -201,13 +201,18 @@ def test_other_models_stand_in_the_same_table(kind, bpe, eval_data, evaluated, t
 
 
 def test_code_that_a_model_brings_is_run_where_the_flag_says_so(trained_run, eval_data, tmp_path, capsys):
-    folder = tmp_path / "exported"
-    assert convert_hf.main(["export", str(trained_run), str(folder)]) == 0
+    assert convert_hf.main(["export", str(trained_run), str(tmp_path / "exported")]) == 0
+    folder = (tmp_path / "exported").rename(tmp_path / "brought")
+    (folder / "SHA256SUMS").unlink()
+    with (folder / "modeling_metalion.py").open("a") as source:
+        source.write(f"\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n")
     words = [str(folder), "--tasks", "copa", "--device", "cpu", "--data-dir", str(eval_data), "--no-progress"]
     assert command.main(words) == 2
+    assert not (tmp_path / "ran").exists()
     assert f"error: {folder}: it brings Python code of its own" in (said := capsys.readouterr().err)
     assert "--trust-remote-code" in said
     assert command.main([*words, "--trust-remote-code", "--out", str(tmp_path / "results.json")]) == 0
+    assert (tmp_path / "ran").exists()
     assert "Running loglikelihood" not in capsys.readouterr().err
 
 
