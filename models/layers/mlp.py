@@ -68,7 +68,7 @@ def _gated_by(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tenso
 
     def combine(gate: Tensor, up: Tensor) -> Tensor:
         y = gated(gate, up)
-        forgettable(y, gated, gate, up)
+        recomputable(y, gated, gate, up)
         return y
 
     return combine
