@@ -148,7 +148,7 @@ def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from tools.plot import COLORS, STYLE
+    from tools.reporting.style import COLORS, STYLE
 
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(1, 2, figsize=(8.2, 3.4))

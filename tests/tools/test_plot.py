@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from megatron_lite.metrics.logger import MetricsLogger
-from tools import plot
-from tools.plot import COLORS, distinct_names, main, plot_loss, plot_runs, smooth
+from tools.plot import main
+from tools.reporting import run_curves
+from tools.reporting.run_curves import distinct_names, plot_loss, plot_runs, smooth
+from tools.reporting.style import COLORS
 
 
 def write_run(directory: Path, steps: int = 60, floor: float = 2.0, broken_step: int | None = None) -> Path:
@@ -81,7 +83,7 @@ def test_panels_hold_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         metrics.close()
         runs.append(tmp_path / name)
     figures: list[Any] = []
-    monkeypatch.setattr(plot, "_save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(run_curves, "_save", lambda figure, out: figures.append(figure))
     plot_runs(runs, Path())
     plot_runs(runs[:1], Path())
     panels = {(axes.get_title(loc="left"), axes.get_xlabel()): axes for axes in figures[0].axes}
@@ -109,7 +111,7 @@ def test_the_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatc
     metrics.log(2, {"loss": 4.0, "accuracy": 0.4, "tokens": 2}, kind="validation")
     metrics.close()
     figures: list[Any] = []
-    monkeypatch.setattr(plot, "_save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(run_curves, "_save", lambda figure, out: figures.append(figure))
     plot_loss(tmp_path, baseline=0.1)
     axes = figures[0].axes[1]
     found = drawn(axes)
@@ -121,14 +123,14 @@ def test_the_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatc
 
 def test_numbers_of_an_axis() -> None:
     numbers = (7, 1500, 2.5e6, 3e9, 4e12)
-    assert [plot._engineering(n) for n in numbers] == ["7", "1.5 k", "2.5 M", "3 B", "4 T"]
-    assert [plot._scientific(n) for n in (0, 0.25, 3e-4, 1.25e-5)] == ["0", "0.25", "3e-4", "1.25e-5"]
+    assert [run_curves._engineering(n) for n in numbers] == ["7", "1.5 k", "2.5 M", "3 B", "4 T"]
+    assert [run_curves._scientific(n) for n in (0, 0.25, 3e-4, 1.25e-5)] == ["0", "0.25", "3e-4", "1.25e-5"]
 
 
 def test_the_first_fall_of_the_loss_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of a hundred steps, and no more."""
     run, figures = write_run(tmp_path / "run", steps=100), []
-    monkeypatch.setattr(plot, "_save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(run_curves, "_save", lambda figure, out: figures.append(figure))
     plot_loss(run)
     low, high = figures[0].axes[0].get_ylim()
     losses = smooth(np.array([2 + 6 / step + 0.05 * math.sin(step) for step in range(1, 101)]))
@@ -145,7 +147,7 @@ def test_tokens_stand_over_the_steps_that_saw_them(tmp_path: Path, monkeypatch: 
         metrics.log(step, {"loss": 2 + 1 / step, "tokens": tokens})
     metrics.close()
     figures = []
-    monkeypatch.setattr(plot, "_save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(run_curves, "_save", lambda figure, out: figures.append(figure))
     plot_loss(tmp_path)
     axes = figures[0].axes[0]
     (top,) = axes.child_axes
@@ -158,7 +160,7 @@ def test_tokens_stand_over_the_steps_that_saw_them(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("steps", [2, 20])
 def test_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     run, figures = write_run(tmp_path / "short", steps=steps), []
-    monkeypatch.setattr(plot, "_save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(run_curves, "_save", lambda figure, out: figures.append(figure))
     plot_loss(run)
     plot_runs([run], tmp_path / "plot.png")
     ticks = [axes.get_xticks() for figure in figures for axes in figure.axes if axes.get_xlabel() == "step"]

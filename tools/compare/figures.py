@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tools.compare.results import Result, Row, ranked
-from tools.plot import COLORS, STYLE
+from tools.reporting.style import COLORS, STYLE
 
 
 def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path, title: str, reference: str | None) -> list[Path]:

@@ -133,7 +133,7 @@ def plot_positions(results: list[LossByPosition], out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from tools.plot import COLORS, STYLE
+    from tools.reporting.style import COLORS, STYLE
 
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 3.9), layout="constrained")

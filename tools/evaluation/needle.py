@@ -247,7 +247,7 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    from tools.plot import STYLE
+    from tools.reporting.style import STYLE
 
     lengths, depths = results["lengths"], results["depths"]
     trained = results["model"].get("trained_length")

@@ -170,7 +170,7 @@ def bar_chart(tables: Sequence[Table], out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from tools.plot import COLORS, STYLE
+    from tools.reporting.style import COLORS, STYLE
 
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(

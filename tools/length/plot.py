@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.plot import COLORS, STYLE
+from tools.reporting.style import COLORS, STYLE
 
 
 def plot_accuracy(results: dict[str, list[dict[str, float]]], out: Path) -> None:

@@ -30,7 +30,7 @@ from tools.pretraining.unigram_baseline import unigram_baseline
 def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     """The closing text of a run; also draws `loss.png`, where a step is logged, and then writes `summary.json`, the mark of
     its end, into the run's folder."""
-    from tools.plot import plot_loss
+    from tools.reporting.run_curves import plot_loss
 
     folder = config.run.path
     state = result.state

@@ -22,7 +22,7 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from tools.plot import STYLE
+    from tools.reporting.style import STYLE
 
     found: dict[tuple[int, str], Histories] = {}
     for sweep in sweeps:
@@ -61,7 +61,7 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
 
 
 def _draw(axes: Any, runs: list[list[float]], experiment: Experiment, number: int, label: str) -> None:
-    from tools.plot import COLORS
+    from tools.reporting.style import COLORS
 
     # A run that reached its target stays where it ended, so that the last point is that of the table.
     longest = max(map(len, runs))

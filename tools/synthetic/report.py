@@ -121,7 +121,7 @@ def figure(experiment: Experiment, cells: Cells, out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from tools.plot import STYLE
+    from tools.reporting.style import STYLE
 
     with plt.rc_context(STYLE):
         drawn = (_lines if experiment.suite == "mqar" else _bars)(plt, experiment, cells)
@@ -168,7 +168,7 @@ def _lines(plt: Any, experiment: Experiment, cells: Cells) -> Any:
 
 
 def _bars(plt: Any, experiment: Experiment, cells: Cells) -> Any:
-    from tools.plot import COLORS
+    from tools.reporting.style import COLORS
 
     tasks = [task for task in [*experiment.mad, "average"] if any(name == task for name, _, _ in cells)]
     rows = list(dict.fromkeys((model, width) for _, model, width in cells))
@@ -198,7 +198,7 @@ def _bars(plt: Any, experiment: Experiment, cells: Cells) -> Any:
 
 
 def _style(number: int) -> dict[str, Any]:
-    from tools.plot import COLORS
+    from tools.reporting.style import COLORS
 
     markers = "osD^vP*Xh<>"
     return {

@@ -14,7 +14,7 @@ from megatron_lite.metrics.logger import read_metrics
 from tests.cli.conftest import arguments, corpus, run_words
 from tests.parity.launch import train_in_turn
 from tools.evaluation import adapter
-from tools.plot import plot_runs
+from tools.reporting.run_curves import plot_runs
 from tools.reporting.run_report import collect
 
 __all__ = ["arguments", "corpus"]

@@ -1,0 +1,288 @@
+"""The curves of one or several runs: loss, throughput, learning rate, gradient norm and suite scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.metrics.logger import read_metrics
+from tools.reporting.style import COLORS, STYLE
+
+
+@dataclass(frozen=True)
+class Run:
+    """The lines of one run's metrics, by kind."""
+
+    name: str
+    train: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+    evaluation: list[dict[str, Any]]
+
+
+def read_run(path: Path, name: str | None = None) -> Run:
+    """Reads a run's folder or `metrics.jsonl`. Raises FileNotFoundError, or ValueError when no step is logged yet."""
+    lines = read_metrics(path)
+    by_kind = {kind: [line for line in lines if line.get("kind") == kind] for kind in _KINDS}
+    if not by_kind["train"]:
+        raise ValueError(f"{path}: no training step is logged there yet; wait for the first ones")
+    return Run(name or path.name, *(by_kind[kind] for kind in _KINDS))
+
+
+_KINDS = ("train", "validation", "evaluation")
+
+
+def column(lines: Sequence[dict[str, Any]], key: str) -> NDArray[np.float64]:
+    """The values of one key, one a line; NaN where a line lacks it."""
+    return np.array([line.get(key, math.nan) for line in lines], dtype=np.float64)
+
+
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Mean over 2 % of the points, five at least, NaN left out.
+
+    The window is centred. At the start, where the loss falls fast, it shrinks so that nothing is shifted; at the end it
+    only loses its later half, so that the last value is a mean too.
+    """
+    half = max(2, len(values) // 100) if len(values) > 20 else 0
+    finite = np.isfinite(values)
+    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(finite)])
+    index = np.arange(len(values))
+    reach = np.minimum(half, index)
+    low, high = index - reach, np.minimum(index + reach + 1, len(values))
+    known = count[high] - count[low]
+    return np.where(known > 0, (total[high] - total[low]) / np.maximum(known, 1), np.nan)
+
+
+def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = None) -> Path:
+    """Draws the loss of one run against steps, with tokens on top, to `out` (default `run/loss.png`).
+
+    Of a masked model the accuracy stands beside it; baseline: the share that the unigram finds, a dotted line.
+    Raises FileNotFoundError and ValueError as `read_run`.
+    """
+    plt = _matplotlib()
+    data = read_run(run)
+    out = out or run / "loss.png"
+    with plt.rc_context(STYLE):
+        masked = any("accuracy" in line for line in data.train)
+        figure, panels = plt.subplots(
+            1, 1 + masked, figsize=(6.4 + 4.2 * masked, 3.9), layout="constrained", squeeze=False
+        )
+        axes = panels[0, 0]
+        if masked:
+            _draw_accuracy(panels[0, 1], data, baseline)
+        _draw_loss(axes, data, COLORS[0], "step", faint=0.25)
+        _limit_loss(axes, [data])
+        axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"{data.name}{_result(data)}")
+        steps, tokens = (np.concatenate([[0.0], column(data.train, key)]) for key in ("step", "tokens"))
+        if (np.diff(tokens) > 0).all() and (np.diff(steps) > 0).all():
+            top = axes.secondary_xaxis("top", functions=(_through(steps, tokens), _through(tokens, steps)))
+            top.xaxis.set_major_formatter(_engineering)
+            top.set_xlabel("tokens")
+        for panel in panels.flat:
+            panel.xaxis.set_major_locator(plt.MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+        _legend_of_styles(axes, bool(data.validation))
+        _save(figure, out)
+    return out
+
+
+def plot_runs(runs: Sequence[Path], out: Path) -> Path:
+    """Draws all curves of all runs to `out`, whose suffix names the format (png, pdf, svg).
+
+    Raises FileNotFoundError and ValueError as `read_run`.
+    """
+    plt = _matplotlib()
+    data = [read_run(path, name) for path, name in zip(runs, distinct_names(runs), strict=True)]
+    with plt.rc_context(STYLE):
+        panels = -(-len({key.partition("/")[0] for run in data for key in _scores(run)}) // 2)
+        figure = plt.figure(figsize=(10.5, 6.6 + 3.0 * panels), layout="constrained")
+        grid = figure.add_gridspec(2 + panels, 6, height_ratios=[1.5, 1.0, *[1.2] * panels])
+        by_step, by_tokens = figure.add_subplot(grid[0, :3]), figure.add_subplot(grid[0, 3:])
+        speed, rate, norm = (figure.add_subplot(grid[1, 2 * i : 2 * i + 2]) for i in range(3))
+        for run, color in zip(data, _colors(len(data)), strict=True):
+            faint = 0.25 if len(data) == 1 else 0.12
+            _draw_loss(by_step, run, color, "step", faint)
+            _draw_loss(by_tokens, run, color, "tokens", faint)
+            _draw(speed, run, color, "tokens_per_second", faint)
+            _draw(norm, run, color, "gradient_norm", faint)
+            rate.plot(column(run.train, "step"), column(run.train, "learning_rate"), color=color)
+        for axes in (by_step, by_tokens):
+            _limit_loss(axes, data)
+        for axes in (by_step, by_tokens, speed, rate, norm):
+            axes.xaxis.set_major_locator(plt.MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
+            axes.xaxis.set_major_formatter(_engineering)
+        speed.yaxis.set_major_formatter(_engineering)
+        _limit_robust(speed, [column(run.train, "tokens_per_second") for run in data])
+        rate.set_ylim(bottom=0)
+        rate.yaxis.set_major_formatter(_scientific)
+        if any((column(run.train, "gradient_norm") > 0).any() for run in data):
+            norm.set_yscale("log")
+            norm.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5)))
+            norm.yaxis.set_major_formatter("{x:g}")
+            norm.yaxis.set_minor_locator(plt.NullLocator())
+        by_step.set(xlabel="step", title="loss (nats per token)")
+        by_tokens.set(xlabel="tokens", title="loss (nats per token)")
+        speed.set(xlabel="step", title="tokens per second")
+        rate.set(xlabel="step", title="learning rate")
+        norm.set(xlabel="step", title="gradient norm")
+        _legend_of_styles(by_tokens, any(run.validation for run in data))
+        suites = dict.fromkeys(key.partition("/")[0] for run in data for key in _scores(run))
+        for i, suite in enumerate(suites):
+            _draw_scores(figure.add_subplot(grid[2 + i // 2, 3 * (i % 2) : 3 * (i % 2) + 3]), data, suite)
+        handles = [plt.matplotlib.lines.Line2D([], [], color=c, lw=2.5) for c in _colors(len(data))]
+        labels = [run.name + _result(run) for run in data]
+        figure.legend(handles, labels, loc="outside upper left", ncols=1 if len(data) == 1 else 2, fontsize=9.5)
+        _save(figure, out)
+    return out
+
+
+def distinct_names(runs: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell the runs apart; `metrics.jsonl` itself is no part of a name."""
+    parts = [(p.parent if p.suffix == ".jsonl" else p).resolve().parts for p in runs]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-length:]) for p in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return names
+
+
+def _matplotlib() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _through(x: NDArray[np.float64], y: NDArray[np.float64]) -> Callable[[Any], Any]:
+    """The line through points of growing x and y, straight on beyond both ends. A batch that grows bends it."""
+    first, last = ((y[i + 1] - y[i]) / (x[i + 1] - x[i]) for i in (0, -2))
+
+    def value(at: Any) -> Any:
+        return np.interp(at, x, y) + first * np.minimum(at - x[0], 0) + last * np.maximum(at - x[-1], 0)
+
+    return value
+
+
+def _colors(count: int) -> list[str]:
+    return [COLORS[i % len(COLORS)] for i in range(count)]
+
+
+def _draw_loss(axes: Any, run: Run, color: str, x: str, faint: float) -> None:
+    _draw(axes, run, color, "loss", faint, x=x)
+    if run.validation:
+        points = {"marker": "o", "ms": 4.5, "mfc": "white", "mew": 1.4}
+        axes.plot(column(run.validation, x), column(run.validation, "loss"), color=color, lw=0, zorder=4, **points)
+
+
+def _draw_accuracy(axes: Any, run: Run, baseline: float | None) -> None:
+    _draw(axes, run, COLORS[0], "accuracy", 0.25)
+    if run.validation:
+        points = {"marker": "o", "ms": 4.5, "mfc": "white", "mew": 1.4}
+        axes.plot(column(run.validation, "step"), column(run.validation, "accuracy"), color=COLORS[0], lw=0, **points)
+    if baseline is not None and math.isfinite(baseline):
+        axes.axhline(baseline, color="#555555", ls=":", lw=1.2, label="the most frequent token")
+        axes.legend(loc="lower right")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="step", title="masked tokens found")
+
+
+def _draw(axes: Any, run: Run, color: str, key: str, faint: float, x: str = "step") -> None:
+    position, values = column(run.train, x), column(run.train, key)
+    if np.isfinite(values).any():
+        axes.plot(position, values, color=color, alpha=faint, lw=0.7, zorder=2)
+        axes.plot(position, smooth(values), color=color, zorder=3)
+
+
+def _scores(run: Run) -> list[str]:
+    """The columns of its suites, "suite/label"; perplexities, which have other units, are left out."""
+    keys = dict.fromkeys(key for line in run.evaluation for key in line if "/" in key)
+    return [key for key in keys if not key.endswith(("ppl", "perplexity"))]
+
+
+def _draw_scores(axes: Any, runs: Sequence[Run], suite: str) -> None:
+    """A suite over the steps: every column of one run; of several the average, or where there is none each column."""
+    for run, color in zip(runs, _colors(len(runs)), strict=True):
+        keys = [key for key in _scores(run) if key.partition("/")[0] == suite]
+        averages = [key for key in keys if key.endswith("/average")]
+        shown = averages or keys if len(runs) > 1 else keys
+        for i, key in enumerate(shown):
+            style: dict[str, Any] = {"lw": 1.0, "marker": "o", "ms": 2.5, "ls": "-" if i < len(COLORS) else "--"}
+            if key in averages:
+                style.update(lw=2.4, color="black", ls="-")
+            else:
+                style["color"] = _colors(i + 1)[i]
+            if len(runs) > 1:
+                style["color"] = color
+            axes.plot(column(run.evaluation, "step"), column(run.evaluation, key), label=key.partition("/")[2], **style)
+    axes.xaxis.set_major_formatter(_engineering)
+    axes.set(xlabel="step", title=f"{suite}, percent" if len(runs) == 1 else f"{suite}, average, percent")
+    if len(runs) == 1:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), fontsize=7, handlelength=1.6, labelspacing=0.3)
+
+
+def _limit_loss(axes: Any, runs: Sequence[Run]) -> None:
+    """Cuts the first 2 % off the top: the fall from the loss of an untrained model would flatten everything after."""
+    late = [smooth(column(run.train, "loss"))[len(run.train) // 50 :] for run in runs]
+    points = [column(run.validation, "loss") for run in runs if run.validation]
+    shown = np.concatenate([*late, *points])
+    shown = shown[np.isfinite(shown)]
+    if shown.size and shown.max() > shown.min():
+        margin = 0.06 * (shown.max() - shown.min())
+        axes.set_ylim(shown.min() - margin, shown.max() + margin)
+
+
+def _limit_robust(axes: Any, values: Sequence[NDArray[np.float64]]) -> None:
+    """From zero to a little over the highest smoothed value, whatever a single step did."""
+    tops = [np.nanmax(smooth(v)) for v in values if np.isfinite(v).any()]
+    if tops:
+        axes.set_ylim(0, 1.15 * max(tops))
+
+
+def _legend_of_styles(axes: Any, validation: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    gray = "#555555"
+    handles = [Line2D([], [], color=gray, lw=0.8, alpha=0.4), Line2D([], [], color=gray, lw=1.5)]
+    labels = ["training, every logged step", "training, smoothed"]
+    if validation:
+        handles.append(Line2D([], [], color=gray, lw=0, marker="o", ms=4.5, mfc="white", mew=1.4))
+        labels.append("validation")
+    axes.legend(handles, labels, loc="upper right", fontsize=8)
+
+
+def _result(run: Run) -> str:
+    if not run.validation:
+        return ""
+    last = run.validation[-1]
+    text = f"   validation loss {last.get('loss', math.nan):.3f}"
+    return text + (f", {last['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in last else "")
+
+
+def _engineering(value: float, _position: int | None = None) -> str:
+    for limit, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def _scientific(value: float, _position: int | None = None) -> str:
+    if value == 0 or abs(value) >= 0.1:
+        return f"{value:g}"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _save(figure: Any, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(out)
+    finally:
+        _matplotlib().close(figure)
