@@ -124,10 +124,16 @@ def describe_type(allowed: Any) -> str:
 
 
 def nearest_names(name: str, known: Iterable[str]) -> str:
-    """Return "did you mean ..." with the known names most similar to `name`, or a list of all if none is similar."""
+    """Return "did you mean ..." with the known names most similar to `name`; if none is similar, all names of a short list."""
     names = sorted(known)
     close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
-    return f"did you mean {join_names(close)}?" if close else f"allowed are {', '.join(names) or 'none'}"
+    if close:
+        return f"did you mean {join_names(close)}?"
+    return (
+        f"allowed are {', '.join(names) or 'none'}"
+        if len(names) <= 30
+        else f"none of the {len(names)} names is similar"
+    )
 
 
 def join_names(items: Iterable[Any]) -> str:

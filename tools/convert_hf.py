@@ -112,9 +112,10 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _check(done: Export, options: argparse.Namespace) -> int:
+    from megatron_lite.engine.precision import DTYPES
     from tools.conversion.logit_parity import compare_logits, counted_rows, real_text, rows_of
     from tools.conversion.tokenizer import check_same_ids
-    from tools.loading.model import DTYPES, model_config
+    from tools.loading.model import model_config
 
     config = model_config(done.config)
     if done.tokenizer is None:

@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 def faster_dtype(device: torch.device, hidden_size: int, tokens: int) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_lite.config.describe import Key, keys_of
 from megatron_lite.config.files import ConfigError, Sources, read_sources
+from models.options import nearest_names
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -29,13 +29,6 @@ def read_as(schema: type[Schema], path: Path, overrides: Sequence[str] = (), **d
     raise ConfigError(dict.fromkeys(problems))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Words for an error: the nearest known names, or all when none is near."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"nearest: {', '.join(close)}" if close else f"allowed are {', '.join(names)}"
-
-
 def _words(detail: Any, schema: type[BaseModel], sources: Sources, file: Path) -> str:
     """One of pydantic's errors. Indices of lists and members of unions end a key's path."""
     path: tuple[str, ...] = ()
@@ -45,7 +38,7 @@ def _words(detail: Any, schema: type[BaseModel], sources: Sources, file: Path) -
     for name in map(str, detail["loc"]):
         known = keys_of(section) if section is not None else {}
         if section is not None and name not in known:
-            return _located((*path, name), f"is an unknown key; {nearest(name, known)}", sources)
+            return _located((*path, name), f"is an unknown key; {nearest_names(name, known)}", sources)
         key = known.get(name, entry)
         if key is None:
             break

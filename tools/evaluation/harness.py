@@ -26,9 +26,10 @@ import numpy as np
 
 from data import atomic_io as files
 from data.atomic_io import read_json, write_whole
+from models.options import nearest_names
 from tools.evaluation import multirc
 from tools.evaluation.request_pairs import RequestCounts
-from tools.evaluation.suites import Suite, nearest, read_suite, suite_names, task_suite
+from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 from tools.evaluation.tasks import LoadedTask, load_tasks
 
 # Resamples for the standard error of a metric that has no formula (perplexity); the harness's 100,000 take minutes.
@@ -105,12 +106,14 @@ def check_metrics(suite: Suite, tasks: Mapping[str, LoadedTask]) -> None:
         filters = [own.name for own in getattr(task, "_filters", ())]
         name, _, tag = column.metric.partition(",")
         if name not in names:
-            words = nearest(name, names)
+            words = nearest_names(name, names)
             raise ValueError(
                 f"the suite {suite.name}: {column.task} has no metric {name!r}; {words} (column {column.label})"
             )
         if tag and tag not in filters:
-            raise ValueError(f"the suite {suite.name}: {column.task} has no filter {tag!r}; {nearest(tag, filters)}")
+            raise ValueError(
+                f"the suite {suite.name}: {column.task} has no filter {tag!r}; {nearest_names(tag, filters)}"
+            )
 
 
 def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from megatron_lite.engine.precision import DTYPES
 from tools.evaluation.request_pairs import Pair, RequestCounts, refuse_longer, split_pair
 
 
@@ -44,7 +45,7 @@ class HuggingFaceLM(HFLM):
             super().__init__(
                 pretrained=name,
                 device=device,
-                dtype=_DTYPES.get(dtype, dtype),
+                dtype=str(DTYPES[dtype]).removeprefix("torch.") if dtype in DTYPES else dtype,
                 batch_size=batch_size,
                 max_length=max_length,
                 trust_remote_code=trust_remote_code,
@@ -116,9 +117,6 @@ def folder_hash(name: str) -> str | None:
         with file.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
-
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 def _register_linear_attention(name: str) -> None:

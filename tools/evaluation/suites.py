@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from models.options import nearest_names
 
 FOLDER = Path(__file__).parents[2] / "configs" / "eval"
 
@@ -80,7 +81,7 @@ def read_suite(name: str) -> Suite:
     """
     path = Path(name) if name.endswith((".yml", ".yaml")) else FOLDER / f"{name}.yml"
     if not path.is_file():
-        raise UnknownNameError(f"there is no suite {name!r}; {nearest(name, suite_names())}, or give a .yml file")
+        raise UnknownNameError(f"there is no suite {name!r}; {nearest_names(name, suite_names())}, or give a .yml file")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -90,7 +91,7 @@ def read_suite(name: str) -> Suite:
         raise ValueError(f"{path} is no suite: it holds {type(content).__name__}, not keys and values")
     for key, value in content.items():
         if key not in _KINDS:
-            raise ValueError(f"{path}: unknown key {key!r}; {nearest(str(key), _KINDS)}")
+            raise ValueError(f"{path}: unknown key {key!r}; {nearest_names(str(key), _KINDS)}")
         if value is not None and not isinstance(value, _KINDS[key]):
             raise ValueError(f"{path}: {key} = {value!r}: a {_KINDS[key].__name__} is expected")
     columns = []
@@ -112,7 +113,7 @@ def read_suite(name: str) -> Suite:
     allowed = {*labels, "model", "tokens"}
     for key in [*(content.get("average") or ()), *(key for row in rows for key in row)]:
         if key not in allowed:
-            raise ValueError(f"{path}: {key!r} is the label of no column; {nearest(str(key), labels)}")
+            raise ValueError(f"{path}: {key!r} is the label of no column; {nearest_names(str(key), labels)}")
     return Suite(
         name=path.stem,
         title=content.get("title", path.stem),
@@ -130,12 +131,3 @@ def read_suite(name: str) -> Suite:
 def task_suite(tasks: Sequence[str]) -> Suite:
     """Tasks named one by one, as a table of their own: its columns follow from what the harness reports."""
     return Suite("tasks", "Tasks", tuple(Column(task, "", task) for task in tasks))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Words for an error: the nearest known names, or all when they are few."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    if close:
-        return f"did you mean {' or '.join(close)}?"
-    return f"there are {', '.join(names)}" if len(names) <= 20 else f"there are {len(names)} others"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.corpus.readers import decompressed
+from models.options import nearest_names
 from tools.evaluation.row_checks import row_problem
-from tools.evaluation.suites import UnknownNameError, nearest
+from tools.evaluation.suites import UnknownNameError
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -75,7 +76,9 @@ def load_tasks(
     leaves = _leaves(manager, names)
     for name in without:
         if name not in leaves:
-            raise UnknownNameError(f"--without {name}: it is none of the tasks that are asked; {nearest(name, leaves)}")
+            raise UnknownNameError(
+                f"--without {name}: it is none of the tasks that are asked; {nearest_names(name, leaves)}"
+            )
     for name in (leaf for leaf in leaves if leaf not in without):
         config = stock_config(manager, name)
         spec, found = moved_task(name, config, data_dir, split=split, needs_file=name in local and not hub)
@@ -120,7 +123,7 @@ def task_manager(names: Sequence[str], folders: Sequence[str] = ()) -> TaskManag
     manager = TaskManager()
     for name in names:
         if name not in manager.task_index:
-            raise UnknownNameError(f"the harness has no task {name!r}; {nearest(name, manager.all_tasks)}")
+            raise UnknownNameError(f"the harness has no task {name!r}; {nearest_names(name, manager.all_tasks)}")
     return manager
 
 

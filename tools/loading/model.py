@@ -23,12 +23,11 @@ from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
 from megatron_lite.checkpoint.checksums import FILE_NAME, check_files, checksums_text, file_sha256, inside
 from megatron_lite.checkpoint.reader import CheckpointError, read_config_yaml, read_manifest, read_weights, resolve
 from megatron_lite.config.schema import DataConfig
+from megatron_lite.engine.precision import DTYPES
 from megatron_lite.fault_tolerance.finite_check import names_not_finite
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.cli.devices import device_of
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_lite.config.files import CONFIGS
-from tools.cli.yaml_file import nearest, read_as
+from models.options import nearest_names
+from tools.cli.yaml_file import read_as
 
 SUITES = ("mqar", "mad", "listops")
 FOLDER = CONFIGS / "experiments"
@@ -177,7 +178,7 @@ def plan(experiment: Experiment, precision: str) -> list[Run]:
     """
     for model in experiment.models:
         if model not in experiment.definitions:
-            raise ValueError(f"models: {model!r} is not defined; {nearest(model, experiment.definitions)}")
+            raise ValueError(f"models: {model!r} is not defined; {nearest_names(model, experiment.definitions)}")
     runs = []
     for name in experiment.tasks:
         for task, length, data in _settings_of(experiment, name):
@@ -242,7 +243,7 @@ def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict
         return [(name, int(data.pop("length")), data)]
     base, _, wanted = name.partition("/")
     if base not in experiment.mad:
-        raise ValueError(f"tasks: {name!r} is unknown; {nearest(name, experiment.mad)}")
+        raise ValueError(f"tasks: {name!r} is unknown; {nearest_names(name, experiment.mad)}")
     task = experiment.mad[base]
     found = {base: task.baseline}
     found |= {f"{base}/{key}={v}": {**task.baseline, key: v} for key, values in task.changes.items() for v in values}
@@ -250,7 +251,7 @@ def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict
         found = {base: task.baseline}
     elif wanted:
         if name not in found:
-            raise ValueError(f"tasks: {name!r} is unknown; {nearest(name, [*found, f'{base}/baseline'])}")
+            raise ValueError(f"tasks: {name!r} is unknown; {nearest_names(name, [*found, f'{base}/baseline'])}")
         found = {name: found[name]}
     settings = []
     for full, values in found.items():

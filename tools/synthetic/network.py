@@ -19,7 +19,7 @@ from models.layers.norm import Norm
 from models.layers.projections import linear
 from models.mixers.attention import Attention, dot_product
 from models.operators.cross_entropy import IGNORED_LABEL
-from tools.cli.yaml_file import nearest
+from models.options import nearest_names
 
 from .experiment import Run
 
@@ -42,7 +42,7 @@ def model_config(run: Run) -> ModelConfig:
     keys = dict(run.network)
     for key in keys:
         if key not in KEYS:
-            raise ValueError(f"definitions.{run.model} or network: {key} is an unknown key; {nearest(key, KEYS)}")
+            raise ValueError(f"definitions.{run.model} or network: {key} is an unknown key; {nearest_names(key, KEYS)}")
     listops = run.suite == "listops"
     first, allowed = keys.pop("first_weights", "model"), FIRST_WEIGHTS_LISTOPS if listops else FIRST_WEIGHTS
     if first not in allowed:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
+from models.options import nearest_names
 from tests.tools.evaluation.conftest import made_up_rows, write_rows
 from tools.evaluation.harness import Request, prepare_tasks
-from tools.evaluation.suites import UnknownNameError, nearest, read_suite, suite_names
+from tools.evaluation.suites import UnknownNameError, read_suite, suite_names
 from tools.evaluation.tasks import load_tasks, moved_task, stock_config, task_manager, template_fields
 
 SUITES = {name: read_suite(name) for name in ("superglue", "commonsense")}
@@ -337,7 +338,7 @@ def test_unknown_names_get_the_nearest(monkeypatch):
         read_suite("superglu")
     with pytest.raises(UnknownNameError, match=r"no task 'hellaswagg'; did you mean .*hellaswag"):
         load_tasks(["hellaswagg"])
-    assert nearest("x", ["a", "b"]) == "there are a, b"
+    assert nearest_names("x", ["a", "b"]) == "allowed are a, b"
 
 
 @pytest.mark.parametrize(
