@@ -1,37 +1,61 @@
-"""Which tensors the Triton kernels accept."""
+"""Which tensors kernels support, and what torch.compile leaves out of its graphs."""
 
 from __future__ import annotations
 
-from functools import cache
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib import import_module
 from types import ModuleType
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
 
 def is_supported(x: Tensor) -> bool:
-    """Whether the kernels compute with x: where they can, and not while torch.compile, which makes kernels of its own,
-    reads the code."""
+    """Return whether a Triton kernel is to compute with x: `available`, and torch.compile is not tracing.
+
+    torch.compile generates kernels of its own.
+    """
     return available(x) and not torch.compiler.is_compiling()
 
 
 def available(x: Tensor) -> bool:
-    """Whether x lies on CUDA, where Triton is installed, and is not float64."""
+    """Return whether x is on CUDA, Triton is installed, and x is not float64."""
     return x.is_cuda and x.dtype != torch.float64 and _installed()
 
 
-def vector_decay_takes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, mild: bool = True) -> bool:
-    """Whether `gla.py` is for this recurrence: 16 bits, a decay a channel, more tokens than decoding has, and
-    heads of sizes for which it was measured to be the fastest, more for mild decays; it takes values of more channels."""
-    if log_decay.shape[-1] == 1 or q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
-        return False
-    if q.shape[-1] > (128 if mild else 64) or v.shape[-1] > 128 or not available(q):
-        return False
-    # Numbers of a row are counted by 32 bits.
-    if not q.numel() or not 0 < v.numel() < 2**31 * v.shape[0]:
-        return False
-    return q.shape[1] > 16 or (torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_decay)))
+def leave_out_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that torch.compile must call as it is, because tracing it fails or takes minutes.
+
+    `torch.compiler.disable` would import the compiler with this file, which takes as long as importing torch.
+    """
+    eager: Callable[P, R] | None = None
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal eager
+        if eager is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            eager = torch.compiler.disable(function)
+        return eager(*args, **kwargs)
+
+    return call
+
+
+def missing_fla() -> ImportError:
+    """Return the error for a kernel of flash-linear-attention when the package is not installed."""
+    return ImportError(
+        "CUDA training in 16 bits needs flash-linear-attention and Triton: pip install flash-linear-attention "
+        "(or train with precision.dtype=fp32, which uses plain PyTorch)"
+    )
 
 
 def cpu_kernel(name: str) -> ModuleType | None:

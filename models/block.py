@@ -11,7 +11,6 @@ from .layers.mlp import MLPS
 from .layers.norm import Norm
 from .mixers import MIXERS
 from .operators.context_parallel import context_parallel_group, refuse_state
-from .operators.gla.gated_linear_attention import leave_out_of_graphs
 
 
 class Block(nn.Module):
@@ -65,11 +64,6 @@ class Block(nn.Module):
             )
         if with_state:
             refuse_state()
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """torch.compile this block in place, around the recurrence of its mixer; arguments as torch.compile."""
-        leave_out_of_graphs()
-        super().compile(*args, **kwargs)
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token at this sequence length, two a multiply-add."""

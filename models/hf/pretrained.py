@@ -12,7 +12,6 @@ from transformers import Cache, PreTrainedModel
 from ..language_model import layer_specs
 from ..layers.embedding import Embedding
 from ..layers.projections import init_std
-from ..operators.gla.gated_linear_attention import leave_out_of_graphs
 from .configuration_metalion import MetalionConfig
 
 
@@ -30,7 +29,6 @@ class MetalionPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: MetalionConfig) -> None:
         super().__init__(config)
-        leave_out_of_graphs()
         self.gradient_checkpointing = False
         model_config = config.model_config()
         self._causal = not model_config.bidirectional_mixers()

@@ -1,10 +1,10 @@
-"""Causal attention maps of short sequences, whole: flash attention's tiles with other weights than an exponential's.
+"""Quadratic linear attention for short sequences: flash attention's tiles, with weights other than an exponential's.
 
     a_ij = p(scale q_i k_j) exp(c_i - c_j) for j <= i      p(s) = s, or with `taylor` 1 + s + s^2 / 2
-    y_i = sum_j a_ij v_j, or with `scaled` that over (sum_j a_ij + eps)
-c are running sums of log decays, so no factor is above 1 and nothing needs rescaling. It is what the recurrence with a decay
-a head computes, quadratic in length: of a few hundred tokens the faster form, and the only one here in which Based's map
-needs none of its features. Reference: `models.operators.gla.gated_linear_attention` with form="parallel".
+    y_i = sum_j a_ij v_j, or with `normalized` that over (sum_j a_ij + eps)
+c are running sums of log decays, so no factor exceeds 1 and nothing needs rescaling. It is the quadratic form of gated linear
+attention with one decay per head: the faster form for a few hundred tokens, and the only one here in which Based's map needs
+none of its features. Reference: `models.operators.gla.gated_linear_attention` with form="parallel".
 
 Backward, with P = a / den, dP = dY V^T and delta_i = dy_i . y_i:
     da_ij = (dP_ij - delta_i) / den_i    dV = P^T dY    ds = da p'(s) exp(c_i - c_j)    dQ = scale ds K    dK = scale ds^T Q
@@ -32,20 +32,28 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise ImportError("the kernels of causal maps need Triton: pip install triton") from error
+    raise ImportError("the kernels of quadratic attention need Triton: pip install triton") from error
 
 LARGEST_KEY, LARGEST_VALUE = 128, 128
 # Queries and keys of a tile.
 _TILE = 64
 
 
-def causal_map(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, *, scale: float = 1.0, taylor: bool = False, scaled: bool
+def quadratic_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    *,
+    scale: float = 1.0,
+    taylor: bool = False,
+    normalized: bool,
 ) -> Tensor:
-    """q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], of one dtype -> y, of v's shape and dtype.
+    """Return y [batch, length, heads, head_dim_v] of causal attention with the decayed attention matrix, in v's dtype.
 
-    log_decay: [batch, length, heads], at most 0, taken as -80 where below; or None. Heads may share q and k (an expanded
-    axis): they are not copied. Raises ValueError for larger heads than the kernels take.
+    q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], of one dtype. log_decay: [batch, length, heads], at most
+    0, bounded by -80; or None. Heads may share q and k (an expanded axis), which are not copied then.
+    Raises ValueError for heads larger than the kernels take.
     """
     if q.shape[-1] > LARGEST_KEY or v.shape[-1] > LARGEST_VALUE:
         raise ValueError(
@@ -55,7 +63,7 @@ def causal_map(
     if log_decay is not None:
         # The kernels count in powers of 2.
         sums = log_decay.float().clamp_min(-80.0).transpose(1, 2).cumsum(-1) / log(2)
-    return _CausalMap.apply(q, k, v, sums, scale, taylor, scaled)
+    return _QuadraticAttention.apply(q, k, v, sums, scale, taylor, normalized)
 
 
 class _Case(NamedTuple):
@@ -72,13 +80,13 @@ class _Case(NamedTuple):
     scale: float
     decayed: bool
     taylor: bool
-    scaled: bool
+    normalized: bool
 
 
-class _CausalMap(torch.autograd.Function):
+class _QuadraticAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sums: Tensor | None, scale: float, taylor: bool, scaled: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sums: Tensor | None, scale: float, taylor: bool, normalized: bool
     ) -> Tensor:
         v = aligned(v)
         q, k = _rows(q), _rows(k)
@@ -87,13 +95,13 @@ class _CausalMap(torch.autograd.Function):
         sums = None if sums is None else aligned(sums)
         batch, length, heads, dim_k = q.shape
         strides = q.stride(1), q.stride(2)
-        flags = sums is not None, taylor, scaled
+        flags = sums is not None, taylor, normalized
         case = _Case(v.device, v.dtype, batch, length, heads, dim_k, v.shape[-1], strides, scale, *flags)
         y = torch.empty_like(v)
-        den = v.new_empty((batch, heads, length), dtype=torch.float32) if scaled else None
+        den = v.new_empty((batch, heads, length), dtype=torch.float32) if normalized else None
         if v.numel():
             _launches(case)[0](q, k, v, sums, y, den)
-        ctx.save_for_backward(q, k, v, sums, y if scaled else None, den)
+        ctx.save_for_backward(q, k, v, sums, y if normalized else None, den)
         ctx.case = case
         return y
 
@@ -123,11 +131,11 @@ def _launches(case: _Case) -> tuple[Launch, Launch]:
     grid = triton.cdiv(case.length, _TILE), case.batch * case.heads
     values = (
         case.length, case.heads, *case.strides, case.scale, NORMALIZER_EPS, case.dim_k, case.dim_v, block_k, block_v, _TILE,
-        case.decayed, case.taylor, case.scaled, "tf32x3" if case.dtype == torch.float32 else "tf32",
+        case.decayed, case.taylor, case.normalized, "tf32x3" if case.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     large = max(block_k, block_v) > 64
-    forward = Launch(_causal_map_forward, grid, *values, num_warps=4, num_stages=1 if large else 2)
-    return forward, Launch(_causal_map_backward, grid, *values, num_warps=8 if large else 4, num_stages=1)
+    forward = Launch(_quadratic_attention_forward, grid, *values, num_warps=4, num_stages=1 if large else 2)
+    return forward, Launch(_quadratic_attention_backward, grid, *values, num_warps=8 if large else 4, num_stages=1)
 
 
 @triton.jit
@@ -172,10 +180,10 @@ def _weight(s, TAYLOR: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _causal_map_forward(
+def _quadratic_attention_forward(
     q, k, v, c, y, den, T, H, stride, head_stride, scale, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, B: tl.constexpr,
-    DECAYED: tl.constexpr, TAYLOR: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    DECAYED: tl.constexpr, TAYLOR: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries."""
     start, bh = tl.program_id(0) * B, tl.program_id(1)
@@ -200,17 +208,17 @@ def _causal_map_forward(
         a = _weight(s, TAYLOR) * _factor(c_t, c_u, t, u, DECAYED)
         total += tl.sum(a, 1)
         out = tl.dot(a.to(value.dtype), value, out, input_precision=PRECISION)
-    if SCALED:
+    if NORMALIZED:
         out = out / (total + eps)[:, None]
         tl.store(den + of_tokens + t, total, mask=t < T)
     _store(y, out, t, cv, T, H * V, V, BV)
 
 
 @triton.jit(do_not_specialize=["T"])
-def _causal_map_backward(
+def _quadratic_attention_backward(
     dy, q, k, v, c, y, den, dq, dk, dv, dc, T, H, stride, head_stride, scale, eps,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, B: tl.constexpr,
-    DECAYED: tl.constexpr, TAYLOR: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    DECAYED: tl.constexpr, TAYLOR: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of tokens, first as queries (dq), then as keys (dk, dv); both halves of dc."""
     start, bh = tl.program_id(0) * B, tl.program_id(1)
@@ -226,7 +234,7 @@ def _causal_map_backward(
 
     query, grad = _load(q, t, ck, T, stride, K, BK), _load(dy, t, cv, T, H * V, V, BV)
     share, inner = t * 0.0 + 1.0, t * 0.0
-    if SCALED:
+    if NORMALIZED:
         y += values
         share = 1.0 / (tl.load(den + of_tokens + t, mask=t < T, other=1.0) + eps)
         inner = tl.sum(grad.to(tl.float32) * _load(y, t, cv, T, H * V, V, BV).to(tl.float32), 1)
@@ -259,7 +267,7 @@ def _causal_map_backward(
         if DECAYED:
             c_u = tl.load(c + of_tokens + u, mask=u < T, other=0.0)
         share_u, inner_u = u * 0.0 + 1.0, u * 0.0
-        if SCALED:
+        if NORMALIZED:
             share_u = 1.0 / (tl.load(den + of_tokens + u, mask=u < T, other=1.0) + eps)
             inner_u = tl.sum(grad_u.to(tl.float32) * _load(y, u, cv, T, H * V, V, BV).to(tl.float32), 1)
         # Beyond the last token grad and query are 0.

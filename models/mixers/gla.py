@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers.gated_norm import gated_head_norm
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
-from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.varlen import without_padding
 from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, check_key_dim, require_at_least, require_positive
 from ..precision import to_accumulation_dtype
@@ -67,19 +67,19 @@ class GLA(nn.Module):
     def __init__(self, config: ModelShape, layer_index: int, options: GLAOptions) -> None:
         super().__init__()
         size = config.hidden_size
-        keys = round(size * options.expand_k)
+        key_dim = round(size * options.expand_k)
         self.options = options
-        self.head_dim_k = keys // config.num_heads
+        self.head_dim_k = key_dim // config.num_heads
         self.head_dim_v = size // config.num_heads
         self.conv = CausalConvolution(size, options.conv_kernel, silu=True) if options.conv_kernel else None
-        self.q_proj = linear(config, size, keys)
-        self.k_proj = linear(config, size, keys)
+        self.q_proj = linear(config, size, key_dim)
+        self.k_proj = linear(config, size, key_dim)
         self.v_proj = linear(config, size, size)
         self.decay_down = linear(config, size, options.low_rank)
-        self.decay_up = linear(config, options.low_rank, keys, bias=True)
+        self.decay_up = linear(config, options.low_rank, key_dim, bias=True)
         self.gate_proj = linear(config, size, size, bias=True)
         self.out_proj = linear(config, size, size, output=True)
-        self._size, self._keys = size, keys
+        self._size, self._key_dim = size, key_dim
 
     @staticmethod
     def check(config: ModelShape, options: GLAOptions) -> None:
@@ -106,7 +106,7 @@ class GLA(nn.Module):
         log_decay = F.logsigmoid(to_accumulation_dtype(self.decay_up(self.decay_down(x)))) / self.options.temperature
         log_decay = log_decay.unflatten(-1, (-1, self.head_dim_k))
         log_decay, k = without_padding(mask, log_decay, k)
-        o, new_state["recurrent"] = recurrence(
+        o, new_state["recurrent"] = gated_linear_attention(
             q,
             k,
             v,
@@ -114,15 +114,15 @@ class GLA(nn.Module):
             scale=self.head_dim_k**-0.5,
             initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
-            mild_decay=self.options.temperature >= 8,
+            fits_matmul_form=self.options.temperature >= 8,
         )
         y = self.out_proj(gated_head_norm(o, self.gate_proj(x), norm=self.options.norm, eps=self.options.norm_eps))
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""
-        size, keys, dim_k, dim_v = self._size, self._keys, self.head_dim_k, self.head_dim_v
-        projections = 6 * size * size + 4 * size * keys + 2 * (size + keys) * self.options.low_rank
+        size, key_dim, dim_k, dim_v = self._size, self._key_dim, self.head_dim_k, self.head_dim_v
+        projections = 6 * size * size + 4 * size * key_dim + 2 * (size + key_dim) * self.options.low_rank
         return (
             projections
             + 2 * size * self.options.conv_kernel

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.projections import linear
-from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.varlen import without_padding
 from ..options import ModelShape, require_positive
 from ..precision import to_accumulation_dtype
@@ -111,7 +111,7 @@ class HGRN2(nn.Module):
         )
         k = k.to(v.dtype)
         log_decay, k = without_padding(mask, log_decay, k)
-        o, recurrent = recurrence(
+        o, recurrent = gated_linear_attention(
             q, k, v, log_decay, initial_state=(state or {}).get("recurrent"), cu_seqlens=cu_seqlens
         )
         normed = to_accumulation_dtype(o) if self.options.norm_over == "head" else to_accumulation_dtype(o).flatten(-2)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
-from ..operators.gla.normalized import recurrence_with_row_sum
-from ..operators.gla.short_map import short_map
+from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..options import ModelShape, require_at_least
 from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 
@@ -66,15 +65,15 @@ class LinearAttention(nn.Module):
         self.options = options
         self.head_dim = size // config.num_heads
         taylor = options.feature_map == "taylor"
-        self.key_dim = options.feature_dim if taylor else self.head_dim
-        keys = self.key_dim * config.num_heads
+        self.head_dim_k = options.feature_dim if taylor else self.head_dim
+        key_dim = self.head_dim_k * config.num_heads
         self.conv = CausalConvolution(size, options.conv_kernel, silu=True) if options.conv_kernel else None
-        self.q_proj = linear(config, size, keys, bias=options.bias)
-        self.k_proj = linear(config, size, keys, bias=options.bias)
+        self.q_proj = linear(config, size, key_dim, bias=options.bias)
+        self.k_proj = linear(config, size, key_dim, bias=options.bias)
         self.v_proj = linear(config, size, size, bias=options.bias)
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
-        self._size, self._keys = size, keys
-        self._features = _taylor_width(self.key_dim) if taylor else self.key_dim
+        self._size, self._key_dim = size, key_dim
+        self._features = _taylor_width(self.head_dim_k) if taylor else self.head_dim_k
 
     def forward(
         self,
@@ -91,13 +90,13 @@ class LinearAttention(nn.Module):
         """
         state = state or {}
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
-        q, k = (proj(x).unflatten(-1, (-1, self.key_dim)) for proj in (self.q_proj, self.k_proj))
+        q, k = (proj(x).unflatten(-1, (-1, self.head_dim_k)) for proj in (self.q_proj, self.k_proj))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         recurrent, whole = state.get("recurrent"), None
         if self.options.feature_map == "taylor" and mask is None:
             # By the products themselves, without features.
-            whole = short_map(
-                q, k, v, None, scale=self.key_dim**-0.5, taylor=True, scaled=True, cu_seqlens=cu_seqlens,
+            whole = short_attention(
+                q, k, v, None, scale=self.head_dim_k**-0.5, taylor=True, normalized=True, cu_seqlens=cu_seqlens,
                 initial_state=recurrent, return_state=return_state,
             )  # fmt: skip
         if whole is not None:
@@ -105,12 +104,12 @@ class LinearAttention(nn.Module):
         q, k = (_features(to_accumulation_dtype(t), self.options.feature_map).to(v.dtype) for t in (q, k))
         if mask is not None:
             k = k.masked_fill(~mask[:, :, None, None], 0.0)
-        num, den, new_state["recurrent"] = recurrence_with_row_sum(
+        num, den, new_state["recurrent"] = linear_attention_with_normalizer(
             q,
             k,
             v,
             to_accumulation_dtype(q).new_zeros(()).expand(*q.shape[:3], 1),
-            weight=self.key_dim if self.options.feature_map == "elu" else 1,
+            weight=self.head_dim_k if self.options.feature_map == "elu" else 1,
             initial_state=recurrent,
             cu_seqlens=cu_seqlens,
         )
@@ -119,8 +118,8 @@ class LinearAttention(nn.Module):
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""
-        size, keys, features = self._size, self._keys, self._features
-        maps = 4 * size * (size + keys) + 2 * size * self.options.conv_kernel
+        size, key_dim, features = self._size, self._key_dim, self._features
+        maps = 4 * size * (size + key_dim) + 2 * size * self.options.conv_kernel
         head = min(64, length) * (features + self.head_dim + 1) + 4 * features * (self.head_dim + 1)
         return maps + size // self.head_dim * head
 

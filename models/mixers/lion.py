@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ..layers.norm import LayerNorm
 from ..layers.projections import FanOut, apply_each, init_std, linear
-from ..operators.gla.gated_linear_attention import recurrence
-from ..operators.gla.normalized import recurrence_with_row_sum
-from ..operators.gla.short_map import short_map
+from ..operators.gla.gated_linear_attention import gated_linear_attention
+from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
 from ..operators.lion.feature_map import feature_map
 from ..operators.varlen import without_padding
@@ -212,17 +211,19 @@ class Lion(nn.Module):
         log_decay, k = without_padding(mask, log_decay, k)
         whole = None
         if self.input_gate is None:
-            whole = short_map(
-                q, k, v, log_decay, scaled=self.options.scaled, cu_seqlens=cu_seqlens, initial_state=initial_state,
+            whole = short_attention(
+                q, k, v, log_decay, normalized=self.options.scaled, cu_seqlens=cu_seqlens, initial_state=initial_state,
                 return_state=return_state,
             )  # fmt: skip
         if whole is not None:
             return whole, {}
         if not self.options.scaled:
-            o, recurrent = recurrence(q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens)
+            o, recurrent = gated_linear_attention(
+                q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
+            )
             return o, {"recurrent": recurrent}
         weight = self.head_dim if self.options.phi == "elu" else 1
-        num, den, recurrent = recurrence_with_row_sum(
+        num, den, recurrent = linear_attention_with_normalizer(
             q, k, v, log_decay, weight=weight, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
         o = num / (den + NORMALIZER_EPS if self.input_gate is None else den.abs().clamp_min(1.0))

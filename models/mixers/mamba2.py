@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..backend import is_supported
 from ..layers.projections import linear
 from ..layers.short_convolution import CausalConvolution
-from ..operators.gla.gated_linear_attention import recurrence
-from ..operators.gla.short_map import short_map
+from ..operators.gla.gated_linear_attention import gated_linear_attention
+from ..operators.gla.normalized import short_attention
 from ..options import ModelShape, require_at_least, require_divisor
 from ..precision import to_accumulation_dtype
 
@@ -127,18 +127,18 @@ class Mamba2(nn.Module):
         q, k = (y.unsqueeze(2).expand(-1, -1, heads, -1) for y in (c, b))
         v, log_decay = _stepped(dt, u), (-dt * to_accumulation_dtype(self.a_log).exp()).unsqueeze(-1)
         initial_state = state.get("recurrent")
-        o = short_map(
+        o = short_attention(
             q,
             k,
             v,
             log_decay,
-            scaled=False,
+            normalized=False,
             cu_seqlens=cu_seqlens,
             initial_state=initial_state,
             return_state=return_state,
         )
         if o is None:
-            o, new_state["recurrent"] = recurrence(
+            o, new_state["recurrent"] = gated_linear_attention(
                 q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
             )
         y = self.out_proj(_gated_norm(o, u, self.skip, self.gate_proj(x), self.norm_weight, self.norm_eps))

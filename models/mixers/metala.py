@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backend import cpu_kernel, is_supported, vector_decay_takes
 from ..layers.projections import FanOut, apply_each, linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
-from ..operators.context_parallel import context_parallel_group
-from ..operators.gla.gated_linear_attention import recurrence
-from ..operators.metala import metala_epilogue
-from ..operators.varlen import without_padding
+from ..operators.metala import metala
 from ..options import ModelShape, check_key_dim, require_at_least, require_positive
-from ..precision import to_accumulation_dtype
-from ..recompute import recomputable
 
 
 @dataclass(frozen=True)
@@ -62,10 +54,10 @@ class MetaLAOptions:
 
 
 class MetaLA(nn.Module):
-    """The layer of MetaLA, Eq. 13-22 and A35, with d_k = expand_k d (d / 2) and d_v = d over all heads.
+    """The MetaLA layer, Eq. 13-22 and A35, with d_k = expand_k d (d / 2) and d_v = d over all heads.
 
     x <- SiLU(conv(x)); q, a, v = W x; u = W_G x + b; g = logsigmoid(a) / 16; k = 1 - exp(g);
-    o = recurrence(q, k, v, g) + sigmoid((sum_c q_c w_c k_c) v); y = W_O(SiLU(u) * LayerNorm_head(o)).
+    o = GLA(q, k, v, g) + sigmoid((sum_c q_c w_c k_c) v); y = W_O(SiLU(u) * LayerNorm_head(o)).
     """
 
     Options = MetaLAOptions
@@ -88,24 +80,24 @@ class MetaLA(nn.Module):
     def __init__(self, config: ModelShape, layer_index: int, options: MetaLAOptions) -> None:
         super().__init__()
         size = config.hidden_size
-        keys = round(size * options.expand_k)
+        key_dim = round(size * options.expand_k)
         self.options = options
-        self.head_dim_k = keys // config.num_heads
+        self.head_dim_k = key_dim // config.num_heads
         self.head_dim_v = size // config.num_heads
         self.scale = self.head_dim_k**-0.5 if options.preset == "released" else 1.0
         silu = options.preset == "released"
         self.conv = CausalConvolution(size, options.conv_kernel, silu=silu) if options.convolution else None
-        self.q_proj = linear(config, size, keys)
-        self.a_proj = linear(config, size, keys) if options.dynamic_decay else None
+        self.q_proj = linear(config, size, key_dim)
+        self.a_proj = linear(config, size, key_dim) if options.dynamic_decay else None
         # alpha = 0.5^(1/16), as a_proj has it on average at the start.
-        self.decay = None if options.dynamic_decay else nn.Parameter(torch.zeros(keys))
-        self.k_proj = linear(config, size, keys) if options.key_projection else None
+        self.decay = None if options.dynamic_decay else nn.Parameter(torch.zeros(key_dim))
+        self.k_proj = linear(config, size, key_dim) if options.key_projection else None
         self.v_proj = linear(config, size, size)
         self.gate_proj = linear(config, size, size, bias=True)
-        self.aug_weight = nn.Parameter(torch.zeros(keys)) if options.self_augmentation else None
+        self.aug_weight = nn.Parameter(torch.zeros(key_dim)) if options.self_augmentation else None
         self.out_proj = linear(config, size, size, output=True)
         self.fan_out: FanOut = apply_each
-        self._size, self._keys, self._heads = size, keys, config.num_heads
+        self._size, self._key_dim, self._heads = size, key_dim, config.num_heads
 
     @staticmethod
     def check(config: ModelShape, options: MetaLAOptions) -> None:
@@ -131,79 +123,34 @@ class MetaLA(nn.Module):
         linears = {"q": self.q_proj, "a": self.a_proj, "k": self.k_proj, "v": self.v_proj, "gate": self.gate_proj}
         present = {name: linear for name, linear in linears.items() if linear is not None}
         of = dict(zip(present, self.fan_out(x, tuple(present.values())), strict=True))
-        q, v = _heads(of["q"], self.head_dim_k), _heads(of["v"], self.head_dim_v)
-        initial_state = state.get("recurrent")
-        if self.aug_weight is not None and set(of) == {"q", "a", "v", "gate"} and mask is None:
-            a = _heads(of["a"], self.head_dim_k)
-            core = _core(q, a, v, self.aug_weight, of["gate"])
-            if core is not None:
-                of_core = q, a, v, self.aug_weight, of["gate"], self.scale, initial_state, cu_seqlens
-                y, new_state["recurrent"] = core(*of_core)
-                y = self.out_proj(y)
-                return (y, new_state) if return_state else y
-        # alpha is a parameter where the decay is not dynamic.
+        # The decay is a parameter where it is not dynamic.
         a = of["a"] if self.decay is None else self.decay.expand(*x.shape[:2], -1)
-        log_decay, k = (_heads(y, self.head_dim_k) for y in decay_and_key(a))
-        if "k" in of:
-            k = _heads(of["k"], self.head_dim_k)
-        log_decay, k = without_padding(mask, log_decay, k)
-        o, new_state["recurrent"] = recurrence(
-            q,
-            k,
-            v,
-            log_decay,
+        y, new_state["recurrent"] = metala(
+            _heads(of["q"], self.head_dim_k),
+            _heads(a, self.head_dim_k),
+            _heads(of["v"], self.head_dim_v),
+            self.aug_weight,
+            of["gate"],
+            k=_heads(of["k"], self.head_dim_k) if "k" in of else None,
+            mask=mask,
             scale=self.scale,
-            initial_state=initial_state,
+            initial_state=state.get("recurrent"),
             cu_seqlens=cu_seqlens,
-            mild_decay=True,
         )
-        y = self.out_proj(metala_epilogue(o, q, k, v, self.aug_weight, of["gate"]))
+        y = self.out_proj(y)
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
         """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""
         size, heads = self._size, self._heads
         key_maps = sum(proj is not None for proj in (self.q_proj, self.a_proj, self.k_proj))
-        projections = 2 * size * (3 * size + key_maps * self._keys)
+        projections = 2 * size * (3 * size + key_maps * self._key_dim)
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
         chunk = min(64, length)
         inside = chunk * (self.head_dim_k + self.head_dim_v)
         return projections + convolution + heads * (inside + 4 * self.head_dim_k * self.head_dim_v)
 
 
-def _core(
-    q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """What computes gate, recurrence and epilogue as one step, where something does."""
-    if context_parallel_group() is not None:
-        return None
-    if is_supported(q) and vector_decay_takes(q, a, v, a):
-        from ..kernels.metala.fused_layer import metala_core
-
-        return metala_core
-    native = cpu_kernel("metala")
-    if native is not None and native.supports_metala_core(q, a, v, aug_weight, gate):
-        return native.metala_core
-    return None
-
-
 def _heads(x: Tensor, head_dim: int) -> Tensor:
-    """[batch, length, heads * head_dim] -> [batch, length, heads, head_dim]: the head count follows from the tensor."""
+    """Return [batch, length, heads * head_dim] as [batch, length, heads, head_dim], with heads from the tensor's shape."""
     return x.unflatten(-1, (-1, head_dim))
-
-
-def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
-    """log alpha, alpha = sigmoid(a)^(1/16), in float32 (float64 for float64), and k = 1 - alpha in a's dtype."""
-    if is_supported(a):
-        from ..kernels.metala.fused_layer import decay_and_key as kernel
-    else:
-        kernel = _decay_and_key
-    results = kernel(a)
-    recomputable(results, kernel, a)
-    return results
-
-
-def _decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
-    log_decay = F.logsigmoid(to_accumulation_dtype(a)) / 16
-    # In float32 until here: 1 - exp(g) formed in bfloat16 would be wrong by 3 % and more.
-    return log_decay, (-torch.expm1(log_decay)).to(a.dtype)

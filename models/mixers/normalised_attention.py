@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.projections import linear
-from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..options import ModelShape
 from ..precision import to_accumulation_dtype
 
@@ -79,7 +79,7 @@ class NormalisedAttention(nn.Module):
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if mask is not None:
             k = k.masked_fill(~mask[:, :, None, None], 0.0)
-        o, recurrent = recurrence(
+        o, recurrent = gated_linear_attention(
             q,
             k,
             v,

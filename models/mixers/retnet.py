@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers.embedding import token_positions
 from ..layers.gated_norm import gated_head_norm
 from ..layers.projections import head_numbers, linear
-from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.varlen import without_padding
 from ..options import HEAD_NORM, HEAD_NORM_EPS, ModelShape, require_at_least, require_divisor, require_positive
 from ..precision import to_accumulation_dtype
@@ -98,7 +98,7 @@ class RetNet(nn.Module):
             *q.shape[:3], 1
         )
         log_decay, k = without_padding(mask, log_decay, k)
-        o, recurrent = recurrence(
+        o, recurrent = gated_linear_attention(
             q,
             k,
             v,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..layers.embedding import token_positions
 from ..layers.projections import head_numbers, linear
-from ..operators.gla.gated_linear_attention import recurrence
+from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.varlen import without_padding
 from ..options import ModelShape
 from ..precision import to_accumulation_dtype
@@ -95,7 +95,7 @@ class TransNormer(nn.Module):
             q, k = (torch.cat([t * cos, t * sin], -1) for t in (q, k))
         log_decay = (self.rate * self.head_index.to(q.dtype))[:, None].expand(*q.shape[:3], 1)
         log_decay, k = without_padding(mask, log_decay, k)
-        o, recurrent = recurrence(
+        o, recurrent = gated_linear_attention(
             q.to(v.dtype),
             k.to(v.dtype),
             v,

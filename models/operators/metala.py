@@ -1,9 +1,10 @@
-"""The end of a MetaLA mixer: self-augmentation, LayerNorm a head, output gate (arXiv 2411.10741, Eq. 15, 22, A35).
+"""The core of a MetaLA layer between its projections: decay and key, gated linear attention, epilogue (arXiv 2411.10741).
 
-    s_t = sum_c q_tc w_c k_tc a head     x_t = o_t + sigmoid(s_t v_t) - 1/2     y_t = SiLU(u_t) * LayerNorm(x_t)
+    g_t = logsigmoid(a_t) / 16     k_t = 1 - exp(g_t)     o_t = gated_linear_attention(q, k, v, g)     (Eq. 13-15)
+    s_t = sum_c q_tc w_c k_tc      x_t = o_t + sigmoid(s_t v_t) - 1/2     y_t = SiLU(u_t) * LayerNorm(x_t)     per head
 
-The 1/2 changes nothing, the LayerNorm takes it off; without it small outputs keep their digits.
-The plain PyTorch reference stands here, its Triton kernels in `models/kernels/metala/epilogue.py`, imported on use.
+(Eq. 15, 22, A35). The LayerNorm removes the 1/2; without it small outputs would lose digits. The PyTorch references are
+here. The kernels are `models/kernels/metala.py` (CUDA) and `models/kernels/cpu/metala.py`, imported on use.
 """
 
 from __future__ import annotations
@@ -14,9 +15,79 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backend import available
+from ..backend import available, cpu_kernel, is_supported
 from ..precision import to_accumulation_dtype
 from ..recompute import recomputable
+from .context_parallel import context_parallel_group
+from .gla.gated_linear_attention import check_shapes, gated_linear_attention
+from .gla.select_kernel import supports_triton
+from .varlen import without_padding
+
+
+def metala(
+    q: Tensor,
+    a: Tensor,
+    v: Tensor,
+    aug_weight: Tensor | None,
+    gate: Tensor,
+    *,
+    k: Tensor | None = None,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output before its projection, [batch, length, heads * head_dim_v] in v's dtype, and the final state.
+
+    q, a: [batch, length, heads, head_dim_k]; k: the same, or None for 1 - exp(g). aug_weight and gate as in
+    `metala_epilogue`, the others as in `models.operators.gla.gated_linear_attention.gated_linear_attention`, errors too.
+    mask: [batch, length] bool, True for real tokens. One fused kernel computes all three steps where it is supported.
+    """
+    if k is None and mask is None and aug_weight is not None:
+        core = _select_core(q, a, v, aug_weight, gate)
+        if core is not None:
+            check_shapes(q, a, v, a, initial_state, cu_seqlens)
+            return core(q, a, v, aug_weight, gate, scale, initial_state, cu_seqlens)
+    log_decay, key = decay_and_key(a)
+    log_decay, k = without_padding(mask, log_decay, key if k is None else k)
+    o, final_state = gated_linear_attention(
+        q, k, v, log_decay, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, fits_matmul_form=True
+    )
+    return metala_epilogue(o, q, k, v, aug_weight, gate), final_state
+
+
+def _select_core(
+    q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return the kernel that computes the three steps at once, or None."""
+    if context_parallel_group() is not None:
+        return None
+    if is_supported(q) and supports_triton(q, a, v, a, fits_matmul_form=True):
+        from ..kernels.metala.fused_layer import metala_core
+
+        return metala_core
+    cpu = cpu_kernel("metala")
+    if cpu is not None and cpu.supports_metala_core(q, a, v, aug_weight, gate):
+        return cpu.metala_core
+    return None
+
+
+def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log alpha with alpha = sigmoid(a)^(1/16), in float32 (float64 for float64), and k = 1 - alpha in a's dtype."""
+    if is_supported(a):
+        from ..kernels.metala.fused_layer import decay_and_key as compute
+    else:
+        compute = decay_and_key_reference
+    results = compute(a)
+    recomputable(results, compute, a)
+    return results
+
+
+def decay_and_key_reference(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `decay_and_key` in PyTorch."""
+    log_decay = F.logsigmoid(to_accumulation_dtype(a)) / 16
+    # In float32 until here: 1 - exp(g) in bfloat16 would be wrong by 3 % and more.
+    return log_decay, (-torch.expm1(log_decay)).to(a.dtype)
 
 
 def metala_epilogue(
@@ -30,7 +101,7 @@ def metala_epilogue(
     *,
     form: str = "auto",
 ) -> Tensor:
-    """SiLU(gate) * LayerNorm_head(o + self-augmentation), computed in float32 (float64 for float64).
+    """Return SiLU(gate) * LayerNorm_head(o + self-augmentation), computed in float32 (float64 for float64).
 
     o, v: [batch, length, heads, head_dim_v]; q, k: [batch, length, heads, head_dim_k]; aug_weight: [heads * head_dim_k]
     or None for no self-augmentation; gate: [batch, length, heads * head_dim_v] before its activation.
@@ -41,7 +112,7 @@ def metala_epilogue(
         raise ValueError(f"form {form!r}: allowed are auto, reference, triton")
     if form == "auto":
         form = "triton" if available(o) else "reference"
-    compute: Callable[..., Tensor] = reference
+    compute: Callable[..., Tensor] = epilogue_reference
     if form == "triton":
         from ..kernels.metala.epilogue import epilogue as compute
     y = compute(o, q, k, v, aug_weight, gate, eps)
@@ -49,10 +120,10 @@ def metala_epilogue(
     return y
 
 
-def reference(
+def epilogue_reference(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor | None, gate: Tensor, eps: float = 1e-5
 ) -> Tensor:
-    """The same in plain PyTorch."""
+    """Compute `metala_epilogue` in PyTorch."""
     x = to_accumulation_dtype(o)
     if aug_weight is not None:
         weight = to_accumulation_dtype(aug_weight).unflatten(-1, (-1, q.shape[-1]))

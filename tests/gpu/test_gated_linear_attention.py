@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.language_model import LanguageModel
-from models.operators.gla.gated_linear_attention import recurrence
+from models.operators.gla.gated_linear_attention import gated_linear_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -63,7 +63,9 @@ def test_kernels_equal_the_reference(dtype, packed, scalar, decay):
         if decay != "fixed":
             decays = (log_decay.double() if wide else log_decay.clone()).requires_grad_()
             leaves.append(decays)
-        o, final = recurrence(*leaves[:3], decays, scale=0.2, initial_state=leaves[3], cu_seqlens=cu_seqlens)
+        o, final = gated_linear_attention(
+            *leaves[:3], decays, scale=0.2, initial_state=leaves[3], cu_seqlens=cu_seqlens
+        )
         loss = (o * weights[0]).sum() + (final * weights[1]).sum()
         results.append((o, final, torch.autograd.grad(loss, leaves)))
     (o, final, gradients), (fast_o, fast_final, fast_gradients) = results
@@ -86,8 +88,8 @@ def test_without_gradients(scalar, length):
     log_decay = -torch.rand(2, length, 4, 1 if scalar else 32, device="cuda") * 0.1
     state = torch.randn(2, 4, 32, 64, device="cuda")
     with torch.no_grad():
-        fast = recurrence(q, k, v, log_decay, scale=0.2, initial_state=state)
-        expected = recurrence(q, k, v, log_decay, scale=0.2, initial_state=state, form="recurrent")
+        fast = gated_linear_attention(q, k, v, log_decay, scale=0.2, initial_state=state)
+        expected = gated_linear_attention(q, k, v, log_decay, scale=0.2, initial_state=state, form="recurrent")
     assert relative(fast[0], expected[0]) < 1e-2
     assert relative(fast[1], expected[1]) < 1e-2
 

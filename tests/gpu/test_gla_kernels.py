@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.backend import vector_decay_takes
-from models.operators.gla.gated_linear_attention import recurrence
+from models.operators.gla.gated_linear_attention import gated_linear_attention
+from models.operators.gla.select_kernel import supports_triton
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -64,7 +64,7 @@ PACKED = [0, 0, 1, 60, 188, 188, 300, 400, 400]
     ],
 )
 def test_kernels_equal_the_reference(shape, kind, dtype):
-    from models.kernels.gla.gla import vector_decay
+    from models.kernels.gla.gla import gla
 
     tensors = inputs(shape, kind, dtype)
     cu_seqlens = torch.tensor(PACKED, device="cuda", dtype=torch.int32) if shape[1] == PACKED[-1] else None
@@ -78,11 +78,11 @@ def test_kernels_equal_the_reference(shape, kind, dtype):
         # The kernels take what is below -80 as -80.
         g = leaves[3].clamp_min(-80.0) if wide else leaves[3]
         if wide:
-            o, final = recurrence(
+            o, final = gated_linear_attention(
                 *leaves[:3], g, scale=0.2, initial_state=leaves[4], cu_seqlens=cu_seqlens, form="chunked"
             )
         else:
-            o, final = vector_decay(*leaves[:3], g, 0.2, leaves[4], cu_seqlens)
+            o, final = gla(*leaves[:3], g, 0.2, leaves[4], cu_seqlens)
         loss = (o * weights[0]).sum() + (final * weights[1]).sum()
         results.append([o, final, *torch.autograd.grad(loss, leaves)])
     for name, found, expected in zip(("o", "final", "q", "k", "v", "g", "state"), *reversed(results), strict=True):
@@ -94,11 +94,11 @@ def test_which_recurrences_they_are_for():
     """Mild decays, as a mixer promises them, and heads of the sizes that were measured."""
     q, k, v, g, _ = inputs((1, 100, 2, 64, 128), "mild", torch.bfloat16)
     q.requires_grad_()
-    o, _ = recurrence(q, k, v, g, mild_decay=True)
-    assert "VectorDecay" in type(o.grad_fn).__name__
-    assert not vector_decay_takes(q, k, v, g[..., :1])
-    assert not vector_decay_takes(q.float(), k.float(), v.float(), g)
-    assert not vector_decay_takes(*(x.repeat(1, 1, 1, 2) for x in (q, k, v, g)))
+    o, _ = gated_linear_attention(q, k, v, g, fits_matmul_form=True)
+    assert "GLA" in type(o.grad_fn).__name__
+    assert not supports_triton(q, k, v, g[..., :1], fits_matmul_form=True)
+    assert not supports_triton(q.float(), k.float(), v.float(), g, fits_matmul_form=True)
+    assert not supports_triton(*(x.repeat(1, 1, 1, 2) for x in (q, k, v, g)), fits_matmul_form=True)
     with torch.no_grad():
-        assert vector_decay_takes(q, k, v, g)
-        assert not vector_decay_takes(*(x[:, :16] for x in (q, k, v, g)))
+        assert supports_triton(q, k, v, g, fits_matmul_form=True)
+        assert not supports_triton(*(x[:, :16] for x in (q, k, v, g)), fits_matmul_form=True)

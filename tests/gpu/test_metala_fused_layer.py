@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.mixers.metala import _decay_and_key
-from models.operators.gla.gated_linear_attention import local_recurrence
-from models.operators.metala import metala_epilogue
+from models.operators.gla.gated_linear_attention import local_gated_linear_attention
+from models.operators.metala import decay_and_key_reference, metala_epilogue
 from tests.gpu.test_gla_kernels import PACKED
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
     ],
 )
 def test_one_step_is_the_three(shape, kind, dtype):
-    from models.kernels.gla.gla import vector_decay
+    from models.kernels.gla.gla import gla
     from models.kernels.metala.fused_layer import decay_and_key, metala_core
 
     batch, length, heads, dim_k, dim_v = shape
@@ -55,13 +54,13 @@ def test_one_step_is_the_three(shape, kind, dtype):
         leaves = [(x.float() if form == "float32" else x).detach().clone().requires_grad_() for x in inputs]
         q, a, v, weight, gate, initial = leaves
         if form == "float32":
-            g, k = _decay_and_key(a)
+            g, k = decay_and_key_reference(a)
             how = {"scale": 0.2, "initial_state": initial, "cu_seqlens": cu_seqlens, "form": "chunked"}
-            o, final = local_recurrence(q, k, v, g, **how)
+            o, final = local_gated_linear_attention(q, k, v, g, **how)
             y = metala_epilogue(o, q, k, v, weight, gate, form="reference")
         elif form == "three steps":
             g, k = decay_and_key(a)
-            o, final = vector_decay(q, k, v, g, 0.2, initial, cu_seqlens)
+            o, final = gla(q, k, v, g, 0.2, initial, cu_seqlens)
             y = metala_epilogue(o, q, k, v, weight, gate)
         else:
             y, final = metala_core(q, a, v, weight, gate, 0.2, initial, cu_seqlens)

@@ -1,4 +1,4 @@
-"""The kernels of causal maps in 16 bits on a CUDA device, in the shapes of the generated tasks, against float64."""
+"""The kernels of quadratic attention in 16 bits on a CUDA device, in the shapes of the generated tasks, against float64."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.operators.gla.gated_linear_attention import recurrence
-from models.operators.gla.normalized import recurrence_with_row_sum
-from models.operators.gla.short_map import short_map
+from models.operators.gla.gated_linear_attention import gated_linear_attention
+from models.operators.gla.normalized import linear_attention_with_normalizer, short_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WHOLE = {"cu_seqlens": None, "initial_state": None, "return_state": False}
@@ -23,8 +22,8 @@ def reference(
         return torch.einsum("bhij,bjhe->bihe", a / a.sum(-1, keepdim=True), v)
     log_decay = log_decay.unsqueeze(-1)
     if not scaled:
-        return recurrence(q, k, v, log_decay, scale=scale, form="parallel")[0]
-    num, den, _ = recurrence_with_row_sum(q, k, v, log_decay)
+        return gated_linear_attention(q, k, v, log_decay, scale=scale, form="parallel")[0]
+    num, den, _ = linear_attention_with_normalizer(q, k, v, log_decay)
     return num / den
 
 
@@ -54,12 +53,12 @@ def test_against_float64(kind: str, heads: int, dim_k: int, dim_v: int, length: 
     inputs = [x.to(dtype) for x in (q, k, v)]
     if kind != "taylor":
         inputs.append(-torch.rand(2, length, heads, device="cuda", generator=generator) * 0.2)
-    settings = {"scale": 1.0 if kind == "scaled" else 0.2, "taylor": kind == "taylor", "scaled": kind != "decayed"}
+    settings = {"scale": 1.0 if kind == "scaled" else 0.2, "taylor": kind == "taylor", "normalized": kind != "decayed"}
     results = []
     for wide in (True, False):
         own = [(x.double() if wide else x).detach().clone().requires_grad_() for x in inputs]
         given = own if kind != "taylor" else [*own, None]
-        y = reference(*given, **settings) if wide else short_map(*given, **settings, **WHOLE)
+        y = reference(*given, **settings) if wide else short_attention(*given, **settings, **WHOLE)
         results.append([y, *torch.autograd.grad(y, own, dy.to(y.dtype))])
     for name, expected, found in zip(("y", "dq", "dk", "dv", "d log decay"), *results, strict=False):
         error = ((found.double() - expected).norm() / expected.norm()).item()

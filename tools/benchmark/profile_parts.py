@@ -10,7 +10,7 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
     ("communication", r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_?scatter"),
     (
         "recurrence",
-        r"_Factorised|StateScan|_Scan|_Lion|_VectorDecay|_MetaLACore|[Rr]ecurren|ChunkGLA|SimpleGLA|chunk_gla|chunk_simple|^chunk_|FusedRecurrent",
+        r"_MatmulForm|StateScan|_Scan|_Lion|_GLA|_MetaLACore|[Rr]ecurren|ChunkGLA|SimpleGLA|chunk_gla|chunk_simple|^chunk_|FusedRecurrent",
     ),
     ("convolution", r"_Convol|causal_conv|conv1d"),
     ("epilogue", r"[Ee]pilogue"),

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import backend, kernels
-from models.operators.gla import fla as fla_backend
-from models.operators.gla import gated_linear_attention as recurrence
+from models.operators.gla import fla, gated_linear_attention, select_kernel
 from models.operators.scan import linear_scan
 
 
@@ -34,10 +33,10 @@ def kernels_of_cuda() -> Iterator[None]:
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: x.device.type in ("cuda", "meta"))),
         mock.patch.object(backend, "_installed", return_value=True),
         _imported(unlaunched()),
-        mock.patch.object(fla_backend, "fla_recurrence", _recurrence),
+        mock.patch.object(fla, "fla_form", _fla_form),
         # As on Hopper, where the project's kernels then take these decays.
-        mock.patch.object(fla_backend, "_scalar_gradient_is_refused", return_value=True),
-        mock.patch.object(recurrence, "chunked_recurrence", _recurrence),  # reads values, to choose its chunks
+        mock.patch.object(select_kernel, "fla_refuses_scalar_gradient", return_value=True),
+        mock.patch.object(gated_linear_attention, "chunk_form", _chunk_form),  # reads values, to choose its chunks
         mock.patch.object(linear_scan, "fla_scan", _Scan.apply),
         mock.patch.object(F, "scaled_dot_product_attention", _attention),
     ):
@@ -90,11 +89,13 @@ class _Launches:
         return lambda *_, **__: None
 
 
-def _recurrence(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, initial_state: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor]:
-    """As `models.operators.gla.fla`, which says why a decay of one number a head is expanded."""
-    if log_decay.shape[-1] == 1 and fla_backend._fixed(log_decay):
+def _fla_form(selection: object, *inputs: Any) -> tuple[Tensor, Tensor]:
+    return _chunk_form(*inputs)
+
+
+def _chunk_form(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Allocate as `models.operators.gla.fla`, with every decay that is not fixed as one per channel."""
+    if log_decay.shape[-1] == 1 and select_kernel.is_fixed(log_decay):
         return _SimpleGla.apply(q, k, v)
     log_decay = log_decay.float().clamp_min(-80.0)
     return _Gla.apply(q, k, v, log_decay.expand(q.shape).contiguous())

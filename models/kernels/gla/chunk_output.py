@@ -50,11 +50,11 @@ def chunk_launches(case: Case) -> tuple[Launch, Launch]:
     sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
     (warps, registers), (backward_warps, backward_registers) = chunk_config(case)
     forward = Launch(
-        _vector_decay_forward, (case.chunks, -(-case.dim_v // case.block_v), case.rows), *sizes, CHUNK, MILD, *case.flags,
+        _chunk_output_forward, (case.chunks, -(-case.dim_v // case.block_v), case.rows), *sizes, CHUNK, MILD, *case.flags,
         num_warps=warps, num_stages=1, maxnreg=registers,
     )  # fmt: skip
     backward = Launch(
-        _vector_decay_backward, (case.chunks, case.rows), *sizes, CHUNK, *case.gradient_strides, case.layer, *case.flags,
+        _chunk_output_backward, (case.chunks, case.rows), *sizes, CHUNK, *case.gradient_strides, case.layer, *case.flags,
         num_warps=backward_warps, num_stages=1, maxnreg=backward_registers,
     )  # fmt: skip
     return forward, backward
@@ -74,7 +74,7 @@ def _load_state(states, i, ck, cv, K: tl.constexpr, V: tl.constexpr, EVEN: tl.co
 
 
 @triton.jit
-def _vector_decay_forward(
+def _chunk_output_forward(
     q, k, v, g, table, triangle, states, o, strong, T, H: tl.constexpr, N, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, MILD: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -112,7 +112,7 @@ def _vector_decay_forward(
 
 
 @triton.jit
-def _vector_decay_backward(
+def _chunk_output_backward(
     do, q, k, v, g, table, triangle, strong, states, d_states, dq, dk, dv, dg, d_strength, aug_weight,
     T, H: tl.constexpr, N, scale, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,

@@ -78,13 +78,13 @@ def _launches(case: Case, backward: bool, edge: bool, leave: bool) -> tuple[Laun
     blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
     sizes = case.chunks, stretches, case.dim_k, case.dim_v, block_k, block_v
     scanned = Launch(
-        _vector_decay_states, (blocks, stretches, case.rows),
+        _chunk_states, (blocks, stretches, case.rows),
         case.length, case.heads, case.scale if backward else 1.0, *sizes, CHUNK, backward, stretches > 1, edge, leave,
         *case.flags, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     groups = triton.cdiv(triton.cdiv(case.chunks, stretches), _GROUP)
     joined = Launch(
-        _vector_decay_join, (blocks, stretches * groups, case.rows),
+        _join_stretches, (blocks, stretches * groups, case.rows),
         case.heads, *sizes, _GROUP, backward, leave, case.segments > 0, num_warps=4,
     )  # fmt: skip
     return scanned, joined
@@ -95,7 +95,7 @@ _GROUP = 8
 
 
 @triton.jit
-def _vector_decay_states(
+def _chunk_states(
     x, y, g, edge, table, triangle, states, leave, ends, decays, between, T, H: tl.constexpr, scale, N, S,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BACKWARD: tl.constexpr,
     CUT: tl.constexpr, EDGE: tl.constexpr, LEAVE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
@@ -181,7 +181,7 @@ def _stretch(table, stretch, N, S, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _vector_decay_join(
+def _join_stretches(
     ends, decays, between, table, states, leave, H: tl.constexpr, N, S,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, BACKWARD: tl.constexpr,
     LEAVE: tl.constexpr, PACKED: tl.constexpr,

@@ -35,7 +35,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_KEY, LARGEST_VALUE = 128, 256
 
 
-def vector_decay(
+def gla(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -54,14 +54,14 @@ def vector_decay(
         q, scale = q * scale, 1.0
     case = case_of(q, k, v, scale, initial_state, cu_seqlens)
     initial_state = None if initial_state is None else initial_state.float()
-    return _VectorDecay.apply(q, k, v, log_decay.float(), initial_state, cu_seqlens, case)
+    return _GLA.apply(q, k, v, log_decay.float(), initial_state, cu_seqlens, case)
 
 
 def case_of(
     q: Tensor, k: Tensor, v: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     layer: bool = False,
 ) -> Case:  # fmt: skip
-    """Raises ValueError as `vector_decay`."""
+    """Raises ValueError as `gla`."""
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
     if dim_k > LARGEST_KEY or dim_v > LARGEST_VALUE:
@@ -81,7 +81,7 @@ def case_of(
     )  # fmt: skip
 
 
-class _VectorDecay(torch.autograd.Function):
+class _GLA(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

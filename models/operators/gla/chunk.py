@@ -1,13 +1,13 @@
-"""The recurrence in chunks: linear in length, matrix products inside a chunk, one state passed from chunk to chunk.
+"""The chunked form of gated linear attention: linear in length, matmuls inside a chunk, one state from chunk to chunk.
 
 With b the sum of log decays from the start of a chunk (inclusive) and B its total, a chunk that begins in state S is
 
     o_i = scale q_i ( exp(b_i) S + sum_{j <= i} exp(b_i - b_j) k_j v_j^T )
     S'  = exp(B) S + sum_j exp(B - b_j) k_j v_j^T
 
-Where the total decay of every chunk allows it, exp(b_i - b_j) is the product exp(b_i - m) exp(m - b_j), m = b in the
-middle of the chunk, and everything is a matrix product. Where it does not (decays of -60 a step, or -inf), the sums
-over j < t <= i are formed by adding, a pair at a time, in smaller chunks: slower, and exact for every decay.
+The matmul form (`chunk_matmul.py`) replaces exp(b_i - b_j) by the product exp(b_i - m) exp(m - b_j), with m = b in the
+middle of the chunk. The exact form here is for decays that do not fit it (-60 per step, or -inf): it adds the log decays of
+each pair, in smaller chunks. It is slower.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...backend import leave_out_of_graphs
+from ...precision import accumulation_dtype
 from ..cumulative_decay import pairwise_decay, sum_after
-from .chunk_matmul import factorised_recurrence, spans_of
-
-# Chunk lengths that are tried from the longest; the last is also the chunk of the pairwise form.
-_CHUNKS = (64, 32, 16)
-# No factor is above exp(80) = 6e34, inside float32, even where a chunk lies across two of the measured windows.
-_LARGEST_DECAY = 40.0
+from .chunk_matmul import matmul_form, spans_of
+from .select_kernel import plan_chunks
 
 
-def chunked_recurrence(
+@leave_out_of_graphs
+def chunk_form(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -38,9 +37,8 @@ def chunked_recurrence(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `models.operators.gla.gated_linear_attention.recurrence`, whose checks it relies on."""
-    wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-    dtype = v.dtype
+    """Compute `models.operators.gla.gated_linear_attention.gated_linear_attention`, which checks the arguments."""
+    wide, dtype = accumulation_dtype(v), v.dtype
     batch, length, heads, dim_k = q.shape
     bounds = None if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
     sequences = batch if bounds is None else len(bounds) - 1
@@ -50,33 +48,15 @@ def chunked_recurrence(
         state = initial_state.to(wide)
     if length == 0:
         return v, state
-    chunk, factorise = _plan(log_decay)
-    if factorise:
-        return factorised_recurrence(q, k, v, log_decay, state, scale, spans_of(v, bounds), chunk)
+    chunk, fits_matmul_form = plan_chunks(log_decay)
+    if fits_matmul_form:
+        return matmul_form(q, k, v, log_decay, state, scale, spans_of(v, bounds), chunk)
     index, runs = _packing(bounds, chunk, v.device)
     q, k, v, log_decay = (_cut(x.to(wide), chunk, index) for x in (q, k, v, log_decay))
     o, state = _pairwise(q * scale, k, v, log_decay, state, runs)
     o = o.movedim(1, 3).flatten(1, 2)
     o = o[:, :length] if index is None else o[:, index >= 0]
     return o.to(dtype), state
-
-
-def _plan(log_decay: Tensor) -> tuple[int, bool]:
-    """Chunk length, and whether the decay inside a chunk may be factorised."""
-    largest, smallest = _CHUNKS[0], _CHUNKS[-1]
-    if log_decay.shape[-1] == 1 or not log_decay.numel():
-        return largest, False
-    with torch.no_grad():
-        # In windows from the first token, whatever the segments: a chunk of a segment lies inside two of them.
-        steps = F.pad(log_decay, (0, 0, 0, 0, 0, -log_decay.shape[1] % largest)).unflatten(1, (-1, smallest))
-        totals = steps.sum(2)
-        allowed = smallest
-        for chunk in reversed(_CHUNKS):
-            # Written so that nan refuses.
-            if not float(totals.unflatten(1, (-1, chunk // smallest)).sum(2).min()) >= -_LARGEST_DECAY:
-                return allowed, chunk > smallest
-            allowed = chunk
-    return largest, True
 
 
 def _packing(

@@ -1,4 +1,4 @@
-"""The chunked recurrence as matrix products, with its backward pass, for decays that are mild inside a chunk.
+"""The matmul form of gated linear attention in chunks, with its backward pass, for decays that fit it.
 
 Notation of `models.operators.gla.chunk`, with m the value of b in the middle of a chunk, S the state at its start and
 Q = scale q exp(b - m), K = k exp(m - b), P = exp(m) S:
@@ -25,13 +25,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...precision import accumulation_dtype
+
 # Elements of v that one tile holds on a CPU: 2^19 float32 are 2 MiB. Measured; smaller ones pay more for each call.
 _TILE_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens start to end of batch rows `rows`, whose states are `sequences`."""
+    """Hold tokens start to end of batch rows `rows`, whose states are `sequences`."""
 
     rows: slice
     sequences: slice
@@ -39,19 +41,19 @@ class Span:
     end: int
 
 
-def factorised_recurrence(
+def matmul_form(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, scale: float, spans: list[Span], chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """As `models.operators.gla.gated_linear_attention.recurrence` with log_decay [..., head_dim_k] and `state`
-    [sequences, heads, dk, dv] given.
+    """Compute `models.operators.gla.gated_linear_attention.gated_linear_attention` with one decay per channel.
 
+    log_decay: [..., head_dim_k]. state: [sequences, heads, head_dim_k, head_dim_v], required.
     The total of log_decay over any chunk of any span must be above about -80 in float32.
     """
-    return _Factorised.apply(q, k, v, log_decay, state, scale, spans, chunk)
+    return _MatmulForm.apply(q, k, v, log_decay, state, scale, spans, chunk)
 
 
 def _without_autocast(function: Callable[..., Any]) -> Any:
-    """Under autocast the sums of log decays, which are products here, would be of 16 bits, and the factors leave float16."""
+    """Run without autocast: sums of log decays are matmuls here, and their factors exceed float16."""
 
     @wraps(function)
     def run(ctx: Any, x: Tensor, *rest: Any) -> Any:
@@ -61,7 +63,7 @@ def _without_autocast(function: Callable[..., Any]) -> Any:
     return run
 
 
-class _Factorised(torch.autograd.Function):
+class _MatmulForm(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def forward(
@@ -141,10 +143,10 @@ class _Factorised(torch.autograd.Function):
 
 
 class _Inputs:
-    """One tile's Q, K, v [batch, heads, chunks, chunk, dim] and decays [batch, heads, chunks, 1, dim]."""
+    """Hold one tile's Q, K, v [batch, heads, chunks, chunk, dim] and decays [batch, heads, chunks, 1, dim]."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, chunk: int) -> None:
-        wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+        wide = accumulation_dtype(v)
         b = _cut(log_decay, chunk, wide)
         b = torch.matmul(_ones(b), b)
         middle, last = b[:, :, :, chunk // 2, None], b[:, :, :, -1:]
@@ -159,7 +161,7 @@ class _Inputs:
 
 
 def _tiles(span: Span, v: Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:
-    """Pieces of a span along the sequence, each a whole number of chunks but for the last."""
+    """Yield pieces of a span along the sequence, each a whole number of chunks except the last."""
     step = span.end - span.start
     if not v.is_cuda:
         rows = len(range(*span.rows.indices(v.shape[0])))
@@ -169,7 +171,7 @@ def _tiles(span: Span, v: Tensor, chunk: int) -> Iterator[tuple[slice, slice]]:
 
 
 def spans_of(v: Tensor, bounds: list[int] | None) -> list[Span]:
-    """Batch rows in groups that fill a tile, or the segments of one packed row."""
+    """Return batch rows in groups that fill a tile, or the segments of one packed row."""
     if bounds is not None:
         return [Span(slice(0, 1), slice(s, s + 1), *pair) for s, pair in enumerate(pairwise(bounds))]
     batch, length = v.shape[:2]
@@ -195,11 +197,11 @@ def _join(target: Tensor, x: Tensor) -> None:
 
 
 def _ones(like: Tensor) -> Tensor:
-    """Lower triangle of ones [chunk, chunk]: times x it is the cumulative sum along the chunk."""
+    """Return the lower triangle of ones [chunk, chunk]: its matmul with x is the cumulative sum along the chunk."""
     chunk = like.shape[-2]
     return torch.ones(chunk, chunk, dtype=like.dtype, device=like.device).tril_()
 
 
 def _column(x: Tensor) -> Tensor:
-    """[..., 1, dim] -> [..., dim, 1]: a factor a row of the state."""
+    """Return [..., 1, dim] as [..., dim, 1]: one factor per row of the state."""
     return x.transpose(-1, -2)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...backend import missing_fla
 from ..context_parallel import causal_over_ranks, context_parallel_group
 from ..cumulative_decay import decay_from_start
-from ..gla.fla import missing_package
 from ..varlen import check_packed, last, segment_starts
 
 Form = Literal["auto", "recurrent", "chunked", "kernel"]
@@ -156,7 +156,7 @@ def fla_scan(x: Tensor, log_decay: Tensor) -> Tensor:
     try:
         from fla.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
     except ImportError as error:
-        raise missing_package() from error
+        raise missing_fla() from error
     # The final states of the kernels are unused: the chunked kernel has no gradient for them.
     kernel = fused_recurrent_hgrn if x.shape[1] <= _RECURRENT_LENGTH else chunk_hgrn
     return kernel(x.contiguous(), log_decay.contiguous())[0]

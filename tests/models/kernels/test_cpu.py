@@ -22,10 +22,11 @@ from models.kernels.cpu.swiglu import supports_swiglu
 from models.kernels.cpu.swiglu import swiglu as native_swiglu
 from models.layers.mlp import swiglu
 from models.layers.short_convolution import _by_torch
-from models.mixers.metala import MetaLA, MetaLAOptions, _core, _decay_and_key
+from models.mixers.metala import MetaLA, MetaLAOptions
 from models.operators.cross_entropy import cross_entropy_sum
-from models.operators.gla.gated_linear_attention import recurrence
-from models.operators.metala import reference as epilogue
+from models.operators.gla.gated_linear_attention import gated_linear_attention
+from models.operators.metala import _select_core, decay_and_key_reference
+from models.operators.metala import epilogue_reference as epilogue
 
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 # Where a head's outputs are near zero the norm after the recurrence makes much of the last digits.
@@ -102,8 +103,10 @@ def test_metala_core(dtype, shape, kind, cu_seqlens):
     inputs = q, a, v, 0.3 * torch.randn(heads * keys), gate, torch.randn(sequences, heads, keys, values)
 
     def plain(q, a, v, weight, gate, state):
-        g, k = _decay_and_key(a)
-        o, final = recurrence(q, k, v, g, scale=0.3, initial_state=state, cu_seqlens=bounds, form="recurrent")
+        g, k = decay_and_key_reference(a)
+        o, final = gated_linear_attention(
+            q, k, v, g, scale=0.3, initial_state=state, cu_seqlens=bounds, form="recurrent"
+        )
         return epilogue(o, q, k, v, weight, gate), final
 
     def kernel(q, a, v, weight, gate, state):
@@ -136,7 +139,7 @@ def test_metala_uses_the_core_and_is_the_same_without(new_build, monkeypatch):
     build._compiler.cache_clear()
     build.shared_object.cache_clear()
     zeros = [torch.zeros(1, 1, 2, 16)] * 3
-    assert _core(*zeros, layer.aug_weight, torch.zeros(1, 1, 32)) is None
+    assert _select_core(*zeros, layer.aug_weight, torch.zeros(1, 1, 32)) is None
     without = layer(x, return_state=True)
     torch.testing.assert_close(with_kernels, without, rtol=1e-4, atol=2e-5)
 

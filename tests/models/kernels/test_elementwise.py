@@ -13,8 +13,8 @@ from models.layers.gated_norm import gated_head_norm
 from models.layers.mlp import swiglu
 from models.layers.norm import Norm
 from models.mixers import mamba2
-from models.mixers.metala import decay_and_key
 from models.operators.lion.feature_map import feature_map
+from models.operators.metala import decay_and_key
 from tests.models.kernels.conftest import Replace, apart
 
 Function = Callable[..., tuple[Tensor | None, ...]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.operators.gla.gated_linear_attention import local_recurrence
+from models.operators.gla.gated_linear_attention import local_gated_linear_attention
 from tests.models.kernels.conftest import apart
 
 
@@ -50,7 +50,7 @@ def check(
     scale: float = 0.3,
 ) -> None:
     """Outputs, final states and all gradients; with `states` initial ones, and a loss on the final ones."""
-    from models.kernels.gla.gla import vector_decay
+    from models.kernels.gla.gla import gla
 
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator().manual_seed(length + dim_k)
@@ -69,11 +69,11 @@ def check(
         if wide:
             # Below -80 the kernels see -80, which has no gradient.
             clamped = given[3].clamp_min(-80.0)
-            o, final = local_recurrence(
+            o, final = local_gated_linear_attention(
                 *given[:3], clamped, scale=scale, initial_state=before, cu_seqlens=bounds, form="recurrent"
             )
         else:
-            o, final = vector_decay(*given[:4], scale, before, bounds)
+            o, final = gla(*given[:4], scale, before, bounds)
         loss = (apart(o) * d_o.to(o)).sum() + ((apart(final) * d_final.to(final)).sum() if states else 0.0)
         results.append([o, final, *torch.autograd.grad(loss, leaves)])
     for name, found, expected in zip(
@@ -143,7 +143,7 @@ def test_sequences_cut_into_stretches(
 
 
 def test_a_loss_on_the_final_states_alone(device: str) -> None:
-    from models.kernels.gla.gla import vector_decay
+    from models.kernels.gla.gla import gla
 
     inputs = [torch.randn(1, 70, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     results = []
@@ -151,9 +151,9 @@ def test_a_loss_on_the_final_states_alone(device: str) -> None:
         leaves = [x.to(device, torch.float64 if wide else torch.float32).requires_grad_() for x in inputs]
         q, k, v, g = leaves
         if wide:
-            final = local_recurrence(q, k, v, -g.abs(), scale=0.3, form="recurrent")[1] + 0 * q.sum()
+            final = local_gated_linear_attention(q, k, v, -g.abs(), scale=0.3, form="recurrent")[1] + 0 * q.sum()
         else:
-            final = vector_decay(q, k, v, -g.abs(), 0.3, None, None)[1]
+            final = gla(q, k, v, -g.abs(), 0.3, None, None)[1]
         results.append(torch.autograd.grad(final.square().sum(), leaves))
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
@@ -161,23 +161,23 @@ def test_a_loss_on_the_final_states_alone(device: str) -> None:
 
 def test_nan_is_not_hidden(device: str) -> None:
     """A decay that is no number gives no finite output."""
-    from models.kernels.gla.gla import vector_decay
+    from models.kernels.gla.gla import gla
 
     q, k, v = (torch.randn(1, 70, 1, 16, device=device) for _ in range(3))
     g = torch.zeros(1, 70, 1, 16, device=device)
     g[0, 10, 0, 3] = torch.nan
-    o, final = vector_decay(q, k, v, g, 1.0, None, None)
+    o, final = gla(q, k, v, g, 1.0, None, None)
     assert o[0, 10:].isnan().any(-1).all()
     assert final[0, 0, 3].isnan().all()
 
 
 def test_what_the_kernels_refuse(device: str) -> None:
-    from models.kernels.gla.gla import vector_decay
+    from models.kernels.gla.gla import gla
 
     def call(dim_k: int, dim_v: int, length: int = 4, dtype: torch.dtype = torch.float32) -> None:
         q = torch.zeros(1, length, 1, dim_k, device=device)
         v = torch.zeros(1, length, 1, dim_v, device=device, dtype=dtype)
-        vector_decay(q, q, v, q, 1.0, None, None)
+        gla(q, q, v, q, 1.0, None, None)
 
     with pytest.raises(ValueError, match="head_dim_k 160"):
         call(160, 16)

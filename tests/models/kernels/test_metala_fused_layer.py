@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.mixers.metala import _decay_and_key
-from models.operators.gla.gated_linear_attention import local_recurrence
-from models.operators.metala import metala_epilogue
+from models.operators.gla.gated_linear_attention import local_gated_linear_attention
+from models.operators.metala import decay_and_key_reference, metala_epilogue
 from tests.models.kernels.conftest import apart
 
 
@@ -68,8 +67,8 @@ def test_one_step_is_the_three(
         q, a, v, weight, gate, *rest = (x if x.ndim == 1 else apart(x) for x in leaves)
         before = rest[0] if states else None
         if wide:
-            g, k = _decay_and_key(a)
-            o, final = local_recurrence(
+            g, k = decay_and_key_reference(a)
+            o, final = local_gated_linear_attention(
                 q, k, v, g, scale=0.3, initial_state=before, cu_seqlens=bounds, form="recurrent"
             )
             y = metala_epilogue(o, q, k, v, weight, gate)
@@ -94,8 +93,8 @@ def test_a_loss_on_the_final_states_alone(device: str) -> None:
         leaves = [x.to(device, torch.float64 if wide else torch.float32).requires_grad_() for x in inputs]
         q, a, v = leaves
         if wide:
-            g, k = _decay_and_key(a)
-            final = local_recurrence(q, k, v, g, scale=0.3, form="recurrent")[1] + 0 * q.sum()
+            g, k = decay_and_key_reference(a)
+            final = local_gated_linear_attention(q, k, v, g, scale=0.3, form="recurrent")[1] + 0 * q.sum()
         else:
             final = metala_core(q, a, v, weight, gate, 0.3, None, None)[1]
         results.append(torch.autograd.grad(final.square().sum(), leaves))

@@ -1,4 +1,4 @@
-"""The kernels of causal maps against the reference's quadratic form in float64, forward and backward."""
+"""The kernels of quadratic attention against the reference's quadratic form in float64, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.mixers import MIXERS
-from models.operators.gla.gated_linear_attention import recurrence
-from models.operators.gla.short_map import short_map
+from models.operators.gla.gated_linear_attention import gated_linear_attention
+from models.operators.gla.normalized import short_attention
 from models.precision import NORMALIZER_EPS
 from tests.models.kernels.conftest import apart
 
@@ -37,7 +37,7 @@ def reference(
 )
 @pytest.mark.parametrize("shape", [(2, 150, 2, 16, 24), (1, 64, 1, 64, 64), (1, 70, 1, 128, 65), (1, 3, 1, 8, 8)])
 def test_outputs_and_gradients(device: str, shape: tuple[int, ...], taylor: bool, scaled: bool, decayed: bool) -> None:
-    from models.kernels.quadratic_attention import causal_map
+    from models.kernels.quadratic_attention import quadratic_attention
 
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator().manual_seed(length + dim_k)
@@ -56,7 +56,7 @@ def test_outputs_and_gradients(device: str, shape: tuple[int, ...], taylor: bool
         if wide:
             y = reference(*given, 0.3, taylor, scaled)
         else:
-            y = causal_map(*given, scale=0.3, taylor=taylor, scaled=scaled)
+            y = quadratic_attention(*given, scale=0.3, taylor=taylor, normalized=scaled)
         results.append([y, *torch.autograd.grad(apart(y), own, dy.to(y))])
     for name, expected, found in zip(("y", "dq", "dk", "dv", "d log decay"), *results, strict=False):
         error = (found.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-12)
@@ -66,7 +66,7 @@ def test_outputs_and_gradients(device: str, shape: tuple[int, ...], taylor: bool
 @pytest.mark.parametrize("queries", [1, 3])
 def test_as_the_recurrence_with_keys_shared_by_heads(device: str, queries: int) -> None:
     """Mamba-2's, whose keys are copied by no one; decays as strong as they come are nothing special. And keys alone."""
-    from models.kernels.quadratic_attention import causal_map
+    from models.kernels.quadratic_attention import quadratic_attention
 
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 100, heads, 16, generator=generator).to(device).requires_grad_() for heads in (queries, 1))
@@ -75,8 +75,8 @@ def test_as_the_recurrence_with_keys_shared_by_heads(device: str, queries: int) 
     log_decay[:, 50] = -torch.inf
     leaves = q, k, v.requires_grad_(), log_decay.to(device).requires_grad_()
     shared = [x.expand(-1, -1, 3, -1) for x in (q, k)]
-    expected = recurrence(*shared, v, leaves[3].clamp_min(-80.0).unsqueeze(-1), form="recurrent")[0]
-    found = causal_map(*shared, v, leaves[3], taylor=False, scaled=False)
+    expected = gated_linear_attention(*shared, v, leaves[3].clamp_min(-80.0).unsqueeze(-1), form="recurrent")[0]
+    found = quadratic_attention(*shared, v, leaves[3], taylor=False, normalized=False)
     for x, y in zip(
         (found, *torch.autograd.grad(found, leaves, dy)),
         (expected, *torch.autograd.grad(expected, leaves, dy)),
@@ -88,7 +88,7 @@ def test_as_the_recurrence_with_keys_shared_by_heads(device: str, queries: int) 
 @pytest.mark.parametrize("mixer", ["mamba2", "lion", "linear_attention"])
 def test_mixers_by_the_kernels(device: str, mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's output and gradients, as by the recurrence."""
-    from models.kernels.quadratic_attention import causal_map
+    from models.kernels.quadratic_attention import quadratic_attention
 
     module = sys.modules[f"models.mixers.{mixer}"]
     called = []
@@ -96,7 +96,7 @@ def test_mixers_by_the_kernels(device: str, mixer: str, monkeypatch: pytest.Monk
     def by_kernels(*args, cu_seqlens, initial_state, return_state, **settings):
         called.append(mixer)
         q, k, v, log_decay = args
-        return causal_map(q, k, v, None if log_decay is None else log_decay.reshape(q.shape[:3]), **settings)
+        return quadratic_attention(q, k, v, None if log_decay is None else log_decay.reshape(q.shape[:3]), **settings)
 
     options = {"mamba2": {"state_size": 16}, "lion": {}, "linear_attention": {"feature_map": "taylor"}}[mixer]
     config = ModelConfig(
@@ -108,7 +108,7 @@ def test_mixers_by_the_kernels(device: str, mixer: str, monkeypatch: pytest.Monk
     x.requires_grad_()
     leaves, results = [x, *layer.parameters()], []
     for form in (lambda *args, **settings: None, by_kernels):
-        monkeypatch.setattr(module, "short_map", form)
+        monkeypatch.setattr(module, "short_attention", form)
         y = layer(x)
         results.append([y, *torch.autograd.grad(y, leaves, dy)])
     assert called == [mixer]
@@ -116,21 +116,21 @@ def test_mixers_by_the_kernels(device: str, mixer: str, monkeypatch: pytest.Monk
         assert ((found - expected).norm() / expected.norm()).item() < 1e-4
 
 
-def test_what_a_recurrence_is_for(device: str) -> None:
+def test_short_whole_sequences_in_16_bits_are_supported(device: str) -> None:
     """States, packed and long sequences, other dtypes."""
     q = torch.zeros(1, 40, 2, 16, device=device, dtype=torch.bfloat16)
-    plain = {"scaled": True, "cu_seqlens": None, "initial_state": None, "return_state": False}
-    assert (short_map(q, q, q, None, **plain) is None) == (device == "cpu")
+    plain = {"normalized": True, "cu_seqlens": None, "initial_state": None, "return_state": False}
+    assert (short_attention(q, q, q, None, **plain) is None) == (device == "cpu")
     for other in ({"return_state": True}, {"initial_state": q}, {"cu_seqlens": torch.tensor([0, 40])}):
-        assert short_map(q, q, q, None, **{**plain, **other}) is None
+        assert short_attention(q, q, q, None, **{**plain, **other}) is None
     for x in (q.float(), q[:, :1], q.expand(20, -1, -1, -1).reshape(1, 800, 2, 16), q.repeat(1, 1, 1, 9)):
-        assert short_map(x, x, x, None, **plain) is None
+        assert short_attention(x, x, x, None, **plain) is None
 
 
 @pytest.mark.parametrize(("dim_k", "dim_v"), [(129, 128), (128, 129)])
 def test_heads_that_are_too_large_are_refused(device: str, dim_k: int, dim_v: int) -> None:
-    from models.kernels.quadratic_attention import causal_map
+    from models.kernels.quadratic_attention import quadratic_attention
 
     q, v = (torch.zeros(1, 2, 1, dim, device=device) for dim in (dim_k, dim_v))
     with pytest.raises(ValueError, match=f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels take 128 and 128"):
-        causal_map(q, q, v, None, taylor=True, scaled=True)
+        quadratic_attention(q, q, v, None, taylor=True, normalized=True)

@@ -37,7 +37,7 @@ def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm:
     if core and device == "cuda":
         block = block.bfloat16()
     elif core:
-        monkeypatch.setattr("models.mixers.metala.vector_decay_takes", lambda *_: True)
+        monkeypatch.setattr("models.operators.metala.supports_triton", lambda *_, **__: True)
         monkeypatch.setattr("models.kernels.gla.gla._DTYPES", (torch.float32,))
     inner = metala_core.metala_core
     monkeypatch.setattr(metala_core, "metala_core", lambda *of: taken.append(1) or inner(*of))

@@ -13,7 +13,7 @@ import models.operators.gla.gated_linear_attention
 import models.operators.lion.bidirectional_attention
 import models.operators.scan.linear_scan
 from models.layers.gated_norm import gated_head_norm
-from models.operators.gla.normalized import recurrence_with_row_sum
+from models.operators.gla.normalized import linear_attention_with_normalizer
 from tests.models.mixer_cases import CASES, build, name_of, tokens
 from tests.models.rank_threads import over_ranks
 
@@ -49,7 +49,7 @@ def test_log_decays_keep_their_digits_in_sixteen_bits(
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(models.operators.gla.gated_linear_attention, "check", 3)
+    watch(models.operators.gla.gated_linear_attention, "check_shapes", 3)
     watch(models.operators.scan.linear_scan, "_check", 1)
     watch(models.operators.lion.bidirectional_attention, "decays", 0)
     build(case).bfloat16()(tokens(70).bfloat16())
@@ -92,7 +92,7 @@ def test_row_sums_of_many_tokens_in_float16(weight: int) -> None:
     """Room for a million tokens of this weight each; here 70,000, more than the largest number has of weight 1."""
     q = torch.full((1, 70_000, 1, 1), weight**0.5, dtype=torch.float16)
     v = torch.full_like(q, 3.0)
-    num, den, _ = recurrence_with_row_sum(q, q, v, torch.zeros_like(q), weight=weight)
+    num, den, _ = linear_attention_with_normalizer(q, q, v, torch.zeros_like(q), weight=weight)
     expected = weight * torch.arange(1, 70_001).view_as(den)
     torch.testing.assert_close(den, expected.float(), rtol=1e-3, atol=0)
     torch.testing.assert_close(num / den, v.float(), rtol=1e-3, atol=0)

@@ -18,7 +18,7 @@ from models.layers.embedding import LearnedPositions
 from models.layers.short_convolution import CausalConvolution
 from models.mixers import MIXERS
 from models.operators.context_parallel import context_parallel, context_parallel_group
-from models.operators.gla.gated_linear_attention import recurrence
+from models.operators.gla.gated_linear_attention import gated_linear_attention
 from models.operators.scan.linear_scan import scan
 from models.operators.scan.selective_scan import selective_scan
 from tests.models.mixer_cases import CASES, assert_close, build, name_of, tokens
@@ -132,7 +132,7 @@ def _selective(x: Tensor, b: Tensor, dt: Tensor, decay: Tensor, cu_seqlens: Tens
 
 
 OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]] = {
-    "recurrence": lambda q, k, v, decay, cu_seqlens: recurrence(q, k, v, decay, cu_seqlens=cu_seqlens),
+    "recurrence": lambda q, k, v, decay, cu_seqlens: gated_linear_attention(q, k, v, decay, cu_seqlens=cu_seqlens),
     "scan": lambda q, k, v, decay, cu_seqlens: scan(q[:, :, 0], decay.expand_as(q)[:, :, 0], cu_seqlens=cu_seqlens),
     "selective scan": _selective,
 }
@@ -168,12 +168,12 @@ def test_decays_that_forget_everything_stay_exact(scalar: bool) -> None:
     decay = decay * 30
     decay[:, 11] = decay[:, 16] = -torch.inf
     leaves = [x.clone().requires_grad_() for x in (q, k, v, decay)]
-    expected, _ = recurrence(*leaves)
+    expected, _ = gated_linear_attention(*leaves)
     gradients = torch.autograd.grad(expected.square().sum(), leaves)
 
     def work(index: int) -> tuple[Tensor, ...]:
         parts = [x.chunk(4, 1)[index].clone().requires_grad_() for x in (q, k, v, decay)]
-        y, _ = recurrence(*parts)
+        y, _ = gated_linear_attention(*parts)
         return y.detach(), *torch.autograd.grad(y.square().sum(), parts)
 
     for got, wanted in zip(zip(*over_ranks(4, work), strict=True), (expected, *gradients), strict=True):
@@ -311,7 +311,7 @@ def test_what_cannot_be_split_is_refused_when_it_runs() -> None:
         with pytest.raises(ValueError, match="a state belongs to a whole sequence"):
             lm.blocks[0](x, state=state)
         with pytest.raises(ValueError, match="a state belongs to a whole sequence"):
-            recurrence(*operands(4, torch.float32, True), initial_state=torch.zeros(1, 2, 4, 4))
+            gated_linear_attention(*operands(4, torch.float32, True), initial_state=torch.zeros(1, 2, 4, 4))
         with pytest.raises(ValueError, match="a local shard of 2 tokens is shorter than the 3 tokens before it"):
             CausalConvolution(32, 4, silu=True)(x[:, :2])
         with pytest.raises(ValueError, match=r"runs from 0 to 6: .* from 0 to 8"):

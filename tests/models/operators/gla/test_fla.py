@@ -9,9 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from models.operators.gla.chunk import chunked_recurrence
-from models.operators.gla.fla import fla_recurrence
-from models.operators.gla.gated_linear_attention import _decay_for_own_kernels
+from models.operators.gla.chunk import chunk_form
+from models.operators.gla.fla import fla_form
+from models.operators.gla.gated_linear_attention import gated_linear_attention
+from models.operators.gla.select_kernel import Decay, Kernel, Selection
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         assert min(q.shape[-1], v.shape[-1]) >= 16
         seen.append((q.shape[-1], v.shape[-1]))
         decay = log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(-1)
-        return chunked_recurrence(q, k, v, decay, scale, initial_state, cu_seqlens)
+        return chunk_form(q, k, v, decay, scale, initial_state, cu_seqlens)
 
     def behind_sums(q, k, v, sums, *, scale, initial_state, output_final_state, chunk_size):
         """Forward passes take the decays summed from the beginning of their chunk, to base 2."""
@@ -68,8 +69,8 @@ def test_heads_of_few_channels_are_widened(
     q, k, v = draw(dim_k), draw(dim_k), draw(dim_v)
     log_decay = -draw(dim_k if channels else 1).abs()
     before = torch.randn(2, 3, dim_k, dim_v, generator=generator, dtype=torch.float64).float()
-    expected = chunked_recurrence(q, k, v, log_decay, 0.5, before, None)
-    found = fla_recurrence(q, k, v, log_decay, 0.5, before, None)
+    expected = chunk_form(q, k, v, log_decay, 0.5, before, None)
+    found = fla_form(Selection(Kernel.FLA_CHUNK), q, k, v, log_decay, 0.5, before, None)
     assert kernels == [(max(16, dim_k), max(16, dim_v))]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, check_dtype=False)
@@ -78,37 +79,32 @@ def test_heads_of_few_channels_are_widened(
 @pytest.mark.parametrize("length", [17, 64, 150])
 @pytest.mark.parametrize("channels", [True, False])
 def test_without_gradients_the_decays_are_summed_chunk_by_chunk(
-    kernels: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, length: int, channels: bool
+    kernels: list[tuple[int, int]], length: int, channels: bool
 ) -> None:
-    monkeypatch.setattr("models.operators.gla.fla._scalar_gradient_is_refused", lambda: False)
     generator = torch.Generator().manual_seed(length)
     q, k, v, decay = (torch.randn(3, length, 2, 16, generator=generator) for _ in range(4))
     log_decay = -decay.abs()[..., : 16 if channels else 1].contiguous()
     before = torch.randn(3, 2, 16, 16, generator=generator)
-    expected = chunked_recurrence(q, k, v, log_decay, 0.5, before, None)
+    expected = chunk_form(q, k, v, log_decay, 0.5, before, None)
     with torch.no_grad():
-        found = fla_recurrence(q, k, v, log_decay, 0.5, before, None)
-    trained = fla_recurrence(q.requires_grad_(), k, v, log_decay, 0.5, before, None)
+        found = fla_form(Selection(Kernel.FLA_CHUNK_FORWARD), q, k, v, log_decay, 0.5, before, None)
+    trained = fla_form(Selection(Kernel.FLA_CHUNK), q.requires_grad_(), k, v, log_decay, 0.5, before, None)
     for one, two, other in zip(found, trained, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(two, other, rtol=1e-4, atol=1e-4)
 
 
-def test_a_scalar_decay_that_the_package_cannot_differentiate_takes_the_projects_kernels(
+def test_per_head_decay_that_fla_cannot_differentiate_is_expanded_for_the_project_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("models.operators.gla.fla._scalar_gradient_is_refused", lambda: True)
-    monkeypatch.setattr(
-        "models.operators.gla.gated_linear_attention.vector_decay_takes",
-        lambda q, k, v, decay, **_: decay.shape == q.shape,
-    )
+    module = "models.operators.gla.gated_linear_attention"
+    monkeypatch.setattr(f"{module}.triton_form", chunk_form)
+    monkeypatch.setattr(f"{module}.select_kernel", lambda *_, **__: Selection(Kernel.TRITON, Decay.PER_CHANNEL))
     generator = torch.Generator().manual_seed(0)
     q, k, v, decay = (torch.randn(3, 70, 2, 16, generator=generator) for _ in range(4))
     log_decay = (-decay.abs()[..., :1]).requires_grad_()
-    expected = chunked_recurrence(q, k, v, log_decay, 0.5, None, None)[0]
-    spread = _decay_for_own_kernels(q, k, v, log_decay, None, False)
-    assert spread is not None
-    found = chunked_recurrence(q, k, v, spread, 0.5, None, None)[0]
+    expected = chunk_form(q, k, v, log_decay, 0.5, None, None)[0]
+    found, _ = gated_linear_attention(q, k, v, log_decay, scale=0.5)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     (wanted,) = torch.autograd.grad(expected.square().sum(), log_decay)
     (gradient,) = torch.autograd.grad(found.square().sum(), log_decay)

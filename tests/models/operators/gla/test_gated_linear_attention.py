@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.operators.gla import chunk as chunked
 from models.operators.gla import chunk_matmul as factorised
-from models.operators.gla.gated_linear_attention import recurrence
+from models.operators.gla import select_kernel
+from models.operators.gla.gated_linear_attention import gated_linear_attention
 
 FORMS = ("parallel", "chunked")
 HEADS, DIM_K, DIM_V = 3, 5, 7
@@ -43,7 +43,7 @@ def token_by_token(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Te
 def test_recurrent_form_is_the_definition(scalar):
     q, k, v, g, s = inputs(9, 1.0, scalar=scalar)
     expected = token_by_token(q, k, v, g, s, 0.3)
-    actual = recurrence(q, k, v, g, scale=0.3, initial_state=s, form="recurrent")
+    actual = gated_linear_attention(q, k, v, g, scale=0.3, initial_state=s, form="recurrent")
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
@@ -53,8 +53,8 @@ def test_recurrent_form_is_the_definition(scalar):
 @pytest.mark.parametrize("decay", [0.0, 0.05, 1.0, 5.0, 60.0])
 def test_forms_agree_in_float64(form, scalar, length, decay):
     q, k, v, g, s = inputs(length, decay, scalar=scalar)
-    expected = recurrence(q, k, v, g, scale=0.3, initial_state=s, form="recurrent")
-    actual = recurrence(q, k, v, g, scale=0.3, initial_state=s, form=form)
+    expected = gated_linear_attention(q, k, v, g, scale=0.3, initial_state=s, form="recurrent")
+    actual = gated_linear_attention(q, k, v, g, scale=0.3, initial_state=s, form=form)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
@@ -63,8 +63,10 @@ def test_forms_agree_in_float64(form, scalar, length, decay):
 @pytest.mark.parametrize("decay", [0.05, 1.0, 60.0])
 def test_forms_agree_in_float32(form, scalar, decay):
     q, k, v, g, s = inputs(150, decay, scalar=scalar)
-    expected = recurrence(q, k, v, g, scale=0.3, initial_state=s, form="recurrent")
-    actual = recurrence(q.float(), k.float(), v.float(), g.float(), scale=0.3, initial_state=s.float(), form=form)
+    expected = gated_linear_attention(q, k, v, g, scale=0.3, initial_state=s, form="recurrent")
+    actual = gated_linear_attention(
+        q.float(), k.float(), v.float(), g.float(), scale=0.3, initial_state=s.float(), form=form
+    )
     for a, e in zip(actual, expected, strict=True):
         assert a.dtype == torch.float32
         assert ((a - e).norm() / e.norm()).item() < 1e-6
@@ -74,7 +76,8 @@ def test_forms_agree_in_float32(form, scalar, decay):
 def test_without_initial_state_starts_from_zero(form):
     q, k, v, g, s = inputs(20, 0.1)
     torch.testing.assert_close(
-        recurrence(q, k, v, g, form=form), recurrence(q, k, v, g, initial_state=torch.zeros_like(s), form=form)
+        gated_linear_attention(q, k, v, g, form=form),
+        gated_linear_attention(q, k, v, g, initial_state=torch.zeros_like(s), form=form),
     )
 
 
@@ -82,9 +85,9 @@ def test_without_initial_state_starts_from_zero(form):
 @pytest.mark.parametrize("scalar", [False, True])
 def test_final_state_continues_the_sequence(decay, scalar):
     q, k, v, g, s = inputs(150, decay, scalar=scalar)
-    whole, end = recurrence(q, k, v, g, initial_state=s)
-    first, middle = recurrence(q[:, :70], k[:, :70], v[:, :70], g[:, :70], initial_state=s)
-    second, last = recurrence(q[:, 70:], k[:, 70:], v[:, 70:], g[:, 70:], initial_state=middle)
+    whole, end = gated_linear_attention(q, k, v, g, initial_state=s)
+    first, middle = gated_linear_attention(q[:, :70], k[:, :70], v[:, :70], g[:, :70], initial_state=s)
+    second, last = gated_linear_attention(q[:, 70:], k[:, 70:], v[:, 70:], g[:, 70:], initial_state=middle)
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=0, atol=1e-12)
     torch.testing.assert_close(last, end, rtol=0, atol=1e-12)
 
@@ -95,12 +98,12 @@ def test_final_state_continues_the_sequence(decay, scalar):
 def test_packed_segments_equal_runs_apart(form, scalar, decay):
     bounds = [0, 40, 40, 41, 150, 300, 300]
     q, k, v, g, s = inputs(300, decay, scalar=scalar, batch=1, states=len(bounds) - 1)
-    o, final = recurrence(q, k, v, g, initial_state=s, cu_seqlens=torch.tensor(bounds), form=form)
+    o, final = gated_linear_attention(q, k, v, g, initial_state=s, cu_seqlens=torch.tensor(bounds), form=form)
     for i, (a, b) in enumerate(pairwise(bounds)):
         if a == b:
             torch.testing.assert_close(final[i], s[i])
             continue
-        apart, end = recurrence(
+        apart, end = gated_linear_attention(
             q[:, a:b], k[:, a:b], v[:, a:b], g[:, a:b], initial_state=s[i : i + 1], form="recurrent"
         )
         torch.testing.assert_close(o[:, a:b], apart, rtol=0, atol=1e-10)
@@ -109,7 +112,7 @@ def test_packed_segments_equal_runs_apart(form, scalar, decay):
 
 def both_ways_of_chunks(monkeypatch, pairwise: bool) -> None:
     if pairwise:
-        monkeypatch.setattr(chunked, "_LARGEST_DECAY", -1.0)
+        monkeypatch.setattr(select_kernel, "_LARGEST_DECAY", -1.0)
     # Small tiles, so that a sequence is several.
     monkeypatch.setattr(factorised, "_TILE_ELEMENTS", 64 * HEADS * DIM_V)
 
@@ -127,7 +130,7 @@ def test_gradients_of_the_chunked_form(monkeypatch, pairwise, packed, scalar):
     for form in ("recurrent", "chunked"):
         leaves = [x.clone().requires_grad_() for x in arguments]
         *qkvg, s = leaves
-        o, final = recurrence(*qkvg, scale=0.7, initial_state=s, cu_seqlens=cu_seqlens, form=form)
+        o, final = gated_linear_attention(*qkvg, scale=0.7, initial_state=s, cu_seqlens=cu_seqlens, form=form)
         gradients.append(torch.autograd.grad((o * weights[0]).sum() + (final * weights[1]).sum(), leaves))
     for actual, expected in zip(gradients[1], gradients[0], strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
@@ -136,12 +139,12 @@ def test_gradients_of_the_chunked_form(monkeypatch, pairwise, packed, scalar):
 @pytest.mark.parametrize("pairwise", [False, True])
 def test_gradcheck(monkeypatch, pairwise):
     both_ways_of_chunks(monkeypatch, pairwise)
-    monkeypatch.setattr(chunked, "_CHUNKS", (8, 4))
+    monkeypatch.setattr(select_kernel, "_CHUNKS", (8, 4))
     q, k, v, g, s = (x[:1, ..., :2, :2].clone().requires_grad_() for x in inputs(11, 0.3))
     s = torch.randn(1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
 
     def function(*x):
-        return recurrence(*x[:4], scale=0.7, initial_state=x[4], form="chunked")
+        return gated_linear_attention(*x[:4], scale=0.7, initial_state=x[4], form="chunked")
 
     assert torch.autograd.gradcheck(function, (q, k, v, g, s), atol=1e-8)
 
@@ -150,7 +153,7 @@ def test_gradcheck_scalar_decay():
     q, k, v, g, s = (x[..., :2, :2].clone().requires_grad_() for x in inputs(5, 0.3, scalar=True, batch=1))
     s = torch.randn(1, 2, 2, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda *x: recurrence(*x[:4], initial_state=x[4], form="chunked"), (q, k, v, g, s), atol=1e-8
+        lambda *x: gated_linear_attention(*x[:4], initial_state=x[4], form="chunked"), (q, k, v, g, s), atol=1e-8
     )
 
 
@@ -173,8 +176,8 @@ def test_extreme_decays_stay_finite_and_exact(scalar, dtype, kind, form):
     else:
         g[:, 50:] = -60.0
     leaves = [x.clone().requires_grad_() for x in (q, k, v, g, s)]
-    o, final = recurrence(*leaves[:4], initial_state=leaves[4], form=form)
-    expected = recurrence(*(x.double() for x in (q, k, v, g)), initial_state=s.double(), form="recurrent")
+    o, final = gated_linear_attention(*leaves[:4], initial_state=leaves[4], form=form)
+    expected = gated_linear_attention(*(x.double() for x in (q, k, v, g)), initial_state=s.double(), form="recurrent")
     tolerance = 1e-10 if dtype == torch.float64 else 2e-5
     torch.testing.assert_close(o.double(), expected[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(final.double(), expected[1], rtol=tolerance, atol=tolerance)
@@ -186,8 +189,8 @@ def test_extreme_decays_stay_finite_and_exact(scalar, dtype, kind, form):
 def test_infinite_decay_forgets_all_that_was_before():
     q, k, v, g, s = inputs(80, 0.05)
     g[:, 30] = -torch.inf
-    o, _ = recurrence(q, k, v, g, initial_state=s)
-    fresh, _ = recurrence(q[:, 30:], k[:, 30:], v[:, 30:], g[:, 30:])
+    o, _ = gated_linear_attention(q, k, v, g, initial_state=s)
+    fresh, _ = gated_linear_attention(q[:, 30:], k[:, 30:], v[:, 30:], g[:, 30:])
     torch.testing.assert_close(o[:, 30:], fresh, rtol=0, atol=1e-12)
 
 
@@ -196,20 +199,20 @@ def test_infinite_decay_forgets_all_that_was_before():
     [(0.1, (64, True)), (0.9, (32, True)), (1.9, (16, True)), (60.0, (16, False)), (float("inf"), (16, False))],
 )
 def test_chunks_shrink_with_the_decay_before_they_go_pairwise(decay, expected):
-    assert chunked._plan(torch.full((1, 200, 2, 4), -decay)) == expected
+    assert select_kernel.plan_chunks(torch.full((1, 200, 2, 4), -decay)) == expected
 
 
 def test_one_strong_channel_is_seen():
     log_decay = torch.full((2, 200, 2, 4), -0.01)
     log_decay[1, 77, 1, 3] = -torch.inf
-    assert chunked._plan(log_decay) == (16, False)
+    assert select_kernel.plan_chunks(log_decay) == (16, False)
 
 
 def test_bfloat16_is_computed_in_float32():
     q, k, v, g, s = inputs(200, 0.05, dtype=torch.float32)
     q, k, v = (x.bfloat16() for x in (q, k, v))
-    expected, state = recurrence(q.float(), k.float(), v.float(), g, initial_state=s, form="recurrent")
-    o, final = recurrence(q, k, v, g, initial_state=s)
+    expected, state = gated_linear_attention(q.float(), k.float(), v.float(), g, initial_state=s, form="recurrent")
+    o, final = gated_linear_attention(q, k, v, g, initial_state=s)
     assert o.dtype == torch.bfloat16
     assert final.dtype == torch.float32
     assert ((o - expected).norm() / expected.norm()).item() < 3e-3
@@ -221,7 +224,7 @@ def test_bfloat16_gradients():
     gradients = []
     for dtype in (torch.float32, torch.bfloat16):
         leaves = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)] + [g.clone().requires_grad_()]
-        o, _ = recurrence(*leaves, initial_state=s)
+        o, _ = gated_linear_attention(*leaves, initial_state=s)
         gradients.append(torch.autograd.grad((o.float() * o.float()).sum(), leaves))
     for actual, expected in zip(gradients[1], gradients[0], strict=True):
         assert ((actual - expected).norm() / expected.norm()).item() < 1e-2
@@ -231,12 +234,12 @@ def test_bfloat16_gradients():
 @pytest.mark.parametrize("decay", [0.05, 0.5])
 def test_sums_of_decays_stay_float32_under_autocast(dtype, decay):
     q, k, v, g, state = inputs(150, decay, dtype=torch.float32)
-    assert chunked._plan(g)[1]
+    assert select_kernel.plan_chunks(g)[1]
     results = []
     for enabled in (False, True):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, g, state)]
         with torch.autocast("cpu", dtype=dtype, enabled=enabled):
-            o, final = recurrence(*leaves[:4], initial_state=leaves[4])
+            o, final = gated_linear_attention(*leaves[:4], initial_state=leaves[4])
             gradients = torch.autograd.grad(o.sum() + final.sum(), leaves)
         results.append([o, final, *gradients])
     for expected, got in zip(*results, strict=True):
@@ -246,7 +249,7 @@ def test_sums_of_decays_stay_float32_under_autocast(dtype, decay):
 @pytest.mark.parametrize("form", ["recurrent", *FORMS])
 def test_empty_sequence_returns_its_state(form):
     q, k, v, g, s = inputs(0, 0.1)
-    o, final = recurrence(q, k, v, g, initial_state=s, form=form)
+    o, final = gated_linear_attention(q, k, v, g, initial_state=s, form=form)
     assert o.shape == (2, 0, HEADS, DIM_V)
     torch.testing.assert_close(final, s)
 
@@ -255,7 +258,7 @@ def test_empty_sequence_returns_its_state(form):
 @pytest.mark.parametrize("scalar", [False, True])
 def test_an_empty_batch(form, scalar):
     leaves = [x.requires_grad_() for x in inputs(9, 0.1, batch=0, scalar=scalar)]
-    o, final = recurrence(*leaves[:4], initial_state=leaves[4], form=form)
+    o, final = gated_linear_attention(*leaves[:4], initial_state=leaves[4], form=form)
     assert o.shape == (0, 9, HEADS, DIM_V)
     assert final.shape == (0, HEADS, DIM_K, DIM_V)
     for gradient, x in zip(torch.autograd.grad(o.sum() + final.sum(), leaves), leaves, strict=True):
@@ -266,7 +269,7 @@ def test_inputs_are_left_alone():
     arguments = inputs(70, 0.1)
     copies = [x.clone() for x in arguments]
     *qkvg, s = (x.requires_grad_() for x in arguments)
-    o, final = recurrence(*qkvg, initial_state=s)
+    o, final = gated_linear_attention(*qkvg, initial_state=s)
     (o.sum() + final.sum()).backward()
     for x, copy in zip(arguments, copies, strict=True):
         assert torch.equal(x, copy)
@@ -287,10 +290,10 @@ def test_wrong_shapes_are_named(change, message):
     q, k, v, g, s = inputs(9, 0.1, dtype=torch.float32)
     arguments = {"q": q, "k": k, "v": v, "log_decay": g, "initial_state": s} | change
     with pytest.raises(ValueError, match=message):
-        recurrence(**arguments)
+        gated_linear_attention(**arguments)
 
 
 def test_cu_seqlens_must_cover_the_sequence():
     q, k, v, g, _ = inputs(9, 0.1, batch=1)
     with pytest.raises(ValueError, match="runs from 0 to 8: must run from 0 to the length 9"):
-        recurrence(q, k, v, g, cu_seqlens=torch.tensor([0, 4, 8]))
+        gated_linear_attention(q, k, v, g, cu_seqlens=torch.tensor([0, 4, 8]))

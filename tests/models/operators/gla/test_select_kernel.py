@@ -1,4 +1,4 @@
-"""Which form the recurrence takes, by device, dtype, shape and decay. CUDA is mocked: every form says its name."""
+"""Which kernel computes gated linear attention, by device, dtype, shape and decay. CUDA is mocked: every kernel names itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models import backend as kernels
 from models.operators.gla import gated_linear_attention as module
-from models.operators.gla.gated_linear_attention import recurrence
+from models.operators.gla.gated_linear_attention import gated_linear_attention
 
 
 class ChosenError(Exception):
@@ -44,7 +44,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> None:
             setattr(package, function, chosen(function))
         monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setattr(kernels, "_installed", lambda: True)
-    for name, attribute in (("project", "by_kernels"), ("chunked", "chunked_recurrence"), ("recurrent", "_recurrent")):
+    for name, attribute in (("project", "triton_form"), ("chunked", "chunk_form"), ("recurrent", "recurrent_form")):
         monkeypatch.setattr(module, attribute, chosen(name))
 
 
@@ -57,7 +57,7 @@ def form_of(
     keys: int = 16,
     values: int = 32,
     decay: str = "channel",
-    mild: bool = False,
+    matmul: bool = False,
     gradient: bool = False,
     hopper: bool = False,
     packed: bool = False,
@@ -70,12 +70,12 @@ def form_of(
         "scalar": lambda: torch.zeros(1, length, 2, 1),
         "fixed": lambda: torch.zeros(2)[:, None].expand(1, length, 2, 1),
     }[decay]()
-    monkeypatch.setattr("models.operators.gla.fla._scalar_gradient_is_refused", lambda: hopper)
+    monkeypatch.setattr("models.operators.gla.select_kernel.fla_refuses_scalar_gradient", lambda: hopper)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda x: cuda))
         bounds = torch.tensor([0, length]) if packed else None
         with pytest.raises(ChosenError) as called:
-            recurrence(q, k, v, log_decay, cu_seqlens=bounds, mild_decay=mild)
+            gated_linear_attention(q, k, v, log_decay, cu_seqlens=bounds, fits_matmul_form=matmul)
     return called.value.args
 
 
@@ -84,28 +84,28 @@ HALF, WHOLE, DOUBLE = torch.float16, torch.float32, torch.float64
 TABLE = [
     # Off CUDA, and there in float32 and float64, plain PyTorch.
     ({"cuda": False}, ("chunked", 16, 16)),
-    ({"cuda": False, "mild": True}, ("chunked", 16, 16)),
+    ({"cuda": False, "matmul": True}, ("chunked", 16, 16)),
     ({"cuda": False, "length": 1}, ("recurrent", 16, 16)),
     ({"cuda": False, "length": 1, "packed": True}, ("chunked", 16, 16)),
     ({"cuda": False, "dtype": WHOLE, "decay": "scalar"}, ("chunked", 16, 1)),
-    ({"dtype": WHOLE, "mild": True}, ("chunked", 16, 16)),
+    ({"dtype": WHOLE, "matmul": True}, ("chunked", 16, 16)),
     ({"dtype": WHOLE, "length": 1}, ("recurrent", 16, 16)),
     ({"dtype": DOUBLE}, ("chunked", 16, 16)),
-    # A mild decay a channel: the project's kernels, in the sizes that they were measured in.
-    ({"mild": True}, ("project", 16, 16)),
-    ({"mild": True, "dtype": HALF}, ("project", 16, 16)),
-    ({"mild": True, "keys": 8}, ("project", 8, 8)),
-    ({"mild": True, "gradient": True}, ("project", 16, 16)),
-    ({"mild": True, "length": 16, "gradient": True}, ("project", 16, 16)),
-    ({"mild": True, "packed": True}, ("project", 16, 16)),
-    ({"mild": True, "keys": 64, "values": 128}, ("project", 64, 64)),
-    ({"mild": True, "keys": 128, "values": 128}, ("project", 128, 128)),
-    ({"mild": True, "keys": 256}, ("chunk_gla_fwd", 256, 256)),
-    ({"mild": True, "keys": 128, "values": 256}, ("chunk_gla_fwd", 128, 128)),
-    ({"mild": True, "values": 256, "gradient": True}, ("chunk_gla", 16, 16)),
-    ({"mild": True, "length": 16}, ("fused_recurrent_gla", 16, 16)),
-    ({"mild": True, "decay": "scalar"}, ("chunk_simple_gla_fwd", 16, 1)),
-    # Any decay a channel: flash-linear-attention's.
+    # One decay per channel that fits the matmul form: the project's kernels, in the sizes in which they were measured.
+    ({"matmul": True}, ("project", 16, 16)),
+    ({"matmul": True, "dtype": HALF}, ("project", 16, 16)),
+    ({"matmul": True, "keys": 8}, ("project", 8, 8)),
+    ({"matmul": True, "gradient": True}, ("project", 16, 16)),
+    ({"matmul": True, "length": 16, "gradient": True}, ("project", 16, 16)),
+    ({"matmul": True, "packed": True}, ("project", 16, 16)),
+    ({"matmul": True, "keys": 64, "values": 128}, ("project", 64, 64)),
+    ({"matmul": True, "keys": 128, "values": 128}, ("project", 128, 128)),
+    ({"matmul": True, "keys": 256}, ("chunk_gla_fwd", 256, 256)),
+    ({"matmul": True, "keys": 128, "values": 256}, ("chunk_gla_fwd", 128, 128)),
+    ({"matmul": True, "values": 256, "gradient": True}, ("chunk_gla", 16, 16)),
+    ({"matmul": True, "length": 16}, ("fused_recurrent_gla", 16, 16)),
+    ({"matmul": True, "decay": "scalar"}, ("chunk_simple_gla_fwd", 16, 1)),
+    # Any decay per channel: flash-linear-attention's.
     ({}, ("chunk_gla_fwd", 16, 16)),
     ({"gradient": True}, ("chunk_gla", 16, 16)),
     ({"gradient": True, "hopper": True}, ("chunk_gla", 16, 16)),
@@ -113,7 +113,7 @@ TABLE = [
     ({"packed": True}, ("chunk_gla", 16, 16)),
     ({"length": 16}, ("fused_recurrent_gla", 16, 16)),
     ({"keys": 8}, ("chunk_gla_fwd", 16, 16)),
-    # One a head.
+    # One per head.
     ({"decay": "scalar"}, ("chunk_simple_gla_fwd", 16, 1)),
     ({"decay": "scalar", "hopper": True}, ("chunk_simple_gla_fwd", 16, 1)),
     ({"decay": "scalar", "packed": True, "hopper": True}, ("chunk_simple_gla", 16, 1)),
@@ -121,11 +121,11 @@ TABLE = [
     ({"decay": "scalar", "gradient": True}, ("chunk_simple_gla", 16, 1)),
     # ... whose gradient it refuses on some machines.
     ({"decay": "scalar", "gradient": True, "hopper": True}, ("project", 16, 16)),
-    ({"decay": "scalar", "gradient": True, "hopper": True, "mild": True}, ("project", 16, 16)),
+    ({"decay": "scalar", "gradient": True, "hopper": True, "matmul": True}, ("project", 16, 16)),
     ({"decay": "scalar", "gradient": True, "hopper": True, "length": 8}, ("project", 16, 16)),
     ({"decay": "scalar", "gradient": True, "hopper": True, "packed": True}, ("project", 16, 16)),
     ({"decay": "scalar", "gradient": True, "hopper": True, "keys": 128}, ("chunk_gla", 128, 128)),
-    # One fixed number a head, which has no gradient.
+    # One fixed number per head, without a gradient.
     ({"decay": "fixed"}, ("chunk_simple_gla", 16, 1)),
     ({"decay": "fixed", "length": 16}, ("fused_recurrent_simple_gla", 16, 1)),
     ({"decay": "fixed", "gradient": True, "hopper": True}, ("chunk_simple_gla", 16, 1)),
@@ -135,5 +135,5 @@ TABLE = [
 @pytest.mark.parametrize(
     ("case", "form"), TABLE, ids=[" ".join(f"{k}={v}" for k, v in case.items()) or "plain" for case, _ in TABLE]
 )
-def test_the_form(forms, monkeypatch, case, form):
+def test_selected_kernel(forms, monkeypatch, case, form):
     assert form_of(monkeypatch, **case) == form

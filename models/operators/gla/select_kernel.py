@@ -1,0 +1,171 @@
+"""Which kernel computes gated linear attention: one decision per call, from device, dtype, shapes and gradients.
+
+`select_kernel` decides, and its caller passes the `Selection` on. A decay fits the matmul form if no channel loses more
+than about exp(-80) over a chunk of 64 tokens: a product of two factors inside the range of the dtype then replaces
+exp(b_i - b_j). A stronger decay needs the exact form, which is slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...backend import SIXTEEN_BITS, available, is_supported, missing_fla
+from ..context_parallel import context_parallel_group
+
+Form = Literal["auto", "recurrent", "parallel", "chunked"]
+
+# The longest sequence for which FLA's recurrent kernels are faster than its chunk kernels.
+_SHORT = 16
+# The longest sequence for which quadratic attention costs less than states between chunks, and its largest head.
+_LONGEST_QUADRATIC, _LARGEST_QUADRATIC = 512, 128
+# Chunk lengths, the longest first. The last is the chunk of the exact form.
+_CHUNKS = (64, 32, 16)
+# No factor exceeds exp(80) = 6e34, inside float32, even where a chunk crosses two of the windows of `plan_chunks`.
+_LARGEST_DECAY = 40.0
+
+
+class Kernel(Enum):
+    """What computes the operator, by the value of `form` where it can be requested."""
+
+    RECURRENT = "recurrent"  # naive.py, one token after the other
+    QUADRATIC = "parallel"  # naive.py, quadratic in length
+    CHUNK = "chunked"  # chunk.py: the matmul form or the exact form, by `plan_chunks`
+    TRITON = "triton"  # models/kernels/gla
+    FLA_CHUNK = "fla chunk"  # flash-linear-attention's chunk_gla or chunk_simple_gla
+    FLA_CHUNK_FORWARD = "fla chunk forward"  # their forward pass alone
+    FLA_RECURRENT = "fla recurrent"  # fused_recurrent_gla or fused_recurrent_simple_gla
+
+
+class Decay(Enum):
+    """How a CUDA kernel takes the log decay."""
+
+    AS_GIVEN = "per channel or per head, as given"
+    PER_CHANNEL = "per head, expanded to one per channel"
+    FIXED = "one number per head, without a gradient"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The decision for one call."""
+
+    kernel: Kernel
+    decay: Decay = Decay.AS_GIVEN
+
+
+def select_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    fits_matmul_form: bool,
+    form: Form,
+) -> Selection:
+    """Return the kernel for these arguments of `models.operators.gla.gated_linear_attention.gated_linear_attention`.
+
+    Raises ValueError for an unknown form, and ImportError where flash-linear-attention is needed and missing.
+    """
+    if form != "auto":
+        if form not in ("recurrent", "parallel", "chunked"):
+            raise ValueError(f"form = {form!r}: allowed are auto, recurrent, parallel, chunked")
+        return Selection(Kernel(form))
+    if not q.is_cuda or not q.numel() or q.dtype not in SIXTEEN_BITS:
+        return Selection(Kernel.RECURRENT if q.shape[1] == 1 and cu_seqlens is None else Kernel.CHUNK)
+    if fits_matmul_form and supports_triton(q, k, v, log_decay, fits_matmul_form=True):
+        return Selection(Kernel.TRITON)
+    decay = Decay.AS_GIVEN
+    needs_grad = _needs_grad(q, k, v, log_decay, initial_state)
+    if log_decay.shape[-1] == 1:
+        if is_fixed(log_decay):
+            decay = Decay.FIXED
+        elif needs_grad and fla_refuses_scalar_gradient():
+            decay = Decay.PER_CHANNEL
+            if supports_triton(q, k, v, log_decay.expand(q.shape), fits_matmul_form=False):
+                return Selection(Kernel.TRITON, decay)
+    if q.shape[1] <= _SHORT and not needs_grad:
+        return Selection(Kernel.FLA_RECURRENT, decay)
+    if not needs_grad and cu_seqlens is None and decay is not Decay.FIXED:
+        return Selection(Kernel.FLA_CHUNK_FORWARD, decay)
+    return Selection(Kernel.FLA_CHUNK, decay)
+
+
+def supports_triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, fits_matmul_form: bool) -> bool:
+    """Return whether `models/kernels/gla` is to compute this: 16 bits, one decay per channel, more tokens than decoding.
+
+    Its largest head is the one for which it was measured to be the fastest; the kernels take larger ones.
+    """
+    if log_decay.shape[-1] == 1 or q.dtype not in SIXTEEN_BITS or not q.dtype == k.dtype == v.dtype:
+        return False
+    if q.shape[-1] > (128 if fits_matmul_form else 64) or v.shape[-1] > 128 or not available(q):
+        return False
+    # The kernels index a row with 32 bits.
+    if not q.numel() or not 0 < v.numel() < 2**31 * v.shape[0]:
+        return False
+    return q.shape[1] > _SHORT or _needs_grad(q, k, v, log_decay)
+
+
+def supports_quadratic(
+    q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, return_state: bool
+) -> bool:
+    """Return whether `models/kernels/quadratic_attention.py` is to compute this: short whole sequences without a state."""
+    if return_state or initial_state is not None or cu_seqlens is not None or context_parallel_group() is not None:
+        return False
+    if not 1 < q.shape[1] <= _LONGEST_QUADRATIC or max(q.shape[-1], v.shape[-1]) > _LARGEST_QUADRATIC:
+        return False
+    return q.dtype in SIXTEEN_BITS and q.dtype == k.dtype == v.dtype and is_supported(v)
+
+
+def plan_chunks(log_decay: Tensor) -> tuple[int, bool]:
+    """Return the chunk length for `chunk.py`, and whether the decay fits the matmul form there. Reads the decays."""
+    largest, smallest = _CHUNKS[0], _CHUNKS[-1]
+    if log_decay.shape[-1] == 1 or not log_decay.numel():
+        return largest, False
+    with torch.no_grad():
+        # In windows from the first token, whatever the segments: a chunk of a segment lies inside two of them.
+        steps = F.pad(log_decay, (0, 0, 0, 0, 0, -log_decay.shape[1] % largest)).unflatten(1, (-1, smallest))
+        totals = steps.sum(2)
+        allowed = smallest
+        for chunk in reversed(_CHUNKS):
+            # Written so that nan needs the exact form.
+            if not float(totals.unflatten(1, (-1, chunk // smallest)).sum(2).min()) >= -_LARGEST_DECAY:
+                return allowed, chunk > smallest
+            allowed = chunk
+    return largest, True
+
+
+def bounded_decay(log_decay: Tensor) -> Tensor:
+    """Return the log decay in float32 and at least -80, for kernels that subtract cumulative decays.
+
+    exp(-80) is zero beside 1 in float32, and a difference of two -inf would be nan.
+    """
+    return log_decay.float().clamp_min(-80.0)
+
+
+def fla_refuses_scalar_gradient() -> bool:
+    """Return whether flash-linear-attention has no gradient for one decay per head on this machine.
+
+    Triton 3.4 to 3.7.0 compiles that of chunk_simple_gla wrongly on Hopper. Raises ImportError where the package is missing.
+    """
+    try:
+        from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+    except ImportError as error:
+        raise missing_fla() from error
+    return bool(IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1)
+
+
+def _needs_grad(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+def is_fixed(log_decay: Tensor) -> bool:
+    """Return whether one number per head was expanded over batch and length. Known from strides, without reading it."""
+    steps = zip(log_decay.shape[:2], log_decay.stride()[:2], strict=True)
+    return not log_decay.requires_grad and all(size == 1 or (size and stride == 0) for size, stride in steps)
