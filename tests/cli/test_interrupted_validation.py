@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 
 import pytest
@@ -14,7 +15,7 @@ from tests.faults.kill_loop import outcome
 
 
 def test_a_validation_that_is_killed_or_signalled_loses_no_step_and_is_made_up(arguments, tmp_path):
-    settings = {"evaluation.interval": 4, "evaluation.batches": 2, "checkpoint.interval": 4}
+    settings = {"schedule.train_steps": 5, "evaluation.interval": 4, "evaluation.batches": 2, "checkpoint.interval": 4}
     assert train.main(arguments("whole", **settings)) == 0
     words = arguments("cut", **settings)
     evaluate, step, asked, measured = trainer.evaluate, Trainer._step, [], []
@@ -59,3 +60,4 @@ def test_a_validation_that_is_killed_or_signalled_loses_no_step_and_is_made_up(a
         assert train.main(words) == 0
     assert measured == [None]  # the validation of step 4 is there
     assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
+    assert faulthandler.unregister(signal.SIGUSR2)  # which prints the stacks of a run

@@ -51,7 +51,8 @@ def _survives_a_pause(started: StartedCommand, metrics: Path) -> bool:
     before = _steps(metrics)
     started.signal(signal.SIGCONT, processes)
     end = time.monotonic() + 1.5 * HEARTBEAT
-    return started.wait_until(lambda: _steps(metrics) > before + 3 and time.monotonic() > end, 60)
+    goes_on = started.wait_until(lambda: _steps(metrics) > before + 3 and time.monotonic() > end, 60)
+    return goes_on and "error: " not in started.log.read_text()
 
 
 def _is_named(started: StartedCommand, rank: int) -> bool:

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.checkpoint.storage import prune, publish, rewind, set_aside
+from megatron_lite.config.schema import RunConfig
 from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
 from megatron_lite.trainer import TrainState
 from tests.cli.conftest import ROOT
@@ -141,6 +142,11 @@ def test_stacks_of_a_call_that_holds_the_interpreter_by_itself_and_on_a_signal()
     assert done.stderr.startswith("Timeout (0:00:00.5")  # 0.2 s, and the delay
     assert "in a_call_that_holds_the_interpreter" in done.stderr
     assert "in another_call" in done.stderr
+
+
+def test_stacks_are_printed_before_a_verdict_by_default():
+    run = RunConfig()
+    assert 2 * run.watchdog_minutes <= run.timeout_minutes < run.save_timeout_minutes
 
 
 def test_the_watchdog_stays_silent_while_steps_end():
