@@ -204,16 +204,9 @@ def _saved_blocks(file: SourceFile) -> Iterator[Block]:
 
 def _named_blocks(file: SourceFile) -> Iterator[Block]:
     """Rows as lines of JSON, as they come from the network."""
-    import datasets
-
-    name, configuration, split = named_dataset(str(file.path))
-    try:
-        rows = datasets.load_dataset(name, configuration, split=split, streaming=True)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{file.path}: the library datasets cannot read it: {error}") from error
     lines: list[bytes] = []
     size, first = 0, 1
-    for row in rows:
+    for row in _named_rows(file):
         lines.append(json.dumps(row, default=str).encode())
         size += len(lines[-1])
         if size >= BLOCK_BYTES:
@@ -222,6 +215,19 @@ def _named_blocks(file: SourceFile) -> Iterator[Block]:
             lines, size = [], 0
     if lines:
         yield Block(file, first, tuple(lines), size)
+
+
+def _named_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
+    import datasets
+
+    name, configuration, split = named_dataset(str(file.path))
+    count = 0
+    try:
+        for row in datasets.load_dataset(name, configuration, split=split, streaming=True):
+            yield row
+            count += 1
+    except Exception as error:  # of datasets, of the network and of the formats that it reads
+        raise ValueError(f"{file.path}: the library datasets cannot read it after {count:,} rows: {error}") from error
 
 
 def _open_parquet(path: Path) -> Any:

@@ -278,6 +278,14 @@ def test_a_data_set_by_name_is_streamed(tmp_path, monkeypatch):
     assert file.identity() != before, "what is cached for it is not used when it changes"
     with pytest.raises(ValueError, match="the library datasets cannot read it"):
         read(f"hf:{tmp_path}/set:validation")
+
+    def lost(*_: object, **__: object):
+        yield {"text": "a"}
+        raise RuntimeError("the network is gone")
+
+    monkeypatch.setattr("datasets.load_dataset", lost)
+    with pytest.raises(ValueError, match="set: the library datasets cannot read it after 1 rows: the network is gone"):
+        read(f"hf:{tmp_path}/set")
     for name in ("hf:", "hf:a:b:c:d"):
         with pytest.raises(ValueError, match="must be hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIGURATION:SPLIT"):
             source_files(name)
