@@ -242,6 +242,7 @@ def test_results_of_a_run_that_trained_on_are_not_mixed(
     for name in manifest["files"]:
         manifest["files"][name]["sha256"] = "0" * 64
     (later / "manifest.json").write_text(json.dumps(manifest))
+    (later / "SHA256SUMS").unlink()
     latest.write_text(later.name)
     assert finetune_glue.main(arguments) == 2
     assert "is of another checkpoint; name another folder with --output" in capsys.readouterr().err
