@@ -12,8 +12,8 @@ from tests.faults import bit_flips
 
 def test_every_flipped_bit_of_replicas_is_noticed_within_one_interval(corpus, tmp_path):
     settings = {"run.replica_check_interval": 4, "checkpoint.interval": 2, "batch.micro_batch_size": 2}
-    counts = bit_flips.run(10, 1, tmp_path, run_words(corpus, tmp_path, "run", **settings))
-    assert counts == {"tried": 10, "noticed": 10, "named": 10, "status": 1}
+    counts = bit_flips.run(5, 1, tmp_path, run_words(corpus, tmp_path, "run", **settings))
+    assert counts == {"tried": 5, "noticed": 5, "named": 5, "status": 1}
     said = (tmp_path / "stderr.txt").read_text()
     assert "replicas differ at step 2: weight blocks.0.norm1.weight: ranks 0-1 (" in said
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
