@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.operators.scan.linear_scan import scan
+from models.operators.scan.linear_scan import _select_form, scan
 
 FORMS = ("recurrent", "chunked")
 
@@ -145,3 +145,12 @@ def test_wrong_arguments_are_named(change: dict, message: str) -> None:
     arguments = {"x": torch.zeros(1, 5, 3), "log_decay": torch.zeros(1, 5, 3)} | change
     with pytest.raises(ValueError, match=message):
         scan(**arguments)
+
+
+def test_the_form_is_selected_by_length_and_device() -> None:
+    x = torch.zeros(1, 1, 2)
+    assert _select_form("auto", x, x, None, torch.bfloat16) == "recurrent"
+    assert _select_form("auto", x, x, torch.tensor([0, 1]), torch.bfloat16) == "chunked"
+    assert _select_form("kernel", x, x, None, None) == "kernel"
+    with pytest.raises(ValueError, match="form = 'fast': allowed are auto, recurrent, chunked, kernel"):
+        scan(x, x, form="fast")  # type: ignore[arg-type]
