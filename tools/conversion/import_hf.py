@@ -196,7 +196,12 @@ def _configuration(
             values = yaml.load(side.read_text(encoding="utf-8"), BoundedLoader)
         except (UnicodeDecodeError, yaml.YAMLError) as error:
             raise ValueError(f"{side} is no YAML ({' '.join(str(error).split())}): {_COPY}") from error
-        if not isinstance(values, dict) or "data" not in values:
+        sections = (
+            [values.get(name, {}) for name in ("run", "data", "checkpoint", "parallel")]
+            if isinstance(values, dict)
+            else []
+        )
+        if not sections or "data" not in values or not all(isinstance(section, dict) for section in sections):
             raise ValueError(f"{side} is no configuration, or a part of one: {_COPY}")
     else:
         length = int(model.max_positions or theirs.get("max_position_embeddings") or 2048)
@@ -227,7 +232,8 @@ def _configuration(
     except ConfigError as error:
         drafts = "|".join(re.escape(name) for name in (str(draft), os.path.relpath(draft)))
         own = str(run / "config.yml")
-        raise ConfigError(re.sub(rf"({drafts}):\d+", lambda _: own, line) for line in error.problems) from None
+        problem = ConfigError(re.sub(rf"({drafts}):\d+", lambda _: own, line) for line in error.problems)
+        raise (ValueError(f"{side}: {problem}") if side.is_file() else problem) from None
     finally:
         draft.unlink()
 

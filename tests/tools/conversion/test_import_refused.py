@@ -124,6 +124,8 @@ def test_settings_without_counterpart(tmp_path: Path, capsys: pytest.CaptureFixt
         ("training/config.yml", "run: {name: [", "config.yml is no YAML"),
         ("training/config.yml", "", "config.yml is no configuration, or a part of one"),
         ("training/config.yml", "run: {name: x}\n", "config.yml is no configuration, or a part of one"),
+        ("training/config.yml", "data: {}\ncheckpoint:\n", "config.yml is no configuration, or a part of one"),
+        ("training/config.yml", "data: {corpus: stdlib}\n", "training/config.yml: The configuration has"),
         ("training/tokenizer/description.json", "{", "description.json is no JSON"),
         ("training/tokenizer/description.json", "{}", "description.json has no key 'type'"),
         (
@@ -141,7 +143,8 @@ def test_a_damaged_export_is_named(
     without_hashes(exported, folder)
     (folder / file).write_text(content)
     assert says in error_of(["import", str(folder), str(tmp_path / "run")], capsys)
-    shutil.copyfile(exported / "SHA256SUMS", folder / "SHA256SUMS")
+    for sums in exported.rglob("SHA256SUMS"):
+        shutil.copyfile(sums, folder / sums.relative_to(exported))
     said = error_of(["import", str(folder), str(tmp_path / "run")], capsys)
     assert f"{folder / file} is damaged: its SHA-256 is not the one in {folder / 'SHA256SUMS'}; copy it again" in said
     assert not (tmp_path / "run").exists()
