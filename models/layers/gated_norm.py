@@ -16,7 +16,7 @@ def gated_head_norm(o: Tensor, gate: Tensor, *, norm: str = "layernorm", eps: fl
     "rmsnorm".
     """
     if norm == "layernorm" and is_supported(o) and o.dtype == gate.dtype:
-        from ..kernels.metala.epilogue import epilogue
+        from ..kernels.metala import epilogue
 
         # MetaLA's end is this after its self-augmentation, for which it reads q, k and v.
         return epilogue(o, o, o, o, None, gate, eps)

@@ -1,21 +1,25 @@
-"""The token mixers by name. A new mixer is one file here and one line in MIXERS.
+"""The registry of token mixers: a new mixer is one file in this folder and one line in MIXERS.
 
 A mixer is an `nn.Module` with
-  Options                       frozen dataclass of its settings, each field with metadata {"doc": ...}
-  __init__(config, layer_index, options)
+  Options                       frozen dataclass of its settings; each field has metadata {"doc": ...}
+  __init__(config, layer_index, options)                 config: a `models.options.ModelShape`
   forward(x, mask, cu_seqlens, state, return_state)      as in `models.block.Block.forward`
-  flops_per_token(length)       forward FLOPs, two a multiply-add
-  state_size                    its decode state in words, for the documentation
-  tensor_parallel_plan, parameter_kinds
-and where there is something to say
-  check(config, options)        static: ValueError naming the key when the shape cannot be built (left out: all can)
-  cut_sizes(config, options)    static: what tensor parallelism cuts beside heads, by the key that sets it
-  causal                        False where a token sees later ones; an option of that name goes before it
-  supports_context_parallel     whether it runs on a local shard of a sequence, under context parallelism (left out: it does not)
-The trainer reads the plan's sharding specs: "column" and "row" for linear layers, "heads" for a vector cut with the columns,
-"replicated", and "partial_grad" for what is used whole inside the parallel region. The region begins
-once, at the mixer's input (with `fan_out_is_entry = True` at that of its fan-out), and ends at its row output. Head
-counts therefore follow from tensor shapes at run time.
+  flops_per_token(length)       forward FLOPs per token, two per multiply-add
+  state_size                    size of its decode state, in words, for the documentation
+  tensor_parallel_plan          sharding spec of every parameter or submodule
+  parameter_kinds               optimizer kinds of parameters, see CONTRIBUTING.md
+and, where the default does not hold,
+  check(config, options)        static: raises ValueError with the key if the shape cannot be built (default: no check)
+  cut_sizes(config, options)    static: sizes besides the heads that tensor parallelism cuts, by the key that sets them
+  causal                        False if a token sees later tokens; an option of that name takes precedence
+  supports_context_parallel     whether it runs on a local shard of a sequence (default: it does not)
+
+The trainer reads the plan's sharding specs: "column" and "row" for linear layers, "heads" for a tensor cut with the columns,
+"replicated", and "partial_grad" for a parameter used whole inside the parallel region. The region begins once, at the mixer's
+input (with `fan_out_is_entry = True` at the input of its fused projections), and ends at its row output. Head counts therefore
+follow from tensor shapes at run time.
+
+A mixer file holds equations and calls operators (`models/operators/`). The operator chooses the kernel, and imports it on use.
 """
 
 from __future__ import annotations

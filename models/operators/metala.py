@@ -19,8 +19,8 @@ from ..backend import available, cpu_kernel, is_supported
 from ..precision import to_accumulation_dtype
 from ..recompute import recomputable
 from .context_parallel import context_parallel_group
-from .gla.gated_linear_attention import check_shapes, gated_linear_attention
-from .gla.select_kernel import supports_triton
+from .gla.gated_linear_attention import gated_linear_attention
+from .gla.select_kernel import check_shapes, supports_triton
 from .varlen import without_padding
 
 
@@ -44,9 +44,9 @@ def metala(
     mask: [batch, length] bool, True for real tokens. One fused kernel computes all three steps where it is supported.
     """
     if k is None and mask is None and aug_weight is not None:
+        check_shapes(q, a, v, a, initial_state, cu_seqlens)
         core = _select_core(q, a, v, aug_weight, gate)
         if core is not None:
-            check_shapes(q, a, v, a, initial_state, cu_seqlens)
             return core(q, a, v, aug_weight, gate, scale, initial_state, cu_seqlens)
     log_decay, key = decay_and_key(a)
     log_decay, k = without_padding(mask, log_decay, key if k is None else k)
@@ -63,19 +63,17 @@ def _select_core(
     if context_parallel_group() is not None:
         return None
     if is_supported(q) and supports_triton(q, a, v, a, fits_matmul_form=True):
-        from ..kernels.metala.fused_layer import metala_core
+        from ..kernels.metala import metala_core
 
         return metala_core
     cpu = cpu_kernel("metala")
-    if cpu is not None and cpu.supports_metala_core(q, a, v, aug_weight, gate):
-        return cpu.metala_core
-    return None
+    return cpu.metala_core if cpu is not None and cpu.supports_metala_core(q, a, v, aug_weight, gate) else None
 
 
 def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
     """Return log alpha with alpha = sigmoid(a)^(1/16), in float32 (float64 for float64), and k = 1 - alpha in a's dtype."""
     if is_supported(a):
-        from ..kernels.metala.fused_layer import decay_and_key as compute
+        from ..kernels.metala import decay_and_key as compute
     else:
         compute = decay_and_key_reference
     results = compute(a)
@@ -114,7 +112,7 @@ def metala_epilogue(
         form = "triton" if available(o) else "reference"
     compute: Callable[..., Tensor] = epilogue_reference
     if form == "triton":
-        from ..kernels.metala.epilogue import epilogue as compute
+        from ..kernels.metala import epilogue as compute
     y = compute(o, q, k, v, aug_weight, gate, eps)
     recomputable(y, compute, o, q, k, v, aug_weight, gate, eps)
     return y

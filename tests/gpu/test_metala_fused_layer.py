@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 )
 def test_one_step_is_the_three(shape, kind, dtype):
     from models.kernels.gla.gla import gla
-    from models.kernels.metala.fused_layer import decay_and_key, metala_core
+    from models.kernels.metala import decay_and_key, metala_core
 
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator("cuda").manual_seed(0)

@@ -2,7 +2,7 @@
 
 It works token by token, not in chunks: with heads of some ten channels that is less arithmetic than matmuls in chunks,
 correct for every decay, and a head's state stays in the first cache. The backward pass starts from the states at every
-32nd token. Reference: the three steps in `models/operators/metala.py`. On CUDA: `models/kernels/metala/fused_layer.py`.
+32nd token. Reference: the three steps in `models/operators/metala.py`. On CUDA: `models/kernels/metala.py`.
 """
 
 from __future__ import annotations

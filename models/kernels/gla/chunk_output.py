@@ -6,7 +6,7 @@ With g to base 2, b its running sum in the chunk, B its total, m = B/2, Q = scal
     dg = reverse cumsum of (Q dQ - K dK) + e^B sum_v S dS' + sum_j K_j (e^(B - m) v_j dS'^T)
 The products in dg are of the numbers that the tensor cores were given, so that what cancels there cancels exactly; its
 last two terms are the gradient of B, taken apart so that what a chunk gives to later ones cancels so too.
-In a chunk of strong decay (`common.py`) A and dA are left out here, and Q, K taken relative to 0 and B.
+In a chunk that needs the exact form (`tiles.py`), A and dA are left out here, and Q, K are relative to 0 and B.
 Triton 3.4 to 3.7.0 forms products of a transposed accumulator wrongly on Hopper: A^T and dA^T are products of their own.
 """
 
@@ -15,13 +15,7 @@ Triton 3.4 to 3.7.0 forms products of a transposed accumulator wrongly on Hopper
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from ..launch import Launch
-from .common import (
-    CHUNK,
-    MILD,
-    Case,
+from .tiles import (
     chunk_of,
     clamped,
     load,
@@ -41,28 +35,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
-
-
-@lru_cache(4096)
-def chunk_launches(case: Case) -> tuple[Launch, Launch]:
-    """Forward and backward."""
-    sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
-    (warps, registers), (backward_warps, backward_registers) = chunk_config(case)
-    forward = Launch(
-        _chunk_output_forward, (case.chunks, -(-case.dim_v // case.block_v), case.rows), *sizes, CHUNK, MILD, *case.flags,
-        num_warps=warps, num_stages=1, maxnreg=registers,
-    )  # fmt: skip
-    backward = Launch(
-        _chunk_output_backward, (case.chunks, case.rows), *sizes, CHUNK, *case.gradient_strides, case.layer, *case.flags,
-        num_warps=backward_warps, num_stages=1, maxnreg=backward_registers,
-    )  # fmt: skip
-    return forward, backward
-
-
-def chunk_config(case: Case) -> tuple[tuple[int, int | None], tuple[int, int | None]]:
-    """Warps and most registers of a thread, forward and backward."""
-    return ((4, None), (4, None)) if case.block_k <= 64 else ((8, None), (8, None))
+    raise ImportError("the GLA kernels need Triton: pip install triton") from error
 
 
 @triton.jit
@@ -74,9 +47,9 @@ def _load_state(states, i, ck, cv, K: tl.constexpr, V: tl.constexpr, EVEN: tl.co
 
 
 @triton.jit
-def _chunk_output_forward(
-    q, k, v, g, table, triangle, states, o, strong, T, H: tl.constexpr, N, scale,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, MILD: tl.constexpr,
+def chunk_output_forward_kernel(
+    q, k, v, g, table, triangle, states, o, needs_exact, T, H: tl.constexpr, N, scale,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, MATMUL_LIMIT: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     exact: tl.constexpr = q.dtype.element_ty == tl.float32
@@ -96,24 +69,24 @@ def _chunk_output_forward(
     key = load(place(k, bh, T, H, K), t, ck, end, H, K, BK, EVEN).to(tl.float32)
     until = running_sum(clamped(decay), reached, False, exact)
     total = tl.sum(tl.where((row == C - 1)[:, None], until, 0.0), 0)
-    mild = (tl.min(total, 0) >= -MILD).to(tl.int32)
-    near_q, near_k = references(total, mild)
+    fits = (tl.min(total, 0) >= -MATMUL_LIMIT).to(tl.int32)
+    near_q, near_k = references(total, fits)
     query *= tl.exp2(until - near_q[None, :])
     from_start = (query * tl.exp2(near_q)[None, :]).to(rounded)
     query = query.to(rounded)
     key = (key * tl.exp2(near_k[None, :] - until)).to(rounded)
     a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-    a = tl.where((row[:, None] >= row[None, :]) & (mild == 1), a, 0.0).to(rounded)
+    a = tl.where((row[:, None] >= row[None, :]) & (fits == 1), a, 0.0).to(rounded)
     out = tl.dot(from_start, state, input_precision=PRECISION)
     out = tl.dot(a, value, out, input_precision=PRECISION) * scale
     store(place(o, bh, T, H, V), out, t, cv, end, H, V, BV, EVEN)
     if bv == 0:
-        tl.store(strong + bh * N + n, 1 - mild)
+        tl.store(needs_exact + bh * N + n, 1 - fits)
 
 
 @triton.jit
-def _chunk_output_backward(
-    do, q, k, v, g, table, triangle, strong, states, d_states, dq, dk, dv, dg, d_strength, aug_weight,
+def chunk_output_backward_kernel(
+    do, q, k, v, g, table, triangle, needs_exact, states, d_states, dq, dk, dv, dg, d_strength, aug_weight,
     T, H: tl.constexpr, N, scale, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -143,11 +116,11 @@ def _chunk_output_backward(
 
     total = tl.sum(decay, 0)
     until = running_sum(decay, reached, False, exact)
-    # As forward decided, and as `strong_decay.py` reads.
-    mild = 1 - tl.load(strong + bh * N + n)
-    near_q, near_k = references(total, mild)
-    upper = (row[:, None] <= row[None, :]) & (mild == 1)
-    lower = (row[:, None] >= row[None, :]) & (mild == 1)
+    # As forward decided, and as `exact_form.py` reads.
+    fits = 1 - tl.load(needs_exact + bh * N + n)
+    near_q, near_k = references(total, fits)
+    upper = (row[:, None] <= row[None, :]) & (fits == 1)
+    lower = (row[:, None] >= row[None, :]) & (fits == 1)
     query = (query * tl.exp2(until - near_q[None, :]) * scale).to(rounded)
     key = (key * tl.exp2(near_k[None, :] - until)).to(rounded)
     to_end = tl.exp2(total - near_k)[None, :]
@@ -184,8 +157,8 @@ def _chunk_output_backward(
     d_decay = -key.to(tl.float32) * d_key
     if LAYER:
         # dq = ds w k and dk = ds w q of the augmentation: with one reference for q and k they are parts of dQ and dK. A
-        # strong chunk has two, and leaves them to `strong_decay.py` too.
-        share, weight = _share(d_strength, aug_weight, bh, t + zero, end, mild, scale, ck, T, H, K)
+        # chunk of the exact form has two, and leaves them to `exact_form.py` too.
+        share, weight = _share(d_strength, aug_weight, bh, t + zero, end, fits, scale, ck, T, H, K)
         d_key += (query.to(tl.float32) * share[:, None]) * weight[None, :]
     d_key *= tl.exp2(-(until - near_k[None, :]))
     store_apart(dk, d_key, t, ck, end, STRIDE_K, K, EVEN)
@@ -204,21 +177,21 @@ def _chunk_output_backward(
     d_decay += query.to(tl.float32) * d_query
     if LAYER:
         # Read again, and not kept.
-        share, weight = _share(d_strength, aug_weight, bh, t + zero, end, mild, scale, ck, T, H, K)
+        share, weight = _share(d_strength, aug_weight, bh, t + zero, end, fits, scale, ck, T, H, K)
         d_query += (key.to(tl.float32) * weight[None, :]) * share[:, None]
     # Written otherwise than above, or the compiler keeps the exponentials of above in registers.
     d_query *= tl.exp2(-(near_q[None, :] - until)) * scale
     store_apart(dq, d_query, t, ck, end, STRIDE_K, K, EVEN)
     d_decay = running_sum(d_decay, tl.trans(reached), True, exact) + d_total[None, :]
     if LAYER:
-        if mild == 1:
+        if fits == 1:
             # What has been written is read again, from the cache: it would not stay in registers until here.
             tl.debug_barrier()
             decay = clamped(load(place(g, bh, T, H, K), t + zero, ck, end, H, K, BK, EVEN))
             d_key = load_apart(dk, t + zero, ck, end, STRIDE_K, K, EVEN).to(tl.float32)
             store_apart(dk, of_gate(d_decay, d_key, decay), t + zero, ck, end, STRIDE_K, K, EVEN)
         else:
-            # `strong_decay.py` goes on with them.
+            # `exact_form.py` goes on with them.
             store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
     else:
         store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
@@ -237,8 +210,8 @@ def _begun(
 
 
 @triton.jit
-def _share(d_strength, aug_weight, bh, t, end, mild, scale, ck, T, H: tl.constexpr, K: tl.constexpr):
-    """ds / scale of every token, 0 in a strong chunk, and w of every channel."""
-    of_token = tl.load(place(d_strength, bh, T, H, 1) + t * H, mask=(t < end) & (mild == 1), other=0.0)
+def _share(d_strength, aug_weight, bh, t, end, fits, scale, ck, T, H: tl.constexpr, K: tl.constexpr):
+    """ds / scale of every token, 0 in a chunk of the exact form, and w of every channel."""
+    of_token = tl.load(place(d_strength, bh, T, H, 1) + t * H, mask=(t < end) & (fits == 1), other=0.0)
     of_channel = tl.load(aug_weight + bh % H * K + ck, mask=ck < K, other=0.0)
     return of_token * (1.0 / scale), of_channel.to(tl.float32)

@@ -10,92 +10,17 @@ bring to them.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
-from torch import Tensor
-
-from ..launch import Launch
-from .common import CHUNK, Case, chunk_of, clamped, in_two, load, load_triangle, place, state_at, triangle
+from .tiles import chunk_of, clamped, in_two, load, load_triangle, place, state_at
 
 try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
-
-
-def scan(
-    case: Case, backward: bool, x: Tensor, y: Tensor, g: Tensor, edge: Tensor | None, table: Tensor | None,
-    leave: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The state before (backward: its gradient after) every chunk, `case.kept` [batch * heads, chunks, dk, dv].
-
-    x, y: k and v, or q and do for `backward`; edge: float32 [sequences, heads, head_dim_k, head_dim_v], the initial
-    states or the gradients of the final ones, zero if None; leave: of the same shape, where the states at the other end
-    are written for all sequences that have a token, or None.
-    """
-    stretches = stretches_of(case)
-    states = x.new_empty(case.rows, case.chunks, case.dim_k, case.dim_v, dtype=case.kept)
-    between: tuple[Tensor | None, ...] = (None, None, None)
-    if stretches > 1:
-        # End states and log decays of every stretch; the log decays from its start until every chunk, packed behind it too.
-        sides = 2 if case.segments else 1
-        between = tuple(
-            x.new_empty(case.rows, *shape, dtype=torch.float32)
-            for shape in (
-                (stretches, case.dim_k, case.dim_v),
-                (stretches, case.dim_k),
-                (case.chunks, sides, case.dim_k),
-            )
-        )
-    scanned, joined = _launches(case, backward, edge is not None, leave is not None)
-    scanned(x, y, g, edge, table, triangle(x.device), states, leave, *between)
-    if stretches > 1:
-        joined(*between, table, states, leave)
-    return states
-
-
-@lru_cache(4096)
-def stretches_of(case: Case) -> int:
-    """Going over the states twice pays from four stretches on; 256 programs were the fastest on an H200."""
-    block_k, block_v, _, _ = scan_config(case)
-    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
-    stretches = min(256 // (case.rows * blocks), case.chunks // 8)
-    return stretches if stretches >= 4 else 1
-
-
-def scan_config(case: Case) -> tuple[int, int, int, int]:
-    """Block of keys, block of values, warps, pipeline stages."""
-    return min(case.block_k, 64), min(case.block_v, 128), 4, 3 if case.dtype != torch.float32 else 1
-
-
-@lru_cache(4096)
-def _launches(case: Case, backward: bool, edge: bool, leave: bool) -> tuple[Launch, Launch]:
-    """The scan, and the sums of what passes from stretch to stretch."""
-    stretches = stretches_of(case)
-    block_k, block_v, warps, stages = scan_config(case)
-    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
-    sizes = case.chunks, stretches, case.dim_k, case.dim_v, block_k, block_v
-    scanned = Launch(
-        _chunk_states, (blocks, stretches, case.rows),
-        case.length, case.heads, case.scale if backward else 1.0, *sizes, CHUNK, backward, stretches > 1, edge, leave,
-        *case.flags, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    groups = triton.cdiv(triton.cdiv(case.chunks, stretches), _GROUP)
-    joined = Launch(
-        _join_stretches, (blocks, stretches * groups, case.rows),
-        case.heads, *sizes, _GROUP, backward, leave, case.segments > 0, num_warps=4,
-    )  # fmt: skip
-    return scanned, joined
-
-
-# Chunks of a program that joins stretches.
-_GROUP = 8
+    raise ImportError("the GLA kernels need Triton: pip install triton") from error
 
 
 @triton.jit
-def _chunk_states(
+def chunk_states_kernel(
     x, y, g, edge, table, triangle, states, leave, ends, decays, between, T, H: tl.constexpr, scale, N, S,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BACKWARD: tl.constexpr,
     CUT: tl.constexpr, EDGE: tl.constexpr, LEAVE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
@@ -181,7 +106,7 @@ def _stretch(table, stretch, N, S, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _join_stretches(
+def join_stretches_kernel(
     ends, decays, between, table, states, leave, H: tl.constexpr, N, S,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, BACKWARD: tl.constexpr,
     LEAVE: tl.constexpr, PACKED: tl.constexpr,

@@ -1,14 +1,14 @@
-"""The recurrence with a decay a channel on Triton kernels, with its gradients.
+"""Gated linear attention with one decay per channel on Triton kernels, with its gradients: everything on the host.
 
     S_t = diag(exp(g_t)) S_(t-1) + k_t v_t^T      o_t = scale q_t S_t
-One pass forms the states between chunks (`chunk_state.py`), a second one the outputs or the gradients of every
-chunk (`chunk_output.py`), a third one what passes inside chunks of strong decay (`strong_decay.py`). The
-backward pass keeps inputs and states, or forms these again where they are forgotten. `models/operators/gla/chunk.py`
-is the reference.
+One pass computes the states between chunks (`chunk_state.py`), a second one the outputs or the gradients of every chunk
+(`chunk_output.py`), a third one the part inside chunks that need the exact form (`exact_form.py`). The backward pass saves
+inputs and states, or recomputes the states. Reference: `models/operators/gla/chunk.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,21 +18,103 @@ from torch.autograd.function import once_differentiable
 
 from ...recompute import recomputable
 from ..launch import Launch, aligned
-from .chunk_output import chunk_launches
-from .chunk_state import scan
-from .common import CHUNK, Case, find_chunks, triangle
-from .strong_decay import strong_launches
+from .chunk_output import chunk_output_backward_kernel, chunk_output_forward_kernel
+from .chunk_state import chunk_states_kernel, join_stretches_kernel
+from .exact_form import exact_backward_kernel, exact_forward_kernel
+from .tiles import find_chunks
 
 try:
     import triton
 except ImportError as error:
-    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
+    raise ImportError("the GLA kernels need Triton: pip install triton") from error
 
+CHUNK = 64
+# exp(40) on either side of the middle, to base 2.
+MATMUL_LIMIT = 115.0
+
+
+# Chunks of a program that joins stretches, and tokens of a block of the exact form.
+_GROUP, _SUB = 8, 16
 # Not float32 on CUDA: as Triton 3.6 compiles it for an H200, a product of the backward pass (the second of dv) reads beyond its
 # shared memory for keys of 128 and values of 16 channels; compute-sanitizer finds nothing in the other shapes, nor in 16 bits.
 # float32 has the plain form, and Triton's interpreter runs the kernels in it.
 _DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_KEY, LARGEST_VALUE = 128, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Hold everything that decides how the kernels are compiled and launched.
+
+    segments: entries of cu_seqlens but one, 0 for unpacked sequences. initial: whether a state comes in. layer: whether
+    the backward pass is that of a whole MetaLA layer (`models/kernels/metala.py`).
+    """
+
+    device: int
+    batch: int
+    length: int
+    heads: int
+    dim_k: int
+    dim_v: int
+    dtype: torch.dtype
+    scale: float
+    segments: int
+    initial: bool
+    layer: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Heads of all rows of the batch."""
+        return self.batch * self.heads
+
+    @property
+    def sequences(self) -> int:
+        return self.segments or self.batch
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row, at most: every packed sequence may end in one that is not full."""
+        return -(-self.length // CHUNK) if not self.segments else self.length // CHUNK + min(self.segments, self.length)
+
+    @property
+    def block_k(self) -> int:
+        """Channels of a tile of keys."""
+        return max(self._narrowest, triton.next_power_of_2(self.dim_k))
+
+    @property
+    def block_v(self) -> int:
+        """Channels of a tile of values."""
+        return min(128, max(self._narrowest, triton.next_power_of_2(self.dim_v)))
+
+    @property
+    def _narrowest(self) -> int:
+        # Triton 3.6 and 3.7 let Hopper's products of 32 columns read outside of their memory.
+        return 16 if self.dtype == torch.float32 else 64
+
+    @property
+    def even(self) -> bool:
+        """Whether every tile lies inside of its tensor."""
+        return not (
+            self.segments or self.length % CHUNK or self.dim_k % self.block_k or self.dim_v % self.block_v
+        )  # fmt: skip
+
+    @property
+    def gradient_strides(self) -> tuple[int, int]:
+        """Elements from one token to the next in the gradients of keys and of values. A layer's lie side by side: those of q,
+        a, v and the output gate."""
+        if self.layer:
+            return (self.heads * 2 * (self.dim_k + self.dim_v),) * 2
+        return self.heads * self.dim_k, self.heads * self.dim_v
+
+    @property
+    def kept(self) -> torch.dtype:
+        """States between chunks, as the tensor cores would round them."""
+        return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
+
+    @property
+    def flags(self) -> tuple[bool, bool, str]:
+        """packed, even, and how products of float32 are formed: three TF32 ones."""
+        return self.segments > 0, self.even, "tf32x3" if self.dtype == torch.float32 else "tf32"
 
 
 def gla(
@@ -44,8 +126,9 @@ def gla(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `models.operators.gla.gated_linear_attention.recurrence`, for q, k, v of one dtype and a decay a channel,
-    taken as -80 where below.
+    """Compute `models.operators.gla.gated_linear_attention.gated_linear_attention` for one decay per channel.
+
+    q, k and v have one dtype. Log decays below -80 count as -80.
 
     Raises ValueError for more channels than the kernels take, for other dtypes (float32 is for Triton's interpreter) and
     where there is no token.
@@ -61,7 +144,7 @@ def case_of(
     q: Tensor, k: Tensor, v: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     layer: bool = False,
 ) -> Case:  # fmt: skip
-    """Raises ValueError as `gla`."""
+    """Return the case of these arguments. Raises ValueError as `gla`."""
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
     if dim_k > LARGEST_KEY or dim_v > LARGEST_VALUE:
@@ -109,7 +192,7 @@ class _GLA(torch.autograd.Function):
         return dq, dk, dv, dg, backward(ctx.case, do, d_final, dq, dk, dv, dg, (None, None), *saved), None, None
 
 
-# What `backward` takes from `forward`: the states before every chunk, which chunks are strong, the chunks of packed
+# What `backward` takes from `forward`: the states before every chunk, which chunks need the exact form, the chunks of packed
 # sequences.
 Kept = tuple[Tensor, Tensor, Tensor | None]
 
@@ -117,19 +200,19 @@ Kept = tuple[Tensor, Tensor, Tensor | None]
 def forward(
     case: Case, q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Kept]:
-    """o and the final states."""
+    """Return o, the final states, and what `backward` needs."""
     initial = None if initial is None else aligned(initial)
     table = None if cu_seqlens is None else _table(case, cu_seqlens)
     final = _states(case, initial, v)
     states = scan(case, False, k, v, g, initial, table, final)
     recomputable(states, scan, case, False, k, v, g, initial, table, None)
     o = torch.empty_like(v)
-    strong = torch.empty(case.rows, case.chunks, dtype=torch.int32, device=v.device)
+    needs_exact = torch.empty(case.rows, case.chunks, dtype=torch.int32, device=v.device)
     if table is not None:
-        strong.zero_()
-    chunk_launches(case)[0](q, k, v, g, table, triangle(v.device), states, o, strong)
-    strong_launches(case)[0](strong, q, k, v, g, table, o)
-    return o, final, (states, strong, table)
+        needs_exact.zero_()
+    chunk_launches(case)[0](q, k, v, g, table, triangle(v.device), states, o, needs_exact)
+    exact_launches(case)[0](needs_exact, q, k, v, g, table, o)
+    return o, final, (states, needs_exact, table)
 
 
 def backward(
@@ -147,13 +230,13 @@ def backward(
     g: Tensor,
     initial: Tensor | None,
     states: Tensor,
-    strong: Tensor,
+    needs_exact: Tensor,
     table: Tensor | None,
 ) -> Tensor | None:
-    """Writes the gradients of q, k, v and g, and returns that of the initial states.
+    """Write the gradients of q, k, v and g, and return that of the initial states.
 
     Of a layer, the gradient of a is written in place of k's, g's is scratch, and dv holds what v has from the augmentation;
-    augmentation: ds, float32 [batch, length, heads], and the weight of `metala_epilogue_triton.backward_apart`.
+    augmentation: ds, float32 [batch, length, heads], and the weight of `models.kernels.metala.backward_apart`.
     """
     initial = None if initial is None else aligned(initial)
     d_final = None if d_final is None else aligned(d_final)
@@ -161,14 +244,14 @@ def backward(
     d_strength, weight = augmentation
     d_states = scan(case, True, q, do, g, d_final, table, d_initial)
     chunk_launches(case)[1](
-        do, q, k, v, g, table, triangle(q.device), strong, states, d_states, dq, dk, dv, dg, d_strength, weight
+        do, q, k, v, g, table, triangle(q.device), needs_exact, states, d_states, dq, dk, dv, dg, d_strength, weight
     )
-    strong_launches(case)[1](strong, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, weight)
+    exact_launches(case)[1](needs_exact, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, weight)
     return d_initial
 
 
 def _states(case: Case, of_empty: Tensor | None, like: Tensor) -> Tensor:
-    """Room for a state a sequence. The kernels write those that have a token; what the others hold is `of_empty`, or 0."""
+    """Allocate one state per sequence. Empty sequences keep `of_empty`, or zeros; the kernels write the others."""
     shape = case.sequences, case.heads, case.dim_k, case.dim_v
     if not case.segments:
         return torch.empty(shape, dtype=torch.float32, device=like.device)
@@ -188,3 +271,112 @@ def _find(device: int, segments: int, chunks: int, dtype: torch.dtype) -> Launch
     entries = triton.next_power_of_2(segments)
     rows = max(1, 8192 // entries)
     return Launch(find_chunks, (-(-chunks // rows),), chunks, segments, CHUNK, entries, rows, num_warps=4)
+
+
+def scan(
+    case: Case, backward: bool, x: Tensor, y: Tensor, g: Tensor, edge: Tensor | None, table: Tensor | None,
+    leave: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The state before (backward: its gradient after) every chunk, `case.kept` [batch * heads, chunks, dk, dv].
+
+    x, y: k and v, or q and do for `backward`; edge: float32 [sequences, heads, head_dim_k, head_dim_v], the initial
+    states or the gradients of the final ones, zero if None; leave: of the same shape, where the states at the other end
+    are written for all sequences that have a token, or None.
+    """
+    stretches = stretches_of(case)
+    states = x.new_empty(case.rows, case.chunks, case.dim_k, case.dim_v, dtype=case.kept)
+    between: tuple[Tensor | None, ...] = (None, None, None)
+    if stretches > 1:
+        # End states and log decays of every stretch; the log decays from its start until every chunk, packed behind it too.
+        sides = 2 if case.segments else 1
+        between = tuple(
+            x.new_empty(case.rows, *shape, dtype=torch.float32)
+            for shape in (
+                (stretches, case.dim_k, case.dim_v),
+                (stretches, case.dim_k),
+                (case.chunks, sides, case.dim_k),
+            )
+        )
+    scanned, joined = _state_launches(case, backward, edge is not None, leave is not None)
+    scanned(x, y, g, edge, table, triangle(x.device), states, leave, *between)
+    if stretches > 1:
+        joined(*between, table, states, leave)
+    return states
+
+
+@lru_cache(4096)
+def stretches_of(case: Case) -> int:
+    """Going over the states twice pays from four stretches on; 256 programs were the fastest on an H200."""
+    block_k, block_v, _, _ = scan_config(case)
+    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
+    stretches = min(256 // (case.rows * blocks), case.chunks // 8)
+    return stretches if stretches >= 4 else 1
+
+
+def scan_config(case: Case) -> tuple[int, int, int, int]:
+    """Block of keys, block of values, warps, pipeline stages."""
+    return min(case.block_k, 64), min(case.block_v, 128), 4, 3 if case.dtype != torch.float32 else 1
+
+
+@lru_cache(4096)
+def _state_launches(case: Case, backward: bool, edge: bool, leave: bool) -> tuple[Launch, Launch]:
+    """The scan, and the sums of what passes from stretch to stretch."""
+    stretches = stretches_of(case)
+    block_k, block_v, warps, stages = scan_config(case)
+    blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
+    sizes = case.chunks, stretches, case.dim_k, case.dim_v, block_k, block_v
+    scanned = Launch(
+        chunk_states_kernel, (blocks, stretches, case.rows),
+        case.length, case.heads, case.scale if backward else 1.0, *sizes, CHUNK, backward, stretches > 1, edge, leave,
+        *case.flags, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    groups = triton.cdiv(triton.cdiv(case.chunks, stretches), _GROUP)
+    joined = Launch(
+        join_stretches_kernel, (blocks, stretches * groups, case.rows),
+        case.heads, *sizes, _GROUP, backward, leave, case.segments > 0, num_warps=4,
+    )  # fmt: skip
+    return scanned, joined
+
+
+@lru_cache(4096)
+def chunk_launches(case: Case) -> tuple[Launch, Launch]:
+    """Forward and backward."""
+    sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
+    (warps, registers), (backward_warps, backward_registers) = chunk_config(case)
+    forward = Launch(
+        chunk_output_forward_kernel, (case.chunks, -(-case.dim_v // case.block_v), case.rows),
+        *sizes, CHUNK, MATMUL_LIMIT, *case.flags, num_warps=warps, num_stages=1, maxnreg=registers,
+    )  # fmt: skip
+    backward = Launch(
+        chunk_output_backward_kernel, (case.chunks, case.rows), *sizes, CHUNK, *case.gradient_strides, case.layer, *case.flags,
+        num_warps=backward_warps, num_stages=1, maxnreg=backward_registers,
+    )  # fmt: skip
+    return forward, backward
+
+
+def chunk_config(case: Case) -> tuple[tuple[int, int | None], tuple[int, int | None]]:
+    """Warps and most registers of a thread, forward and backward."""
+    return ((4, None), (4, None)) if case.block_k <= 64 else ((8, None), (8, None))
+
+
+@lru_cache(4096)
+def exact_launches(case: Case) -> tuple[Launch, Launch]:
+    """Forward and backward."""
+    # Most programs find nothing to do: one for each chunk would take longer to start than they take.
+    together = min(16, triton.next_power_of_2(max(1, case.chunks * case.rows // 512)))
+    grid = -(-case.chunks // together), case.rows
+    sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
+    constants = CHUNK, _SUB, MATMUL_LIMIT, together
+    options = {"num_warps": 8, "num_stages": 1}
+    forward = Launch(exact_forward_kernel, grid, *sizes, *constants, *case.flags, **options)
+    backward = Launch(
+        exact_backward_kernel, grid, *sizes, *constants, *case.gradient_strides, case.layer, *case.flags, **options
+    )
+    return forward, backward
+
+
+@lru_cache(64)
+def triangle(device: torch.device) -> Tensor:
+    """bfloat16 [2, CHUNK, CHUNK] for `load_triangle`."""
+    ones = torch.ones(CHUNK, CHUNK, dtype=torch.bfloat16, device=device)
+    return torch.stack([ones.tril(), ones.tril(-1)])

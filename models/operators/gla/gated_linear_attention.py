@@ -14,10 +14,9 @@ from ...precision import accumulation_dtype, to_accumulation_dtype
 from ...recompute import recomputed
 from ..context_parallel import causal_over_ranks, context_parallel_group
 from ..cumulative_decay import decay_from_start
-from ..varlen import check_packed
 from .chunk import chunk_form
 from .naive import quadratic_form, recurrent_form
-from .select_kernel import Decay, Form, Kernel, bounded_decay, select_kernel
+from .select_kernel import Decay, Form, Kernel, bounded_decay, check_shapes, select_kernel
 
 
 def gated_linear_attention(
@@ -132,27 +131,3 @@ def _from_state(q: Tensor, log_decay: Tensor, state: Tensor, scale: float, token
     # A sum over a long sequence may exceed float16.
     dtype = q.dtype if q.dtype == torch.bfloat16 else state.dtype
     return torch.einsum("blhk,bhkv->blhv", (to_accumulation_dtype(q) * factor * scale).to(dtype), state.to(dtype))
-
-
-def check_shapes(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
-    """Raise ValueError for arguments of `gated_linear_attention` whose shapes do not agree."""
-    if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
-        raise ValueError(
-            f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)}: expected [batch, length, heads, head_dim] with q and k alike "
-            "and v equal to them but for its last axis"
-        )
-    if log_decay.shape[:-1] != q.shape[:-1] or log_decay.shape[-1] not in (1, q.shape[-1]):
-        raise ValueError(f"log_decay {_shape(log_decay)}: expected {_shape(q)} or a last axis of 1")
-    sequences = q.shape[0]
-    if cu_seqlens is not None:
-        check_packed(q, cu_seqlens)
-        sequences = len(cu_seqlens) - 1
-    expected = (sequences, q.shape[2], q.shape[3], v.shape[3])
-    if initial_state is not None and tuple(initial_state.shape) != expected:
-        raise ValueError(f"initial_state {_shape(initial_state)}: expected {list(expected)}")
-
-
-def _shape(x: Tensor) -> list[int]:
-    return list(x.shape)

@@ -1,4 +1,4 @@
-"""Which kernel computes gated linear attention: one decision per call, from device, dtype, shapes and gradients.
+"""The arguments of gated linear attention: which kernel computes them, one decision per call, and a check of their shapes.
 
 `select_kernel` decides, and its caller passes the `Selection` on. A decay fits the matmul form if no channel loses more
 than about exp(-80) over a chunk of 64 tokens: a product of two factors inside the range of the dtype then replaces
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...backend import SIXTEEN_BITS, available, is_supported, missing_fla
 from ..context_parallel import context_parallel_group
+from ..varlen import check_packed
 
 Form = Literal["auto", "recurrent", "parallel", "chunked"]
 
@@ -169,3 +170,27 @@ def is_fixed(log_decay: Tensor) -> bool:
     """Return whether one number per head was expanded over batch and length. Known from strides, without reading it."""
     steps = zip(log_decay.shape[:2], log_decay.stride()[:2], strict=True)
     return not log_decay.requires_grad and all(size == 1 or (size and stride == 0) for size, stride in steps)
+
+
+def check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    """Raise ValueError for arguments of `gated_linear_attention` whose shapes do not agree."""
+    if q.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dim() != 4:
+        raise ValueError(
+            f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)}: expected [batch, length, heads, head_dim] with q and k alike "
+            "and v equal to them but for its last axis"
+        )
+    if log_decay.shape[:-1] != q.shape[:-1] or log_decay.shape[-1] not in (1, q.shape[-1]):
+        raise ValueError(f"log_decay {_shape(log_decay)}: expected {_shape(q)} or a last axis of 1")
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        check_packed(q, cu_seqlens)
+        sequences = len(cu_seqlens) - 1
+    expected = (sequences, q.shape[2], q.shape[3], v.shape[3])
+    if initial_state is not None and tuple(initial_state.shape) != expected:
+        raise ValueError(f"initial_state {_shape(initial_state)}: expected {list(expected)}")
+
+
+def _shape(x: Tensor) -> list[int]:
+    return list(x.shape)

@@ -72,13 +72,13 @@ def test_a_feature_map_of_nothing(device: str) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_decay_and_key(device: str, scale: float) -> None:
-    from models.kernels.metala.fused_layer import decay_and_key as kernel
+    from models.kernels.metala import decay_and_key as kernel
 
     compare(decay_and_key, kernel, [scale * random(3, 700, seed=3, device=device)], 2e-6)
 
 
 def test_decay_and_key_keep_their_digits(device: str) -> None:
-    from models.kernels.metala.fused_layer import decay_and_key as kernel
+    from models.kernels.metala import decay_and_key as kernel
 
     a = torch.linspace(-90, 80, 3001, device=device)
     for found, wanted in zip(kernel(a), decay_and_key(a.double()), strict=True):
@@ -156,7 +156,7 @@ def test_around_mamba2(device: str, shape: tuple[int, int, int, int], replace: R
 
 def test_head_norm(device: str) -> None:
     """GLA's and RetNet's end by MetaLA's kernels."""
-    from models.kernels.metala.epilogue import epilogue
+    from models.kernels.metala import epilogue
 
     o, gate = random(2, 30, 3, 16, device=device), random(2, 30, 48, seed=1, device=device)
     compare(

@@ -131,10 +131,10 @@ def test_sequences_cut_into_stretches(
 ) -> None:
     """What few long sequences take, here with 7 chunks in stretches of two, which one program joins or two; of 6 chunks the
     last stretch is empty, and packed, of up to 10, the last are."""
-    from models.kernels.gla import chunk_state as kernels
+    from models.kernels.gla import gla as kernels
 
-    request.addfinalizer(kernels._launches.cache_clear)
-    kernels._launches.cache_clear()
+    request.addfinalizer(kernels._state_launches.cache_clear)
+    kernels._state_launches.cache_clear()
     monkeypatch.setattr(kernels, "stretches_of", lambda _: 4)
     monkeypatch.setattr(kernels, "_GROUP", group)
     bounds = [0, 90, 90, 230, length] if packed else None

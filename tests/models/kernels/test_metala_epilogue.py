@@ -56,7 +56,7 @@ def test_reference_is_the_equations(augment: bool) -> None:
 def test_kernels_are_the_reference(
     device: str, shape: tuple[int, int, int, int, int], augment: bool, replace: Replace
 ) -> None:
-    from models.kernels.metala import epilogue as kernels
+    from models.kernels import metala as kernels
 
     replace(kernels, [kernels._launches], _FORWARD=(512, 8, 1), _BACKWARD=(128, 8, 1))
     tensors = inputs(shape, augment)

@@ -47,7 +47,7 @@ def test_one_step_is_the_three(
     device: str, shape: tuple[int, int, int, int, int], kind: str, cu_seqlens: list[int] | None, states: bool
 ) -> None:
     """Outputs, final states and the gradients of all that goes in."""
-    from models.kernels.metala.fused_layer import metala_core
+    from models.kernels.metala import metala_core
 
     batch, length, heads, dim_k, dim_v = shape
     generator = torch.Generator().manual_seed(length + dim_k)
@@ -84,7 +84,7 @@ def test_one_step_is_the_three(
 
 
 def test_a_loss_on_the_final_states_alone(device: str) -> None:
-    from models.kernels.metala.fused_layer import metala_core
+    from models.kernels.metala import metala_core
 
     inputs = [torch.randn(1, 70, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     weight, gate = torch.ones(32, device=device), torch.ones(1, 70, 32, device=device)
@@ -104,7 +104,7 @@ def test_a_loss_on_the_final_states_alone(device: str) -> None:
 
 def test_the_gradients_lie_side_by_side(device: str) -> None:
     """Those of q, a, v and gate, in this order: one matrix for the products with the weights behind them."""
-    from models.kernels.metala.fused_layer import metala_core
+    from models.kernels.metala import metala_core
 
     leaves = [torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(3)]
     q, a, v = leaves

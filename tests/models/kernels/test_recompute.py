@@ -24,8 +24,8 @@ CORE = 1
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("mixer", [*AGAIN, "metala as one step"])
 def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm: str) -> None:
+    from models.kernels import metala as metala_core
     from models.kernels.launch import Launch
-    from models.kernels.metala import fused_layer as metala_core
 
     shape = {"vocab_size": 8, "num_layers": 1, "hidden_size": 32, "num_heads": 2, "norm": norm}
     core, mixer = mixer not in AGAIN, mixer.split()[0]

@@ -182,7 +182,7 @@ def test_every_kernel_counts_as_itself():
     assert costs("elementwise")[1].kept == pytest.approx(2 * 2 * 512 * (kept - forgotten), rel=0.01)
     kernels = ROOT / "models" / "kernels"
     files = {path.relative_to(kernels).with_suffix("") for path in kernels.rglob("[!_]*.py")}
-    expected = {".".join(path.parts) for path in files if path.parts[0] != "cpu"} | {"gla", "lion", "metala"}
+    expected = {".".join(path.parts) for path in files if path.parts[0] != "cpu"} | {"gla", "lion"}
     assert {name.removeprefix("models.kernels.") for name in unlaunched()} == expected
     assert not any(name in sys.modules and sys.modules[name] is module for name, module in unlaunched().items())
 

@@ -1,9 +1,10 @@
-"""What the kernels of the recurrence with a decay a channel share: the case, the chunks of packed sequences, tiles.
+"""Device functions that the GLA kernels share: chunks of packed sequences, loads and stores of tiles, running sums.
 
 A chunk is up to CHUNK tokens of one sequence. Inside it, with b the running sum and B the total of the log decays (base
-2 here), exp(b_i - b_j) is formed as the product of exp(b_i - B/2) and exp(B/2 - b_j) where no channel decays by more
-than MILD over the chunk: the factors stay far inside of bfloat16. Where one does, what passes between tokens of that
-chunk is left to `strong_decay.py`, and the rest takes exp(b_i) and exp(B - b_j), which are at most 1.
+2 here), the matmul form computes exp(b_i - b_j) as the product of exp(b_i - B/2) and exp(B/2 - b_j). It fits where no channel
+decays by more than MATMUL_LIMIT over the chunk: the factors then stay far inside bfloat16. A chunk in which one does needs
+the exact form: `exact_form.py` computes the part between its tokens, and the rest takes exp(b_i) and exp(B - b_j), which are
+at most 1.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -11,96 +12,11 @@ chunk is left to `strong_decay.py`, and the rest takes exp(b_i) and exp(B - b_j)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-
-import torch
-from torch import Tensor
-
 try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
-
-CHUNK = 64
-# exp(40) on either side of the middle, to base 2.
-MILD = 115.0
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """All that decides how the kernels are compiled and launched.
-
-    segments: entries of cu_seqlens but one, 0 for unpacked sequences. initial: whether a state comes in. layer: whether
-    the backward pass is that of MetaLA's whole layer (`fused_layer.py`).
-    """
-
-    device: int
-    batch: int
-    length: int
-    heads: int
-    dim_k: int
-    dim_v: int
-    dtype: torch.dtype
-    scale: float
-    segments: int
-    initial: bool
-    layer: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Heads of all rows of the batch."""
-        return self.batch * self.heads
-
-    @property
-    def sequences(self) -> int:
-        return self.segments or self.batch
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a row, at most: every packed sequence may end in one that is not full."""
-        return -(-self.length // CHUNK) if not self.segments else self.length // CHUNK + min(self.segments, self.length)
-
-    @property
-    def block_k(self) -> int:
-        """Channels of a tile of keys."""
-        return max(self._narrowest, triton.next_power_of_2(self.dim_k))
-
-    @property
-    def block_v(self) -> int:
-        """Channels of a tile of values."""
-        return min(128, max(self._narrowest, triton.next_power_of_2(self.dim_v)))
-
-    @property
-    def _narrowest(self) -> int:
-        # Triton 3.6 and 3.7 let Hopper's products of 32 columns read outside of their memory.
-        return 16 if self.dtype == torch.float32 else 64
-
-    @property
-    def even(self) -> bool:
-        """Whether every tile lies inside of its tensor."""
-        return not (
-            self.segments or self.length % CHUNK or self.dim_k % self.block_k or self.dim_v % self.block_v
-        )  # fmt: skip
-
-    @property
-    def gradient_strides(self) -> tuple[int, int]:
-        """Elements from one token to the next in the gradients of keys and of values. A layer's lie side by side: those of q,
-        a, v and the output gate."""
-        if self.layer:
-            return (self.heads * 2 * (self.dim_k + self.dim_v),) * 2
-        return self.heads * self.dim_k, self.heads * self.dim_v
-
-    @property
-    def kept(self) -> torch.dtype:
-        """States between chunks, as the tensor cores would round them."""
-        return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
-
-    @property
-    def flags(self) -> tuple[bool, bool, str]:
-        """packed, even, and how products of float32 are formed: three TF32 ones."""
-        return self.segments > 0, self.even, "tf32x3" if self.dtype == torch.float32 else "tf32"
+    raise ImportError("the GLA kernels need Triton: pip install triton") from error
 
 
 @triton.jit
@@ -208,10 +124,10 @@ def of_gate(d_decay, d_key, decay):
 
 
 @triton.jit
-def references(total, mild):
-    """The exponents that queries and keys are taken relative to; mild: 1 where the chunk's decay is, else 0."""
+def references(total, fits):
+    """The exponents to which queries and keys are relative; fits: 1 if the matmul form fits the chunk, else 0."""
     half = total * 0.5
-    return tl.where(mild == 1, half, 0.0), tl.where(mild == 1, half, total)
+    return tl.where(fits == 1, half, 0.0), tl.where(fits == 1, half, total)
 
 
 @triton.jit
@@ -239,10 +155,3 @@ def running_sum(x, reached, REVERSE: tl.constexpr, EXACT: tl.constexpr):
     else:
         high, low = in_two(x)
         return tl.dot(reached, low, tl.dot(reached, high))
-
-
-@lru_cache(64)
-def triangle(device: torch.device) -> Tensor:
-    """bfloat16 [2, CHUNK, CHUNK] for `load_triangle`."""
-    ones = torch.ones(CHUNK, CHUNK, dtype=torch.bfloat16, device=device)
-    return torch.stack([ones.tril(), ones.tril(-1)])

@@ -1,9 +1,9 @@
-"""What passes between tokens of one chunk of strong decay, exact for every decay, added to what is formed without it.
+"""The exact form inside a chunk: the part between its own tokens, for every decay, added to what the other kernels compute.
 
 A chunk is cut into blocks of 16. For j in an earlier block than i, exp(b_i - b_j) is exp(b_i - r) exp(r - b_j) with r the
-sum up to the block of i: both factors are at most 1, and where one of them is no number any more the product is none
-either. Inside a block whose decay is mild, r is half of the block's; else the sums over j < t <= i are formed by adding,
-one j of every block at a time.
+sum up to the block of i. Both factors are at most 1, and if one of them underflows, so does the product. Inside a block
+whose decay fits the matmul form, r is half of the block's total. Else the sums over j < t <= i are added, one j of every
+block at a time.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -11,47 +11,13 @@ one j of every block at a time.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from ..launch import Launch
-from .common import (
-    CHUNK,
-    MILD,
-    Case,
-    chunk_of,
-    clamped,
-    load,
-    load_apart,
-    of_gate,
-    place,
-    place_apart,
-    store,
-    store_apart,
-)
+from .tiles import chunk_of, clamped, load, load_apart, of_gate, place, place_apart, store, store_apart
 
 try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise ImportError("the recurrence's kernels need Triton: pip install triton") from error
-
-_SUB = 16
-
-
-@lru_cache(4096)
-def strong_launches(case: Case) -> tuple[Launch, Launch]:
-    """Forward and backward."""
-    # Most programs find nothing to do: one for each chunk would take longer to start than they take.
-    together = min(16, triton.next_power_of_2(max(1, case.chunks * case.rows // 512)))
-    grid = -(-case.chunks // together), case.rows
-    sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
-    constants = CHUNK, _SUB, MILD, together
-    options = {"num_warps": 8, "num_stages": 1}
-    forward = Launch(_strong_forward, grid, *sizes, *constants, *case.flags, **options)
-    backward = Launch(
-        _strong_backward, grid, *sizes, *constants, *case.gradient_strides, case.layer, *case.flags, **options
-    )
-    return forward, backward
+    raise ImportError("the GLA kernels need Triton: pip install triton") from error
 
 
 @triton.jit
@@ -81,30 +47,32 @@ def _apart(query, key, until, decay, row, block, SUB: tl.constexpr):
 
 
 @triton.jit
-def _any(strong, bh, first, N, TOGETHER: tl.constexpr):
-    """Whether one of these chunks is strong."""
+def _any(needs_exact, bh, first, N, TOGETHER: tl.constexpr):
+    """Whether one of these chunks needs the exact form."""
     n = first + tl.arange(0, TOGETHER)
-    return tl.max(tl.load(strong + bh * N + n, mask=n < N, other=0), 0) != 0
+    return tl.max(tl.load(needs_exact + bh * N + n, mask=n < N, other=0), 0) != 0
 
 
 @triton.jit
-def _strong_forward(
-    strong, q, k, v, g, table, o, T, H, N, scale,
+def exact_forward_kernel(
+    needs_exact, q, k, v, g, table, o, T, H, N, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
-    MILD: tl.constexpr, TOGETHER: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    MATMUL_LIMIT: tl.constexpr, TOGETHER: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     first, bh = tl.program_id(0) * TOGETHER, tl.program_id(1)
-    if _any(strong, bh, first, N, TOGETHER):
+    if _any(needs_exact, bh, first, N, TOGETHER):
         for n in range(first, tl.minimum(first + TOGETHER, N)):
-            if tl.load(strong + bh * N + n) != 0:
-                _forward_of(n, bh, q, k, v, g, table, o, T, H, scale, K, V, BK, BV, C, SUB, MILD, PACKED, PRECISION)
+            if tl.load(needs_exact + bh * N + n) != 0:
+                _forward_of(
+                    n, bh, q, k, v, g, table, o, T, H, scale, K, V, BK, BV, C, SUB, MATMUL_LIMIT, PACKED, PRECISION
+                )
 
 
 @triton.jit
 def _forward_of(
     n, bh, q, k, v, g, table, o, T, H, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
-    MILD: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    MATMUL_LIMIT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
     ck, cv, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
@@ -117,7 +85,7 @@ def _forward_of(
     decay = clamped(load(g, t, ck, end, H, K, BK, False))
     near, least = _blocks(decay, C, BK, SUB)
     a = tl.zeros([C, C], tl.float32)
-    if least >= -MILD:
+    if least >= -MATMUL_LIMIT:
         near_q, near_k = (query * tl.exp2(near)).to(rounded), (key * tl.exp2(-near)).to(rounded)
         a = tl.dot(near_q, tl.trans(near_k), input_precision=PRECISION)
         a = tl.where((row[:, None] // SUB == row[None, :] // SUB) & (row[:, None] >= row[None, :]), a, 0.0)
@@ -143,19 +111,19 @@ def _forward_of(
 
 
 @triton.jit
-def _strong_backward(
-    strong, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, aug_weight, T, H, N, scale,
+def exact_backward_kernel(
+    needs_exact, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, aug_weight, T, H, N, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
-    MILD: tl.constexpr, TOGETHER: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr,
+    MATMUL_LIMIT: tl.constexpr, TOGETHER: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     first, bh = tl.program_id(0) * TOGETHER, tl.program_id(1)
-    if _any(strong, bh, first, N, TOGETHER):
+    if _any(needs_exact, bh, first, N, TOGETHER):
         for n in range(first, tl.minimum(first + TOGETHER, N)):
-            if tl.load(strong + bh * N + n) != 0:
+            if tl.load(needs_exact + bh * N + n) != 0:
                 _backward_of(
                     n, bh, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, aug_weight, T, H, scale,
-                    K, V, BK, BV, C, SUB, MILD, STRIDE_K, STRIDE_V, LAYER, PACKED, PRECISION,
+                    K, V, BK, BV, C, SUB, MATMUL_LIMIT, STRIDE_K, STRIDE_V, LAYER, PACKED, PRECISION,
                 )  # fmt: skip
 
 
@@ -163,7 +131,7 @@ def _strong_backward(
 def _backward_of(
     n, bh, do, q, k, v, g, table, dq, dk, dv, dg, d_strength, aug_weight, T, H, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr,
-    MILD: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr,
+    MATMUL_LIMIT: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, LAYER: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     rounded: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.bfloat16
@@ -189,7 +157,7 @@ def _backward_of(
     d_key = tl.zeros([C, BK], tl.float32)
     # Of the numbers that the products were given, as in `chunk_output.py`: most of it cancels.
     d_decay = tl.zeros([C, BK], tl.float32)
-    if least >= -MILD:
+    if least >= -MATMUL_LIMIT:
         growth, shrink = tl.exp2(near), tl.exp2(-near)
         near_q, near_k = (query * growth).to(rounded), (key * shrink).to(rounded)
         inside = (row[:, None] // SUB == row[None, :] // SUB) & (row[:, None] >= row[None, :])
