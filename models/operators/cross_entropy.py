@@ -121,7 +121,8 @@ class _CrossEntropySum(torch.autograd.Function):
         unit = torch.where(unit == 0, 1.0, unit)
         narrow = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         kernels = True
-        if is_supported(hidden):
+        ctx.triton = is_supported(hidden)
+        if ctx.triton:
             from ..kernels.cross_entropy import add_product, gradient_in_place, row_statistics
         elif (native := cpu_kernel("cross_entropy")) is not None and native.supports_cross_entropy(hidden, weight):
             add_product, gradient_in_place = native.add_product, native.gradient_in_place
@@ -209,7 +210,7 @@ class _CrossEntropySum(torch.autograd.Function):
         d_hidden, d_weight, d_bias, unit, every_nll = ctx.saved_tensors
         factor = grad * unit
         scale: Callable[..., Tensor] = _scaled
-        if is_supported(factor):
+        if ctx.triton:
             from ..kernels.cross_entropy import scaled as scale
         if d_hidden is not None:
             d_hidden = scale(d_hidden, factor, d_hidden.dtype)
