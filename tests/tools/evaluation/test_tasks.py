@@ -236,7 +236,7 @@ def test_more_examples_than_rows_are_refused(eval_data):
 def test_a_metric_that_a_task_does_not_have_is_refused(eval_data, tmp_path):
     for metric, message in (
         ("acc_nrom", r"own: copa has no metric 'acc_nrom'; .*acc"),
-        ("acc,strict", r"own: copa has no filter 'strict'; there are none"),
+        ("acc,strict", r"own: copa has no filter 'strict'; allowed are none"),
     ):
         (tmp_path / "own.yml").write_text(f"columns: [{{task: copa, metric: '{metric}'}}]\nfolders: [super_glue]\n")
         with pytest.raises(ValueError, match=message):

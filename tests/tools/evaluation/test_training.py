@@ -19,7 +19,8 @@ from tools.reporting.run_report import collect
 
 __all__ = ["arguments", "corpus"]
 
-SUITES = {"evaluation.suite_interval": 4, "checkpoint.interval": 4}
+LENGTH = {"batch.sequence_length": 64}  # the longest choice has 39 bytes
+SUITES = {"evaluation.suite_interval": 4, "checkpoint.interval": 4, **LENGTH}
 
 
 def suite_words(arguments, data: Path, name: str = "run", suites: str = "[superglue, piqa]", **changes) -> list[str]:
@@ -36,7 +37,7 @@ def losses(run: Path) -> list[float]:
 
 
 def test_scores_are_logged_drawn_and_change_nothing(arguments, eval_data, tmp_path, capsys):
-    assert train.main(arguments("plain", **{"checkpoint.interval": 4})) == 0
+    assert train.main(arguments("plain", **LENGTH, **{"checkpoint.interval": 4})) == 0
     assert train.main(suite_words(arguments, eval_data)) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "plain"), "training does not notice the evaluation"
     found = lines(tmp_path / "run", "evaluation")
