@@ -290,15 +290,13 @@ class Trainer(Generic[ModelT]):
         if self.state.evaluation_due:
             due = self._due_measurements()
             interrupted = "validation" in due and self._validate(self.config.evaluation.batches) is None
-            if interrupted or ("evaluation" in due and not self._evaluate_suites()):
-                return False
-            self.state.evaluation_due = False
-        return True
+            interrupted = interrupted or ("evaluation" in due and not self._evaluate_suites())
+            self.state.evaluation_due = interrupted
+        return not self.state.evaluation_due
 
     def _evaluate_at_the_end(self) -> dict[str, float] | None:
         """Return the metrics of the whole validation set after the last step; None when a signal interrupts what is due."""
-        final = self._validate(None)
-        if final is None:
+        if (final := self._validate(None)) is None:
             return None
         if self._test is not None and self._evaluate(self._test, None, "test") is None:
             return None
