@@ -14,14 +14,14 @@ WHOLE = {"cu_seqlens": None, "initial_state": None, "return_state": False}
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float, taylor: bool, scaled: bool
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float, taylor: bool, normalized: bool
 ) -> Tensor:
     if taylor:
         s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
         a = (1 + s + s**2 / 2).tril()
         return torch.einsum("bhij,bjhe->bihe", a / a.sum(-1, keepdim=True), v)
     log_decay = log_decay.unsqueeze(-1)
-    if not scaled:
+    if not normalized:
         return gated_linear_attention(q, k, v, log_decay, scale=scale, form="parallel")[0]
     num, den, _ = linear_attention_with_normalizer(q, k, v, log_decay)
     return num / den
