@@ -66,5 +66,5 @@ class Block(nn.Module):
             refuse_state()
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token at this sequence length, two a multiply-add."""
+        """Return forward FLOPs per token at this sequence length, two per multiply-add."""
         return self.mixer.flops_per_token(length) + self.mlp.flops_per_token(length)

@@ -100,7 +100,7 @@ class LanguageModel(nn.Module):
         return (out, [*new_states, {}]) if return_state else out
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token at this sequence length, two a multiply-add."""
+        """Return forward FLOPs per token at this sequence length, two per multiply-add."""
         layers = [self.embedding, *self.blocks, self.head]
         return sum(layer.flops_per_token(length) for layer in layers)
 

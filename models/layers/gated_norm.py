@@ -1,4 +1,4 @@
-"""The end of several mixers before their output map: every head normed by itself, without a gain, then a SiLU gate."""
+"""The gated norm of several mixers before their output projection: one norm per head without a gain, then a SiLU gate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..precision import to_accumulation_dtype
 
 
 def gated_head_norm(o: Tensor, gate: Tensor, *, norm: str = "layernorm", eps: float = 1e-5) -> Tensor:
-    """SiLU(gate) * norm(o), in gate's dtype; the output map, which follows, takes the place of the norm's gain.
+    """Return SiLU(gate) * norm(o) in gate's dtype. The output projection after it takes the place of the norm's gain.
 
     o: [batch, length, heads, head_dim]; gate: [batch, length, heads * head_dim], as the result. norm: "layernorm" or
     "rmsnorm".
@@ -18,7 +18,7 @@ def gated_head_norm(o: Tensor, gate: Tensor, *, norm: str = "layernorm", eps: fl
     if norm == "layernorm" and is_supported(o) and o.dtype == gate.dtype:
         from ..kernels.metala import epilogue
 
-        # MetaLA's end is this after its self-augmentation, for which it reads q, k and v.
+        # MetaLA's epilogue without self-augmentation, which alone reads q, k and v.
         return epilogue(o, o, o, o, None, gate, eps)
     normed = (F.layer_norm if norm == "layernorm" else F.rms_norm)(to_accumulation_dtype(o), o.shape[-1:], eps=eps)
     return (F.silu(to_accumulation_dtype(gate)) * normed.flatten(-2)).to(gate.dtype)

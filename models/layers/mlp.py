@@ -41,7 +41,7 @@ class SwiGLU(nn.Module):
         return swiglu(gate, up)
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add."""
+        """Return forward FLOPs per token, two per multiply-add."""
         return self._flops
 
 
@@ -121,7 +121,7 @@ class GELU(nn.Module):
         return self.down_proj(activated)
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add."""
+        """Return forward FLOPs per token, two per multiply-add."""
         return self._flops
 
 

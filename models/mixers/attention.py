@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: AttentionOptions) -> None:
-        """ValueError when the heads of keys do not divide those of queries."""
+        """Raise ValueError if the heads of keys do not divide those of queries."""
         if options.num_kv_heads is not None:
             key = "model.mixer_options.attention.num_kv_heads"
             require_divisor(key, options.num_kv_heads, "model.num_heads", config.num_heads)
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "key" (rotated) and "value" [batch, seen, kv_heads, head_dim] and "mask" [batch, seen] bool; with
         cu_seqlens a row for every segment, padded on the right. ValueError for a state when not causal.
@@ -179,7 +179,7 @@ class Attention(nn.Module):
         return (seen | (key == query))[:, None]
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add; scores and values of the causal half (all when not causal)."""
+        """Return forward FLOPs per token, two per multiply-add; scores and values of the causal half (all when not causal)."""
         projections = 4 * self._size * self._size + 4 * self._size * self._kv_size
         return projections + (2 if self.options.causal else 4) * self._size * length
 

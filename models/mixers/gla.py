@@ -1,4 +1,4 @@
-"""Gated linear attention (arXiv 2312.06635): a decay for every channel of the keys, from a map of low rank."""
+"""Gated linear attention (arXiv 2312.06635): one decay per key channel, from a projection of low rank."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class GLA(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: GLAOptions) -> None:
-        """ValueError when the heads do not divide the keys."""
+        """Raise ValueError if the heads do not divide the keys."""
         check_key_dim("gla", config, options.expand_k)
 
     def forward(
@@ -94,10 +94,10 @@ class GLA(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32, and with a convolution "conv" [batch,
-        kernel - 1, hidden_size], its last inputs; with cu_seqlens a row for every segment.
+        kernel - 1, hidden_size], its last inputs; with cu_seqlens one row per segment.
         """
         state = state or {}
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
@@ -120,7 +120,7 @@ class GLA(nn.Module):
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add: projections, convolution, and the recurrence in chunks of 64."""
         size, key_dim, dim_k, dim_v = self._size, self._key_dim, self.head_dim_k, self.head_dim_v
         projections = 6 * size * size + 4 * size * key_dim + 2 * (size + key_dim) * self.options.low_rank
         return (

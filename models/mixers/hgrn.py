@@ -83,7 +83,7 @@ class HGRN(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, hidden_size] in float32, with rotation [batch, hidden_size, 2]; with cu_seqlens
         a row for every segment.
@@ -110,7 +110,7 @@ class HGRN(nn.Module):
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, gates and one step of the recurrence."""
+        """Return forward FLOPs per token, two per multiply-add: projections, gates and one step of the recurrence."""
         matrices = 1 + (self.input_proj is not None) + 3 * self.parts
         return 2 * matrices * self._size * self._size + 4 * self.parts**2 * self._size
 

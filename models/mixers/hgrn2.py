@@ -99,7 +99,7 @@ class HGRN2(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, heads, head_dim, head_dim] in float32; with cu_seqlens a row for every
         segment.
@@ -133,6 +133,6 @@ class HGRN2(nn.Module):
         return torch.logaddexp(beta.log(), rest + F.logsigmoid(a)), torch.sigmoid(-a) * (1 - beta)
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add: projections, and the recurrence in chunks of 64."""
         recurrent = min(64, length) * 2 * self.head_dim + 4 * self.head_dim**2
         return 8 * self._size**2 + self._size // self.head_dim * recurrent

@@ -83,10 +83,10 @@ class LinearAttention(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, heads, features, head_dim + 1] in float32, S and z side by side, and with a
-        convolution "conv" [batch, kernel - 1, hidden_size], its last inputs; with cu_seqlens a row for every segment.
+        convolution "conv" [batch, kernel - 1, hidden_size], its last inputs; with cu_seqlens one row per segment.
         """
         state = state or {}
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
@@ -117,7 +117,7 @@ class LinearAttention(nn.Module):
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add: projections, convolution, and the recurrence in chunks of 64."""
         size, key_dim, features = self._size, self._key_dim, self._features
         maps = 4 * size * (size + key_dim) + 2 * size * self.options.conv_kernel
         head = min(64, length) * (features + self.head_dim + 1) + 4 * features * (self.head_dim + 1)

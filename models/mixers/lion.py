@@ -147,7 +147,7 @@ class Lion(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, heads, head_dim, head_dim + 1 (head_dim when not scaled)] in float32; with
         cu_seqlens a row for every segment. ValueError for a state when not causal.
@@ -259,7 +259,7 @@ class Lion(nn.Module):
         )
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, gates, and the operator in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add: projections, gates, and the operator in chunks of 64."""
         dim, directions = self.head_dim, 1 if self.options.causal else 2
         gates = sum(2 * self._size for gate in (self.decay_weight, self.input_gate) if gate is not None)
         inside = min(64, length) * (2 * dim + self.options.scaled)

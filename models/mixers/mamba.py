@@ -85,7 +85,7 @@ class Mamba(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: MambaOptions) -> None:
-        """ValueError when the groups do not divide the channels."""
+        """Raise ValueError if the groups do not divide the channels."""
         key = "model.mixer_options.mamba.groups"
         require_divisor(key, options.groups, "expand * model.hidden_size", options.expand * config.hidden_size)
 
@@ -102,10 +102,10 @@ class Mamba(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, groups, E / groups, N] in float32 and "conv" [batch, kernel - 1, E], E = expand
-        * hidden_size; with cu_seqlens a row for every segment.
+        * hidden_size; with cu_seqlens one row per segment.
         """
         state = state or {}
         u, history = self.conv(self.x_proj(x), mask, cu_seqlens, state.get("conv"), return_state)
@@ -134,7 +134,7 @@ class Mamba(nn.Module):
         return (y, {"recurrent": recurrent, "conv": history}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, convolution, and one step of the recurrence."""
+        """Return forward FLOPs per token, two per multiply-add: projections, convolution, and one step of the recurrence."""
         states = self.options.state_size
         selection = 2 * (self._rank + 2 * states) + 2 * self._rank
         return self._inner * (6 * self._size + selection + 2 * self.options.conv_kernel + 7 * states + 2)

@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv 2405.21060): a state space with one decay a head (SSD), which is linear attention with a gate."""
+"""Mamba-2 (arXiv 2405.21060): a state space with one decay per head (SSD), which is linear attention with a gate."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Mamba2(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: Mamba2Options) -> None:
-        """ValueError when the heads do not divide the channels."""
+        """Raise ValueError if the heads do not divide the channels."""
         what = "the channels of mamba2, expand * model.hidden_size"
         require_divisor("model.num_heads", config.num_heads, what, options.expand * config.hidden_size)
 
@@ -100,10 +100,10 @@ class Mamba2(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, heads, N, head_dim] in float32 and "conv_x", "conv_b", "conv_c" [batch, kernel -
-        1, channels]; with cu_seqlens a row for every segment.
+        1, channels]; with cu_seqlens one row per segment.
         """
         state = state or {}
         new_state: dict[str, Tensor] = {}
@@ -145,7 +145,7 @@ class Mamba2(nn.Module):
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, convolutions, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add: projections, convolutions, and the recurrence in chunks of 64."""
         size, heads, states, head_dim = self._size, self._heads, self.options.state_size, self.head_dim
         inner = heads * head_dim
         projections = 2 * size * (3 * inner + 2 * states + heads)

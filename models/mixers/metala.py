@@ -16,7 +16,7 @@ from ..options import ModelShape, check_key_dim, require_at_least, require_posit
 
 @dataclass(frozen=True)
 class MetaLAOptions:
-    """Settings of the MetaLA mixer."""
+    """Hold the settings of the MetaLA mixer."""
 
     preset: Literal["released", "paper"] = field(
         default="released",
@@ -54,7 +54,7 @@ class MetaLAOptions:
 
 
 class MetaLA(nn.Module):
-    """The MetaLA layer, Eq. 13-22 and A35, with d_k = expand_k d (d / 2) and d_v = d over all heads.
+    """Compute the MetaLA layer, Eq. 13-22 and A35, with d_k = expand_k d (d / 2) and d_v = d over all heads.
 
     x <- SiLU(conv(x)); q, a, v = W x; u = W_G x + b; g = logsigmoid(a) / 16; k = 1 - exp(g);
     o = GLA(q, k, v, g) + sigmoid((sum_c q_c w_c k_c) v); y = W_O(SiLU(u) * LayerNorm_head(o)).
@@ -101,7 +101,7 @@ class MetaLA(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: MetaLAOptions) -> None:
-        """ValueError when the heads do not divide the keys."""
+        """Raise ValueError if the heads do not divide the keys."""
         check_key_dim("metala", config, options.expand_k)
 
     def forward(
@@ -112,10 +112,10 @@ class MetaLA(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32 and "conv" [batch, kernel - 1,
-        hidden_size], the last inputs of the convolution; with cu_seqlens a row for every segment.
+        hidden_size], the last inputs of the convolution; with cu_seqlens one row per segment.
         """
         state = state or {}
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
@@ -141,7 +141,7 @@ class MetaLA(nn.Module):
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, convolution, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add: projections, convolution, and the recurrence in chunks of 64."""
         size, heads = self._size, self._heads
         key_maps = sum(proj is not None for proj in (self.q_proj, self.a_proj, self.k_proj))
         projections = 2 * size * (3 * size + key_maps * self._key_dim)

@@ -81,7 +81,7 @@ class MetaLABidirectional(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: MetaLABidirectionalOptions) -> None:
-        """ValueError when the heads do not divide the keys, which have half the width."""
+        """Raise ValueError if the heads do not divide the keys, which have half the width."""
         MetaLA.check(config, MetaLA.Options())
 
     def forward(
@@ -92,7 +92,7 @@ class MetaLABidirectional(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor:
-        """x: [batch, length, hidden_size] -> the same shape. ValueError for a state: there is none."""
+        """Return the output, of x's shape [batch, length, hidden_size]. Raises ValueError for a state: there is none."""
         if state is not None or return_state:
             raise ValueError(
                 "metala_bidirectional sees both directions and has no state to decode from: call it without state and "
@@ -117,7 +117,7 @@ class MetaLABidirectional(nn.Module):
         return self.out_proj(metala_epilogue(o, q, k.to(v.dtype), v, self.aug_weight, self.gate_proj(x)))
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, convolution, two recurrences in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add: projections, convolution, two recurrences in chunks of 64."""
         size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
         one_direction = min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v
@@ -127,7 +127,10 @@ class MetaLABidirectional(nn.Module):
 def _both_directions(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """q, k, log_decay: [batch, length, heads, head_dim_k], k and log_decay wide; v and the result [..., head_dim_v]."""
+    """Return the sum of both directions, [batch, length, heads, head_dim_v]; the diagonal counts once.
+
+    q, k, log_decay: [batch, length, heads, head_dim_k], the last two in float32 (float64 for float64); v: [..., head_dim_v].
+    """
     if not q.shape[1]:
         return v
     forward, _ = local_gated_linear_attention(

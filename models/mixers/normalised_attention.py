@@ -71,7 +71,7 @@ class NormalisedAttention(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, heads, head_dim, head_dim] in float32; with cu_seqlens a row for every
         segment.
@@ -94,7 +94,7 @@ class NormalisedAttention(nn.Module):
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add: projections, and the recurrence in chunks of 64."""
         heads = self._size // self.head_dim
         inside = 2 * min(64, length) * self.head_dim
         return 8 * self._size**2 + heads * (2 * self._size + inside + 4 * self.head_dim**2)

@@ -69,9 +69,9 @@ class QLSTM(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
-        The state is "recurrent" [batch, hidden_size] in float32; with cu_seqlens a row for every segment.
+        The state is "recurrent" [batch, hidden_size] in float32; with cu_seqlens one row per segment.
         """
         forget = to_accumulation_dtype(self.forget_proj(x))
         if self.log_exponent is None:
@@ -92,5 +92,5 @@ class QLSTM(nn.Module):
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, gates and one step of the recurrence."""
+        """Return forward FLOPs per token, two per multiply-add: projections, gates and one step of the recurrence."""
         return 10 * self._size * self._size + 4 * self._size

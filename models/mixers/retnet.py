@@ -1,4 +1,4 @@
-"""Retention (arXiv 2307.08621): linear attention with rotated queries and keys and one fixed decay a head."""
+"""Retention (arXiv 2307.08621): linear attention with rotated queries and keys and one fixed decay per head."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RetNet(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: RetNetOptions) -> None:
-        """ValueError when a head has no pairs of channels to rotate."""
+        """Raise ValueError if a head has no pairs of channels to rotate."""
         what = "the pairs of channels that retnet rotates, model.hidden_size / 2"
         require_divisor("model.num_heads", config.num_heads, what, config.hidden_size / 2)
 
@@ -84,10 +84,10 @@ class RetNet(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, heads, head_dim_k, head_dim_v] in float32 and "position" [batch] int, the
-        tokens seen; with cu_seqlens a row for every segment.
+        tokens seen; with cu_seqlens one row per segment.
         """
         state = state or {}
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim_k)) for proj in (self.q_proj, self.k_proj))
@@ -111,7 +111,7 @@ class RetNet(nn.Module):
         return (y, {"recurrent": recurrent, "position": end}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add: projections, and the recurrence in chunks of 64."""
         size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
         projections = (4 + 6 * self.options.expand_v) * size * size
         return projections + size // dim_k * (min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v)

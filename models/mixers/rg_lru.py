@@ -77,7 +77,7 @@ class RGLRU(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: RGLRUOptions) -> None:
-        """ValueError when the heads do not divide the width into blocks."""
+        """Raise ValueError if the heads do not divide the width into blocks."""
         width = options.width or config.hidden_size
         require_divisor("model.num_heads", config.num_heads, "model.mixer_options.rg_lru.width", width)
 
@@ -89,7 +89,7 @@ class RGLRU(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, width] in float32 and "conv" [batch, kernel - 1, width]; with cu_seqlens a row
         for every segment.
@@ -110,7 +110,7 @@ class RGLRU(nn.Module):
         return (y, {"recurrent": recurrent, "conv": history}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, convolution, gates and one step of the recurrence."""
+        """Return forward FLOPs per token, two per multiply-add: projections, convolution, gates, one recurrent step."""
         projections = 6 * self._size * self._width
         return projections + (2 * self.options.conv_kernel + 4 * self._block + 5) * self._width
 

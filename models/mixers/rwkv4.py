@@ -95,7 +95,7 @@ class RWKV4(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "shift" [batch, hidden_size], the last input, and "recurrent" [batch, 3, hidden_size] in float32,
         the sums over values and over weights, divided by the exponential of the third row, the largest log weight; with
@@ -121,7 +121,7 @@ class RWKV4(nn.Module):
         return (y, {"shift": shift, "recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, token shift and one step of both sums."""
+        """Return forward FLOPs per token, two per multiply-add: projections, token shift and one step of both sums."""
         return 8 * self._size * self._size + 20 * self._size
 
 

@@ -74,7 +74,7 @@ class S5(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: S5Options) -> None:
-        """ValueError when the heads, by which a layer is cut, do not divide the states."""
+        """Raise ValueError if the heads, by which a layer is cut, do not divide the states."""
         states = options.state_size or config.hidden_size
         require_divisor("model.num_heads", config.num_heads, "model.mixer_options.s5.state_size", states)
 
@@ -86,7 +86,7 @@ class S5(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, states, 2] in float32, real and imaginary parts; with cu_seqlens a row for every
         segment.
@@ -108,5 +108,5 @@ class S5(nn.Module):
         return (y, {"recurrent": torch.view_as_real(recurrent)}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: B, C, and one step of the complex recurrence."""
+        """Return forward FLOPs per token, two per multiply-add: B, C, and one step of the complex recurrence."""
         return 8 * self._size * self._states + 8 * self._states

@@ -80,10 +80,10 @@ class TransNormer(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the state when asked for.
+        """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, heads, 2 head_dim, head_dim] in float32 and "position" [batch] int, the tokens
-        seen (without the phase: head_dim instead of 2 head_dim); with cu_seqlens a row for every segment.
+        seen (without the phase: head_dim instead of 2 head_dim); with cu_seqlens one row per segment.
         """
         state = state or {}
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -109,7 +109,7 @@ class TransNormer(nn.Module):
         return (y, {"recurrent": recurrent, "position": end}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token, two a multiply-add: projections, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add: projections, and the recurrence in chunks of 64."""
         dim_v = self.head_dim
         dim_k = dim_v if self.theta is None else 2 * dim_v
         recurrent = min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v
