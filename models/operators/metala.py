@@ -43,7 +43,8 @@ def metala(
     `metala_epilogue`, the others as in `models.operators.gla.gated_linear_attention.gated_linear_attention`, errors too.
     mask: [batch, length] bool, True for real tokens. One fused kernel computes all three steps where it is supported.
     """
-    if k is None and mask is None and aug_weight is not None:
+    # The fused kernel computes whole sequences.
+    if k is None and mask is None and aug_weight is not None and context_parallel_group() is None:
         check_shapes(q, a, v, a, initial_state, cu_seqlens)
         core = _select_core(q, a, v, aug_weight, gate)
         if core is not None:
@@ -60,8 +61,6 @@ def _select_core(
     q: Tensor, a: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Return the kernel that computes the three steps at once, or None."""
-    if context_parallel_group() is not None:
-        return None
     if is_supported(q) and supports_triton(q, a, v, a, fits_matmul_form=True):
         from ..kernels.metala import metala_core
 
