@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from models.backend import leave_out_of_graphs
 from models.block import Block
 from models.config import ModelConfig
 
@@ -51,3 +52,16 @@ def test_generated_code(tmp_path, monkeypatch):
     x = torch.randn(2, 8, 32)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-4)
+
+
+def test_left_out_function_runs_as_it_is_inside_a_compiled_one():
+    traced = []
+
+    @leave_out_of_graphs
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return x + 1
+
+    compiled = torch.compile(lambda x: kernel(x) * 2, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [4, 4]
+    assert traced == [False]

@@ -14,6 +14,7 @@ from torch import Tensor
 from models import backend as kernels
 from models.operators.gla import gated_linear_attention as module
 from models.operators.gla.gated_linear_attention import gated_linear_attention
+from models.operators.gla.select_kernel import select_kernel
 
 
 class ChosenError(Exception):
@@ -71,11 +72,16 @@ def form_of(
         "fixed": lambda: torch.zeros(2)[:, None].expand(1, length, 2, 1),
     }[decay]()
     monkeypatch.setattr("models.operators.gla.select_kernel.fla_refuses_scalar_gradient", lambda: hopper)
+    decisions = []
+    monkeypatch.setattr(
+        module, "select_kernel", lambda *x, **y: decisions.append(select_kernel(*x, **y)) or decisions[-1]
+    )
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda x: cuda))
         bounds = torch.tensor([0, length]) if packed else None
         with pytest.raises(ChosenError) as called:
             gated_linear_attention(q, k, v, log_decay, cu_seqlens=bounds, fits_matmul_form=matmul)
+    assert len(decisions) == 1
     return called.value.args
 
 
