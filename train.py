@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_lite.config.loader import dump_config, explain_config, load_config
 from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.guards import StopSignal
-from megatron_lite.fault_tolerance.launcher import end_with_launcher
+from megatron_lite.parallel.launcher import end_with_launcher
 from tools.cli.arguments import FAILED, FULL, command_line, interrupted, refused
 
 if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so that --help answers at once
@@ -101,12 +101,12 @@ def _train(
     from megatron_lite.checkpoint.reader import CheckpointError
     from megatron_lite.checkpoint.storage import versions
     from megatron_lite.fault_tolerance.guards import TooManySkippedSteps, print_stacks_on_signal
-    from megatron_lite.fault_tolerance.launcher import RankRefused
     from megatron_lite.fault_tolerance.rank_consistency import code_facts, configuration_facts, require_agreement
     from megatron_lite.fault_tolerance.replica_check import ReplicasDifferError
     from megatron_lite.fault_tolerance.run_lock import RunInUse
     from megatron_lite.parallel.collectives import on_main
     from megatron_lite.parallel.grid import init_grid
+    from megatron_lite.parallel.launcher import RankRefused
 
     print_stacks_on_signal()
     try:

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lite.fault_tolerance.launcher import end_stranded_launcher
 from megatron_lite.fault_tolerance.rank_consistency import rank_words
 from megatron_lite.parallel.collectives import barrier, broadcast
 from megatron_lite.parallel.grid import Grid
+from megatron_lite.parallel.launcher import end_stranded_launcher
 
 GONE_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command may well succeed
 

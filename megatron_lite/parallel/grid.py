@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_lite.fault_tolerance.launcher import claim_rank, join_launcher
+from megatron_lite.parallel.launcher import claim_rank, join_launcher
 
 
 @dataclass(frozen=True)

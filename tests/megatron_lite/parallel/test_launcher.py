@@ -12,8 +12,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megatron_lite.fault_tolerance import launcher
-from megatron_lite.fault_tolerance.launcher import RankRefused, claim_rank, join_launcher
+from megatron_lite.parallel import launcher
+from megatron_lite.parallel.launcher import RankRefused, claim_rank, join_launcher
 from tests.cli.conftest import ROOT
 
 
@@ -21,7 +21,7 @@ from tests.cli.conftest import ROOT
 @pytest.mark.parametrize(("variable", "output"), [("TORCHELASTIC_RUN_ID", ""), ("NO_LAUNCHER", "survived\n")])
 def test_a_rank_dies_with_its_launcher_and_a_run_without_launcher_does_not(variable, output):
     rank = (
-        "import time; from megatron_lite.fault_tolerance.launcher import end_with_launcher\n"
+        "import time; from megatron_lite.parallel.launcher import end_with_launcher\n"
         "end_with_launcher(); print('ready', flush=True); time.sleep(1); print('survived')\n"
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
@@ -36,7 +36,7 @@ def test_a_rank_dies_with_its_launcher_and_a_run_without_launcher_does_not(varia
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_launcher_whose_store_is_gone_is_ended(answers):
-    rank = "from megatron_lite.fault_tolerance.launcher import end_stranded_launcher; end_stranded_launcher()"
+    rank = "from megatron_lite.parallel.launcher import end_stranded_launcher; end_stranded_launcher()"
     parent = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {rank!r}])"
     with socket.socket() as store:
         store.bind(("127.0.0.1", 0))
