@@ -101,7 +101,7 @@ class _MetaLACore(torch.autograd.Function):
 
 
 def decay_and_key(a: Tensor) -> tuple[Tensor, Tensor]:
-    """log decay in float32 and key in a's dtype, both of a's shape."""
+    """Return the log decay in float32 and the key in a's dtype, both of a's shape."""
     return _DecayAndKey.apply(a)
 
 
@@ -230,7 +230,7 @@ def _launches(
     eps: float,
     apart: int = 0,
 ) -> tuple[Launch, Launch]:
-    """Forward and backward for o of this shape; apart: the stride of dgate for `backward_apart`, or 0."""
+    """Return the forward and the backward launch for o of this shape; apart: the stride of dgate for `backward_apart`, or 0."""
     batch, length, heads, dim_v = shape
     sizes = batch * length, heads, eps, dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v)
 
@@ -251,7 +251,7 @@ _BACKWARD = 128, 16384, 1
 
 
 def _programs(shape: torch.Size, elements: int, programs: int) -> tuple[int, int]:
-    """Rows of a tile and programs a head; these stay while there are tokens for all."""
+    """Return rows of a tile and programs per head; the latter are constant while there are tokens for all."""
     batch, length, heads, dim_v = shape
     rows = max(1, elements // triton.next_power_of_2(dim_v))
     return rows, min(triton.cdiv(batch * length, rows), max(1, programs // heads))
@@ -259,7 +259,7 @@ def _programs(shape: torch.Size, elements: int, programs: int) -> tuple[int, int
 
 @triton.jit
 def _tile(x, t, d, h, T, H, D: tl.constexpr, BD: tl.constexpr):
-    """Addresses and mask of [tokens, channels] of head h in x: [tokens, heads, D]."""
+    """Return addresses and mask of [tokens, channels] of head h in x: [tokens, heads, D]."""
     mask = (t < T)[:, None]
     if D % BD != 0:
         mask = mask & (d < D)[None, :]
@@ -280,14 +280,14 @@ def _store(x, value, t, d, h, T, H, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _half_tanh(x):
-    """sigmoid(x) - 1/2, to full relative precision near 0 too."""
+    """Return sigmoid(x) - 1/2, to full relative precision near 0 too."""
     near = x * (0.25 + x * x * (-1.0 / 48.0 + x * x * (1.0 / 480.0 - x * x * (17.0 / 80640.0))))
     return tl.where(tl.abs(x) < 0.25, near, sigmoid(x) - 0.5)
 
 
 @triton.jit
 def _normalise(x, d, eps, V: tl.constexpr, BV: tl.constexpr):
-    """(x - mean) / std a row, 0 beyond V; and 1 / std."""
+    """Return (x - mean) / std per row, 0 beyond V, and 1 / std."""
     x = x - (tl.sum(x, 1) / V)[:, None]
     if V != BV:
         x = tl.where((d < V)[None, :], x, 0.0)

@@ -67,7 +67,7 @@ def quadratic_attention(
 
 
 class _Case(NamedTuple):
-    """All that decides how the kernels are compiled and launched; strides are those of tokens and heads of q and k."""
+    """Hold everything that decides how the kernels are compiled and launched; strides: of tokens and of heads in q and k."""
 
     device: torch.device
     dtype: torch.dtype
@@ -118,7 +118,7 @@ class _QuadraticAttention(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as it is where rows follow one another as the kernels read them, else contiguous."""
+    """Return x as it is where its rows lie as the kernels read them, else contiguous."""
     length, dim = x.shape[1], x.shape[3]
     shared = x.stride() == (length * dim, dim, 0, 1)
     return aligned(x) if not shared or x.data_ptr() % 16 else x
@@ -126,7 +126,7 @@ def _rows(x: Tensor) -> Tensor:
 
 @lru_cache(4096)
 def _launches(case: _Case) -> tuple[Launch, Launch]:
-    """Forward and backward."""
+    """Return the forward and the backward launch."""
     block_k, block_v = (max(64, triton.next_power_of_2(dim)) for dim in (case.dim_k, case.dim_v))
     grid = triton.cdiv(case.length, _TILE), case.batch * case.heads
     values = (
@@ -156,7 +156,7 @@ def _store(x, value, t, d, T, STRIDE, D: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _store_columns(x, value, t, d, T, STRIDE, D: tl.constexpr, BD: tl.constexpr):
-    """value: [channels, tokens]."""
+    """Store value, [channels, tokens]."""
     mask = (t < T)[None, :]
     if D != BD:
         mask = mask & (d < D)[:, None]
@@ -165,7 +165,7 @@ def _store_columns(x, value, t, d, T, STRIDE, D: tl.constexpr, BD: tl.constexpr)
 
 @triton.jit
 def _factor(c_i, c_j, i, j, DECAYED: tl.constexpr):
-    """exp(c_i - c_j) at [i, j] where j <= i, else 0."""
+    """Return exp(c_i - c_j) at [i, j] where j <= i, else 0."""
     seen = i[:, None] >= j[None, :]
     if DECAYED:
         return tl.where(seen, tl.exp2(tl.minimum(c_i[:, None] - c_j[None, :], 0.0)), 0.0)
@@ -185,7 +185,7 @@ def _quadratic_attention_forward(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, B: tl.constexpr,
     DECAYED: tl.constexpr, TAYLOR: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries."""
+    """Compute one tile of queries."""
     start, bh = tl.program_id(0) * B, tl.program_id(1)
     row, head = (bh // H).to(tl.int64), bh % H
     t, ck, cv = start + tl.arange(0, B), tl.arange(0, BK), tl.arange(0, BV)
@@ -220,7 +220,7 @@ def _quadratic_attention_backward(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, B: tl.constexpr,
     DECAYED: tl.constexpr, TAYLOR: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens, first as queries (dq), then as keys (dk, dv); both halves of dc."""
+    """Compute one tile of tokens, first as queries (dq), then as keys (dk, dv); both halves of dc."""
     start, bh = tl.program_id(0) * B, tl.program_id(1)
     row, head = (bh // H).to(tl.int64), bh % H
     t, ck, cv = start + tl.arange(0, B), tl.arange(0, BK), tl.arange(0, BV)

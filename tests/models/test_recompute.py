@@ -58,7 +58,7 @@ def test_a_result_is_not_kept_and_made_once_for_all_who_need_it():
     torch.testing.assert_close(x.grad, again.grad)
 
 
-def test_without_forgetting_or_gradients_everything_is_as_ever():
+def test_without_recomputation_or_gradients_everything_is_saved():
     double = Counted(lambda x: 2 * x)
     x = leaf(3)
     for context in (nullcontext(), recompute_elementwise(False)):

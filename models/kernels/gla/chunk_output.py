@@ -1,4 +1,4 @@
-"""The recurrence inside one chunk, from the state before it and (backward) the gradient of the state after it.
+"""GLA inside one chunk, from the state before it and (backward) the gradient of the state after it.
 
 With g to base 2, b its running sum in the chunk, B its total, m = B/2, Q = scale q e^(b - m), K = k e^(m - b):
     A = tril(Q K^T)    o = A v + Q (e^m S)           dA = tril(do v^T)    dv = A^T do + K (e^(B - m) dS')
@@ -202,7 +202,7 @@ def _begun(
     dv, t, d, end, LAYER: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, STRIDE: tl.constexpr, V: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The float32 tile that is summed on: what is in dv, or zeros."""
+    """Return the float32 tile to accumulate on: the content of dv, or zeros."""
     if LAYER:
         return load_apart(dv, t, d, end, STRIDE, V, EVEN).to(tl.float32)
     else:
@@ -211,7 +211,7 @@ def _begun(
 
 @triton.jit
 def _share(d_strength, aug_weight, bh, t, end, fits, scale, ck, T, H: tl.constexpr, K: tl.constexpr):
-    """ds / scale of every token, 0 in a chunk of the exact form, and w of every channel."""
+    """Return ds / scale of every token, 0 in a chunk of the exact form, and w of every channel."""
     of_token = tl.load(place(d_strength, bh, T, H, 1) + t * H, mask=(t < end) & (fits == 1), other=0.0)
     of_channel = tl.load(aug_weight + bh % H * K + ck, mask=ck < K, other=0.0)
     return of_token * (1.0 / scale), of_channel.to(tl.float32)

@@ -1,4 +1,4 @@
-"""States of the recurrence before chunks, from the left (k, v), and gradients of those after them, from the right (q, do).
+"""GLA states before chunks, from the left (k, v), and gradients of those after them, from the right (q, do).
 
     S_(n+1) = e^B S_n + sum_j e^(B - b_j) k_j v_j^T        dS_n = e^B dS_(n+1) + sum_i scale e^(b_i) q_i do_i^T
 Few long sequences are cut into stretches, each scanned from nothing; then its states get what the ends of those before it
@@ -26,7 +26,7 @@ def chunk_states_kernel(
     CUT: tl.constexpr, EDGE: tl.constexpr, LEAVE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One stretch: where sequences are CUT as if nothing came before it."""
+    """Scan one stretch. Where sequences are CUT, it starts from a zero state."""
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     exact: tl.constexpr = x.dtype.element_ty == tl.float32
     rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
@@ -96,7 +96,7 @@ def chunk_states_kernel(
 
 @triton.jit
 def _stretch(table, stretch, N, S, PACKED: tl.constexpr):
-    """First chunk of a stretch and its number of chunks."""
+    """Return the first chunk of a stretch and its number of chunks."""
     chunks = N
     if PACKED:
         chunks = tl.load(table + N * 4)
@@ -111,7 +111,7 @@ def join_stretches_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, BACKWARD: tl.constexpr,
     LEAVE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the states of some chunks of a stretch what reaches them from the stretches before it."""
+    """Add the state from the stretches before to the states of some chunks of a stretch."""
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
     stretch, group, bh = tl.program_id(1) % S, tl.program_id(1) // S, tl.program_id(2)

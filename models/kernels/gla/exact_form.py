@@ -22,14 +22,14 @@ except ImportError as error:
 
 @triton.jit
 def _next(decay, g, t, row, offset, ck, end, H, K: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr):
-    """The sums over j < t <= i, j the token `offset` of i's block, from those of the token after j."""
+    """Return the sums over j < t <= i, j the token `offset` of i's block, from those of the token after j."""
     later = load(g, t - row % SUB + offset + 1, ck, end, H, K, BK, False)
     return decay + tl.where((row % SUB > offset)[:, None], clamped(later), 0.0)
 
 
 @triton.jit
 def _blocks(decay, C: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr):
-    """Running sums inside of every block less half of the block's total; and the least total of a block."""
+    """Return running sums inside every block minus half of its total, and the least total of a block."""
     blocks = tl.reshape(decay, [C // SUB, SUB, BK])
     total = tl.sum(blocks, 1, keep_dims=True)
     return tl.reshape(tl.cumsum(blocks, 1) - 0.5 * total, [C, BK]), tl.min(tl.min(tl.min(total, 2), 1), 0)
@@ -37,7 +37,7 @@ def _blocks(decay, C: tl.constexpr, BK: tl.constexpr, SUB: tl.constexpr):
 
 @triton.jit
 def _apart(query, key, until, decay, row, block, SUB: tl.constexpr):
-    """Queries of this block and keys of the ones before relative to the block's first token; the queries' factor."""
+    """Return queries of this block and keys of earlier ones, relative to the block's first token, and their factors."""
     reference = tl.sum(tl.where((row < block * SUB)[:, None], decay, 0.0), 0)[None, :]
     here = (row // SUB == block)[:, None]
     before = (row < block * SUB)[:, None]
@@ -48,7 +48,7 @@ def _apart(query, key, until, decay, row, block, SUB: tl.constexpr):
 
 @triton.jit
 def _any(needs_exact, bh, first, N, TOGETHER: tl.constexpr):
-    """Whether one of these chunks needs the exact form."""
+    """Return whether one of these chunks needs the exact form."""
     n = first + tl.arange(0, TOGETHER)
     return tl.max(tl.load(needs_exact + bh * N + n, mask=n < N, other=0), 0) != 0
 

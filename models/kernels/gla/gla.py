@@ -64,7 +64,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Heads of all rows of the batch."""
+        """Return the number of heads of all rows of the batch."""
         return self.batch * self.heads
 
     @property
@@ -73,17 +73,17 @@ class Case:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a row, at most: every packed sequence may end in one that is not full."""
+        """Return the largest number of chunks of a row: every packed sequence may end in a partial one."""
         return -(-self.length // CHUNK) if not self.segments else self.length // CHUNK + min(self.segments, self.length)
 
     @property
     def block_k(self) -> int:
-        """Channels of a tile of keys."""
+        """Return the channels of a tile of keys."""
         return max(self._narrowest, triton.next_power_of_2(self.dim_k))
 
     @property
     def block_v(self) -> int:
-        """Channels of a tile of values."""
+        """Return the channels of a tile of values."""
         return min(128, max(self._narrowest, triton.next_power_of_2(self.dim_v)))
 
     @property
@@ -93,27 +93,29 @@ class Case:
 
     @property
     def even(self) -> bool:
-        """Whether every tile lies inside of its tensor."""
+        """Return whether every tile lies inside its tensor."""
         return not (
             self.segments or self.length % CHUNK or self.dim_k % self.block_k or self.dim_v % self.block_v
         )  # fmt: skip
 
     @property
     def gradient_strides(self) -> tuple[int, int]:
-        """Elements from one token to the next in the gradients of keys and of values. A layer's lie side by side: those of q,
-        a, v and the output gate."""
+        """Return the elements from one token to the next in the gradients of keys and of values.
+
+        In a layer the gradients of q, a, v and the output gate lie side by side.
+        """
         if self.layer:
             return (self.heads * 2 * (self.dim_k + self.dim_v),) * 2
         return self.heads * self.dim_k, self.heads * self.dim_v
 
     @property
     def kept(self) -> torch.dtype:
-        """States between chunks, as the tensor cores would round them."""
+        """Return the dtype of states between chunks, to which tensor cores would round them."""
         return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
 
     @property
     def flags(self) -> tuple[bool, bool, str]:
-        """packed, even, and how products of float32 are formed: three TF32 ones."""
+        """Return packed, even, and the precision of float32 matmuls: three TF32 ones."""
         return self.segments > 0, self.even, "tf32x3" if self.dtype == torch.float32 else "tf32"
 
 
@@ -277,7 +279,7 @@ def scan(
     case: Case, backward: bool, x: Tensor, y: Tensor, g: Tensor, edge: Tensor | None, table: Tensor | None,
     leave: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """The state before (backward: its gradient after) every chunk, `case.kept` [batch * heads, chunks, dk, dv].
+    """Return the state before (backward: its gradient after) every chunk, `case.kept` [batch * heads, chunks, dk, dv].
 
     x, y: k and v, or q and do for `backward`; edge: float32 [sequences, heads, head_dim_k, head_dim_v], the initial
     states or the gradients of the final ones, zero if None; leave: of the same shape, where the states at the other end
@@ -306,7 +308,7 @@ def scan(
 
 @lru_cache(4096)
 def stretches_of(case: Case) -> int:
-    """Going over the states twice pays from four stretches on; 256 programs were the fastest on an H200."""
+    """Return the number of stretches per sequence. A second pass pays from four on; 256 programs were fastest on an H200."""
     block_k, block_v, _, _ = scan_config(case)
     blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
     stretches = min(256 // (case.rows * blocks), case.chunks // 8)
@@ -314,13 +316,13 @@ def stretches_of(case: Case) -> int:
 
 
 def scan_config(case: Case) -> tuple[int, int, int, int]:
-    """Block of keys, block of values, warps, pipeline stages."""
+    """Return block of keys, block of values, warps and pipeline stages."""
     return min(case.block_k, 64), min(case.block_v, 128), 4, 3 if case.dtype != torch.float32 else 1
 
 
 @lru_cache(4096)
 def _state_launches(case: Case, backward: bool, edge: bool, leave: bool) -> tuple[Launch, Launch]:
-    """The scan, and the sums of what passes from stretch to stretch."""
+    """Return the launches of the scan and of the join of stretches."""
     stretches = stretches_of(case)
     block_k, block_v, warps, stages = scan_config(case)
     blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
@@ -340,7 +342,7 @@ def _state_launches(case: Case, backward: bool, edge: bool, leave: bool) -> tupl
 
 @lru_cache(4096)
 def chunk_launches(case: Case) -> tuple[Launch, Launch]:
-    """Forward and backward."""
+    """Return the forward and the backward launch."""
     sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
     (warps, registers), (backward_warps, backward_registers) = chunk_config(case)
     forward = Launch(
@@ -355,13 +357,13 @@ def chunk_launches(case: Case) -> tuple[Launch, Launch]:
 
 
 def chunk_config(case: Case) -> tuple[tuple[int, int | None], tuple[int, int | None]]:
-    """Warps and most registers of a thread, forward and backward."""
+    """Return warps and the register limit per thread, forward and backward."""
     return ((4, None), (4, None)) if case.block_k <= 64 else ((8, None), (8, None))
 
 
 @lru_cache(4096)
 def exact_launches(case: Case) -> tuple[Launch, Launch]:
-    """Forward and backward."""
+    """Return the forward and the backward launch."""
     # Most programs find nothing to do: one for each chunk would take longer to start than they take.
     together = min(16, triton.next_power_of_2(max(1, case.chunks * case.rows // 512)))
     grid = -(-case.chunks // together), case.rows
@@ -377,6 +379,6 @@ def exact_launches(case: Case) -> tuple[Launch, Launch]:
 
 @lru_cache(64)
 def triangle(device: torch.device) -> Tensor:
-    """bfloat16 [2, CHUNK, CHUNK] for `load_triangle`."""
+    """Return the bfloat16 [2, CHUNK, CHUNK] that `load_triangle` reads."""
     ones = torch.ones(CHUNK, CHUNK, dtype=torch.bfloat16, device=device)
     return torch.stack([ones.tril(), ones.tril(-1)])

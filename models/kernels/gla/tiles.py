@@ -21,7 +21,7 @@ except ImportError as error:
 
 @triton.jit
 def find_chunks(cu_seqlens, table, N, SEQUENCES, C: tl.constexpr, BS: tl.constexpr, B: tl.constexpr):
-    """table [N + 1, 4] int32: start, end, sequence, 1 for its first chunk + 2 for its last; at last their number."""
+    """Write table [N + 1, 4] int32: start, end, sequence, 1 for its first chunk + 2 for its last; at last their number."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     s = tl.arange(0, BS)
     start = tl.load(cu_seqlens + s, mask=s < SEQUENCES, other=0).to(tl.int32)
@@ -46,7 +46,7 @@ def find_chunks(cu_seqlens, table, N, SEQUENCES, C: tl.constexpr, BS: tl.constex
 
 @triton.jit
 def chunk_of(table, n, T, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token of chunk n and the one after its last; in a packed row none where there are fewer chunks."""
+    """Return the first token of chunk n and the one after its last; both equal where a packed row has fewer chunks."""
     if PACKED:
         return tl.load(table + n * 4), tl.load(table + n * 4 + 1)
     else:
@@ -55,19 +55,19 @@ def chunk_of(table, n, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def place(x, bh, T, H, D):
-    """Address of token 0 of batch element and head `bh` in x: [batch, T, H, D]."""
+    """Return the address of token 0 of batch element and head `bh` in x: [batch, T, H, D]."""
     return place_apart(x, bh, T, H, D, H * D)
 
 
 @triton.jit
 def place_apart(x, bh, T, H, D, STRIDE):
-    """The same where a token begins STRIDE elements after the one before it."""
+    """Return the same where a token begins STRIDE elements after the previous one."""
     return x + (bh // H).to(tl.int64) * T * STRIDE + bh % H * D
 
 
 @triton.jit
 def load(x, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, COLUMNS: tl.constexpr = False):
-    """A tile [tokens, channels], or with COLUMNS [channels, tokens], at tokens t and channels d; 0 outside."""
+    """Load a tile [tokens, channels], or with COLUMNS [channels, tokens], at tokens t and channels d; 0 outside."""
     if COLUMNS:
         address, mask = x + t[None, :] * (H * D) + d[:, None], (t < end)[None, :] & (d < D)[:, None]
     else:
@@ -84,7 +84,7 @@ def store(x, value, t, d, end, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def load_apart(x, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr):
-    """From a place of `place_apart`."""
+    """Load a tile at an address of `place_apart`."""
     address = x + t[:, None] * STRIDE + d[None, :]
     if EVEN:
         return tl.load(address)
@@ -93,7 +93,7 @@ def load_apart(x, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def store_apart(x, value, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr):
-    """To a place of `place_apart`."""
+    """Store a tile at an address of `place_apart`."""
     address = x + t[:, None] * STRIDE + d[None, :]
     if EVEN:
         tl.store(address, value.to(x.dtype.element_ty))
@@ -103,19 +103,19 @@ def store_apart(x, value, t, d, end, STRIDE, D: tl.constexpr, EVEN: tl.constexpr
 
 @triton.jit
 def state_at(x, i, ck, cv, V: tl.constexpr, K: tl.constexpr):
-    """Addresses of a tile of state i in x: [..., K, V]."""
+    """Return the addresses of a tile of state i in x: [..., K, V]."""
     return x + i.to(tl.int64) * (K * V) + ck[:, None] * V + cv[None, :]
 
 
 @triton.jit
 def clamped(x):
-    """A log decay to base 2. exp(-80) is zero beside 1; nan stays."""
+    """Return a log decay to base 2, at least -80 to base e: exp(-80) is zero beside 1. nan stays."""
     return tl.maximum(x.to(tl.float32), -80.0, propagate_nan=tl.PropagateNan.ALL) * 1.4426950408889634
 
 
 @triton.jit
 def of_gate(d_decay, d_key, decay):
-    """da of a = logit(exp(16 g)), k = 1 - exp(g): (dg - dk exp(g)) (1 - exp(16 g)) / 16, with g to base 2."""
+    """Return da of a = logit(exp(16 g)), k = 1 - exp(g): (dg - dk exp(g)) (1 - exp(16 g)) / 16, with g to base 2."""
     x = decay * (16.0 * 0.6931471805599453)
     # 1 - exp(x) loses its digits where x is small.
     near = -x * (1.0 + x * (0.5 + x * (1.0 / 6.0)))
@@ -125,28 +125,28 @@ def of_gate(d_decay, d_key, decay):
 
 @triton.jit
 def references(total, fits):
-    """The exponents to which queries and keys are relative; fits: 1 if the matmul form fits the chunk, else 0."""
+    """Return the exponents to which queries and keys are relative; fits: 1 if the matmul form fits the chunk, else 0."""
     half = total * 0.5
     return tl.where(fits == 1, half, 0.0), tl.where(fits == 1, half, total)
 
 
 @triton.jit
 def in_two(x):
-    """float32 x as the sum of two bfloat16, to 16 bits."""
+    """Return float32 x as the sum of two bfloat16, to 16 bits."""
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
 
 
 @triton.jit
 def load_triangle(triangle, C: tl.constexpr, BELOW: tl.constexpr = False):
-    """Ones below the diagonal and (unless BELOW) on it. Made on the spot they take longer than a product with them."""
+    """Load ones below the diagonal and (unless BELOW) on it. Computing them takes longer than a matmul with them."""
     row = tl.arange(0, C)
     return tl.load(triangle + BELOW * C * C + row[:, None] * C + row[None, :])
 
 
 @triton.jit
 def running_sum(x, reached, REVERSE: tl.constexpr, EXACT: tl.constexpr):
-    """Sums of x [C, :] over the rows up to (REVERSE: from) each; unless EXACT by the tensor cores, instead of a scan.
+    """Return sums of x [C, :] over the rows up to (REVERSE: from) each; unless EXACT by tensor cores instead of a scan.
 
     reached: of `load_triangle`, REVERSE: transposed.
     """

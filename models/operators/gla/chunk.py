@@ -38,21 +38,21 @@ def chunk_form(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `models.operators.gla.gated_linear_attention.gated_linear_attention`, which checks the arguments."""
-    wide, dtype = accumulation_dtype(v), v.dtype
+    accumulation, dtype = accumulation_dtype(v), v.dtype
     batch, length, heads, dim_k = q.shape
     bounds = None if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
     sequences = batch if bounds is None else len(bounds) - 1
     if initial_state is None:
-        state = torch.zeros(sequences, heads, dim_k, v.shape[-1], dtype=wide, device=v.device)
+        state = torch.zeros(sequences, heads, dim_k, v.shape[-1], dtype=accumulation, device=v.device)
     else:
-        state = initial_state.to(wide)
+        state = initial_state.to(accumulation)
     if length == 0:
         return v, state
     chunk, fits_matmul_form = plan_chunks(log_decay)
     if fits_matmul_form:
         return matmul_form(q, k, v, log_decay, state, scale, spans_of(v, bounds), chunk)
     index, runs = _packing(bounds, chunk, v.device)
-    q, k, v, log_decay = (_cut(x.to(wide), chunk, index) for x in (q, k, v, log_decay))
+    q, k, v, log_decay = (_cut(x.to(accumulation), chunk, index) for x in (q, k, v, log_decay))
     o, state = _pairwise(q * scale, k, v, log_decay, state, runs)
     o = o.movedim(1, 3).flatten(1, 2)
     o = o[:, :length] if index is None else o[:, index >= 0]
@@ -62,7 +62,7 @@ def chunk_form(
 def _packing(
     bounds: list[int] | None, chunk: int, device: torch.device
 ) -> tuple[Tensor | None, list[tuple[int, int]] | None]:
-    """Where packed segments go when each begins at a chunk of its own.
+    """Place packed segments so that each begins at a chunk of its own.
 
     Returns the token index of every slot (-1 for none) and the chunks [first, last) of every segment.
     """
@@ -80,7 +80,7 @@ def _packing(
 
 
 def _cut(x: Tensor, chunk: int, index: Tensor | None) -> Tensor:
-    """[batch, length, heads, dim] -> [batch, heads, chunks, chunk, dim], zeros where there is no token."""
+    """Return [batch, length, heads, dim] as [batch, heads, chunks, chunk, dim], zeros where there is no token."""
     if index is None:
         x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
     else:
@@ -103,7 +103,7 @@ def _pairwise(
 
 
 class _StateScan(torch.autograd.Function):
-    """S_{n+1} = decay_n S_n + update_n over chunks: updates [batch, heads, chunks, dk, dv], decay [..., dk or 1, 1].
+    """Scan S_{n+1} = decay_n S_n + update_n over chunks: updates [batch, heads, chunks, dk, dv], decay [..., dk or 1, 1].
 
     Returns the state at the start of every chunk and the final state of every sequence (`runs`: chunks of each
     segment, batch 1).
@@ -142,7 +142,7 @@ class _StateScan(torch.autograd.Function):
 
 
 def _walk(chunks: int, runs: list[tuple[int, int]] | None) -> list[tuple[slice, range]]:
-    """The sequences of the state tensor and the chunks that each walks through."""
+    """Return the sequences of the state tensor, each with its chunks."""
     if runs is None:
         return [(slice(None), range(chunks))]
     return [(slice(s, s + 1), range(*run)) for s, run in enumerate(runs)]

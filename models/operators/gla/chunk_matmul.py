@@ -146,15 +146,15 @@ class _Inputs:
     """Hold one tile's Q, K, v [batch, heads, chunks, chunk, dim] and decays [batch, heads, chunks, 1, dim]."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, chunk: int) -> None:
-        wide = accumulation_dtype(v)
-        b = _cut(log_decay, chunk, wide)
+        accumulation = accumulation_dtype(v)
+        b = _cut(log_decay, chunk, accumulation)
         b = torch.matmul(_ones(b), b)
         middle, last = b[:, :, :, chunk // 2, None], b[:, :, :, -1:]
         self.from_start, self.to_end, self.total = middle.exp(), (last - middle).exp(), last.exp()
         self.growth = b.sub_(middle.clone()).exp_()
-        self.q = _cut(q, chunk, wide).mul_(self.growth).mul_(scale)
-        self.k = _cut(k, chunk, wide).div_(self.growth)
-        self.v = _cut(v, chunk, wide)
+        self.q = _cut(q, chunk, accumulation).mul_(self.growth).mul_(scale)
+        self.k = _cut(k, chunk, accumulation).div_(self.growth)
+        self.v = _cut(v, chunk, accumulation)
 
     def scores(self) -> Tensor:
         return torch.matmul(self.q, self.k.transpose(-1, -2)).tril_()

@@ -51,18 +51,18 @@ def _each_sequence(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    wide, dtype = accumulation_dtype(v), v.dtype
-    q, k, v, log_decay = q.to(wide) * scale, k.to(wide), v.to(wide), log_decay.to(wide)
+    accumulation, dtype = accumulation_dtype(v), v.dtype
+    q, k, v, log_decay = q.to(accumulation) * scale, k.to(accumulation), v.to(accumulation), log_decay.to(accumulation)
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is None:
         initial_state = q.new_zeros(sequences, *q.shape[2:], v.shape[-1])
     if cu_seqlens is None:
-        o, final_state = form(q, k, v, log_decay, initial_state.to(wide))
+        o, final_state = form(q, k, v, log_decay, initial_state.to(accumulation))
         return o.to(dtype), final_state
     outputs, finals = [], []
     for s, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
         q_s, k_s, v_s, g_s = (x[:, start:end] for x in (q, k, v, log_decay))
-        o, final_state = form(q_s, k_s, v_s, g_s, initial_state[s : s + 1].to(wide))
+        o, final_state = form(q_s, k_s, v_s, g_s, initial_state[s : s + 1].to(accumulation))
         outputs.append(o)
         finals.append(final_state)
     return torch.cat(outputs, 1).to(dtype), torch.cat(finals)
