@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch and DeepSpeed are imported where they are used, so th
     from megatron_lite.parallel.grid import Grid
     from megatron_lite.trainer import Steps
     from models.config import ModelConfig
-    from tools.loading.model import PreparedData
+    from tools.loading.token_data import PreparedData
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "default.yml"
 
@@ -201,7 +201,8 @@ def _prepare(
     from tools.evaluation.during_training import suite_evaluation
     from tools.inference.generation import complete
     from tools.loading.engine import build_engine
-    from tools.loading.model import check_same_tokenizer, keep_tokenizer, prepared_data
+    from tools.loading.token_data import prepared_data
+    from tools.loading.tokenizer import check_same_tokenizer, save_tokenizer
     from tools.pretraining.data import training_samples, training_steps, validation_set
     from tools.pretraining.summary import complete_message, is_complete, start_message, summary
 
@@ -270,7 +271,7 @@ def _prepare(
         state.evaluation_due = on_main(grid, lambda: not due <= measured_kinds(config.run.path, state.step))
     metrics = None
     if grid.is_main:
-        keep_tokenizer(tokenizer, config.run.path)
+        save_tokenizer(tokenizer, config.run.path)
         print(start_message(config, engine, data, state, source))
         if aside is not None:
             print(f"what came after that step is kept: {aside}, {config.run.path / PREVIOUS_FILE_NAME}")

@@ -121,7 +121,7 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
     from megatron_lite.parallel.sharding_plan import sharding_specs
     from models.config import ModelConfig
     from models.language_model import LanguageModel
-    from tools.loading.model import keep_tokenizer
+    from tools.loading.tokenizer import save_tokenizer
 
     reader = load_tokenizer("hf", tokenizer)
     overrides = [
@@ -142,7 +142,7 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     specs = sharding_specs(built)
     saved = write_weights(run / "checkpoints", weights.items(), shapes, specs=specs, config_yaml=dump_config(config))
-    keep_tokenizer(reader, run)
+    save_tokenizer(reader, run)
     return saved
 
 

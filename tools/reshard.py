@@ -50,7 +50,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     from megatron_lite.planning.flops import forward_flops
     from models.config import ModelConfig
     from models.language_model import build_layer, layer_specs
-    from tools.loading.model import data_config
+    from tools.loading.token_data import data_config
 
     source = checkpoint.resolve(source)
     settings = checkpoint.read_config_yaml(source)

@@ -16,7 +16,7 @@ from data.indexed import IndexedWriter
 from data.manifest import read_manifest
 from data.preprocessing import encode
 from data.tokenizer import load_tokenizer
-from tools.loading.model import prepared_data
+from tools.loading.token_data import prepared_data
 from tools.preprocess_data import main
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,8 @@ from megatron_lite.parallel.grid import init_grid
 from models.config import ModelConfig
 from tools.benchmark import __main__ as benchmark
 from tools.loading.engine import build_engine
-from tools.loading.model import keep_tokenizer, prepare
+from tools.loading.token_data import prepare_token_files
+from tools.loading.tokenizer import save_tokenizer
 
 STEPS = 30
 
@@ -62,9 +63,9 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model_type=ModelConfig,
         world_size=1,
     )
-    prepared = prepare(config.data)
+    prepared = prepare_token_files(config.data)
     tokenizer = load_tokenizer(prepared.tokenizer_type, prepared.tokenizer_path)
-    keep_tokenizer(tokenizer, run)
+    save_tokenizer(tokenizer, run)
     dataset = CausalDataset(prepared.train_prefix, sequence_length=32, num_samples=8 * STEPS, seed=1)
     engine = build_engine(config, init_grid("cpu"), "fp32")
     metrics = MetricsLogger(run, total_steps=STEPS, progress_bar=False)

@@ -48,9 +48,9 @@ def refuse_others(runs: Sequence[Run]) -> None:
 def prepare(runs: Sequence[Run]) -> None:
     """Writes the file of every run, and prepares their corpora once, before several processes ask for them.
 
-    Raises ValueError where there is no validation text, and as `tools.loading.model.prepared_data`.
+    Raises ValueError where there is no validation text, and as `tools.loading.token_data.prepared_data`.
     """
-    from tools.loading.model import prepared_data
+    from tools.loading.token_data import prepared_data
 
     for run in runs:
         write_whole(run.file, run.text)

@@ -21,21 +21,16 @@ from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.checksums import FILE_NAME, checksums_text, file_sha256
 from megatron_lite.checkpoint.reader import Weights, read_config_yaml, read_manifest, resolve
 from megatron_lite.checkpoint.safetensors_stream import write_tensors
+from megatron_lite.engine.precision import DTYPES
 from models.config import ModelConfig
 from tools.conversion.flatten_source import flat_source
 from tools.conversion.hf_folder import read_config
 from tools.conversion.logit_parity import real_text
 from tools.conversion.model_card import model_card
 from tools.conversion.tokenizer import export_tokenizer, tokenizer_at
-from tools.loading.model import (
-    DTYPES,
-    data_config,
-    keep_tokenizer,
-    kept_tokenizer,
-    model_config,
-    read_tokenizer,
-    run_folder,
-)
+from tools.loading.model import model_config, run_folder
+from tools.loading.token_data import data_config
+from tools.loading.tokenizer import read_tokenizer, save_tokenizer, saved_tokenizer
 
 # What an import needs to train on: the run's configuration and its tokenizer as the trainer reads it.
 TRAINING_FOLDER = "training"
@@ -125,7 +120,7 @@ def export(
 def _tokenizer(run: Path, config: dict[str, Any], checkpoint: Path) -> Tokenizer | None:
     manifest = read_manifest(checkpoint)
     # Bytes that neither the run nor its checkpoint knows are the placeholder of an import without a tokenizer.
-    known = kept_tokenizer(run) is not None or manifest["state"].get("tokenizer") is not None
+    known = saved_tokenizer(run) is not None or manifest["state"].get("tokenizer") is not None
     return read_tokenizer(run, config, manifest) if known or data_config(config).tokenizer.type != "bytes" else None
 
 
@@ -228,7 +223,7 @@ def write_training_side(folder: Path, config: Mapping[str, Any], tokenizer: Toke
         yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
     )
     if tokenizer is not None:
-        keep_tokenizer(tokenizer, side)
+        save_tokenizer(tokenizer, side)
 
 
 def write_shards(

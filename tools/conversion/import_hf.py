@@ -30,7 +30,7 @@ from tools.conversion.foreign.registry import translate
 from tools.conversion.hf_folder import Tensors, check_folder, read_config
 from tools.conversion.logit_parity import real_text
 from tools.conversion.tokenizer import tokenizer_in
-from tools.loading.model import keep_tokenizer, kept_tokenizer
+from tools.loading.tokenizer import save_tokenizer, saved_tokenizer
 
 _COPY = f"copy it again, or remove {TRAINING_FOLDER}/ to begin with placeholders"
 
@@ -110,7 +110,7 @@ def import_folder(
             real_text({}, tokenizer, text)
     with folder_aside(run, overwrite=overwrite) as aside:
         if tokenizer is not None:
-            keep_tokenizer(tokenizer, aside)
+            save_tokenizer(tokenizer, aside)
         config = _configuration(folder, run, aside, theirs, foreign.model, tokenizer)
 
         def read() -> Iterator[tuple[str, Tensor]]:
@@ -175,7 +175,7 @@ def _check_run(run: Path, overwrite: bool) -> None:
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    if (kept := kept_tokenizer(folder / TRAINING_FOLDER)) is not None:
+    if (kept := saved_tokenizer(folder / TRAINING_FOLDER)) is not None:
         return kept
     return tokenizer_in(folder)
 

@@ -23,7 +23,7 @@ from megatron_lite.checkpoint.reader import Weights
 from models.config import ModelConfig
 from models.language_model import layer_specs
 from tools.conversion.export_source import model_class
-from tools.loading.model import data_config
+from tools.loading.token_data import data_config
 
 # Longer than a chunk of the recurrence, and little enough for a large model on a CPU.
 LENGTH = 128

@@ -24,7 +24,8 @@ from data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from data.loader import batches
 from data.manifest import check_tokenizer, read_manifest
 from data.tokenizer import Tokenizer
-from tools.loading.model import LoadedModel, data_config, prepare
+from tools.loading.model import LoadedModel
+from tools.loading.token_data import data_config, prepare_token_files
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def validation_text(loaded: LoadedModel) -> TokenText:
     data = data_config(loaded.config)
     prefix: Path | None
     if data.corpus is not None:
-        prefix = prepare(data).validation_prefix
+        prefix = prepare_token_files(data).validation_prefix
     else:
         prefix = None if data.validation is None else Path(data.validation)
     if prefix is None:

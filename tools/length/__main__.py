@@ -69,7 +69,8 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
     from data.indexed import IndexedTokens
     from data.manifest import check_tokenizer
     from megatron_lite.checkpoint.reader import read_manifest
-    from tools.loading.model import find_model, load_model, read_tokenizer, run_folder
+    from tools.loading.model import find_model, load_model, run_folder
+    from tools.loading.tokenizer import read_tokenizer
 
     results: dict[str, Any] = {}
     kinds: dict[str, Path] = {}

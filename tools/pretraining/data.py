@@ -19,7 +19,7 @@ from data.tokenizer import Tokenizer
 from megatron_lite.config.schema import Config
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.validation import ValidationSet
-from tools.loading.model import PreparedData
+from tools.loading.token_data import PreparedData
 
 
 def training_samples(

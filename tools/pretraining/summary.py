@@ -23,7 +23,7 @@ from megatron_lite.engine.engine import Engine
 from megatron_lite.fault_tolerance.rank_consistency import configuration_facts
 from megatron_lite.metrics.logger import read_metrics
 from megatron_lite.trainer import FitResult, TrainState
-from tools.loading.model import PreparedData
+from tools.loading.token_data import PreparedData
 from tools.pretraining.unigram_baseline import unigram_baseline
 
 

@@ -15,7 +15,7 @@ from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tests.tools.conftest import trained_run
 from tools.convert_hf import main
-from tools.loading.model import keep_tokenizer
+from tools.loading.tokenizer import save_tokenizer
 
 __all__ = ["trained_run"]
 
@@ -44,7 +44,7 @@ def write_run(run: Path, overrides: list[str], files: list[str], seed: int = 0, 
         for parameter in model.parameters() if noise else ():
             parameter.add_(0.05 * torch.randn_like(parameter))
     if config.data.tokenizer.type == "bytes":
-        keep_tokenizer(load_tokenizer("bytes"), run)
+        save_tokenizer(load_tokenizer("bytes"), run)
     weights = dict(model.named_parameters())
     write_weights(
         run / "checkpoints",

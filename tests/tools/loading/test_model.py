@@ -1,28 +1,15 @@
-"""A checkpoint comes back as the model that was trained, with its tokenizer, or says why not."""
+"""A checkpoint is loaded as the model that was trained, or refused with the reason."""
 
-import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from data.tokenizer import load_tokenizer
-from megatron_lite.checkpoint.reader import read_config_yaml, read_weights
+from megatron_lite.checkpoint.reader import CheckpointError, read_config_yaml, read_weights
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from models.mixers import MIXERS
-from tools.loading.model import (
-    CheckpointError,
-    build_model,
-    check_same_tokenizer,
-    load_model,
-    model_config,
-    read_tokenizer,
-)
-
-OLD: dict[str, Any] = {"state": {}}  # a manifest without the tokenizer's hash
+from tools.loading.model import build_model, load_model, model_config
 
 
 def test_the_newest_checkpoint_or_the_named_one(trained_run: Path) -> None:
@@ -79,53 +66,6 @@ def test_a_tokenizer_larger_than_the_model(trained_run: Path, monkeypatch: pytes
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no checkpoint"):
         load_model(tmp_path)
-
-
-def test_the_kept_tokenizer_needs_no_corpus(trained_run: Path, tmp_path: Path) -> None:
-    config = read_config_yaml(trained_run)
-    config["data"]["corpus"] = str(tmp_path / "gone")
-    tokenizer = read_tokenizer(trained_run, config, OLD)
-    assert tokenizer.vocab_size == 400
-    assert tokenizer.decode(tokenizer.encode("naïve 🙂")) == "naïve 🙂"
-
-
-def test_without_a_kept_tokenizer_none_is_trained(trained_run: Path, tmp_path: Path) -> None:
-    config = read_config_yaml(trained_run)
-    with pytest.raises(FileNotFoundError, match=r"tokenizer is missing: .*Copy it from where the run was made"):
-        read_tokenizer(tmp_path, config, OLD)
-    kept = read_tokenizer(trained_run, config, OLD)
-    config["data"]["tokenizer"]["path"] = kept.path
-    assert read_tokenizer(tmp_path, config, OLD).hash == kept.hash
-    assert read_tokenizer(tmp_path, config, {"state": {"tokenizer": kept.hash}}).hash == kept.hash
-
-
-def test_a_tokenizer_that_is_not_the_checkpoints_is_refused(trained_run: Path) -> None:
-    other: dict[str, Any] = {"state": {"tokenizer": "0" * 32}}
-    with pytest.raises(ValueError, match=r"tokenizer\.model is not the tokenizer that the checkpoint was trained with"):
-        read_tokenizer(trained_run, read_config_yaml(trained_run), other)
-    kept = read_tokenizer(trained_run, {}, OLD)
-    check_same_tokenizer(kept, trained_run, OLD)
-    with pytest.raises(ValueError, match=r"with another tokenizer .*Go on with that tokenizer, or .*resume=never"):
-        check_same_tokenizer(kept, trained_run, other)
-    own = {"state": {"tokenizer": kept.hash}}
-    with pytest.raises(
-        ValueError, match=r"\(bytes, bytes-257\)\. Go on with data\.tokenizer\.path=.*tokenizer\.model, or"
-    ):
-        check_same_tokenizer(load_tokenizer("bytes"), trained_run, own)
-
-
-def test_a_tokenizer_that_was_exchanged(trained_run: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained_run / "tokenizer", tmp_path / "tokenizer")
-    description = tmp_path / "tokenizer" / "description.json"
-    description.write_text(json.dumps({**json.loads(description.read_text()), "hash": "0" * 32}))
-    with pytest.raises(ValueError, match=r"description\.json is damaged: .* copy it again, or remove its folder"):
-        read_tokenizer(tmp_path, {}, OLD)
-    (description.parent / "SHA256SUMS").unlink()  # as earlier versions wrote it
-    with pytest.raises(ValueError, match="was changed after training"):
-        read_tokenizer(tmp_path, {}, OLD)
-    description.write_text(json.dumps({**json.loads(description.read_text()), "file": "../../tokenizer.model"}))
-    with pytest.raises(ValueError, match=r"names '\.\./\.\./tokenizer\.model': only names of files inside"):
-        read_tokenizer(tmp_path, {}, OLD)
 
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))

@@ -1,0 +1,115 @@
+"""The token files of a run: prepared from its corpus, or named by its configuration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.indexed import IndexedTokens
+from data.manifest import check_tokenizer, read_manifest
+from data.preprocessing.prepare_corpus import Prepared, prepare_corpus
+from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
+from megatron_lite.config.schema import DataConfig
+
+
+def data_config(config: dict[str, Any]) -> DataConfig:
+    """Return the section `data` of a checkpoint's configuration."""
+    return DataConfig.model_validate_json(json.dumps(config["data"]))
+
+
+def prepare_token_files(data: DataConfig) -> Prepared:
+    """Return the token files of `data.corpus`, from the cache if they are there. Raises as `prepare_corpus`."""
+    if data.corpus is None:
+        raise ValueError("data.corpus is not set: this run was trained on token files (data.train)")
+    return prepare_corpus(
+        data.corpus,
+        tokenizer_type=data.tokenizer.type,
+        tokenizer_path=data.tokenizer.path,
+        vocab_size=data.tokenizer.vocab_size,
+        text_key=data.text_key,
+        source_key=data.source_key,
+        validation_fraction=data.validation_fraction,
+        cache_directory=data.cache_directory,
+    )
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The paths of a run's token files, prepared from a corpus or named by the configuration.
+
+    Attributes:
+        train, validation, test: prefixes of token files; validation and test may be None.
+        train_tokens: tokens of the training files.
+        validation_text, validation_bytes: the raw text of the validation tokens; None if it is unknown.
+    """
+
+    train: tuple[str, ...]
+    validation: str | None
+    train_tokens: int
+    validation_text: Path | None
+    validation_bytes: int | None
+    tokenizer_type: str
+    tokenizer_path: Path | None
+    test: str | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files that every process of a run reads."""
+        prefixes = [prefix for prefix in (*self.train, self.validation, self.test) if prefix is not None]
+        pairs = [Path(f"{prefix}{ending}") for prefix in prefixes for ending in (".bin", ".idx")]
+        return pairs + ([] if self.tokenizer_path is None else [self.tokenizer_path])
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the token files. Raises as `data.tokenizer.load_tokenizer`."""
+        return load_tokenizer(self.tokenizer_type, self.tokenizer_path)
+
+
+def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
+    """Return the data of a configuration. Prepare its corpus if that was not done before.
+
+    Args:
+        vocab_size: rows of the model's embedding. Every token id must be smaller.
+
+    Raises:
+        ValueError, FileNotFoundError: as `prepare_corpus` and `IndexedTokens`, or a tokenizer with more entries than the
+            model has.
+    """
+    if data.corpus is not None:
+        corpus = prepare_token_files(data)
+        result = PreparedData(
+            train=(str(corpus.train_prefix),),
+            validation=None if corpus.validation_prefix is None else str(corpus.validation_prefix),
+            train_tokens=IndexedTokens(corpus.train_prefix).num_tokens,
+            validation_text=corpus.validation_text_path,
+            validation_bytes=corpus.manifest["validation"]["bytes"] if corpus.validation_prefix else None,
+            tokenizer_type=corpus.tokenizer_type,
+            tokenizer_path=corpus.tokenizer_path,
+        )
+    else:
+        if not data.train_files:
+            raise ValueError("data.corpus and data.train are both empty: name one of them")
+        manifest = read_manifest(data.validation) if data.validation is not None else None
+        result = PreparedData(
+            train=data.train_files,
+            validation=data.validation,
+            train_tokens=sum(IndexedTokens(prefix).num_tokens for prefix in data.train_files),
+            validation_text=None,
+            validation_bytes=None if manifest is None else manifest.get("bytes"),
+            tokenizer_type=data.tokenizer.type,
+            tokenizer_path=None if data.tokenizer.path is None else Path(data.tokenizer.path),
+            test=data.test,
+        )
+    tokenizer = result.load_tokenizer()
+    for prefix in (*result.train, result.validation, result.test):
+        if prefix is not None:
+            check_tokenizer(prefix, tokenizer)
+    needed = max(tokenizer.vocab_size, tokenizer.mask_id + 1) if data.objective == "masked" else tokenizer.vocab_size
+    if needed > vocab_size:
+        entries = f"{tokenizer.vocab_size} entries" + (" and a mask token" if needed > tokenizer.vocab_size else "")
+        raise ValueError(
+            f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {entries} "
+            f"({result.tokenizer_path or result.tokenizer_type}); set model.vocab_size to {padded_vocab_size(needed)}"
+        )
+    return result

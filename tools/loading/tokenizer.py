@@ -1,0 +1,89 @@
+"""The tokenizer of a run: saved beside its checkpoints, read with them, and compared with the tokenizer of the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data.atomic_io import read_json, write_whole, written_aside
+from data.tokenizer import Tokenizer, load_tokenizer
+from megatron_lite.checkpoint.checksums import FILE_NAME, check_files, checksums_text, file_sha256, inside
+from tools.loading.token_data import data_config
+
+
+def save_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
+    """Copy the tokenizer's file to `run/tokenizer`, so that a run can be moved and read without its corpus."""
+    folder = run / "tokenizer"
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer.path is not None and Path(tokenizer.path).resolve().parent == folder.resolve():
+        saved_tokenizer(run)  # refuses a file that was changed after it was saved
+    description = {"type": tokenizer.type, "file": None, "hash": tokenizer.hash}
+    if tokenizer.path is not None:
+        source = Path(tokenizer.path)
+        description["file"] = source.name
+        for path in (source, source.with_name("tokenizer_config.json")):
+            if path.is_file() and path.resolve() != (folder / path.name).resolve():
+                with written_aside(folder / path.name) as file:
+                    file.write(path.read_bytes())
+    write_whole(folder / "description.json", json.dumps(description, indent=1) + "\n")
+    names = ["description.json"]
+    if tokenizer.path is not None:
+        names += [name for name in (source.name, "tokenizer_config.json") if (folder / name).is_file()]
+    write_whole(folder / FILE_NAME, checksums_text({name: file_sha256(folder / name) for name in names}))
+
+
+def read_tokenizer(run: Path, config: dict[str, Any], manifest: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer that the run saved, else the one that its configuration names.
+
+    manifest: of the checkpoint. It holds the hash of its tokenizer; manifests of earlier versions do not.
+
+    Raises:
+        FileNotFoundError: neither exists. A tokenizer that is trained again would give other ids.
+        ValueError: the tokenizer is not the one of the weights.
+    """
+    folder = run / "tokenizer"
+    tokenizer = saved_tokenizer(run)
+    if tokenizer is None:
+        data = data_config(config)
+        if data.tokenizer.type != "bytes" and data.tokenizer.path is None:
+            raise FileNotFoundError(
+                f"{folder} is missing: it holds the tokenizer that the run trained. Copy it from where the run was made, "
+                "or from the folder training/tokenizer of an export"
+            )
+        tokenizer = load_tokenizer(data.tokenizer.type, data.tokenizer.path)
+    expected = manifest["state"].get("tokenizer")
+    if expected is not None and tokenizer.hash != expected:
+        raise ValueError(
+            f"{tokenizer.path or tokenizer.type} is not the tokenizer that the checkpoint was trained with: its hash is "
+            f"{tokenizer.hash}, not {expected}. Copy {folder} from where the run was made"
+        )
+    return tokenizer
+
+
+def check_same_tokenizer(tokenizer: Tokenizer, run: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise ValueError if the tokenizer of the data is not the tokenizer of the checkpoint that a run resumes from."""
+    saved = saved_tokenizer(run)
+    expected = manifest["state"].get("tokenizer") or (saved and saved.hash)
+    if expected and tokenizer.hash != expected:
+        usable = saved and saved.path and saved.hash == expected
+        original = f"data.tokenizer.path={saved.path}" if saved and usable else "that tokenizer"
+        raise ValueError(
+            f"{run}: its checkpoint was trained with another tokenizer (hash {expected}) than the data have now "
+            f"({tokenizer.path or tokenizer.type}, {tokenizer.hash}). Go on with {original}, or begin anew with "
+            "checkpoint.resume=never"
+        )
+
+
+def saved_tokenizer(run: Path) -> Tokenizer | None:
+    """Return the tokenizer that `save_tokenizer` put into the run, or None. Raises as `read_tokenizer`."""
+    path, mend = run / "tokenizer" / "description.json", "copy it again, or remove its folder to take data.tokenizer"
+    if not check_files(path.parent, mend) and not path.is_file():
+        return None
+    description = read_json(path, mend, "type", "file", "hash")
+    file = None if description["file"] is None else inside(path.parent, description["file"], path)
+    tokenizer = load_tokenizer(description["type"], file)
+    if tokenizer.hash != description["hash"]:
+        raise ValueError(f"{file} was changed after training: its hash is {tokenizer.hash}, not {description['hash']}")
+    return tokenizer
