@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, wraps
 from importlib import import_module
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,40 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+# What `replaceable` calls instead, by name; None but inside `cuda_on_meta`.
+_stand_ins: Mapping[str, Callable[..., Any]] | None = None
+
+
+@contextlib.contextmanager
+def cuda_on_meta(stand_ins: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, tensors on "meta" take the paths of tensors on CUDA, so that a planner counts what these allocate.
+
+    The kernels of `models/kernels` launch nothing for such tensors. stand_ins: replaces every `replaceable` function, by
+    its name, because these read values or call packages that "meta" does not have.
+    """
+    global _stand_ins
+    previous, _stand_ins = _stand_ins, stand_ins
+    try:
+        yield
+    finally:
+        _stand_ins = previous
+
+
+def replaceable(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that has a stand-in inside `cuda_on_meta`."""
+    name = function.__name__
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (function if _stand_ins is None else _stand_ins[name])(*args, **kwargs)
+
+    return call
+
+
+def on_cuda(x: Tensor) -> bool:
+    """Return whether x is on CUDA, or on "meta" in its place."""
+    return x.is_cuda or (_stand_ins is not None and x.is_meta)
 
 
 def is_supported(x: Tensor) -> bool:
@@ -28,7 +63,7 @@ def is_supported(x: Tensor) -> bool:
 
 def available(x: Tensor) -> bool:
     """Return whether x is on CUDA, Triton is installed, and x is not float64."""
-    return x.is_cuda and x.dtype != torch.float64 and _installed()
+    return on_cuda(x) and x.dtype != torch.float64 and (x.is_meta or _installed())
 
 
 def leave_out_of_graphs(function: Callable[P, R]) -> Callable[P, R]:

@@ -21,7 +21,8 @@ class Launch:
     """kernel[grid](*pointers, *values, **options) with all but the pointers fixed.
 
     The pointers' dtypes, which of them are None, and the device must be the same at every call, the first one not None:
-    whoever keeps a Launch keeps it by what decides these. The kernel starts on that device's current stream.
+    whoever keeps a Launch keeps it by what decides these. The kernel starts on that device's current stream. On "meta"
+    nothing starts.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
@@ -54,6 +55,8 @@ class Launch:
 
     def _first(self, odd: tuple[int, ...], pointers: tuple[Tensor | None, ...]) -> None:
         assert pointers[0] is not None
+        if pointers[0].is_meta:
+            return
         self._device = pointers[0].get_device()
         launch = self._kernel[self._grid]
         if self._device < 0:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backend import replaceable
 from ..layers.projections import FanOut, apply_each, linear
 from ..operators.varlen import check_packed
 from ..options import ModelShape, require_at_least, require_divisor
@@ -184,6 +185,7 @@ class Attention(nn.Module):
         return projections + (2 if self.options.causal else 4) * self._size * length
 
 
+@replaceable
 def dot_product(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v. q, k, v: [batch, heads, length, head_dim]; allowed: bool, broadcast to
     [batch, heads, queries, keys], or with is_causal None."""

@@ -97,7 +97,7 @@ def shard_segments(cu_seqlens: Tensor, length: int, group: ContextParallelGroup)
     """
     total = length * group.count
     # Reading a CUDA tensor would synchronise with the device.
-    if not cu_seqlens.is_cuda and (int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != total):
+    if cu_seqlens.is_cpu and (int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != total):
         raise ValueError(
             f"cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}: with {group.count} context-parallel ranks "
             f"of {length} tokens it must be that of the whole sequence, from 0 to {total}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..backend import cpu_kernel, is_supported
+from ..backend import cpu_kernel, is_supported, on_cuda
 
 IGNORED_LABEL = -100
 
@@ -74,7 +74,7 @@ def cross_entropy_sum(
         kept = weights.detach().nonzero().squeeze(-1)
         hidden, labels, weights = hidden[kept], labels[kept], weights[kept]
     if chunk is None:
-        chunk = max(1, _CHUNK_ELEMENTS[hidden.is_cuda] // weight.shape[0])
+        chunk = max(1, _CHUNK_ELEMENTS[on_cuda(hidden)] // weight.shape[0])
         parts = max(1, -(-len(hidden) // chunk))
         chunk = max(1, -(-len(hidden) // parts))
     return _CrossEntropySum.apply(hidden, weight, bias, labels, weights, num_correct, chunk, vocabulary)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.activation_checkpointing import checkpointed, mode_of
 from megatron_lite.engine.parallelize import shard_and_fuse
-from megatron_lite.parallel import collectives, context_parallel, tensor_parallel
-from megatron_lite.parallel import fused_projections as fan_out
 from megatron_lite.parallel.context_parallel import ContextParallelGroup
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.parallel.tensor_parallel import TensorGroup
@@ -46,7 +44,7 @@ def layer_costs(
     specs = layer_specs(model)
     length = sequence_length // layout.context
     outside = length // layout.tensor if layout.sequence_parallel else length  # of the parallel regions
-    group: Any = None
+    group = _OneMember(0, 1)
     tensor = None
     if layout.tensor > 1:
         kept = parallel.activation_checkpointing.mode == "selective"
@@ -57,7 +55,7 @@ def layer_costs(
     weight = torch.ones(micro_batch_size, length, device=device)
     costs: list[LayerCost] = []
     known: dict[str, LayerCost] = {}
-    with kernels_of_cuda() if device == "meta" else contextlib.nullcontext(), _no_collectives():
+    with kernels_of_cuda() if device == "meta" else contextlib.nullcontext():
         for index, spec in enumerate(specs):
             block = 0 < index < len(specs) - 1
             kind = f"{model.mixer_of(index - 1)} {mode_of(index, len(specs), parallel)}" if block else spec.name
@@ -83,32 +81,17 @@ def _on_rank(ranks: ContextParallelGroup | None, layer: Callable[..., Tensor], x
         return layer(x, **context)
 
 
-@contextlib.contextmanager
-def _no_collectives() -> Iterator[None]:
-    """One process plays a member of each group: the shapes are right, nothing is sent."""
-    with contextlib.ExitStack() as stack:
-        for module in (collectives, context_parallel, fan_out, tensor_parallel):
-            stack.enter_context(mock.patch.object(module, "dist", _NoCollectives))
-        yield
+class _OneMember(dist.ProcessGroup):
+    """A process group of which this process is one member, and nothing is sent.
 
+    What comes from the other members is zero: some forms depend on what they read.
+    """
 
-class _NoCollectives:
-    """In place of torch.distributed. What comes from other processes is zero: some forms depend on what they read."""
+    def allreduce(self, *_: Any) -> None: ...
 
-    @staticmethod
-    def all_reduce(*_: Any, **__: Any) -> type[_Done]:
-        return _Done
-
-    @staticmethod
-    def all_gather_into_tensor(out: Tensor, *_: Any, **__: Any) -> type[_Done]:
+    def _allgather_base(self, out: Tensor, *_: Any) -> None:
         out.zero_()
-        return _Done
 
-    reduce_scatter_tensor = all_gather_into_tensor
-
-
-class _Done:
-    """A collective's work that is done."""
-
-    @staticmethod
-    def wait() -> None: ...
+    _reduce_scatter_base = _allgather_base
+    # As torch 2.13 names them.
+    all_gather_single = reduce_scatter_single = _allgather_base

@@ -1,92 +1,74 @@
 """The kernels of CUDA on the device "meta": they keep for the backward pass what they keep and allocate what they allocate.
 
-The kernels of `models/kernels` stand for themselves. Their Python is imported once more with a Triton that launches nothing,
-so that what a kernel keeps is written in one place, and one that is added needs nothing here. flash-linear-attention's and
-PyTorch's own kernels, whose Python is not ours to import so, have stand-ins.
+The kernels of `models/kernels` stand for themselves: their Python allocates, and nothing is launched. A new kernel needs
+nothing here. flash-linear-attention's and PyTorch's own kernels have stand-ins.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import ModuleType
-from typing import Any
-from unittest import mock
+from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from models import backend, kernels
-from models.operators.gla import fla, gated_linear_attention, select_kernel
-from models.operators.scan import linear_scan
+from models import kernels
+from models.backend import cuda_on_meta
+from models.operators.gla.select_kernel import is_fixed
 
 
 @contextlib.contextmanager
 def kernels_of_cuda() -> Iterator[None]:
-    """Inside, tensors on "meta" go the ways of tensors on CUDA: `is_cuda` is true of them, Triton is installed."""
-    with (
-        mock.patch.object(torch.Tensor, "is_cuda", property(lambda x: x.device.type in ("cuda", "meta"))),
-        mock.patch.object(backend, "_installed", return_value=True),
-        _imported(unlaunched()),
-        mock.patch.object(fla, "fla_form", _fla_form),
-        # As on Hopper, where the project's kernels then take these decays.
-        mock.patch.object(select_kernel, "fla_refuses_scalar_gradient", return_value=True),
-        mock.patch.object(gated_linear_attention, "chunk_form", _chunk_form),  # reads values, to choose its chunks
-        mock.patch.object(linear_scan, "fla_scan", _Scan.apply),
-        mock.patch.object(F, "scaled_dot_product_attention", _attention),
-    ):
+    """Inside, tensors on "meta" take the paths of tensors on CUDA, as on a Hopper GPU."""
+    import_kernels()
+    stand_ins = {
+        "fla_form": _fla_form,
+        # The project's kernels then take these decays.
+        "fla_refuses_scalar_gradient": lambda: True,
+        "chunk_form": _chunk_form,  # reads values, to choose its chunks
+        "fla_scan": _Scan.apply,
+        "dot_product": _attention,
+    }
+    with cuda_on_meta(stand_ins):
         yield
 
 
 @cache
-def unlaunched() -> dict[str, ModuleType]:
-    """Every module of `models/kernels` by its name, but those of `cpu/`, with kernels that are launched in vain."""
-    modules = (module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."))
-    names = [name for name in modules if not name.startswith(f"{kernels.__name__}.cpu")]
-    # What is imported for use stays in its place, as a module and as an attribute of the package.
-    with _imported({**dict.fromkeys(names), **_triton()}), mock.patch.dict(vars(kernels)):
-        return {name: importlib.import_module(name) for name in names}
-
-
-@contextlib.contextmanager
-def _imported(modules: Mapping[str, ModuleType | None]) -> Iterator[None]:
-    """Inside, these are the modules of those names, None for one that is not imported yet. What else is imported stays."""
-    before = {name: sys.modules.pop(name, None) for name in modules}
-    sys.modules.update({name: module for name, module in modules.items() if module is not None})
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-
-
-def _triton() -> dict[str, ModuleType]:
+def import_kernels() -> None:
+    """Import `models/kernels` where Triton is missing, with a module in its place whose kernels cannot be launched."""
+    if importlib.util.find_spec("triton") is not None:
+        return
     triton: Any = ModuleType("triton")
     triton.language = ModuleType("triton.language")
     triton.language.constexpr = lambda value: value
     triton.jit = _jit
     triton.cdiv = lambda x, y: -(-x // y)
     triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
-    return {"triton": triton, "triton.language": triton.language}
+    modules = {"triton": triton, "triton.language": triton.language}
+    sys.modules.update(modules)
+    try:
+        for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+            if not module.name.startswith(f"{kernels.__name__}.cpu"):
+                importlib.import_module(module.name)
+    finally:
+        for name in modules:
+            del sys.modules[name]
 
 
 def _jit(kernel: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """`triton.jit` of a kernel, or with options what takes the kernel."""
-    return _Launches() if kernel is not None else _jit
+    """Stand for `triton.jit`, of a kernel or with options."""
+    return _jit if kernel is None else _Unlaunchable()
 
 
-class _Launches:
-    """kernel[grid](...) for a kernel that does nothing."""
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *_, **__: None
+class _Unlaunchable:
+    def __getitem__(self, grid: object) -> NoReturn:
+        raise ImportError("the kernels of models/kernels need Triton: pip install triton")
 
 
 def _fla_form(selection: object, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -95,7 +77,7 @@ def _fla_form(selection: object, *inputs: Any) -> tuple[Tensor, Tensor]:
 
 def _chunk_form(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Allocate as `models.operators.gla.fla`, with every decay that is not fixed as one per channel."""
-    if log_decay.shape[-1] == 1 and select_kernel.is_fixed(log_decay):
+    if log_decay.shape[-1] == 1 and is_fixed(log_decay):
         return _SimpleGla.apply(q, k, v)
     log_decay = log_decay.float().clamp_min(-80.0)
     return _Gla.apply(q, k, v, log_decay.expand(q.shape).contiguous())

@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...backend import leave_out_of_graphs
+from ...backend import leave_out_of_graphs, replaceable
 from ...precision import accumulation_dtype
 from ..cumulative_decay import pairwise_decay, sum_after
 from .chunk_matmul import matmul_form, spans_of
 from .select_kernel import plan_chunks
 
 
+@replaceable
 @leave_out_of_graphs
 def chunk_form(
     q: Tensor,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backend import missing_fla
+from ...backend import missing_fla, replaceable
 from .select_kernel import Decay, Kernel, Selection, bounded_decay
 
 _CHUNK = 64
@@ -17,6 +17,7 @@ _CHUNK = 64
 _SMALLEST = 16
 
 
+@replaceable
 def fla_form(
     selection: Selection,
     q: Tensor,

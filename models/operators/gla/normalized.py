@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...backend import on_cuda
 from ...precision import to_accumulation_dtype
 from .gated_linear_attention import gated_linear_attention
 from .select_kernel import supports_quadratic
@@ -35,7 +36,7 @@ def linear_attention_with_normalizer(
     """
     dim = v.shape[-1]
     # The kernels want rows of 16 bytes; some refuse an odd width.
-    extra = 7 if v.is_cuda else 0
+    extra = 7 if on_cuda(v) else 0
     if initial_state is not None:
         initial_state = F.pad(initial_state, (0, extra))
     v = F.pad(F.pad(v, (0, 1), value=1.0), (0, extra))

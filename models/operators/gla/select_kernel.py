@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backend import SIXTEEN_BITS, available, is_supported, missing_fla
+from ...backend import SIXTEEN_BITS, available, is_supported, missing_fla, on_cuda, replaceable
 from ..context_parallel import context_parallel_group
 from ..varlen import check_packed
 
@@ -78,7 +78,7 @@ def select_kernel(
         if form not in ("recurrent", "parallel", "chunked"):
             raise ValueError(f"form = {form!r}: allowed are auto, recurrent, parallel, chunked")
         return Selection(Kernel(form))
-    if not q.is_cuda or not q.numel() or q.dtype not in SIXTEEN_BITS:
+    if not on_cuda(q) or not q.numel() or q.dtype not in SIXTEEN_BITS:
         return Selection(Kernel.RECURRENT if q.shape[1] == 1 and cu_seqlens is None else Kernel.CHUNK)
     if fits_matmul_form and supports_triton(q, k, v, log_decay, fits_matmul_form=True):
         return Selection(Kernel.TRITON)
@@ -150,6 +150,7 @@ def bounded_decay(log_decay: Tensor) -> Tensor:
     return log_decay.float().clamp_min(-80.0)
 
 
+@replaceable
 def fla_refuses_scalar_gradient() -> bool:
     """Return whether flash-linear-attention has no gradient for one decay per head on this machine.
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...backend import available
+from ...backend import available, on_cuda
 from ...precision import NORMALIZER_EPS, to_accumulation_dtype
 from ..context_parallel import ContextParallelGroup, context_parallel_group, from_previous_rank, shard_segments
 from ..varlen import check_covers
@@ -246,7 +246,7 @@ def _over_ranks(
 
     # Kernels need head sizes that are powers of two: normalizers are computed apart.
     parts = [v, torch.ones_like(v[..., :1])] if scaled else [v]
-    if scaled and not q.is_cuda:
+    if scaled and not on_cuda(q):
         parts = [torch.cat(parts, -1)]
     o = torch.cat([local(part) for part in parts], -1)
     forward, backward = (x.transpose(1, 2) for x in decays(q, log_decay, decay_logits, mask, None, mask_convention)[:2])
@@ -256,7 +256,7 @@ def _over_ranks(
     if mask is not None:
         q, k = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (q, k))
     # Rows of 16 bytes for the matmuls.
-    values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if v.is_cuda else 0)) if scaled else v
+    values = F.pad(F.pad(v, (0, 1), value=1.0), (0, 7 if on_cuda(v) else 0)) if scaled else v
     o = o + from_other_ranks(group, q, k, values, forward, backward, segments)[..., : o.shape[-1]]
     if scaled:
         o = o[..., :-1] / (o[..., -1:] + NORMALIZER_EPS)

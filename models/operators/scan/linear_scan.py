@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...backend import missing_fla
+from ...backend import missing_fla, on_cuda, replaceable
 from ..context_parallel import causal_over_ranks, context_parallel_group
 from ..cumulative_decay import decay_from_start
 from ..varlen import check_packed, last, segment_starts
@@ -109,7 +109,7 @@ def _select_form(
         return "recurrent"
     sixteen_bits = (compute_dtype or x.dtype) in (torch.bfloat16, torch.float16)
     real = not (x.is_complex() or log_decay.is_complex())
-    return "kernel" if x.is_cuda and sixteen_bits and real else "chunked"
+    return "kernel" if on_cuda(x) and sixteen_bits and real else "chunked"
 
 
 def _state_dtype(x: Tensor, log_decay: Tensor) -> torch.dtype:
@@ -148,6 +148,7 @@ def _chunked(x: Tensor, log_decay: Tensor) -> Tensor:
     return _Scan.apply(x, log_decay.exp())
 
 
+@replaceable
 def fla_scan(x: Tensor, log_decay: Tensor) -> Tensor:
     """Run flash-linear-attention's kernels from a zero state. x, log_decay: [batch, length, channels] float32 on CUDA.
 

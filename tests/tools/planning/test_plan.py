@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -16,15 +17,15 @@ from megatron_lite.parallel.grid import init_grid
 from megatron_lite.parallel.layout import Layout
 from megatron_lite.planning.flops import listed_peak_flops
 from megatron_lite.planning.memory import GIB, Allocations, LayerCost, Setting, step_bytes
+from models.backend import available
 from models.config import ModelConfig
 from models.language_model import LanguageModel
-from tests.cli.conftest import ROOT
 from tools import plan
 from tools.loading.engine import build_engine
 from tools.planning import measure_memory
 from tools.planning.estimate import read_config
 from tools.planning.layer_memory import layer_costs
-from tools.planning.meta_device import unlaunched
+from tools.planning.meta_device import kernels_of_cuda
 
 SMALL = [
     "configs/default.yml",
@@ -180,11 +181,19 @@ def test_every_kernel_counts_as_itself():
     # Decay and key are made again from a, which is kept in their place.
     forgotten = 2 * d + convolution + decay + key - d // 2 + states + epilogue + width
     assert costs("elementwise")[1].kept == pytest.approx(2 * 2 * 512 * (kept - forgotten), rel=0.01)
-    kernels = ROOT / "models" / "kernels"
-    files = {path.relative_to(kernels).with_suffix("") for path in kernels.rglob("[!_]*.py")}
-    expected = {".".join(path.parts) for path in files if path.parts[0] != "cpu"} | {"gla", "lion"}
-    assert {name.removeprefix("models.kernels.") for name in unlaunched()} == expected
-    assert not any(name in sys.modules and sys.modules[name] is module for name, module in unlaunched().items())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
+def test_kernels_that_were_imported_without_triton_refuse_to_launch():
+    with kernels_of_cuda():
+        assert available(torch.empty(1, device="meta"))
+        assert not available(torch.empty(1))
+    assert not available(torch.empty(1, device="meta"))
+    assert "triton" not in sys.modules
+    from models.kernels.swiglu import swiglu
+
+    with pytest.raises(ImportError, match="pip install triton"):
+        swiglu(torch.ones(2), torch.ones(2))
 
 
 def test_fan_outs_are_counted_as_the_engine_sets_them(monkeypatch):
