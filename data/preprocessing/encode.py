@@ -1,15 +1,16 @@
-"""One block of raw text to tokens: the part of preprocessing that a worker does."""
+"""Documents to tokens: the part of preprocessing that every path from a corpus to token files shares."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..corpus.readers import SOURCE_KEY, Block, parse_block
+from ..corpus.readers import SOURCE_KEY, Block, Document, parse_block
 from ..corpus.split import split_position, text_digest
 from ..indexed import LONGEST_SEQUENCE, token_dtype
 from ..tokenizer import Tokenizer
@@ -69,8 +70,8 @@ class Recipe:
 
 @dataclass
 class Encoded:
-    """What a worker made of a block, for one key: ``tokens`` of all documents in a row, and for each document its
-    length, side, digest (16 bytes a document), UTF-8 size and source."""
+    """Hold some documents as tokens: ``tokens`` of all in a row, and for each its length, side (0 train, 1 validation,
+    2 test), digest (16 bytes), UTF-8 size and source."""
 
     tokens: NDArray
     lengths: list[int] = field(default_factory=list)
@@ -85,25 +86,47 @@ class Encoded:
 def encode_block(block: Block, key: str, recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
     """Parse and tokenise one block for one key."""
     parsed = parse_block(block, key, recipe.source_key)
-    outcome = Encoded(np.zeros(0, token_dtype(tokenizer.vocab_size)), skipped=parsed.skipped, broken=parsed.broken)
-    if parsed.skipped.pop("undecodable", 0):
-        outcome.broken.append(f"{block.file.path}: not text in the encoding that it declares")
-    documents = []
+    skipped, broken = parsed.skipped, parsed.broken
+    if skipped.pop("undecodable", 0):
+        broken.append(f"{block.file.path}: not text in the encoding that it declares")
+    documents, sides = [], []
     for document in parsed.documents:
-        text = document.text
+        side = recipe.side_of(split_position(document))
         if recipe.ftfy:
             import ftfy
 
-            text = ftfy.fix_text(text)
-        if len(text) < recipe.min_characters:
-            outcome.skipped["short"] += 1
+            document = replace(document, text=ftfy.fix_text(document.text))
+        if len(document.text) < recipe.min_characters:
+            skipped["short"] += 1
             continue
-        documents.append((document, text))
-    encoded = tokenizer.encode_batch([text for _, text in documents])
-    end = [np.array([tokenizer.end_of_document_id])] if recipe.append_eod else []
+        documents.append(document)
+        sides.append(side)
+    outcome = encode_documents(documents, sides, tokenizer, append_eod=recipe.append_eod)
+    outcome.tokens = outcome.tokens.astype(token_dtype(tokenizer.vocab_size))  # smaller between processes
+    outcome.skipped.update(skipped)
+    outcome.broken = broken
+    return outcome
+
+
+def encode_documents(
+    documents: Sequence[Document],
+    sides: Sequence[int],
+    tokenizer: Tokenizer,
+    *,
+    append_eod: bool,
+    keep_empty: bool = False,
+    threads: int = 1,
+) -> Encoded:
+    """Tokenise documents, each on its side of the split. Raises ValueError for a document that the format cannot hold.
+
+    keep_empty: keep a document without tokens; else it is counted as skipped.
+    """
+    outcome = Encoded(np.zeros(0, np.int64))
+    encoded = tokenizer.encode_batch([document.text for document in documents], threads)
+    end = [np.array([tokenizer.end_of_document_id])] if append_eod else []
     pieces: list[NDArray] = []
-    for (document, text), tokens in zip(documents, encoded, strict=True):
-        if not len(tokens):  # control characters alone, which a tokenizer may leave out
+    for document, side, tokens in zip(documents, sides, encoded, strict=True):
+        if not (len(tokens) or keep_empty):  # control characters alone, which a tokenizer may leave out
             outcome.skipped["empty"] += 1
             continue
         length = len(tokens) + len(end)
@@ -114,10 +137,10 @@ def encode_block(block: Block, key: str, recipe: Recipe, tokenizer: Tokenizer) -
             )
         pieces += [tokens, *end]
         outcome.lengths.append(length)
-        outcome.sides.append(recipe.side_of(split_position(document)))
-        outcome.digests.append(text_digest(text))
-        outcome.sizes.append(len(text.encode()))
+        outcome.sides.append(side)
+        outcome.digests.append(text_digest(document.text))
+        outcome.sizes.append(len(document.text.encode()))
         outcome.sources.append(document.source)
     if pieces:
-        outcome.tokens = np.concatenate(pieces).astype(outcome.tokens.dtype)
+        outcome.tokens = np.concatenate(pieces)
     return outcome

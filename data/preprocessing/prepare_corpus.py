@@ -23,17 +23,19 @@ import numpy as np
 from ..atomic_io import naming, read_json, write_whole
 from ..cache import built_folder
 from ..corpus.discovery import Corpus, SourceFile, source_files
-from ..corpus.document_sources import SourceTable, write_sources
 from ..corpus.readers import SOURCE_KEY, Document, parse_block, read_blocks
 from ..corpus.split import TextSample, split_position, text_digest
-from ..indexed import IndexedWriter, token_dtype
+from ..indexed import token_dtype
 from ..manifest import describe_tokenizer, write_manifest
 from ..tokenizer import Tokenizer, load_tokenizer
 from ..train_sentencepiece import train_sentencepiece
+from .encode import encode_documents
+from .shards import Output
 
 PREPARE_VERSION = 6
 TOKENIZER_SAMPLE = 48 * 2**20
 BATCH_CHARACTERS = 4 * 2**20
+SIDES = ("train", "validation")  # of the split, in the order of `Encoded.sides`
 
 
 @dataclass(frozen=True)
@@ -228,40 +230,23 @@ def _check_sides(recipe: _Recipe, survey: _Survey) -> None:
 
 
 def _tokenise(recipe: _Recipe, folder: Path, tokenizer: Tokenizer, survey: _Survey) -> dict[str, Any]:
-    end = np.array([tokenizer.end_of_document_id])
-    counts: dict[str, Any] = {
-        side: {"documents": 0, "tokens": 0, "bytes": 0} if side in survey.sides else None
-        for side in ("train", "validation")
-    }
+    outputs: dict[str, Output] = {}
     with contextlib.ExitStack() as stack:
         validation_text = stack.enter_context(open(folder / "validation.txt", "wb"))
-        writers = {
-            side: stack.enter_context(
-                IndexedWriter(folder / f"{side}_text_document", token_dtype(tokenizer.vocab_size))
-            )
-            for side, count in counts.items()
-            if count is not None
-        }
-        tables = {side: SourceTable() for side in writers}
+        for side in SIDES:
+            if side in survey.sides:
+                outputs[side] = Output(folder / f"{side}_text_document", token_dtype(tokenizer.vocab_size))
+                stack.enter_context(outputs[side].writer)
         for batch in _batches(recipe, survey.sides):
-            encoded = tokenizer.encode_batch([document.text for document, _ in batch], _threads())
-            for (document, side), tokens in zip(batch, encoded, strict=True):
-                raw = document.text.encode()
-                writers[side].add_document(np.concatenate([tokens, end]))
-                tables[side].add(document.source)
-                counts[side]["documents"] += 1
-                counts[side]["tokens"] += len(tokens) + 1
-                counts[side]["bytes"] += len(raw)
-                if side == "validation":
-                    with naming(folder / "validation.txt"):
-                        validation_text.write(raw)
-    for side, table in tables.items():
-        counts[side]["checksums"] = writers[side].checksums
-        if table.names:
-            counts[side]["checksums"]["sources.npy"] = write_sources(folder / f"{side}_text_document", table.ids)
-        counts[side]["sources"] = table.names
-        counts[side]["bytes_per_token"] = round(counts[side]["bytes"] / counts[side]["tokens"], 4)
-    return counts
+            documents, sides = [document for document, _ in batch], [SIDES.index(side) for _, side in batch]
+            encoded = encode_documents(
+                documents, sides, tokenizer, append_eod=True, keep_empty=True, threads=_threads()
+            )
+            for side, output in outputs.items():
+                output.add(encoded, np.array(sides) == SIDES.index(side))
+            with naming(folder / "validation.txt"):
+                validation_text.writelines(document.text.encode() for document, side in batch if side == "validation")
+    return {side: outputs[side].describe() if side in outputs else None for side in SIDES}
 
 
 def _batches(recipe: _Recipe, sides: list[str]) -> Iterator[list[tuple[Document, str]]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..atomic_io import written_aside
 from ..checksum import DamagedDataError, Record, difference, read_sealed, record_of, write_sealed
@@ -23,15 +24,46 @@ from .encode import Encoded, Recipe
 DIGEST_BYTES = 17  # the number of the key, then the digest of the text
 
 
+class Output:
+    """A pair of token files being written, with the sources of its documents and the bytes of their text."""
+
+    def __init__(self, prefix: Path, dtype: np.dtype) -> None:
+        self.writer, self.sources, self.bytes = IndexedWriter(prefix, dtype), SourceTable(), 0
+
+    def add(self, encoded: Encoded, chosen: NDArray[np.bool_]) -> None:
+        """Append the chosen documents. chosen: [documents]."""
+        lengths, sizes = np.array(encoded.lengths, np.int64), np.array(encoded.sizes, np.int64)
+        tokens = encoded.tokens if chosen.all() else encoded.tokens[np.repeat(chosen, lengths)]
+        self.writer.add_documents(tokens, lengths[chosen])
+        self.bytes += int(sizes[chosen].sum())
+        for document in np.flatnonzero(chosen):
+            self.sources.add(encoded.sources[document])
+
+    def describe(self) -> dict[str, Any]:
+        """Return the manifest's account of the token files, which are in place, and write their sources beside them."""
+        prefix, checksums = self.writer.prefix, dict(self.writer.checksums)
+        if self.sources.names:
+            checksums["sources.npy"] = write_sources(prefix, self.sources.ids)
+        else:
+            sources_path(prefix).unlink(missing_ok=True)
+        tokens = bin_path(prefix).stat().st_size // self.writer.dtype.itemsize
+        return {
+            "documents": self.writer.num_documents,
+            "tokens": tokens,
+            "bytes": self.bytes,
+            "bytes_per_token": round(self.bytes / tokens, 4),
+            "sources": self.sources.names,
+            "checksums": checksums,
+        }
+
+
 class Part:
     """The outputs of some blocks of one input file: a pair of token files a name, the digests of the documents, and a
     report that marks it finished."""
 
     def __init__(self, folder: Path, file: int, number: int, recipe: Recipe, dtype: np.dtype) -> None:
         self.folder, self.name, self.recipe = folder, _part_name(file, number), recipe
-        self.writers = [IndexedWriter(folder / f"{self.name}_{name}", dtype) for name in recipe.names()]
-        self.sources = [SourceTable() for _ in self.writers]
-        self.bytes: list[int] = [0] * len(self.writers)
+        self.outputs = [Output(folder / f"{self.name}_{name}", dtype) for name in recipe.names()]
         self.skipped: Counter[str] = Counter()
         self.broken = self.blocks = 0
         self.digests: list[bytes] = []
@@ -40,8 +72,7 @@ class Part:
         """What a worker made of a block for one key; ``seen`` are the digests of all documents so far."""
         self.skipped.update(outcome.skipped)
         self.broken += len(outcome.broken)
-        lengths, sizes = np.array(outcome.lengths, np.int64), np.array(outcome.sizes, np.int64)
-        kept = np.ones(len(lengths), bool)
+        kept = np.ones(len(outcome.lengths), bool)
         if self.recipe.deduplicate:
             for document, digest in enumerate(outcome.digests):
                 digest = bytes([key]) + digest
@@ -52,23 +83,17 @@ class Part:
             self.skipped["repeat"] += int((~kept).sum())
         sides = max(1, len(self.recipe.split))
         for side in range(sides):
-            chosen = kept & (np.array(outcome.sides) == side)
-            tokens = outcome.tokens if chosen.all() else outcome.tokens[np.repeat(chosen, lengths)]
-            name = key * sides + side
-            self.writers[name].add_documents(tokens, lengths[chosen])
-            self.bytes[name] += int(sizes[chosen].sum())
-            for document, source in enumerate(outcome.sources):
-                if chosen[document]:
-                    self.sources[name].add(source)
+            self.outputs[key * sides + side].add(outcome, kept & (np.array(outcome.sides) == side))
 
     def finish(self, last: bool, input_record: Record | None = None) -> None:
         """Put the outputs in place; ``last``: the file ends here, and this is its record."""
-        documents = [writer.num_documents for writer in self.writers]
+        documents = [output.writer.num_documents for output in self.outputs]
         records: dict[str, Record] = {}
-        for writer, table in zip(self.writers, self.sources, strict=True):
+        for output in self.outputs:
+            writer = output.writer
             if writer.num_documents:
                 writer.finish()
-                write_sources(writer.prefix, table.ids)
+                write_sources(writer.prefix, output.sources.ids)
                 for path in (bin_path(writer.prefix), idx_path(writer.prefix), sources_path(writer.prefix)):
                     ending = path.name.removeprefix(f"{writer.prefix.name}.")
                     records[path.name] = writer.checksums.get(ending) or record_of(path)
@@ -80,8 +105,8 @@ class Part:
         records[digests.name] = record_of(digests)
         report = {
             "documents": documents,
-            "bytes": self.bytes,
-            "sources": [table.all_names for table in self.sources],
+            "bytes": [output.bytes for output in self.outputs],
+            "sources": [output.sources.all_names for output in self.outputs],
             "skipped": dict(self.skipped),
             "broken": self.broken,
             "blocks": self.blocks,
@@ -92,8 +117,8 @@ class Part:
         write_sealed(_report_path(self.folder, self.name), report)
 
     def abandon(self) -> None:
-        for writer in self.writers:
-            writer.abandon()
+        for output in self.outputs:
+            output.writer.abandon()
 
 
 def finished_reports(parts: Path, files: int) -> list[list[dict[str, Any]]]:
@@ -169,36 +194,26 @@ def join_parts(
             for path in (idx_path(prefix), bin_path(prefix), manifest_path(prefix), sources_path(prefix)):
                 path.unlink(missing_ok=True)
             continue
-        table = SourceTable()
-        with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        output = Output(prefix, token_dtype(tokenizer.vocab_size))
+        with output.writer:
             for file, of_file in enumerate(reports):
                 for number, report in enumerate(of_file):
                     if report["documents"][index]:
                         part = parts / f"{_part_name(file, number)}_{name}"
-                        writer.add_file(part, report["files"][f"{part.name}.bin"])
-                        table.extend(report["sources"][index], read_sources_file(sources_path(part)))
-        tokens = bin_path(prefix).stat().st_size // token_dtype(tokenizer.vocab_size).itemsize
-        size = sum(report["bytes"][index] for report in every)
+                        output.writer.add_file(part, report["files"][f"{part.name}.bin"])
+                        output.sources.extend(report["sources"][index], read_sources_file(sources_path(part)))
+                        output.bytes += report["bytes"][index]
         manifests[name] = {
             "made_from": made_from,
             "files": len(files),
-            "documents": sum(by_file),
-            "tokens": tokens,
-            "bytes": size,
-            "bytes_per_token": round(size / tokens, 4),
+            **output.describe(),
             "append_eod": recipe.append_eod,
             "skipped": {reason: count for reason, count in sorted(skipped.items()) if count},
             "tokenizer": describe_tokenizer(tokenizer, prefix.parent),
             "padded_vocab_size": padded_vocab_size(tokenizer.vocab_size),
-            "sources": table.names,
             "documents_of_files": [[str(file.path), count] for file, count in zip(files, by_file, strict=True)],
             "inputs": input_records(files, reports),
-            "checksums": writer.checksums,
         }
-        if table.names:
-            manifests[name]["checksums"]["sources.npy"] = write_sources(prefix, table.ids)
-        else:
-            sources_path(prefix).unlink(missing_ok=True)
         write_manifest(prefix, manifests[name])
     return manifests
 
