@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from tools.cli.arguments import command, command_line, from_zero, interrupted, numbers, positive, words
-
-if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
-    from tools.evaluation.perplexity import TokenText
-    from tools.loading.model import LoadedModel
-
-RESULTS_FILE = "results.json"
-NEEDLE = "needle"  # a suite of its own: no task of the harness
-NEEDLE_FILE = "needle.json"
-Metrics = Mapping[str, Any]
+from tools.evaluation.request import EvaluationRequest
 
 
 @command
@@ -38,22 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tools.evaluation.command import compare_command, table_command
 
         return (compare_command if given[0] == "compare" else table_command)(given[1:])
-    options = _parser().parse_args(given)
+    request = EvaluationRequest.from_options(_parser().parse_args(given))
     try:
-        asked = bool(options.suite or options.tasks)
-        texts = bool(options.data or options.by_position or not asked)
-        _refuse_early(options, texts=texts)
-        if NEEDLE in options.suite:
-            from tools.evaluation.needle import needle_command
+        from tools.evaluation.command import evaluate_model
 
-            needle_command(options)
-            options.suite.remove(NEEDLE)
-        if options.suite or options.tasks:
-            from tools.evaluation.command import run_suites
-
-            run_suites(options)
-        if texts:
-            run_texts(options)
+        evaluate_model(request)
     except KeyboardInterrupt:
         return interrupted("the same command goes on with what was answered")
     return 0
@@ -68,164 +46,6 @@ def _refuse_checkpoint(given: Sequence[str], suite: str) -> None:
                 f"{word}: --suite {suite} trains models of its own and takes no checkpoint, only key=value; leave it out "
                 f"(python eval.py --suite {suite} --help)"
             )
-
-
-def _refuse_early(options: argparse.Namespace, *, texts: bool) -> None:
-    """What is seen without weights and without the hub is refused before an evaluation of hours, not after its first part.
-
-    Raises as `read_suite`, `check_output`, `look_for_model`, `find_model`, `IndexedTokens` and `source_files`; ValueError
-    for texts of a masked model, and for one --out of several kinds of results.
-    """
-    from tools.evaluation.open_model import is_huggingface, look_for_model, results_file
-    from tools.evaluation.results_file import KINDS, check_output
-    from tools.loading.model import find_model, run_folder
-
-    suites = [name for name in options.suite if name != NEEDLE]
-    if suites:
-        from tools.evaluation.suites import read_suite
-
-        for name in suites:
-            read_suite(name)
-    asked = {"needle": NEEDLE in options.suite, "suites": bool(suites or options.tasks), "texts": texts}
-    kinds = [kind for kind, wanted in asked.items() if wanted]
-    if options.out and len(kinds) > 1:
-        raise ValueError(
-            f"--out {options.out}: {' and '.join(KINDS[kind][1] for kind in kinds)} have a results file each: ask for one of "
-            "them at a time, or leave --out away"
-        )
-    if options.out:
-        check_output(options.out, kinds[0])
-    elif kinds != ["texts"]:
-        model = look_for_model(options)
-        for kind, file in (("needle", NEEDLE_FILE), ("suites", RESULTS_FILE)):
-            if asked[kind]:
-                check_output(results_file(options, model, file), kind)
-    if not texts:
-        return
-    if is_huggingface(options.checkpoint):
-        raise ValueError(
-            f"{options.checkpoint}: perplexity is of a run or a checkpoint, and this is neither; of a Hugging Face folder "
-            "python -m tools.convert_hf import FOLDER RUN makes one, and --suite and --tasks take it as it is"
-        )
-    from data.corpus.discovery import source_files
-    from data.indexed import IndexedTokens
-
-    found = find_model(options.checkpoint, device=options.device, dtype=options.dtype)
-    if found.model.bidirectional_mixers():
-        raise ValueError(
-            f"{found.checkpoint} is a masked model: it sees the token that it would predict, so that it has no perplexity. "
-            "Its pseudo-log-likelihood ranks the choices of --suite"
-        )
-    if not options.out:
-        check_output(run_folder(found.checkpoint, found.config) / RESULTS_FILE, "texts")
-    for name in options.data:
-        if _is_token_file(name):
-            IndexedTokens(name)
-        else:
-            source_files(name)
-
-
-def run_texts(options: argparse.Namespace) -> None:
-    """Perplexity of texts: prints a table, adds to the results file. Raises as `load_model` and `evaluate_texts`."""
-    from tools.loading.model import load_model
-    from tools.reporting.tables import plain_table
-
-    loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
-    parameters = sum(p.numel() for p in loaded.model.parameters())
-    print(f"{loaded.checkpoint}: {parameters / 1e6:,.2f} M parameters, {_dtype(loaded)} on {loaded.device}\n")
-    results = evaluate_texts(loaded, options)
-    out = options.out or loaded.run / RESULTS_FILE
-    # Of each text its own: others of the file may have been measured in another.
-    kept = {name: {**metrics, "dtype": _dtype(loaded)} for name, metrics in results.items()}
-    if options.by_position:
-        write_results(out, loaded, {}, by_position=kept)
-    else:
-        print(
-            plain_table(["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits per byte"], _rows(results))
-        )
-        write_results(out, loaded, {"perplexity": kept})
-    print(f"\n{out}")
-
-
-def evaluate_texts(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Any]:
-    """Perplexity of every text of `--data`, or of the run's validation set. Raises FileNotFoundError, ValueError."""
-    from tools.evaluation.perplexity import perplexity, validation_text
-
-    with tempfile.TemporaryDirectory() as folder:
-        texts = [_text(loaded, name, Path(folder), options.text_key) for name in options.data]
-        if options.by_position:
-            from tools.evaluation.loss_by_position import positions_command
-
-            return positions_command(loaded, texts or [validation_text(loaded)], options)
-        return {
-            text.name: perplexity(
-                loaded,
-                text,
-                sequence_length=options.sequence_length,
-                batch_size=options.batch_size,
-                progress=sys.stderr.isatty(),
-            )
-            for text in texts or [validation_text(loaded)]
-        }
-
-
-def write_results(out: Path, loaded: LoadedModel, suites: Mapping[str, Mapping[str, Metrics]], **more: Any) -> None:
-    """Adds to a results file {suite: {task: {metric: value}}} and `more`; what it said of another checkpoint is dropped.
-
-    Raises ValueError for a file of another kind of results.
-    """
-    from data.atomic_io import write_json
-    from megatron_lite.checkpoint.storage import versions
-    from tools.evaluation.results_file import earlier_results
-
-    checkpoint = str(loaded.checkpoint.resolve())
-    earlier = earlier_results(out, "texts")
-    if earlier.get("checkpoint") != checkpoint:
-        earlier = {}
-    results = earlier.get("results", {})
-    for suite, tasks in suites.items():
-        results[suite] = {**results.get(suite, {}), **tasks}
-    content = {
-        **earlier,
-        "checkpoint": checkpoint,
-        "step": loaded.step,
-        "parameters": sum(p.numel() for p in loaded.model.parameters()),
-        "device": str(loaded.device),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "results": results,
-        **more,
-    }
-    write_json(out, content)
-
-
-def _dtype(loaded: LoadedModel) -> str:
-    return str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
-
-
-def _rows(results: Mapping[str, Metrics]) -> list[list[str]]:
-    return [
-        [
-            name,
-            *(f"{metrics[key]:,.0f}" for key in ("documents", "tokens", "bytes")),
-            f"{metrics['loss']:.4f}",
-            f"{metrics['perplexity']:,.3f}",
-            f"{metrics['bits_per_byte']:.4f}",
-        ]
-        for name, metrics in results.items()
-    ]
-
-
-def _text(loaded: LoadedModel, name: str, folder: Path, text_key: str) -> TokenText:
-    from tools.evaluation.perplexity import raw_text, token_file_text
-
-    if _is_token_file(name):
-        return token_file_text(Path(name), loaded.tokenizer, name=name)
-    return raw_text(name, loaded.tokenizer, folder, text_key=text_key)
-
-
-def _is_token_file(name: str) -> bool:
-    return Path(f"{name}.idx").exists() or Path(f"{name}.bin").exists()
 
 
 def _parser() -> argparse.ArgumentParser:

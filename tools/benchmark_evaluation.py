@@ -78,12 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from tools.cli.devices import device_of
     from tools.conversion.export_hf import export
-    from tools.evaluation.harness import Request, prepare_tasks
-    from tools.loading.model import find_model
+    from tools.evaluation.harness import prepare_tasks
+    from tools.evaluation.request import TaskRequest
+    from tools.loading.model import locate_checkpoint
 
     device = str(device_of(options.device))
     if options.checkpoint is not None:
-        find_model(options.checkpoint, device=device, dtype=options.dtype)  # before whole sets are written
+        locate_checkpoint(options.checkpoint, device=device, dtype=options.dtype)  # before whole sets are written
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         documents = write_whole_sets(options.data_dir, data, options.scale)
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         exported = Path(folder) / "exported"
         export(checkpoint, exported, dtype=options.dtype)
-        prepared = prepare_tasks(Request(suites=("superglue", "commonsense"), data_dir=data))
+        prepared = prepare_tasks(TaskRequest(suites=("superglue", "commonsense"), data_dir=data))
         timings = []
         for name in [options.only] if options.only else ["metalion", "hf"]:
             lm = _own(checkpoint, device, options) if name == "metalion" else _hf(exported, device, options)

@@ -24,24 +24,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--out goes with --prompts-file; the text of one --prompt goes to stdout")
     from tools.inference.generation import longest_continuation, prompt_ids
     from tools.inference.sampling import check_sampling
-    from tools.loading.model import find_model, load_model
+    from tools.loading.model import load_located, locate_checkpoint
 
     check_sampling(options.temperature, options.top_k, options.top_p)
     prompts = _prompts(options)
-    found = find_model(options.checkpoint, device=options.device, dtype=options.dtype)
-    if found.model.bidirectional_mixers():
+    located = locate_checkpoint(options.checkpoint, device=options.device, dtype=options.dtype)
+    if located.model.bidirectional_mixers():
         raise ValueError(
-            f"{found.checkpoint} is a masked model: it reads both sides of a token and continues no text; "
+            f"{located.checkpoint} is a masked model: it reads both sides of a token and continues no text; "
             "python -m tools.length evaluates it, python -m tools.finetune_glue trains it on tasks"
         )
-    loaded = load_model(options.checkpoint, device=options.device, dtype=options.dtype)
+    loaded = load_located(located)
     for prompt in prompts:
         ids = prompt_ids(loaded.tokenizer, prompt)
         room = longest_continuation(loaded.model, ids)
         if options.max_tokens > room:
             raise ValueError(
                 f"--max-tokens {options.max_tokens}: after a prompt of {len(ids)} tokens {room} are allowed "
-                f"(model.max_positions = {found.model.max_positions})"
+                f"(model.max_positions = {located.model.max_positions})"
             )
     out = None
     if options.out is not None:

@@ -1,16 +1,15 @@
-"""`python eval.py MODEL --suite ...`: from a name on the command line to tables, results and a chart."""
+"""The commands of `eval.py`: evaluate a model, tabulate results, compare results."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.atomic_io import read_json, write_whole
 from tools.evaluation.harness import (
     Prepared,
-    Request,
     evaluate,
     how_it_is_asked,
     metric_value,
@@ -21,7 +20,7 @@ from tools.evaluation.harness import (
     write_json,
     write_samples,
 )
-from tools.evaluation.open_model import look_for_model, number_format, open_model
+from tools.evaluation.open_model import is_huggingface, locate_model, number_format, open_model, results_file
 from tools.evaluation.report import (
     bar_chart,
     detail_rows,
@@ -30,7 +29,10 @@ from tools.evaluation.report import (
     metrics_of,
     suite_table,
 )
+from tools.evaluation.request import EvaluationRequest, TaskRequest
 from tools.evaluation.results_file import (
+    KINDS,
+    RESULTS_FILE,
     check_output,
     difference,
     earlier_results,
@@ -41,28 +43,77 @@ from tools.evaluation.results_file import (
 from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 from tools.reporting.tables import plain_table
 
+if TYPE_CHECKING:  # torch is imported where it is used, so that a refusal comes at once
+    from tools.loading.model import LocatedCheckpoint
+
 Results = dict[str, Any]
 
 
-def run_suites(options: argparse.Namespace) -> Results | None:
-    """Evaluates a model, prints the tables and writes everything beside `options.out`; None on helping processes.
+def evaluate_model(request: EvaluationRequest) -> None:
+    """Evaluate a model on everything that is requested. Raises as `check_request` and the kinds of evaluations."""
+    located = check_request(request)
+    if request.needle is not None:
+        from tools.evaluation.needle import run_needle
 
-    Raises as `look_for_model`, `prepare_tasks` and `open_model`.
+        run_needle(request, request.needle, located)
+    if request.tasks is not None:
+        run_suites(request, request.tasks, located)
+    if request.texts is not None and located is not None:
+        from tools.evaluation.texts import run_texts
+
+        run_texts(request, request.texts, located)
+
+
+def check_request(request: EvaluationRequest) -> LocatedCheckpoint | None:
+    """Return the located checkpoint, or None for a Hugging Face model.
+
+    Everything that needs neither weights nor the hub's data is refused here, before an evaluation of hours.
+
+    Raises as `read_suite`, `check_needle`, `locate_model`, `check_output` and `check_texts`; ValueError for texts of a
+    masked or Hugging Face model, and for one `--out` of several kinds of results.
     """
-    look_for_model(options)  # before the hub is asked for data
-    request = Request(
-        tuple(options.suite),
-        tuple(options.tasks),
-        tuple(options.without),
-        options.data_dir,
-        options.hub,
-        options.split,
-        options.shots,
-    )
-    prepared = prepare_tasks(request)
-    opened = open_model(options, "results.json")
+    for name in request.tasks.suites if request.tasks is not None else ():
+        read_suite(name)
+    kinds = request.kinds
+    if request.out and len(kinds) > 1:
+        raise ValueError(
+            f"--out {request.out}: {' and '.join(KINDS[kind][1] for kind in kinds)} have a results file each: ask for one of "
+            "them at a time, or leave --out away"
+        )
+    huggingface = is_huggingface(request.checkpoint)
+    if request.needle is not None:
+        from tools.evaluation.needle import check_needle
+
+        check_needle(request.needle, huggingface=huggingface)
+    if request.texts is not None and huggingface:
+        raise ValueError(
+            f"{request.checkpoint}: perplexity is of a run or a checkpoint, and this is neither; of a Hugging Face folder "
+            "python -m tools.convert_hf import FOLDER RUN makes one, and --suite and --tasks take it as it is"
+        )
+    located = locate_model(request)
+    if request.texts is not None and located is not None and located.model.bidirectional_mixers():
+        raise ValueError(
+            f"{located.checkpoint} is a masked model: it sees the token that it would predict, so that it has no perplexity. "
+            "Its pseudo-log-likelihood ranks the choices of --suite"
+        )
+    for kind in kinds:
+        check_output(results_file(request, located, kind), kind)
+    if request.texts is not None:
+        from tools.evaluation.texts import check_texts
+
+        check_texts(request.texts.data)
+    return located
+
+
+def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedCheckpoint | None) -> Results | None:
+    """Evaluate a model on suites, print the tables and write everything beside the results file.
+
+    Returns the results, or None on a process other than the main one. Raises as `prepare_tasks` and `open_model`.
+    """
+    prepared = prepare_tasks(tasks)
+    opened = open_model(request, located, "suites")
     ours = {"model": opened.facts, **how_it_is_asked(opened.lm), **what_is_asked(prepared)}
-    model = {"model_dtype": number_format(opened.lm)}
+    model = {"model_dtype": number_format(opened.lm.model)}
     now = suite_settings({"config": model, "n-shot": shots_of(prepared), "metalion": ours})
     refuse_others(opened.out, suite_settings(earlier_results(opened.out, "suites")), now)
     results = evaluate(opened.lm, prepared, use_cache=opened.cache)
@@ -75,7 +126,7 @@ def run_suites(options: argparse.Namespace) -> Results | None:
     if not difference(suite_settings(earlier), now):
         results = with_tasks(earlier, results)
     write_json(opened.out, results)
-    if options.samples:
+    if request.save_samples:
         write_samples(opened.out.parent, samples)
     opened.finish()
     print(f"\n{plain_table(*detail_rows(results))}")
@@ -162,7 +213,7 @@ def scores(results: Mapping[str, Any], suites: Sequence[Suite]) -> dict[str, flo
 
 def _summarise(run: Path, checkpoint: Path, results: Results, prepared: Prepared) -> None:
     """The scores in the run's own results file, which its report page shows."""
-    path = run / "results.json"
+    path = run / RESULTS_FILE
     content = read_json(path, "remove it: python eval.py RUN writes it anew") if path.is_file() else {}
     said = str(checkpoint.resolve())
     if content.get("checkpoint") != said:

@@ -39,7 +39,8 @@ def suite_evaluation(
     from tools.evaluation.adapter import ProjectLM
     from tools.evaluation.command import scores
     from tools.evaluation.data_parallel import Processes
-    from tools.evaluation.harness import Request, evaluate, prepare_tasks
+    from tools.evaluation.harness import evaluate, prepare_tasks
+    from tools.evaluation.request import TaskRequest
     from tools.evaluation.suites import UnknownNameError, suite_names
 
     # A name is a suite's where there is one, a task's otherwise.
@@ -47,7 +48,7 @@ def suite_evaluation(
     tasks = [name for name in settings.suites if name not in suites]
     folder = None if settings.data_directory is None else Path(settings.data_directory)
     try:
-        prepared = prepare_tasks(Request(tuple(suites), tuple(tasks), data_dir=folder))
+        prepared = prepare_tasks(TaskRequest(tuple(suites), tuple(tasks), data_dir=folder))
     except UnknownNameError as error:
         raise UnknownNameError(f"evaluation.suites: {error}") from error
     except ConnectionError as error:

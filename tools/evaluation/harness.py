@@ -28,7 +28,9 @@ from data import atomic_io as files
 from data.atomic_io import read_json, write_whole
 from models.options import nearest_names
 from tools.evaluation import multirc
+from tools.evaluation.request import TaskRequest
 from tools.evaluation.request_pairs import RequestCounts
+from tools.evaluation.results_file import RESULTS_FILE
 from tools.evaluation.suites import Suite, read_suite, suite_names, task_suite
 from tools.evaluation.tasks import LoadedTask, load_tasks
 
@@ -37,37 +39,16 @@ BOOTSTRAP = 1000
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to evaluate.
-
-    Attributes:
-        suites: names of suites, or YAML files.
-        tasks: of the harness, beside them.
-        without: tasks of the suites to leave out; their columns stay empty.
-        data_dir, hub, split: as `tools.evaluation.tasks.load_tasks`.
-        shots: examples in the prompt; None for what each task says, which is none for the suites.
-    """
-
-    suites: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    data_dir: Path | None = None
-    hub: bool = False
-    split: str | None = None
-    shots: int | None = None
-
-
-@dataclass(frozen=True)
 class Prepared:
     """Suites and their tasks with data, ready to be asked any number of times."""
 
-    request: Request
+    request: TaskRequest
     suites: tuple[Suite, ...]
     tasks: dict[str, LoadedTask]
     manager: Any
 
 
-def prepare_tasks(request: Request) -> Prepared:
+def prepare_tasks(request: TaskRequest) -> Prepared:
     """Reads suites and data. Raises as `read_suite`, `load_tasks` and `check_metrics`, and ValueError for no task at all."""
     suites = [read_suite(name) for name in request.suites]
     if request.tasks:
@@ -125,7 +106,7 @@ def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> d
     import lm_eval
 
     started = time.perf_counter()
-    main = getattr(getattr(lm, "processes", None), "is_main", True)
+    main = is_main_process(lm)
     for loaded in prepared.tasks.values():
         _fresh(loaded.task)
     quiet = contextlib.nullcontext() if use_cache else contextlib.redirect_stderr(io.StringIO())
@@ -170,6 +151,11 @@ def evaluate(lm: Any, prepared: Prepared, *, use_cache: Path | None = None) -> d
         "documents": {task: documents(task, rows) for task, rows in samples.items()},
     }
     return results
+
+
+def is_main_process(lm: Any) -> bool:
+    """Return whether this process writes the results. A model of the harness has one process."""
+    return getattr(getattr(lm, "processes", None), "is_main", True)
 
 
 def what_is_asked(prepared: Prepared) -> dict[str, Any]:
@@ -267,7 +253,7 @@ def read_results(path: Path, *, tables: bool = False) -> dict[str, Any]:
 
     tables: the file must hold what tables show.
     """
-    file = path / "results.json" if path.is_dir() else path
+    file = path / RESULTS_FILE if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no results there; python eval.py MODEL --suite ... writes them")
     remedy = "a results.json of python eval.py MODEL --suite is wanted"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from data.loader import batches
 from models.language_model import LanguageModel
 from models.precision import to_accumulation_dtype
 from tools.evaluation.perplexity import TokenText
+from tools.evaluation.request import TextRequest
 from tools.loading.model import LoadedModel
 
 # Logits formed at a time, in elements.
@@ -157,35 +159,40 @@ def plot_positions(results: list[LossByPosition], out: Path) -> None:
         plt.close(figure)
 
 
-def positions_command(loaded: LoadedModel, texts: list[TokenText], options: Any) -> dict[str, Any]:
-    """Measures, prints one sentence a text and draws; returns what `results.json` keeps."""
+def run_positions(
+    loaded: LoadedModel, texts: Sequence[TokenText], request: TextRequest, picture: Path
+) -> dict[str, dict[str, Any]]:
+    """Measure the loss by position, print one sentence per text and draw a picture.
+
+    Returns the entry of every text in `results.json`.
+    """
     trained = int(loaded.config["batch"]["sequence_length"])
-    length = options.sequence_length or 4 * trained
+    length = request.sequence_length or 4 * trained
+    progress = sys.stderr.isatty()
     results = [
-        loss_by_position(loaded, t, length=length, batch_size=options.batch_size, progress=sys.stderr.isatty())
-        for t in texts
+        loss_by_position(loaded, text, length=length, batch_size=request.batch_size, progress=progress)
+        for text in texts
     ]
-    out = (options.out or loaded.run / "results.json").with_name("perplexity_by_position.png")
-    plot_positions(results, out)
-    kept: dict[str, Any] = {}
+    plot_positions(results, picture)
+    entries: dict[str, dict[str, Any]] = {}
     for result in results:
         places = f"at positions {trained // 2 + 1:,} to {trained:,}"
-        kept[result.name] = {"bins": result.bins()}
+        entry = entries[result.name] = {"bins": result.bins()}
         if not result.tokens[trained // 2 : trained].sum():
             print(f"{result.name}: no token {places}: too short a text, or --sequence-length {length:,}")
             continue
         within = result.mean(trained // 2 + 1, trained)
         words = f"{result.name}: {within:.4f} bits per byte {places}"
-        kept[result.name]["within"] = within
+        entry["within"] = within
         if length > trained and result.tokens[trained:].sum():
             beyond = result.mean(trained + 1, length)
             words += f", {beyond:.4f} from {trained + 1:,} to {length:,}"
-            kept[result.name]["beyond"] = beyond
+            entry["beyond"] = beyond
             if result.change is not None and math.isfinite(result.change[0]):
                 change, error = result.change
                 verdict = "falls on" if change < -2 * error else "rises" if change > 2 * error else "stays level"
                 words += f": it {verdict} ({change:+.4f} ± {error:.4f} a piece)"
-                kept[result.name].update(change=change, change_stderr=error)
+                entry.update(change=change, change_stderr=error)
         print(words)
-    print(out)
-    return kept
+    print(picture)
+    return entries

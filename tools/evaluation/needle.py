@@ -7,7 +7,6 @@ with the same filler, so that a model that keeps its state reads what is before 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import random
@@ -18,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.evaluation.open_model import OpenedModel, is_huggingface, look_for_model, number_format, open_model
+from tools.evaluation.open_model import OpenedModel, number_format, open_model
+from tools.evaluation.request import EvaluationRequest, NeedleRequest
 from tools.evaluation.results_file import difference, earlier_results, refuse_others, weights
 
 if TYPE_CHECKING:
-    from tools.loading.model import LoadedModel
+    from tools.loading.model import LoadedModel, LocatedCheckpoint
 
-LENGTHS = (2048, 4096, 8192, 16384)
-DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 # fmt: off
 _CITIES = (
     "Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Delhi", "Tunis", "Accra", "Riga", "Sofia", "Dublin", "Prague",
@@ -63,46 +61,56 @@ class Filler:
         return sum(1 for so_far in itertools.accumulate(self.tokens) if so_far <= tokens)
 
 
-def needle_command(options: argparse.Namespace) -> dict[str, Any] | None:
-    """`python eval.py MODEL --suite needle`: measures, prints the table, writes JSON, Markdown and the heat map.
-
-    Raises ValueError for a model that cannot be asked, or lengths that neither it nor the filler has; as `open_model`.
-    """
-    lengths, depths = sorted(set(options.lengths or LENGTHS)), sorted(set(options.depths or DEPTHS))
-    if any(not 0 <= depth <= 100 for depth in depths):
-        raise ValueError(f"--depths {','.join(f'{d:g}' for d in depths)}: percent of the filler, from 0 to 100")
-    if lengths[0] < 1:
+def check_needle(request: NeedleRequest, *, huggingface: bool) -> None:
+    """Raise ValueError for depths and lengths that are not allowed, and for a Hugging Face model without a filler."""
+    if any(not 0 <= depth <= 100 for depth in request.depths):
+        depths = ",".join(f"{depth:g}" for depth in sorted(set(request.depths)))
+        raise ValueError(f"--depths {depths}: percent of the filler, from 0 to 100")
+    if min(request.lengths) < 1:
         raise ValueError("--lengths 0: tokens of a text, 1 or more, are allowed")
-    if options.filler is None and is_huggingface(options.checkpoint):
+    if request.filler is None and huggingface:
         raise ValueError("the filler of a Hugging Face model is a text that you name: --filler FILE")
+
+
+def run_needle(
+    request: EvaluationRequest, needle: NeedleRequest, located: LocatedCheckpoint | None
+) -> dict[str, Any] | None:
+    """Measure the accuracy by length and depth, print the table, write JSON, Markdown and the heat map.
+
+    located: None for a Hugging Face model. Returns the results, or None on a process other than the main one.
+
+    Raises ValueError for a masked model, or for lengths that neither the model nor the filler has; as `open_model`.
+    """
+    from tools.evaluation.harness import is_main_process
+
+    lengths, depths = sorted(set(needle.lengths)), sorted(set(needle.depths))
     try:
-        text = "" if options.filler is None else Path(options.filler).read_text(encoding="utf-8")
+        text = "" if needle.filler is None else needle.filler.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--filler {options.filler}: no UTF-8 at byte {error.start}") from error
-    found = look_for_model(options)
-    if found is not None and found.model.bidirectional_mixers():
-        raise ValueError(f"{found.checkpoint} is a masked model: it sees both directions and writes no answer")
-    opened = open_model(options, "needle.json", max_length=max(lengths))
+        raise ValueError(f"--filler {needle.filler}: no UTF-8 at byte {error.start}") from error
+    if located is not None and located.model.bidirectional_mixers():
+        raise ValueError(f"{located.checkpoint} is a masked model: it sees both directions and writes no answer")
+    opened = open_model(request, located, "needle", max_length=max(lengths))
     settings = {
-        "dtype": number_format(opened.lm),
-        "needles": options.needles,
-        "seed": options.seed,
-        "filler": str(options.filler or "the run's validation text"),
-        "filler_sha256": hashlib.sha256(text.encode()).hexdigest() if options.filler else None,
+        "dtype": number_format(opened.lm.model),
+        "needles": needle.needles,
+        "seed": needle.seed,
+        "filler": str(needle.filler or "the run's validation text"),
+        "filler_sha256": hashlib.sha256(text.encode()).hexdigest() if needle.filler else None,
     }
     now = _settings({"model": opened.facts, **settings})
     refuse_others(opened.out, _settings(earlier_results(opened.out, "needle")), now)
-    lengths = _readable(opened, lengths)
-    if options.filler is None and opened.loaded is not None:
+    lengths = _supported_lengths(opened, lengths)
+    if needle.filler is None and opened.loaded is not None:
         text = _validation_text(opened.loaded, max(lengths))
     filler = split_filler(text, opened.lm.tok_encode, max(lengths))
-    asked = [
+    every = [
         question
         for length in lengths
-        for question in questions(filler, length, depths, options.needles, options.seed, opened.lm.tok_encode)
+        for question in questions(filler, length, depths, needle.needles, needle.seed, opened.lm.tok_encode)
     ]
-    answers = _ask(opened, asked)
-    if not getattr(getattr(opened.lm, "processes", None), "is_main", True):
+    answers = _answers(opened, every)
+    if not is_main_process(opened.lm):
         return None
     results = {
         "model": opened.facts,
@@ -110,9 +118,9 @@ def needle_command(options: argparse.Namespace) -> dict[str, Any] | None:
         "lengths": lengths,
         "depths": depths,
         **settings,
-        "cells": cells(asked, answers),
+        "cells": cells(every, answers),
     }
-    earlier = earlier_results(opened.out, "needle")  # as it is by now
+    earlier = earlier_results(opened.out, "needle")  # another evaluation may have written meanwhile
     if not difference(_settings(earlier), now):
         results = with_cells(earlier, results)
     text = table(results)
@@ -286,19 +294,19 @@ def _by_place(results: dict[str, Any], value: str) -> Any:
     )
 
 
-def _ask(opened: OpenedModel, asked: Sequence[Question]) -> list[tuple[float, bool]]:
+def _answers(opened: OpenedModel, every: Sequence[Question]) -> list[tuple[float, bool]]:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import CachingLM
 
     lm = opened.lm if opened.cache is None else CachingLM(opened.lm, str(opened.cache))
     requests = [
         Instance("loglikelihood", {}, (question.context, question.answer), number, ("needle", number, 1))
-        for number, question in enumerate(asked)
+        for number, question in enumerate(every)
     ]
     return lm.loglikelihood(requests)
 
 
-def _readable(opened: OpenedModel, lengths: Sequence[int]) -> list[int]:
+def _supported_lengths(opened: OpenedModel, lengths: Sequence[int]) -> list[int]:
     """The lengths that the model's positions reach; those that they do not are named."""
     limit = opened.loaded.model.config.max_positions if opened.loaded is not None else opened.lm.max_length
     kept = [length for length in lengths if limit is None or length <= limit]

@@ -1,8 +1,7 @@
-"""The model that `eval.py` was given, ready to answer the harness's requests: a checkpoint, or a Hugging Face model."""
+"""Open a checkpoint or a Hugging Face model for the requests of the harness."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
@@ -11,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.evaluation.request import EvaluationRequest
+from tools.evaluation.results_file import NEEDLE_FILE, RESULTS_FILE
+
 if TYPE_CHECKING:
-    from tools.loading.model import FoundModel, LoadedModel
+    import torch
+
+    from tools.loading.model import LoadedModel, LocatedCheckpoint
 
 
 @dataclass(frozen=True)
@@ -43,23 +47,23 @@ def is_huggingface(name: str) -> bool:
     return not path.exists() and name.count("/") == 1 and not name.startswith(("/", ".", "runs/"))
 
 
-def look_for_model(options: argparse.Namespace) -> FoundModel | None:
-    """Refuses an `options.checkpoint` that is not there, without its weights; None for a Hugging Face model.
+def locate_model(request: EvaluationRequest) -> LocatedCheckpoint | None:
+    """Return the located checkpoint, or None for a Hugging Face model. Neither needs its weights.
 
-    Tasks come from the hub, which takes minutes, or many seconds of retries where it is out of reach: this comes before.
+    Tasks come from the hub, which takes minutes, or many seconds of retries if it is out of reach. This check comes first.
 
-    Raises as `tools.loading.model.find_model` and `check_model`; OSError for a name that the hub does not know or cannot be
-    asked for.
+    Raises as `tools.loading.model.locate_checkpoint` and `check_model`; OSError for a name that the hub does not know, or if
+    the hub cannot be reached.
     """
     from tools.cli.devices import device_of
     from tools.conversion.hf_folder import check_folder
     from tools.evaluation.huggingface_checks import check_model
-    from tools.loading.model import find_model
+    from tools.loading.model import locate_checkpoint
 
-    name = options.checkpoint
+    name = request.checkpoint
     if not is_huggingface(name):
-        return find_model(name, device=options.device, dtype=options.dtype)
-    device_of(options.device)
+        return locate_checkpoint(name, device=request.device, dtype=request.dtype)
+    device_of(request.device)
     if Path(name).is_dir():
         check_folder(Path(name))
         config = Path(name) / "config.json"
@@ -67,7 +71,7 @@ def look_for_model(options: argparse.Namespace) -> FoundModel | None:
         from transformers.utils import cached_file
 
         try:
-            config = Path(cached_file(name, "config.json"))  # kept, and read again with the model
+            config = Path(cached_file(name, "config.json"))  # cached, and read again with the model
         except OSError as error:
             raise OSError(
                 f"{name} is no folder here, and as a model of the hub: {' '.join(str(error).split())}"
@@ -76,38 +80,42 @@ def look_for_model(options: argparse.Namespace) -> FoundModel | None:
     return None
 
 
-def results_file(options: argparse.Namespace, found: FoundModel | LoadedModel | None, file: str) -> Path:
-    """`--out`, or a file of this name where results of this model lie. found: None for a Hugging Face model."""
-    if options.out:
-        return Path(options.out)
-    if found is None:
-        return Path("runs") / "evaluation" / _title(options) / file
-    from tools.loading.model import run_folder
-
-    return run_folder(found.checkpoint, found.config) / "evaluation" / found.checkpoint.name / file
-
-
-def _title(options: argparse.Namespace) -> str:
-    """Of a Hugging Face model."""
-    return str(options.name or options.checkpoint.rstrip("/").rpartition("/")[2])
+def results_file(request: EvaluationRequest, located: LocatedCheckpoint | None, kind: str) -> Path:
+    """Return `--out`, or the file of the model's results. kind: as `results_file.KINDS`."""
+    if request.out:
+        return request.out
+    file = NEEDLE_FILE if kind == "needle" else RESULTS_FILE
+    if located is None:
+        return Path("runs") / "evaluation" / _title(request) / file
+    return located.run / file if kind == "texts" else located.run / "evaluation" / located.checkpoint.name / file
 
 
-def open_model(options: argparse.Namespace, file: str, *, max_length: int | None = None) -> OpenedModel:
-    """Loads `options.checkpoint`.
+def _title(request: EvaluationRequest) -> str:
+    """Return the name of a Hugging Face model."""
+    return str(request.name or request.checkpoint.rstrip("/").rpartition("/")[2])
+
+
+def open_model(
+    request: EvaluationRequest, located: LocatedCheckpoint | None, kind: str, *, max_length: int | None = None
+) -> OpenedModel:
+    """Load the model of a request.
 
     Args:
-        file: name of the results file where `--out` does not say. max_length: tokens seen at once; None for
-            `--max-length`, or the trained length.
+        located: the result of `locate_model`.
+        kind: kind of results, as `results_file.KINDS`.
+        max_length: tokens in one request; None for that of the request, or the trained length.
 
-    Raises as `tools.loading.model.load_model` and `HuggingFaceLM`.
+    Raises as `tools.loading.model.load_located` and `HuggingFaceLM`.
     """
-    length = max_length or options.max_length
-    return _huggingface(options, file, length) if is_huggingface(options.checkpoint) else _own(options, file, length)
+    length, out = max_length or request.max_length, results_file(request, located, kind)
+    return (
+        _open_huggingface(request, out, length) if located is None else _open_checkpoint(request, located, out, length)
+    )
 
 
-def number_format(lm: Any) -> str:
-    """Of the weights of a model that the harness asks, "float32"."""
-    return str(next(lm.model.parameters()).dtype).removeprefix("torch.")
+def number_format(model: torch.nn.Module) -> str:
+    """Return the number format of the weights, such as "float32"."""
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 def checkpoint_hash(checkpoint: Path) -> str:
@@ -122,22 +130,21 @@ def checkpoint_hash(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
-def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> OpenedModel:
+def _open_huggingface(request: EvaluationRequest, out: Path, length: int | None) -> OpenedModel:
     from tools.cli.devices import device_of
     from tools.evaluation.huggingface import HuggingFaceLM, folder_hash
 
-    name, out = _title(options), results_file(options, None, file)
     lm = HuggingFaceLM(
-        options.checkpoint,
-        device=str(device_of(options.device)),
-        dtype=options.dtype,
+        request.checkpoint,
+        device=str(device_of(request.device)),
+        dtype=request.dtype,
         max_length=length,
-        trust_remote_code=options.trust_remote_code,
-        progress=options.progress,
+        trust_remote_code=request.trust_remote_code,
+        progress=request.progress,
     )
-    digest = folder_hash(options.checkpoint)
+    digest = folder_hash(request.checkpoint)
     # Folders of different models often have one name ("exported"), and so the same place for their results.
-    place = str(Path(options.checkpoint).resolve()) if digest else options.checkpoint
+    place = str(Path(request.checkpoint).resolve()) if digest else request.checkpoint
     commit = getattr(lm.model.config, "_commit_hash", None)
     model = json.dumps([place, digest, commit, str(lm.model.dtype), lm.max_length])
     cache = out.parent / "answers" / f"requests-{hashlib.blake2b(model.encode(), digest_size=8).hexdigest()}"
@@ -148,19 +155,20 @@ def _huggingface(options: argparse.Namespace, file: str, length: int | None) -> 
         if cache.parent.is_dir() and not any(cache.parent.iterdir()):
             cache.parent.rmdir()
 
-    return OpenedModel(lm, name, out, {"name": options.checkpoint, "sha256": digest}, None, finish, cache)
+    return OpenedModel(lm, _title(request), out, {"name": request.checkpoint, "sha256": digest}, None, finish, cache)
 
 
-def _own(options: argparse.Namespace, file: str, length: int | None) -> OpenedModel:
+def _open_checkpoint(
+    request: EvaluationRequest, located: LocatedCheckpoint, out: Path, length: int | None
+) -> OpenedModel:
     from tools.evaluation.adapter import ProjectLM
     from tools.evaluation.data_parallel import join_processes
     from tools.evaluation.request_cache import AnswerFile
-    from tools.loading.model import load_model
+    from tools.loading.model import load_located
 
-    processes, device = join_processes(options.device)
-    loaded = load_model(options.checkpoint, device=device, dtype=options.dtype)
-    name = options.name or f"{loaded.run.name}, step {loaded.step:,}"
-    out = results_file(options, loaded, file)
+    processes, device = join_processes(request.device)
+    loaded = load_located(located, device)
+    name = request.name or f"{loaded.run.name}, step {loaded.step:,}"
     digest = checkpoint_hash(loaded.checkpoint)
     trained = int(loaded.config["batch"]["sequence_length"])
     length = length or trained
@@ -175,8 +183,8 @@ def _own(options: argparse.Namespace, file: str, length: int | None) -> OpenedMo
         name=name,
         processes=processes,
         answers=answers,
-        batch_tokens=options.batch_tokens or 0,
-        progress=options.progress and sys.stderr.isatty(),
+        batch_tokens=request.batch_tokens,
+        progress=request.progress and sys.stderr.isatty(),
     )
     facts = {
         "name": str(loaded.checkpoint.resolve()),

@@ -9,6 +9,7 @@ from typing import Any
 
 from data.atomic_io import read_json
 
+RESULTS_FILE, NEEDLE_FILE = "results.json", "needle.json"
 # Kind of results -> the key that its files alone have, and what they are.
 KINDS = {
     "suites": ("metalion", "suites or tasks"),

@@ -68,26 +68,24 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
     `load_model` and `measure_run`; what is seen without weights before the first run is measured."""
     from data.indexed import IndexedTokens
     from data.manifest import check_tokenizer
-    from megatron_lite.checkpoint.reader import read_manifest
-    from tools.loading.model import find_model, load_model, run_folder
-    from tools.loading.tokenizer import read_tokenizer
+    from tools.loading.model import load_located, locate_checkpoint
 
     results: dict[str, Any] = {}
     kinds: dict[str, Path] = {}
-    for run in runs:
-        found = find_model(run, device=options.device, dtype=options.dtype)
-        kinds.setdefault("masked" if found.model.bidirectional_mixers() else "causal", run)
+    located = {run: locate_checkpoint(run, device=options.device, dtype=options.dtype) for run in runs}
+    for run, checkpoint in located.items():
+        kinds.setdefault("masked" if checkpoint.model.bidirectional_mixers() else "causal", run)
         if len(kinds) > 1:
             words = " and ".join(f"{path} is a {kind} model" for kind, path in kinds.items())
             raise ValueError(f"{words}: one picture holds one kind")
-        _lengths(run, found.model, found.config, options.lengths)
+        _lengths(run, checkpoint.model, checkpoint.config, options.lengths)
         if options.data:
             IndexedTokens(options.data)
-            folder, manifest = run_folder(found.checkpoint, found.config), read_manifest(found.checkpoint)
-            check_tokenizer(options.data, read_tokenizer(folder, found.config, manifest))
-    for run in runs:
-        loaded = load_model(run, device=options.device, dtype=options.dtype)
-        results[str(run)] = measure_run(loaded, options.lengths, data=options.data, tokens=options.tokens)
+            check_tokenizer(options.data, checkpoint.read_tokenizer())
+    for run, checkpoint in located.items():
+        results[str(run)] = measure_run(
+            load_located(checkpoint), options.lengths, data=options.data, tokens=options.tokens
+        )
     return results, "masked" in kinds
 
 

@@ -49,27 +49,48 @@ class LoadedModel:
         """Training steps behind the weights."""
         return int(self.checkpoint.name.rpartition("_")[2])
 
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
 
 @dataclass(frozen=True)
-class FoundModel:
+class LocatedCheckpoint:
     """A checkpoint before its weights are read.
 
     Attributes:
-        model: the configuration of the model.
-        config: what it was trained with, as plain YAML values.
         checkpoint: the step folder.
-        device, dtype: where its weights would lie, and as what.
+        config: the configuration that it was trained with, as plain YAML values.
+        manifest: the content of its manifest.
+        model: the configuration of the model.
+        device, dtype: where its weights will be, and in which number format.
     """
 
-    model: ModelConfig
-    config: dict[str, Any]
     checkpoint: Path
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    model: ModelConfig
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return run_folder(self.checkpoint, self.config)
 
-def find_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -> FoundModel:
-    """What `load_model` begins with: milliseconds, so that a refusal comes before slow work. Arguments as there.
+    def read_tokenizer(self) -> Tokenizer:
+        """Return the run's tokenizer. Raises as `tools.loading.tokenizer.read_tokenizer`."""
+        return read_tokenizer(self.run, self.config, self.manifest)
+
+
+def locate_checkpoint(path: Path | str, *, device: str = "auto", dtype: str = "auto") -> LocatedCheckpoint:
+    """Find a checkpoint and check what needs no weights. It takes milliseconds.
+
+    Args:
+        path: a run folder, a checkpoints folder or a step folder. The newest checkpoint is taken if several are there.
+        device: as `device_of`.
+        dtype: "fp32", "bf16", "fp16", "fp64", or "auto": bf16 on a GPU, fp32 on a CPU.
 
     Raises:
         CheckpointError: no checkpoint there, or one with a damaged manifest or configuration, or a file cut short.
@@ -82,38 +103,37 @@ def find_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -
         raise ValueError(f"dtype = {dtype!r}: allowed are auto, {', '.join(DTYPES)}")
     checkpoint = resolve(path)
     config = read_config_yaml(checkpoint)
-    read_manifest(checkpoint)
-    return FoundModel(model_config(config), config, checkpoint, place, DTYPES[dtype])
+    manifest = read_manifest(checkpoint)
+    return LocatedCheckpoint(checkpoint, config, manifest, model_config(config), place, DTYPES[dtype])
 
 
 def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
-    """Load the newest checkpoint of a run, or the one that is named.
+    """Load a checkpoint. Arguments and errors as `locate_checkpoint` and `load_located`."""
+    return load_located(locate_checkpoint(path, device=device, dtype=dtype))
 
-    Args:
-        path: a run folder, a checkpoints folder or a step folder.
-        device: as `device_of`.
-        dtype: "fp32", "bf16", "fp16", "fp64", or "auto": bf16 on a GPU, fp32 on a CPU.
+
+def load_located(located: LocatedCheckpoint, device: str | None = None) -> LoadedModel:
+    """Load the weights and the tokenizer of a checkpoint.
+
+    device: None for the one of `located`.
 
     Raises:
-        CheckpointError: no checkpoint there, or a damaged one.
-        ValueError: weights that are not those of the stored configuration, a tokenizer that is larger than the model's
-            vocabulary, an unknown dtype, or a device that is not here.
+        CheckpointError: damaged weights.
+        ValueError: weights that are not those of the stored configuration, or are too large for the dtype, or a tokenizer
+            that is larger than the model's vocabulary.
         FileNotFoundError: the tokenizer is gone.
     """
-    found = find_model(path, device=device, dtype=dtype)
-    checkpoint, config = found.checkpoint, found.config
-    run = run_folder(checkpoint, config)
-    tokenizer = read_tokenizer(run, config, read_manifest(checkpoint))
-    if tokenizer.vocab_size > found.model.vocab_size:
+    checkpoint, tokenizer = located.checkpoint, located.read_tokenizer()
+    if tokenizer.vocab_size > located.model.vocab_size:
         raise ValueError(
             f"{checkpoint}: the tokenizer {tokenizer.path or tokenizer.type} has {tokenizer.vocab_size} entries and the "
-            f"model {found.model.vocab_size} rows: it is not the tokenizer that the model was trained with"
+            f"model {located.model.vocab_size} rows: it is not the tokenizer that the model was trained with"
         )
-    model = build_model(found.model, read_weights(checkpoint), checkpoint)
-    model = model.to(device=found.device, dtype=found.dtype)
+    model = build_model(located.model, read_weights(checkpoint), checkpoint)
+    model = model.to(device=located.device if device is None else device_of(device), dtype=located.dtype)
     if names := names_not_finite(model.named_parameters()):
-        raise ValueError(f"{checkpoint}: too large for {found.dtype}: {', '.join(names[:8])}; take another dtype")
-    return LoadedModel(model.eval().requires_grad_(False), tokenizer, config, checkpoint, run)
+        raise ValueError(f"{checkpoint}: too large for {located.dtype}: {', '.join(names[:8])}; take another dtype")
+    return LoadedModel(model.eval().requires_grad_(False), tokenizer, located.config, checkpoint, located.run)
 
 
 def model_config(config: dict[str, Any]) -> ModelConfig:

@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ from tests.tools.conversion.conftest import write_run
 from tools.conversion.logit_parity import load_export
 from tools.conversion.model_card import model_card
 from tools.convert_hf import main
-from tools.evaluation.open_model import look_for_model
+from tools.evaluation.open_model import locate_model
+from tools.evaluation.request import EvaluationRequest
 
 
 def test_logits_are_the_trainers(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,7 +282,7 @@ def test_every_file_of_an_export_and_of_a_run_is_verified(
         assert main(["verify", str(run if changed is optimizer else folder)]) == 1
         assert changed.name in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged: its SHA-256 .* write it again"):
-        look_for_model(Namespace(checkpoint=str(folder), device="cpu", dtype="auto"))
+        locate_model(EvaluationRequest(str(folder), device="cpu"))
     (folder / "README.md").write_text("edited\n")
     (folder / "SHA256SUMS").unlink()
     assert main(["verify", str(folder)]) == 0

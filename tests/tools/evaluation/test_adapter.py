@@ -14,13 +14,14 @@ from tools.convert_hf import main as convert
 from tools.evaluation.adapter import ProjectLM
 from tools.evaluation.adapter import _settings as generation_settings
 from tools.evaluation.data_parallel import Processes
-from tools.evaluation.harness import Request, evaluate, prepare_tasks
+from tools.evaluation.harness import evaluate, prepare_tasks
+from tools.evaluation.request import TaskRequest
 from tools.evaluation.request_cache import AnswerFile
 from tools.evaluation.request_pairs import encode_pairs, split_pair
 from tools.loading.model import LoadedModel, load_model
 
 LENGTH = 96
-SUITES = Request(suites=("superglue", "commonsense"))
+SUITES = TaskRequest(suites=("superglue", "commonsense"))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
 
 @pytest.fixture(scope="module")
 def prepared(eval_data: Path) -> Any:
-    return prepare_tasks(Request(SUITES.suites, data_dir=eval_data))
+    return prepare_tasks(TaskRequest(SUITES.suites, data_dir=eval_data))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ def test_a_continuation_longer_than_the_model_sees_is_refused(loaded, ours, thei
 
 @pytest.mark.parametrize("shots", [0, 2])
 def test_examples_reach_the_prompt(shots, ours, eval_data):
-    results = evaluate(ours, prepare_tasks(Request(tasks=("copa",), data_dir=eval_data, shots=shots)))
+    results = evaluate(ours, prepare_tasks(TaskRequest(tasks=("copa",), data_dir=eval_data, shots=shots)))
     assert results["n-shot"]["copa"] == shots
     contexts = [sample["arguments"][0][0] for sample in results["samples"]["copa"]]
     assert {context.count("\n\n") for context in contexts} == {shots}

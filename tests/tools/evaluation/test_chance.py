@@ -8,7 +8,8 @@ from data.tokenizer import load_tokenizer
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.evaluation.adapter import ProjectLM
-from tools.evaluation.harness import Request, _chance, evaluate, metric_value, prepare_tasks
+from tools.evaluation.harness import _chance, evaluate, metric_value, prepare_tasks
+from tools.evaluation.request import TaskRequest
 
 
 def test_documents_may_have_different_numbers_of_choices():
@@ -24,7 +25,7 @@ def test_a_random_model_guesses(shared):
     model = LanguageModel(config, seed=0).eval().requires_grad_(False)
     # Choices of one length and without a favourite: a random model has nothing to prefer.
     balanced = ("wsc273", "copa", "winogrande")
-    prepared = prepare_tasks(Request(tasks=balanced, data_dir=shared / "data/eval"))
+    prepared = prepare_tasks(TaskRequest(tasks=balanced, data_dir=shared / "data/eval"))
     results = evaluate(ProjectLM(model, tokenizer, max_length=512, progress=False), prepared)
     for task in balanced:
         value, error = metric_value(results, task, "acc")

@@ -23,10 +23,11 @@ from tests.cli.conftest import ROOT, environment
 from tests.parity.launch import free_port
 from tools import convert_hf
 from tools.evaluation.harness import read_results
-from tools.evaluation.open_model import checkpoint_hash, open_model
+from tools.evaluation.open_model import checkpoint_hash, locate_model, open_model
 from tools.evaluation.report import latex, suite_table
+from tools.evaluation.request import EvaluationRequest, TextRequest
 from tools.evaluation.suites import read_suite, task_suite
-from tools.loading.model import load_model
+from tools.loading.model import load_located, load_model
 from tools.reporting.tables import plain_table
 
 BOTH = ["--suite", "superglue,commonsense", "--device", "cpu", "--max-length", "96"]
@@ -253,7 +254,8 @@ def test_kept_answers_are_of_weights_number_format_and_length(trained_run, tmp_p
         [trained_run, "--max-length", "16"],
     ):
         words = [str(model), "--tasks", "copa", "--device", "cpu", "--out", str(tmp_path / "results.json"), *more]
-        opened = open_model(command._parser().parse_args(words), "results.json")
+        request = EvaluationRequest.from_options(command._parser().parse_args(words))
+        opened = open_model(request, locate_model(request), "suites")
         keys.append(opened.lm.answers.key("generate", "def "))
         opened.finish()
     assert len(set(keys)) == 4
@@ -363,11 +365,11 @@ def test_a_diverged_model_has_no_loss_rather_than_one_of_0(trained_run, tmp_path
     """And its results are JSON, to which the next command adds."""
 
     def diverged(*words, **more):
-        loaded = load_model(*words, **more)
+        loaded = load_located(*words, **more)
         loaded.model.head.norm.weight.data.fill_(float("nan"))
         return loaded
 
-    monkeypatch.setattr("tools.loading.model.load_model", diverged)
+    monkeypatch.setattr("tools.evaluation.texts.load_located", diverged)
     out = tmp_path / "results.json"
     for words in ([], ["--by-position"]):
         assert command.main([str(trained_run), *words, "--out", str(out), "--device", "cpu"]) == 0
@@ -425,8 +427,7 @@ def test_what_the_text_does_is_said_beyond_two_errors_alone(tmp_path, monkeypatc
     found = positions.LossByPosition("t", np.ones(8), np.full(8, 2), 1.0, 4, np.array(changes))
     monkeypatch.setattr(positions, "loss_by_position", lambda *_, **__: found)
     loaded = Namespace(config={"batch": {"sequence_length": 4}}, run=tmp_path)
-    options = Namespace(sequence_length=8, batch_size=1, out=None)
-    positions.positions_command(loaded, [None], options)
+    positions.run_positions(loaded, [None], TextRequest(sequence_length=8), tmp_path / "positions.png")
     assert f": it {verdict} (" in capsys.readouterr().out
 
 

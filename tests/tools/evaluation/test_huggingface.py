@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from safetensors.torch import save_file
 
 from tools.evaluation.huggingface import HuggingFaceLM
 from tools.evaluation.huggingface_checks import refuse_masked
-from tools.evaluation.open_model import look_for_model
+from tools.evaluation.open_model import locate_model
+from tools.evaluation.request import EvaluationRequest
 from tools.evaluation.request_pairs import RequestCounts
 
 
@@ -50,7 +50,7 @@ def test_other_models_are_not_refused(config: dict[str, Any]) -> None:
 def test_a_folder_is_looked_at_before_data_and_weights(tmp_path: Path) -> None:
     def refusal() -> str:
         with pytest.raises((ValueError, OSError)) as found:
-            look_for_model(Namespace(checkpoint=str(tmp_path), device="cpu", dtype="auto"))
+            locate_model(EvaluationRequest(str(tmp_path), device="cpu"))
         return str(found.value)
 
     config = tmp_path / "config.json"
@@ -64,7 +64,7 @@ def test_a_folder_is_looked_at_before_data_and_weights(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(64)}, weights)
-    look_for_model(Namespace(checkpoint=str(tmp_path), device="cpu", dtype="auto"))
+    locate_model(EvaluationRequest(str(tmp_path), device="cpu"))
     weights.write_bytes(weights.read_bytes()[:-9])
     assert f"{weights} is no safetensors file, or is cut short" in refusal()
 

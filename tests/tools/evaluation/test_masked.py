@@ -13,9 +13,10 @@ from data.tokenizer import load_tokenizer
 from models.config import ModelConfig
 from models.language_model import LanguageModel
 from tools.evaluation.adapter import ProjectLM
-from tools.evaluation.harness import Request, evaluate, prepare_tasks
+from tools.evaluation.harness import evaluate, prepare_tasks
 from tools.evaluation.pseudo_likelihood import PseudoScorer
 from tools.evaluation.report import suite_table
+from tools.evaluation.request import TaskRequest
 from tools.evaluation.suites import read_suite
 
 ENCODERS: list[dict[str, Any]] = [
@@ -84,7 +85,7 @@ def test_a_request_stands_between_the_tokens_of_training_and_within_its_length(t
 def test_a_masked_model_is_named_as_such_and_does_not_generate(eval_data):
     model = encoder(**ENCODERS[0])
     lm = ProjectLM(model, load_tokenizer("bytes"), max_length=64, name="lion", progress=False)
-    results = evaluate(lm, prepare_tasks(Request(suites=("superglue",), data_dir=eval_data)))
+    results = evaluate(lm, prepare_tasks(TaskRequest(suites=("superglue",), data_dir=eval_data)))
     assert results["metalion"]["score"] == results["config"]["score"] == "pseudo-log-likelihood"
     notes = " ".join(suite_table(read_suite("superglue"), [("lion", results)]).notes)
     assert "lion is a masked model: choices are ranked by pseudo-log-likelihood" in notes

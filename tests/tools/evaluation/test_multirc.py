@@ -9,8 +9,9 @@ import pytest
 from lm_eval.api.model import LM
 
 from tests.tools.evaluation.conftest import made_up_rows
-from tools.evaluation.harness import Request, evaluate, prepare_tasks
+from tools.evaluation.harness import evaluate, prepare_tasks
 from tools.evaluation.multirc import multirc_metrics
+from tools.evaluation.request import TaskRequest
 
 ROWS = made_up_rows()["super_glue/multirc/validation.jsonl"]
 
@@ -41,7 +42,7 @@ class Answering(LM):
 
 @pytest.fixture(scope="module")
 def prepared(eval_data: Path):
-    return prepare_tasks(Request(tasks=("multirc",), data_dir=eval_data))
+    return prepare_tasks(TaskRequest(tasks=("multirc",), data_dir=eval_data))
 
 
 def scores(prepared, judge) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,9 @@ from torch import Tensor, nn
 import eval as command
 from tests.tools.masked_lm.conftest import masked_run
 from tools.evaluation import needle
-from tools.evaluation.needle import cells, needle_command, questions, split_filler
+from tools.evaluation.needle import cells, check_needle, questions, run_needle, split_filler
+from tools.evaluation.open_model import locate_model
+from tools.evaluation.request import EvaluationRequest, NeedleRequest
 from tools.inference.generation import generate
 from tools.loading.model import load_model
 
@@ -82,7 +83,7 @@ def test_cells_are_means() -> None:
 def test_answers_are_those_of_greedy_decoding(trained_run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     out = tmp_path / "needle.json"
     reads = []
-    ask = needle._ask
+    ask = needle._answers
 
     def spied(opened, asked):
         # The model's own continuation in place of some answers: these are right.
@@ -104,7 +105,7 @@ def test_answers_are_those_of_greedy_decoding(trained_run: Path, tmp_path: Path,
         reads.append((opened.lm.scorer.read, opened.lm.counts.asked_tokens))
         return answers
 
-    monkeypatch.setattr(needle, "_ask", spied)
+    monkeypatch.setattr(needle, "_answers", spied)
     assert command.main([str(trained_run), *WORDS, "--out", str(out)]) == 0
     results = json.loads(out.read_text())
     assert [(cell["length"], cell["depth"]) for cell in results["cells"]] == [
@@ -153,7 +154,7 @@ def test_cells_are_where_a_model_finds_the_needle(trained_run: Path, tmp_path: P
     """A model that recalls what stands at most 200 tokens back: shallow needles of long texts are lost to it."""
     window, sure, out = 200, 5.0, tmp_path / "needle.json"
     expected: dict[tuple[int, float], list[tuple[bool, float]]] = {}
-    ask, pictures = needle._ask, []
+    ask, pictures = needle._answers, []
 
     def answered(opened, asked):
         says = {}
@@ -174,7 +175,7 @@ def test_cells_are_where_a_model_finds_the_needle(trained_run: Path, tmp_path: P
         opened.lm.model = opened.lm.scorer.model = model
         return ask(opened, asked)
 
-    monkeypatch.setattr(needle, "_ask", answered)
+    monkeypatch.setattr(needle, "_answers", answered)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: pictures.append(figure))
     words = [str(trained_run), *WORDS, "--depths", "0,25,50,75,100", "--out", str(out)]
     for lengths in ("640", "256,384"):  # the second table joins the first
@@ -252,29 +253,21 @@ def test_hugging_face_models_answer_alike(trained_run: Path, tmp_path: Path) -> 
     export(trained_run, tmp_path / "export")
     filler = tmp_path / "filler.txt"
     filler.write_text(TEXT)
-    common = {
-        "lengths": [160],
-        "depths": [0, 100],
-        "needles": 2,
-        "seed": 0,
-        "filler": filler,
-        "device": "cpu",
-        "dtype": "fp32",
-        "max_length": None,
-        "name": None,
-        "batch_tokens": None,
-        "progress": False,
-        "trust_remote_code": True,
-    }
-    found = {}
+    needle, found = NeedleRequest((160,), (0, 100), needles=2, filler=filler), {}
     for name, model in (("ours", trained_run), ("theirs", tmp_path / "export")):
-        options = Namespace(**common, checkpoint=str(model), out=tmp_path / name / "needle.json")
-        found[name] = needle_command(options)
+        request = EvaluationRequest(
+            str(model),
+            needle=needle,
+            device="cpu",
+            out=tmp_path / name / "needle.json",
+            progress=False,
+            trust_remote_code=True,
+        )
+        found[name] = run_needle(request, needle, locate_model(request))
         assert not (tmp_path / name / "answers").exists()
     for ours, theirs in zip(found["ours"]["cells"], found["theirs"]["cells"], strict=True):
         assert ours["right"] == theirs["right"]
         assert ours["log_likelihood"] == pytest.approx(theirs["log_likelihood"], abs=1e-3)
-    options.filler, options.out = None, tmp_path / "x" / "needle.json"
     with pytest.raises(ValueError, match="--filler FILE"):
-        needle_command(options)
+        check_needle(NeedleRequest(), huggingface=True)
     assert load_model(trained_run, device="cpu").config["batch"]["sequence_length"] == 32

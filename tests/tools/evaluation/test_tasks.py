@@ -12,7 +12,8 @@ import pytest
 
 from models.options import nearest_names
 from tests.tools.evaluation.conftest import made_up_rows, write_rows
-from tools.evaluation.harness import Request, prepare_tasks
+from tools.evaluation.harness import prepare_tasks
+from tools.evaluation.request import TaskRequest
 from tools.evaluation.suites import UnknownNameError, read_suite, suite_names
 from tools.evaluation.tasks import load_tasks, moved_task, stock_config, task_manager, template_fields
 
@@ -240,7 +241,7 @@ def test_a_metric_that_a_task_does_not_have_is_refused(eval_data, tmp_path):
     ):
         (tmp_path / "own.yml").write_text(f"columns: [{{task: copa, metric: '{metric}'}}]\nfolders: [super_glue]\n")
         with pytest.raises(ValueError, match=message):
-            prepare_tasks(Request(suites=(str(tmp_path / "own.yml"),), data_dir=eval_data))
+            prepare_tasks(TaskRequest(suites=(str(tmp_path / "own.yml"),), data_dir=eval_data))
 
 
 def test_a_row_that_is_no_json_is_named(tmp_path):
