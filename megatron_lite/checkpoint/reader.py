@@ -119,9 +119,11 @@ def exists(path: Path) -> bool:
     )
 
 
-def names_own(resume: str, directory: Path) -> bool:
-    """Whether `checkpoint.resume` names a run's own checkpoints folder, which is `directory`, or a step folder of it, also one
-    that is not there: each start takes the run back to it. Any other path is what a run without checkpoints starts from."""
+def is_own_checkpoint(resume: str, directory: Path) -> bool:
+    """Return whether `checkpoint.resume` names a run's own checkpoints, which lie in `directory`, or a step folder there.
+
+    Each start takes the run back to such a folder, which need not exist. A run without checkpoints starts from any other path.
+    """
     if resume in ("auto", "never", "newest_readable"):
         return False
     path = Path(resume).resolve()

@@ -173,41 +173,42 @@ def publish(aside: Path, final: Path, manifest: Mapping[str, Any], config_yaml: 
     shutil.rmtree(former, ignore_errors=True)
 
 
-def beside(directory: Path) -> Path:
-    """The first of `directory.1`, `directory.2`, ... that is not there: for what a run leaves behind."""
+def next_free_name(directory: Path) -> Path:
+    """Return the first of `directory.1`, `directory.2`, ... that does not exist."""
     number = 1
     while directory.with_name(f"{directory.name}.{number}").exists():
         number += 1
     return directory.with_name(f"{directory.name}.{number}")
 
 
-def rewind(folder: Path) -> Path | None:
-    """Let `latest` name a step folder, and move later ones beside it out of the way. Call it on one process.
+def rollback_to(folder: Path) -> Path | None:
+    """Let `latest` name a step folder and archive the later ones. Call it on one process.
 
     Returns:
-        where they are now; None where there was none. Killed in between, it leaves some of them, which count no more.
+        the archive, a new folder; None if there were no later ones. A kill in between leaves some of them, which `latest`
+        no longer counts.
     """
     directory = folder.parent
     later = [path for step, path in step_folders(directory).items() if step > _step(folder.name)]
     write_text(directory / "latest", folder.name + "\n")
-    return _move_beside(directory, later)
+    return _archive(directory, later)
 
 
-def set_aside(directory: Path) -> Path | None:
-    """Move all checkpoints out of the way of a run that starts over; returns as `rewind`. The folder stays: a run holds it."""
-    return _move_beside(directory, [*step_folders(directory).values(), *directory.glob("latest")])
+def archive_all(directory: Path) -> Path | None:
+    """Archive all checkpoints, for a run that starts over; return as `rollback_to`. The folder stays: a run has locked it."""
+    return _archive(directory, [*step_folders(directory).values(), *directory.glob("latest")])
 
 
-def _move_beside(directory: Path, paths: Sequence[Path]) -> Path | None:
+def _archive(directory: Path, paths: Sequence[Path]) -> Path | None:
     if not paths:
         return None
-    aside = beside(directory.resolve())  # on the disk that a link leads to
-    aside.mkdir()
+    archive = next_free_name(directory.resolve())  # on the disk that a link leads to
+    archive.mkdir()
     for path in paths:
-        path.rename(aside / path.name)
-    sync(aside)
+        path.rename(archive / path.name)
+    sync(archive)
     sync(directory)
-    return aside
+    return archive
 
 
 def prune(directory: Path, *, keep_last: int, keep: set[int]) -> list[Path]:

@@ -6,6 +6,8 @@ import fcntl
 import os
 import socket
 import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 FILE_NAME = ".running"
@@ -74,3 +76,32 @@ class RunLock:
             return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
         except FileNotFoundError:
             return False
+
+
+def hold_folders(folders: Mapping[str, Path], locks: ExitStack) -> list[Path]:
+    """Make and lock folders until `locks` is closed; a folder that is made here and stays empty is then removed.
+
+    Args:
+        folders: configuration key -> folder. Two keys may name one folder.
+
+    Returns:
+        the locked folders, each once.
+
+    Raises:
+        RunInUse: another process has one of them.
+        OSError: a folder cannot be made or written.
+    """
+    locked: list[Path] = []
+    for key, folder in folders.items():
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            locks.callback(_remove_empty, folder)
+        if not any(folder.samefile(other) for other in locked):
+            locks.enter_context(closing(RunLock(folder, key))).acquire()
+            locked.append(folder)
+    return locked
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it is not empty
+        folder.rmdir()

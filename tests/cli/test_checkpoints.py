@@ -93,8 +93,8 @@ def test_a_signal_saves_and_the_resumed_run_equals_the_uninterrupted_one(argumen
     ("place", "step"),
     [
         ("megatron_lite.parallel.grid.init_grid", 1),
-        ("tools.pretraining.data.training_samples", 1),
-        ("tools.pretraining.summary.summary", 3),
+        ("tools.pretraining.prepare.training_samples", 1),
+        ("tools.pretraining.prepare.summary", 3),
     ],
 )
 def test_the_signal_of_a_time_limit_outside_of_the_loop_ends_nothing(arguments, tmp_path, monkeypatch, place, step):

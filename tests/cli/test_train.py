@@ -25,6 +25,7 @@ from models.config import ModelConfig
 from tests.cli.conftest import ROOT
 from tools import generate
 from tools.planning.estimate import memory_of, read_config
+from tools.pretraining import prepare
 
 
 def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsys):
@@ -161,11 +162,12 @@ def test_a_time_budget_lowers_the_steps_and_a_resume_keeps_the_number(arguments,
     manifest = checkpoint.read_manifest(checkpoint.resolve(tmp_path / "run"))
     assert manifest["state"]["tokenizer"] == "bytes-257"
     other = ["data.tokenizer={type: sentencepiece, vocab_size: 300}", "schedule.time_budget_minutes=null"]
+    other.append(f"data.cache_directory={tmp_path}/cache")
     assert train.main([*words, *other, f"schedule.train_steps={steps + 1}"]) == 2, "the ids would mean other text"
     assert "was trained with another tokenizer" in capsys.readouterr().err
     longer = [*words, f"run.directory={tmp_path / 'other'}", f"checkpoint.resume={tmp_path / 'run'}"]
     with pytest.MonkeyPatch.context() as patch:  # a new run that starts from the weights of this one
-        patch.setattr(train, "_steps_in_budget", lambda config, engine, steps, grid: steps.close() or 3)
+        patch.setattr(prepare, "_steps_in_budget", lambda config, engine, steps, grid: steps.close() or 3)
         assert train.main(longer) == 0
     assert yaml_value(tmp_path / "other", "schedule", "train_steps") == 3
 
@@ -250,7 +252,7 @@ def test_a_time_budget_is_for_the_samples_of_a_batch_that_grows(arguments):
     ramp = {"batch.global_batch_size": 8, "batch.ramp": "{start: 2, increment: 2, samples: 60}"}
     for changes, expected in ((budget, 90), (budget | ramp, 10 + 5 + 4 + 14)):  # 20, 20 and 24 samples, then steps of 8
         config = load_config(["configs/default.yml"], arguments(**changes), model_type=ModelConfig, world_size=1)
-        assert train._steps_in_budget(config, Engine(), ReadAhead(iter([[]])), init_grid("cpu")) == expected
+        assert prepare._steps_in_budget(config, Engine(), ReadAhead(iter([[]])), init_grid("cpu")) == expected
         assert expected == 90 or config.batch.samples_of(expected) <= 180 < config.batch.samples_of(expected + 1)
 
 

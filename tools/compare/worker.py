@@ -19,7 +19,7 @@ def main() -> int:
         from tools.loading.triton_autotune import without_tuning
 
         without_tuning()
-    import train
+    from tools.pretraining.run import run
 
     for line in sys.stdin:
         file = Path(line.rstrip("\n"))
@@ -28,7 +28,7 @@ def main() -> int:
             os.dup2(log.fileno(), 2)
         sys.argv = ["train.py", str(file)]  # the command that the run's summary repeats
         try:
-            status = train.main([str(file)])
+            status = run([file])
         except Exception:
             # What it left on the device cannot be known. The end of this process is the answer: after one in words the
             # next run would be given to a process that is about to end.

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from data.atomic_io import write_json
-from megatron_lite.checkpoint.reader import layout_words, names_own, read_config_yaml, read_manifest, resolve
+from megatron_lite.checkpoint.reader import is_own_checkpoint, layout_words, read_config_yaml, read_manifest, resolve
 from megatron_lite.config.loader import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
@@ -119,7 +119,7 @@ def _uses(config: Config[Any]) -> list[str]:
 def _begins_again(config: Config[Any]) -> bool:
     """Whether each start with this `checkpoint.resume` begins at the same step."""
     resume = config.checkpoint.resume
-    return resume == "never" or names_own(resume, Path(config.checkpoint.directory))
+    return resume == "never" or is_own_checkpoint(resume, Path(config.checkpoint.directory))
 
 
 def command(config: Config[Any], steps: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 import pytest
 
 from megatron_lite.checkpoint import reader as checkpoint
-from megatron_lite.checkpoint.storage import prune, publish, rewind, set_aside
+from megatron_lite.checkpoint.storage import archive_all, prune, publish, rollback_to
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.fault_tolerance.guards import SkipCounter, SpikeGuard, StopSignal, TooManySkippedSteps
 from megatron_lite.trainer import TrainState
@@ -219,15 +219,15 @@ def test_what_is_later_than_latest_neither_counts_as_newest_nor_goes(tmp_path):
     assert [folder.name for folder in prune(tmp_path, keep_last=1, keep=set())] == ["step_00000010"]
     (tmp_path / "latest").write_text("step_00000040\n")
     first, second = (tmp_path.with_name(f"{tmp_path.name}.{number}") for number in (1, 2))
-    assert rewind(tmp_path / "step_00000020") == first
+    assert rollback_to(tmp_path / "step_00000020") == first
     assert sorted(path.name for path in first.iterdir()) == ["step_00000030", "step_00000040"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000020"]
     assert checkpoint.resolve(tmp_path).name == "step_00000020"
-    assert rewind(tmp_path / "step_00000020") is None
-    assert set_aside(tmp_path) == second
+    assert rollback_to(tmp_path / "step_00000020") is None
+    assert archive_all(tmp_path) == second
     assert checkpoint.resolve(second).name == "step_00000020"
     assert list(tmp_path.iterdir()) == []
-    assert set_aside(tmp_path) is None
+    assert archive_all(tmp_path) is None
 
 
 def test_a_step_saved_again_stays_until_the_new_one_has_its_place(tmp_path, monkeypatch):
@@ -270,9 +270,9 @@ def test_which_paths_are_a_runs_own_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "run" / "checkpoints"
     for resume in ("run", "run/checkpoints", "run/checkpoints/step_00000004", str(own), str(tmp_path / "run")):
-        assert checkpoint.names_own(resume, own), resume
+        assert checkpoint.is_own_checkpoint(resume, own), resume
     for resume in ("auto", "never", "other", "run/checkpoints.1", "run/checkpoints.1/step_00000004", "."):
-        assert not checkpoint.names_own(resume, own), resume
+        assert not checkpoint.is_own_checkpoint(resume, own), resume
 
 
 @pytest.mark.parametrize(("form", "version"), [("other", 1), (checkpoint.FORMAT, 3)])

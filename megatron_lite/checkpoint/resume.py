@@ -1,0 +1,103 @@
+"""The decision from which checkpoint a run starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.checkpoint.reader import (
+    CheckpointError,
+    exists,
+    is_own_checkpoint,
+    read_config_yaml,
+    read_manifest,
+    resolve,
+)
+from megatron_lite.checkpoint.storage import archive_all
+from megatron_lite.checkpoint.verify import newest_whole
+from megatron_lite.config.schema import CheckpointConfig
+from megatron_lite.parallel.collectives import on_main
+from megatron_lite.parallel.grid import Grid
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """The checkpoint that a run starts from.
+
+    Attributes:
+        path: its step folder.
+        is_own: the run wrote it; otherwise the run takes its weights and optimizer state and begins at step 0.
+        rolls_back: the run may have later checkpoints, which are archived.
+        manifest: its manifest.
+    """
+
+    path: Path
+    is_own: bool
+    rolls_back: bool
+    manifest: dict[str, Any]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the run has steps behind it; an imported checkpoint has none."""
+        return self.is_own and self.manifest["step"] > 0
+
+    def read_train_steps(self) -> int:
+        """Return `schedule.train_steps` of the run that wrote the checkpoint. Raises CheckpointError."""
+        return read_config_yaml(self.path)["schedule"]["train_steps"]
+
+
+def find_start(config: CheckpointConfig, grid: Grid) -> StartPoint | None:
+    """Return the checkpoint to start from, the same on every process; None for a new run.
+
+    `resume: never` archives the checkpoints of the folder. A path of another run counts for the first start alone: later
+    starts find checkpoints of their own.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or cannot be read.
+    """
+    path, is_own, rolls_back = on_main(grid, lambda: _find(config))
+    return StartPoint(path, is_own, rolls_back, read_manifest(path)) if path else None
+
+
+def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:
+    """Return the step folder, whether it is one of this run, and whether the run goes back to it."""
+    directory, resume = Path(config.directory), _effective_resume(config)
+    if resume == "never":
+        archive_all(directory)
+        return None, False, False
+    if resume == "newest_readable":
+        newest, problems = newest_whole(directory)
+        for problem in problems:
+            print(f"not readable: {problem}", file=sys.stderr)
+        return newest, newest is not None, bool(problems)
+    has_begun = exists(directory)
+    if resume != "auto" and (not has_begun or is_own_checkpoint(resume, directory)):
+        source = resolve(resume)
+        is_own = source.resolve().parent == directory.resolve()
+        return (directory / source.resolve().name if is_own else source), is_own, is_own
+    if not has_begun:
+        return None, False, False
+    if resume != "auto":
+        print(
+            f"checkpoint.resume = {resume} was for the first start: this run goes on from its own checkpoints "
+            f"(to start from there again, give it another run.name or run.directory, or move {directory} away)"
+        )
+    return resolve(directory), True, False
+
+
+def _effective_resume(config: CheckpointConfig) -> str:
+    """Return `checkpoint.resume`, or auto if a launcher restarts a command that has written a checkpoint since its start."""
+    directory, resume = Path(config.directory), config.resume
+    if resume == "newest_readable":
+        return resume
+    # torchrun --max-restarts; a job that SLURM queued again.
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    if any(count != "0" for count in counts) and exists(directory):
+        with suppress(CheckpointError, KeyError):
+            if read_config_yaml(directory)["checkpoint"]["resume"] == resume:
+                return "auto"
+    return resume
