@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from megatron_lite.checkpoint.storage import prune
-from megatron_lite.checkpoint.writer import CheckpointWriter, refuse_not_finite
+from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Batch, Engine
 from megatron_lite.fault_tolerance.finite_check import fault_of_loss, state_not_finite
@@ -24,8 +23,8 @@ from megatron_lite.fault_tolerance.heartbeat import Heartbeat, set_collective_ti
 from megatron_lite.fault_tolerance.replica_check import ReplicaCheck, ReplicasDifferError
 from megatron_lite.fault_tolerance.straggler_detection import SpreadMeter
 from megatron_lite.metrics.logger import MetricsLogger
-from megatron_lite.metrics.peak_memory import peak_memory_gib
 from megatron_lite.metrics.per_source_loss import SourceLosses
+from megatron_lite.metrics.step_metrics import StepMetrics
 from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.collectives import any_rank
 from megatron_lite.validation import ValidationSet, due_measurements, evaluate
@@ -88,7 +87,7 @@ class FitResult:
     Attributes:
         finished: all steps are done; otherwise a signal stopped the run after a save.
         validation: metrics of the whole validation set, empty where there is none.
-        checkpoint: the last one written, None where only the end of a run was left to do.
+        checkpoint: the latest one of the run, on the main process.
     """
 
     finished: bool
@@ -101,6 +100,7 @@ class Trainer(Generic[ModelT]):
     """Trains an engine.
 
     Args:
+        checkpointer: of the engine and the run's checkpoints folder.
         batches: consumed samples -> the steps from there on.
         validation: None for a run without validation data. test: a second set, for the end of the run.
         flops_per_token: training FLOPs, forward and backward; peak_flops: of one device; for MFU. None: not logged.
@@ -116,6 +116,7 @@ class Trainer(Generic[ModelT]):
         engine: Engine,
         config: Config[ModelT],
         metrics: MetricsLogger | None,
+        checkpointer: Checkpointer,
         *,
         batches: Callable[[int], Steps],
         validation: ValidationSet | None,
@@ -131,16 +132,10 @@ class Trainer(Generic[ModelT]):
     ) -> None:
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._test, self._config_yaml = batches, validation, test, config_yaml
-        self._flops_per_token, self._peak_flops, self._sample = flops_per_token, peak_flops, sample
+        self._step_metrics, self._sample = StepMetrics(engine, flops_per_token, peak_flops), sample
         self._sources = SourceLosses(sources, state.source_sums)
         self._suites, self._early = suites, early
-        self._writer = CheckpointWriter(
-            engine,
-            Path(config.checkpoint.directory),
-            asynchronous=config.checkpoint.asynchronous,
-            timeout_seconds=60 * config.run.save_timeout_minutes,
-            afterwards=self._prune,
-        )
+        self._checkpointer = checkpointer
         self._skips = SkipCounter(
             config.run.max_skipped_steps, config.run.path, writes=engine.grid.is_main, in_a_row=state.skipped_in_a_row
         )
@@ -177,8 +172,8 @@ class Trainer(Generic[ModelT]):
                 if state.step == first + 1:
                     set_collective_timeout(60 * config.run.timeout_minutes)
                 watchdog.kick()
-                stopped, busy = any_rank([signal.received is not None, self._writer.is_busy], grid)
-                self._note_saved(self._writer.settle(busy))
+                stopped, busy = any_rank([signal.received is not None, self._checkpointer.is_busy], grid)
+                self._note_saved(self._checkpointer.settle(busy))
                 last = state.step == config.schedule.train_steps
                 state.evaluation_due = not last and bool(self._due_measurements())
                 # The checkpoint is complete before the evaluation: a kill in it loses no step.
@@ -191,7 +186,7 @@ class Trainer(Generic[ModelT]):
             if stopped and not last and self.metrics is not None:
                 self.metrics.log(state.step, {"signal": signal.received or "on another rank"}, kind="stop")
             final = self._evaluate_at_the_end() if last else None
-        return FitResult(final is not None, state, final or {}, self._writer.last.path if self._writer.last else None)
+        return FitResult(final is not None, state, final or {}, self._checkpointer.latest() if grid.is_main else None)
 
     def _step(self, steps: Steps) -> None:
         config, state = self.config, self.state
@@ -227,29 +222,16 @@ class Trainer(Generic[ModelT]):
         state.loss_mean, state.losses_seen = self._spikes.mean, self._spikes.seen
         spread = self._spread.compare(data_seconds) if self._spread.due(state.step) else None
         if self.metrics is not None and (_due(state.step, config.logging.interval) or result.skipped):
-            per_second = tokens / seconds
-            values = {
-                "loss": result.loss,
-                "perplexity": math.exp(min(result.loss, 700.0)),
-                **({} if result.accuracy is None else {"accuracy": result.accuracy}),
-                "learning_rate": lr,
-                "gradient_norm": result.gradient_norm,
-                "tokens": state.consumed_tokens,
-                "tokens_per_second": per_second,
-                "memory_gib": peak_memory_gib(self.engine.grid.device),
-                "skipped_steps": state.skipped_steps,
-                "data_seconds": data_seconds,
-                "data_share": data_seconds / seconds,
-                "step_seconds": seconds,
-            }
-            if self._flops_per_token and self._peak_flops:
-                values["mfu"] = per_second * self._flops_per_token / (self._peak_flops * self.engine.grid.world_size)
-            if self.engine.dtype == "fp16":
-                values["loss_scale"] = result.loss_scale
-            if spread is not None:
-                values["step_seconds_max_rank"] = spread.slowest
-                values["step_seconds_spread"] = spread.ratio
-                values["probe_spread"] = spread.probe_ratio
+            values = self._step_metrics.values(
+                result,
+                lr=lr,
+                tokens=tokens,
+                consumed_tokens=state.consumed_tokens,
+                skipped_steps=state.skipped_steps,
+                seconds=seconds,
+                data_seconds=data_seconds,
+                spread=spread,
+            )
             self.metrics.log(state.step, {**values, **sources.take()})
         if self.metrics is not None and spread is not None:
             for text in spread.slow:
@@ -264,7 +246,7 @@ class Trainer(Generic[ModelT]):
                 gradient_norm=result.gradient_norm,
             )
         except (ReplicasDifferError, TooManySkippedSteps):  # on every process
-            self._note_saved(self._writer.finish())
+            self._note_saved(self._checkpointer.finish())
             raise
         state.skipped_in_a_row = self._skips.in_a_row
 
@@ -332,9 +314,9 @@ class Trainer(Generic[ModelT]):
         """Raise NotFiniteError on every process where weights or moments are not finite, or `always`."""
         names = state_not_finite(self.engine.optimizer_state, self.engine.grid)
         if names or always:
-            self._note_saved(self._writer.finish())
+            self._note_saved(self._checkpointer.finish())
             names = names or ["all weights and moments are finite, so that the forward pass or the text makes it"]
-            refuse_not_finite(what, [names], Path(self.config.checkpoint.directory), self.engine.grid)
+            self._checkpointer.refuse_not_finite(what, names)
 
     def _stop_between_batches(self) -> bool:
         """Whether a signal has asked any process to stop. Every process calls it."""
@@ -364,36 +346,27 @@ class Trainer(Generic[ModelT]):
         return True
 
     def _save(self, wait: bool) -> None:
-        writer, state, run = self._writer, self.state, self.config.run
+        checkpointer, state, run = self._checkpointer, self.state, self.config.run
         set_collective_timeout(60 * run.save_timeout_minutes)
-        self._note_saved(writer.finish())
+        self._note_saved(checkpointer.finish())
         self._replicas.compare(state.step)
         if self.metrics is not None:
             self.metrics.flush()
-        writer.begin(step=state.step, state=asdict(state), config_yaml=self._config_yaml)
+        checkpointer.save_async(step=state.step, state=asdict(state), config_yaml=self._config_yaml)
         if wait or not self.config.checkpoint.asynchronous:
-            self._note_saved(writer.finish())
+            self._note_saved(checkpointer.finish())
         set_collective_timeout(60 * run.timeout_minutes)
         self._watchdog.kick()
 
     def _note_saved(self, complete: bool) -> None:
-        last = self._writer.last
+        last = self._checkpointer.last
         if complete and last is not None and self.metrics is not None:
             values = {"seconds": last.seconds, "stopped_seconds": last.stopped_seconds}
             self.metrics.log(last.step, values, kind="checkpoint")
 
-    def _prune(self) -> None:
-        settings = self.config.checkpoint
-        if settings.keep_last:
-            keep = {s for s in range(1, self.state.step + 1) if self._kept_always(s)}
-            prune(Path(settings.directory), keep_last=settings.keep_last, keep=keep)
-
     def _save_due(self) -> bool:
-        return _due(self.state.step, self.config.checkpoint.interval) or self._kept_always(self.state.step)
-
-    def _kept_always(self, step: int) -> bool:
-        settings = self.config.checkpoint
-        return step in settings.extra_steps or (settings.log_spaced and step & (step - 1) == 0)
+        settings, step = self.config.checkpoint, self.state.step
+        return _due(step, settings.interval) or settings.is_permanent(step)
 
 
 def _due(step: int, interval: int) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.reader import (
     CheckpointError,
     exists,
@@ -17,7 +18,7 @@ from megatron_lite.checkpoint.reader import (
     read_manifest,
     resolve,
 )
-from megatron_lite.checkpoint.storage import archive_all
+from megatron_lite.checkpoint.storage import archive_all, rollback_to
 from megatron_lite.checkpoint.verify import newest_whole
 from megatron_lite.config.schema import CheckpointConfig
 from megatron_lite.parallel.collectives import on_main
@@ -61,6 +62,21 @@ def find_start(config: CheckpointConfig, grid: Grid) -> StartPoint | None:
     """
     path, is_own, rolls_back = on_main(grid, lambda: _find(config))
     return StartPoint(path, is_own, rolls_back, read_manifest(path)) if path else None
+
+
+def restore(checkpointer: Checkpointer, start: StartPoint, grid: Grid) -> tuple[dict[str, Any], Path | None]:
+    """Load the start point into the engine. Every process calls it.
+
+    Returns:
+        the trainer's state, empty for a checkpoint of another run; the archive of later checkpoints, or None.
+
+    Raises:
+        CheckpointError, NotFiniteError: as `Checkpointer.load`.
+    """
+    state = checkpointer.load(start.path)
+    if not start.is_own:
+        return {}, None
+    return state, on_main(grid, lambda: rollback_to(start.path)) if start.rolls_back else None
 
 
 def _find(config: CheckpointConfig) -> tuple[Path | None, bool, bool]:

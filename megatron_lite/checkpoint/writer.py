@@ -78,7 +78,7 @@ class Saved:
 
 
 class CheckpointWriter:
-    """Writes checkpoints, one at a time: `begin`, then `settle` after every step until it is complete, or `finish`.
+    """Writes checkpoints, one at a time: `save_async`, then `settle` after every step until it is complete, or `finish`.
 
     Every process of the run calls the same methods after the same steps.
 
@@ -86,7 +86,6 @@ class CheckpointWriter:
         directory: the checkpoints folder of the run, on a disk that all processes share.
         asynchronous: write while training goes on, from a copy that stays allocated for the next one.
         timeout_seconds: longest time that `finish` waits for a file; inf: no limit.
-        afterwards: called on the main process when a checkpoint is complete, in that thread.
 
     Attributes:
         last: the last complete checkpoint.
@@ -99,19 +98,18 @@ class CheckpointWriter:
         *,
         asynchronous: bool = False,
         timeout_seconds: float = math.inf,
-        afterwards: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine, self._directory, self._asynchronous = engine, directory, asynchronous
-        self._timeout_seconds, self._afterwards = timeout_seconds, afterwards
+        self._timeout_seconds = timeout_seconds
         self._save: _Save | None = None
         self._copies: dict[str, Tensor] = {}
         self.last: Saved | None = None
 
-    def begin(self, *, step: int, state: Mapping[str, Any], config_yaml: str) -> None:
+    def save_async(self, *, step: int, state: Mapping[str, Any], config_yaml: str) -> None:
         """Copy the state of this step and start to write `directory/step_XXXXXXXX`, which `latest` will name.
 
         Args:
-            state: the trainer's state, as JSON values; returned by `engine_checkpoint.load`.
+            state: the trainer's state, as JSON values; returned by `Checkpointer.load`.
 
         Raises:
             ValueError: a former save is not complete.
@@ -268,10 +266,13 @@ class CheckpointWriter:
             save.manifest["files"] |= written.files
         try:
             publish(save.aside, save.path, save.manifest, save.config_yaml)
-            self._afterwards()
+            self._after_save()
         except OSError as error:
             return str(error)
         return ""
+
+    def _after_save(self) -> None:
+        """Run on the main process, in the writing thread, when a checkpoint is complete."""
 
 
 def refuse_not_finite(what: str, names: Iterable[Sequence[str]], directory: Path, grid: Grid) -> None:
@@ -291,7 +292,7 @@ def _manifest(engine: Engine, step: int, state: Mapping[str, Any]) -> dict[str, 
         "format": FORMAT,
         "version": VERSION,
         "step": step,
-        "finite": True,  # see `CheckpointWriter.begin`
+        "finite": True,  # see `CheckpointWriter.save_async`
         "optimizer_steps": engine.optimizer_state.steps,
         "state": dict(state),
         "loss_scale": engine.optimizer_state.loss_scaler,

@@ -396,6 +396,10 @@ class CheckpointConfig(Section):
         "checkpoint yet from its weights and optimizer state, or, where it is one of this run, this run back at that step.",
     )
 
+    def is_permanent(self, step: int) -> bool:
+        """Return whether the checkpoint of a step (from 1) is written and stays, whatever `interval` and `keep_last`."""
+        return step in self.extra_steps or (self.log_spaced and step > 0 and step & (step - 1) == 0)
+
 
 class WandbConfig(Section):
     """Weights & Biases."""

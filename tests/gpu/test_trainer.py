@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.checkpoint import engine_state as engine_checkpoint
-from megatron_lite.checkpoint.writer import CheckpointWriter
+from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron_lite.engine.engine import Engine
 from megatron_lite.parallel.grid import Grid, init_grid
@@ -84,13 +83,13 @@ def test_resume_continues_the_same_losses(grid, tmp_path, dtype, stage, asynchro
     steps = batches(6)
     engine = engine_on(grid, model_config(), dtype, stage)
     run(engine, steps[:3])
-    writer = CheckpointWriter(engine, tmp_path, asynchronous=asynchronous)
-    writer.begin(step=3, state={}, config_yaml="")
+    writer = Checkpointer(engine, tmp_path, asynchronous=asynchronous)
+    writer.save_async(step=3, state={}, config_yaml="")
     rest = [engine.train_step(step, lr=LR) for step in steps[3:]]  # beside the write
     writer.finish()
     engine.close()
     other = engine_on(grid, model_config(), dtype, stage, seed=5)
-    engine_checkpoint.load(other, tmp_path)
+    Checkpointer(other, tmp_path).load()
     for a, b in zip(rest, (other.train_step(step, lr=LR) for step in steps[3:]), strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-5)
         assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-3)

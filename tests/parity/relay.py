@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from megatron_lite.checkpoint.checkpointer import Checkpointer
 from tests.parity import layouts
 from tests.parity.launch import leave
 from tests.parity.worker import engine_of, grid_of, own, rate
@@ -28,10 +28,10 @@ def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], firs
             engine = engine_of(config, parallel, grid, seed=11 if step == 0 else 99 + step)
             if step:
                 engine.train_step(own(layouts.steps()[0], grid), lr=rate(0))  # of which nothing is left
-                assert engine_checkpoint.load(engine, folder / name) == {"step": step}
+                assert Checkpointer(engine, folder / name).load() == {"step": step}
             result = engine.train_step(own(layouts.steps()[step], grid), lr=rate(step))
             history.append((result.loss, result.gradient_norm))
-            engine_checkpoint.save(engine, folder / name, step=step + 1, state={"step": step + 1}, config_yaml=settings)
+            Checkpointer(engine, folder / name).save(step=step + 1, state={"step": step + 1}, config_yaml=settings)
             engine.close()
         if grid_of({}).is_main:
             (folder / f"{name}.{first}.json").write_text(json.dumps(history))

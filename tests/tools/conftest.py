@@ -11,7 +11,7 @@ import pytest
 from data.datasets.causal import CausalDataset, SequentialDataset
 from data.loader import batches
 from data.tokenizer import load_tokenizer
-from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config.loader import dump_config, load_config
 from megatron_lite.metrics.logger import MetricsLogger
 from megatron_lite.parallel.grid import init_grid
@@ -76,7 +76,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         metrics.log(step, {**values, "learning_rate": config.optimizer.lr, "tokens_per_second": 1000.0})
         if step in (10, STEPS):
             directory = Path(config.checkpoint.directory)
-            engine_checkpoint.save(engine, directory, step=step, state={"step": step}, config_yaml=dump_config(config))
+            Checkpointer(engine, directory).save(step=step, state={"step": step}, config_yaml=dump_config(config))
     whole = SequentialDataset(prepared.validation_prefix, sequence_length=32, first_token=tokenizer.end_of_document_id)
     held_out = batches(whole, global_batch_size=8, micro_batch_size=8, fill_last=True)
     nll, weight, _ = engine.evaluate(batch for step_batches in held_out for batch in step_batches)

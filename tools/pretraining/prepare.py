@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from data.tokenizer import Tokenizer
-from megatron_lite.checkpoint import engine_state
-from megatron_lite.checkpoint.resume import StartPoint, find_start
-from megatron_lite.checkpoint.storage import rollback_to
+from megatron_lite.checkpoint.checkpointer import Checkpointer, check_shapes
+from megatron_lite.checkpoint.resume import StartPoint, find_start, restore
 from megatron_lite.config.loader import dump_config
 from megatron_lite.config.schema import Config
-from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.precision import faster_dtype
 from megatron_lite.fault_tolerance.guards import StopSignal
 from megatron_lite.fault_tolerance.rank_consistency import file_facts, require_agreement
@@ -62,7 +60,16 @@ def prepare_run(
     data, tokenizer = _open_data(config, start, grid)
     dtype = _dtype(config, start, grid)
     engine = build_engine(config, grid, dtype)
-    state, archive = _restore(engine, start, grid)
+    checkpointer = Checkpointer(
+        engine,
+        Path(config.checkpoint.directory),
+        asynchronous=config.checkpoint.asynchronous,
+        timeout_seconds=60 * config.run.save_timeout_minutes,
+        keep_last=config.checkpoint.keep_last,
+        is_permanent=config.checkpoint.is_permanent,
+    )
+    values, archive = restore(checkpointer, start, grid) if start is not None else ({}, None)
+    state = TrainState.from_dict(values)
     state.tokenizer = tokenizer.hash
 
     def samples_of(steps: int) -> Any:
@@ -103,6 +110,7 @@ def prepare_run(
         engine,
         config,
         metrics,
+        checkpointer,
         batches=training_steps(config, samples, grid),
         validation=validation,
         test=test,
@@ -122,7 +130,7 @@ def _complete_run(config: Config[ModelConfig], start: StartPoint, grid: Grid) ->
     """Print that the run has nothing left to do. Raises CheckpointError for a model of another architecture."""
     with torch.device("meta"):
         shapes = {name: tuple(weight.shape) for name, weight in LanguageModel(config.model).named_parameters()}
-    engine_state.check_shapes(shapes, start.manifest, start.path)
+    check_shapes(shapes, start.manifest, start.path)
     if grid.is_main:
         print(complete_message(config, start.path, start.manifest["step"]))
     return lambda: 0
@@ -146,16 +154,6 @@ def _dtype(config: Config[ModelConfig], start: StartPoint | None, grid: Grid) ->
         return start.manifest["layout"]["dtype"]
     tokens = config.batch.micro_batch_size * config.batch.sequence_length
     return on_main(grid, lambda: faster_dtype(grid.device, config.model.hidden_size, tokens))
-
-
-def _restore(engine: Engine, start: StartPoint | None, grid: Grid) -> tuple[TrainState, Path | None]:
-    """Load the start point into the engine; return the trainer's state and the archive of later checkpoints, if any."""
-    if start is None:
-        return TrainState(), None
-    state = TrainState.from_dict(engine_state.load(engine, start.path))
-    if not start.is_own:  # weights and optimizer state of another run, from its first sample on
-        return TrainState(), None
-    return state, on_main(grid, lambda: rollback_to(start.path)) if start.rolls_back else None
 
 
 def _steps_in_budget(config: Config[Any], engine: Any, steps: Steps, grid: Grid) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from data.atomic_io import write_json
-from megatron_lite.checkpoint.reader import is_own_checkpoint, layout_words, read_config_yaml, read_manifest, resolve
+from megatron_lite.checkpoint.reader import is_own_checkpoint, layout_words, read_config_yaml, read_manifest
 from megatron_lite.config.loader import dump_config
 from megatron_lite.config.schema import Config
 from megatron_lite.engine.engine import Engine
@@ -86,7 +86,7 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     write_json(folder / "summary.json", report)
     lines += [
         "",
-        f"checkpoint   {result.checkpoint or resolve(config.checkpoint.directory)}",
+        f"checkpoint   {result.checkpoint}",
         f"loss plot    {plot}",
         f"metrics      {folder / 'metrics.jsonl'}",
         f"summary      {folder / 'summary.json'}",

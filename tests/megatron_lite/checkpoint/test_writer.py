@@ -6,11 +6,10 @@ import threading
 
 import pytest
 
-from megatron_lite.checkpoint import engine_state as engine_checkpoint
 from megatron_lite.checkpoint import reader as checkpoint
 from megatron_lite.checkpoint import writer as checkpoint_writer
+from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.reader import CheckpointError
-from megatron_lite.checkpoint.writer import CheckpointWriter
 from tests.megatron_lite.conftest import batches, model_config
 
 LR = 3e-4
@@ -42,11 +41,11 @@ def test_steps_behind_its_back_change_nothing(build, gate, tmp_path, dtype, stag
     engine = build(model_config(), dtype=dtype, zero_stage=stage)
     engine.train_step(steps[0], lr=LR)
     gate.set()
-    engine_checkpoint.save(engine, tmp_path / "at once", step=1, state={"step": 1}, config_yaml="a: 1\n")
+    Checkpointer(engine, tmp_path / "at once").save(step=1, state={"step": 1}, config_yaml="a: 1\n")
     gate.clear()
-    writer = CheckpointWriter(engine, tmp_path / "behind", asynchronous=True)
+    writer = Checkpointer(engine, tmp_path / "behind", asynchronous=True)
     for step in (1, 2):  # the second save in the memory of the first
-        writer.begin(step=step, state={"step": step}, config_yaml="a: 1\n")
+        writer.save_async(step=step, state={"step": step}, config_yaml="a: 1\n")
         engine.train_step(steps[step], lr=LR)
         assert writer.is_busy
         assert not writer.settle(any_busy=True)
@@ -58,7 +57,7 @@ def test_steps_behind_its_back_change_nothing(build, gate, tmp_path, dtype, stag
     assert content(tmp_path / "behind" / "step_00000001") == content(tmp_path / "at once" / "step_00000001")
     assert writer.last.stopped_seconds <= writer.last.seconds
     other = build(model_config(), seed=99, dtype=dtype, zero_stage=stage)
-    assert engine_checkpoint.load(other, tmp_path / "behind") == {"step": 2}
+    assert Checkpointer(other, tmp_path / "behind").load() == {"step": 2}
     rest = [other.train_step(steps[2], lr=LR)]
     assert rest == [engine_at(build, steps, dtype, stage)]
 
@@ -71,10 +70,10 @@ def engine_at(build, steps, dtype, stage):
 
 def test_latest_moves_when_all_have_written_and_the_next_save_waits(build, gate, tmp_path):
     engine = build(model_config())
-    writer = CheckpointWriter(engine, tmp_path, asynchronous=True)
-    writer.begin(step=1, state={}, config_yaml="")
+    writer = Checkpointer(engine, tmp_path, asynchronous=True)
+    writer.save_async(step=1, state={}, config_yaml="")
     with pytest.raises(ValueError, match="step 1 is not written yet"):
-        writer.begin(step=2, state={}, config_yaml="")
+        writer.save_async(step=2, state={}, config_yaml="")
     gate.set()
     writer._save.work.result(60)
     assert not checkpoint.exists(tmp_path)
@@ -84,7 +83,7 @@ def test_latest_moves_when_all_have_written_and_the_next_save_waits(build, gate,
     assert checkpoint.resolve(tmp_path).name == "step_00000001"
     assert writer.settle(any_busy=False)
     assert not writer.settle(any_busy=False)
-    writer.begin(step=2, state={}, config_yaml="")
+    writer.save_async(step=2, state={}, config_yaml="")
     assert writer.finish()
     assert checkpoint.resolve(tmp_path).name == "step_00000002"
 
@@ -92,15 +91,15 @@ def test_latest_moves_when_all_have_written_and_the_next_save_waits(build, gate,
 @pytest.mark.parametrize("what", ["write_file", "publish"])
 def test_a_failure_is_raised_at_a_later_step_and_spares_the_former(build, monkeypatch, tmp_path, what):
     engine = build(model_config())
-    writer = CheckpointWriter(engine, tmp_path, asynchronous=True)
-    writer.begin(step=1, state={}, config_yaml="")
+    writer = Checkpointer(engine, tmp_path, asynchronous=True)
+    writer.save_async(step=1, state={}, config_yaml="")
     writer.finish()
 
     def full(*_):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(checkpoint_writer, what, full)
-    writer.begin(step=2, state={}, config_yaml="")
+    writer.save_async(step=2, state={}, config_yaml="")
 
     def later_steps():
         while True:
@@ -112,13 +111,13 @@ def test_a_failure_is_raised_at_a_later_step_and_spares_the_former(build, monkey
     assert checkpoint.resolve(tmp_path).name == "step_00000001"
     assert not list(tmp_path.glob(".step_*"))
     monkeypatch.undo()
-    writer.begin(step=2, state={}, config_yaml="")
+    writer.save_async(step=2, state={}, config_yaml="")
     assert writer.finish()
 
 
 def test_a_disk_that_does_not_answer_ends_the_run_after_the_limit(build, gate, tmp_path):
-    writer = CheckpointWriter(build(model_config()), tmp_path, timeout_seconds=0.06)
-    writer.begin(step=1, state={"step": 1}, config_yaml="a: 1\n")
+    writer = Checkpointer(build(model_config()), tmp_path, timeout_seconds=0.06)
+    writer.save_async(step=1, state={"step": 1}, config_yaml="a: 1\n")
     with pytest.raises(
         CheckpointError, match=r"step_00000001 was not written within 0\.001 minutes \(run\.save_timeout"
     ):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import megatron_lite.engine.engine
-from megatron_lite.checkpoint import engine_state as engine_checkpoint
 from megatron_lite.checkpoint import reader as checkpoint
+from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.reader import CheckpointError
 from megatron_lite.engine.deepspeed import import_deepspeed
 from megatron_lite.engine.engine import StepResult
@@ -86,9 +86,9 @@ def test_selective_checkpointing_goes_with_weights_that_zero_3_gathers_for_every
     settings = {"zero_stage": 3, "activation_checkpointing": {"mode": "selective"}}
     engine = build(config, **settings)
     results = [engine.train_step(step, lr=rate(index, 4)) for index, step in enumerate(steps[:3])]
-    engine_checkpoint.save(engine, tmp_path, step=3, state={}, config_yaml="a: 1\n")
+    Checkpointer(engine, tmp_path).save(step=3, state={}, config_yaml="a: 1\n")
     other = build(config, seed=99, **settings)
-    engine_checkpoint.load(other, tmp_path)
+    Checkpointer(other, tmp_path).load()
     for each in (engine, other):
         each.evaluate(steps[0])
         assert_equal([*results, each.train_step(steps[3], lr=rate(3, 4))], expected, 1e-6)
@@ -271,10 +271,10 @@ def test_resume_is_bit_exact(build, tmp_path, dtype, stage, mode):
     engine = build(model_config(), **settings)
     run(engine, steps[:3])
     # Not the step of the run, which may have begun with the optimizer state of another one.
-    engine_checkpoint.save(engine, tmp_path, step=1, state={"step": 1}, config_yaml="a: 1\n")
+    Checkpointer(engine, tmp_path).save(step=1, state={"step": 1}, config_yaml="a: 1\n")
     rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
     other = build(model_config(), seed=99, **settings)
-    assert engine_checkpoint.load(other, tmp_path) == {"step": 1}
+    assert Checkpointer(other, tmp_path).load() == {"step": 1}
     assert [other.train_step(step, lr=LR) for step in steps[3:]] == rest
 
 
@@ -282,10 +282,10 @@ def test_a_checkpoint_loads_under_another_zero_stage(build, tmp_path):
     steps = batches(5)
     engine = build(model_config(), zero_stage=3)
     run(engine, steps[:3])
-    engine_checkpoint.save(engine, tmp_path, step=3, state={}, config_yaml="")
+    Checkpointer(engine, tmp_path).save(step=3, state={}, config_yaml="")
     rest = [engine.train_step(step, lr=LR) for step in steps[3:]]
     other = build(model_config(), zero_stage=1)
-    engine_checkpoint.load(other, tmp_path)
+    Checkpointer(other, tmp_path).load()
     for a, b in zip(rest, (other.train_step(step, lr=LR) for step in steps[3:]), strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-6)
         assert a.gradient_norm == pytest.approx(b.gradient_norm, rel=1e-5)
@@ -297,7 +297,7 @@ def test_weights_are_read_without_an_engine(build, tmp_path):
     step = batches(1)[0]
     engine.train_step(step, lr=LR)
     sections = {"run": {}, "model": {}, "data": {}, "batch": {}}
-    engine_checkpoint.save(engine, tmp_path / "checkpoints", step=1, state={}, config_yaml=json.dumps(sections))
+    Checkpointer(engine, tmp_path / "checkpoints").save(step=1, state={}, config_yaml=json.dumps(sections))
     weights = checkpoint.read_weights(tmp_path)
     model = oracle.LanguageModel(config)
     missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -311,7 +311,7 @@ def test_weights_are_read_without_an_engine(build, tmp_path):
 
 
 def test_a_checkpoint_that_lacks_a_piece_is_refused(build, tmp_path):
-    engine_checkpoint.save(build(model_config()), tmp_path, step=1, state={}, config_yaml="")
+    Checkpointer(build(model_config()), tmp_path).save(step=1, state={}, config_yaml="")
     assert checkpoint.exists(tmp_path)
     assert not checkpoint.exists(tmp_path.parent)
     file = checkpoint.resolve(tmp_path) / "manifest.json"
@@ -328,10 +328,10 @@ def test_a_checkpoint_that_lacks_a_piece_is_refused(build, tmp_path):
 
 
 def test_another_architecture_is_refused_with_the_first_differing_shapes(build, tmp_path):
-    engine_checkpoint.save(build(model_config()), tmp_path, step=1, state={}, config_yaml="")
+    Checkpointer(build(model_config()), tmp_path).save(step=1, state={}, config_yaml="")
     other = build(model_config(hidden_size=48))
     with pytest.raises(CheckpointError, match=r"another architecture.*embedding\.weight: \(96, 64\).*\(96, 48\)"):
-        engine_checkpoint.load(other, tmp_path)
+        Checkpointer(other, tmp_path).load()
 
 
 def test_parameter_without_sharding_spec_is_refused(build):
@@ -378,8 +378,8 @@ def test_a_checkpoint_holds_the_loss_scale(build, monkeypatch, tmp_path):
     monkeypatch.setattr(
         OptimizerState, "loss_scaler", property(lambda _: {"cur_scale": 64.0}, lambda _, state: given.append(state))
     )
-    engine_checkpoint.save(engine, tmp_path, step=1, state={}, config_yaml="")
-    engine_checkpoint.load(engine, tmp_path)
+    Checkpointer(engine, tmp_path).save(step=1, state={}, config_yaml="")
+    Checkpointer(engine, tmp_path).load()
     assert given == [{"cur_scale": 64.0}]
 
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.checkpoint.reader import NotFiniteError
 from megatron_lite.checkpoint.safetensors_stream import write_tensors
-from megatron_lite.checkpoint.writer import CheckpointWriter
 from megatron_lite.fault_tolerance.finite_check import fault_of_loss, is_finite
 from tests.megatron_lite.conftest import batches, model_config
 
@@ -36,13 +36,13 @@ def test_tensors_not_finite_in_the_dtype_of_a_file_are_refused(tmp_path):
 def test_infinite_second_moment_is_not_saved(build, tmp_path):
     engine = build(model_config())
     engine.train_step(batches(1)[0], lr=3e-4)
-    writer = CheckpointWriter(engine, tmp_path)
-    writer.begin(step=1, state={}, config_yaml="")
+    writer = Checkpointer(engine, tmp_path)
+    writer.save_async(step=1, state={}, config_yaml="")
     writer.finish()
     fragment = list(engine.optimizer_state.fragments())[3]
     fragment.tensors["exp_avg_sq"][0] = math.inf
     with pytest.raises(NotFiniteError) as refusal:
-        writer.begin(step=2, state={}, config_yaml="")
+        writer.save_async(step=2, state={}, config_yaml="")
     assert f"step 2 is not finite and is not saved: exp_avg_sq of {fragment.name} (rank 0). " in str(refusal.value)
     assert f"The newest healthy checkpoint is {tmp_path / 'step_00000001'}" in str(refusal.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from megatron_lite.checkpoint.checkpointer import Checkpointer
 from tests.megatron_lite.conftest import batches, model_config
 
 LR = 3e-4
@@ -71,14 +71,14 @@ def test_resume_is_exact_and_any_state_reads_any_checkpoint(build, tmp_path, sta
     engine = build(model_config(), zero_stage=stage, **NARROW)
     for step in steps[:2]:
         engine.train_step(step, lr=LR)
-    engine_checkpoint.save(engine, tmp_path, step=2, state={}, config_yaml="")
+    Checkpointer(engine, tmp_path).save(step=2, state={}, config_yaml="")
     saved = state_of(engine)
     rest = [engine.train_step(step, lr=LR) for step in steps[2:]]
     again = build(model_config(), seed=5, zero_stage=stage, **NARROW)
-    engine_checkpoint.load(again, tmp_path)
+    Checkpointer(again, tmp_path).load()
     assert [again.train_step(step, lr=LR) for step in steps[2:]] == rest
     wide = build(model_config(), seed=5, zero_stage=1, dtype="bf16")
-    engine_checkpoint.load(wide, tmp_path)
+    Checkpointer(wide, tmp_path).load()
     found = state_of(wide)
     # float32 holds what bf16 held; other stages cut it elsewhere.
     for kind in ("weight", "exp_avg", "exp_avg_sq"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_lite.checkpoint import engine_state as engine_checkpoint
+from megatron_lite.checkpoint.checkpointer import Checkpointer
 from megatron_lite.config.loader import dump_config, load_config
 from megatron_lite.parallel.grid import init_grid
 from models.config import ModelConfig
@@ -55,8 +55,8 @@ def main(out: Path) -> None:
         engine = engine_of(config.model, parallel, grid)
         for step in range(2):
             engine.train_step(own(micro_batches(step), grid), lr=1e-3)
-        engine_checkpoint.save(
-            engine, out / name / "checkpoints", step=2, state={"step": 2}, config_yaml=dump_config(config)
+        Checkpointer(engine, out / name / "checkpoints").save(
+            step=2, state={"step": 2}, config_yaml=dump_config(config)
         )
         nll, weight, _ = engine.evaluate(own(micro_batches(9), grid))
         said[name] = nll / weight

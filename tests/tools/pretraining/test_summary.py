@@ -88,7 +88,7 @@ def test_a_run_is_complete_where_the_summary_is_of_the_checkpoint_and_no_more_st
         return is_complete(config, {"step": steps, "state": {"seconds": seconds}})
 
     assert not complete(8, 1.5), "there is no summary"
-    (tmp_path / "summary.json").write_text(json.dumps({"steps": 8, "training_seconds": 1.5}))
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 8, "training_seconds": 1.5, "validation": {}}))
     assert complete(8, 1.5)
     assert complete(8, 1.5, asked=6)
     assert not complete(8, 1.5, asked=16)

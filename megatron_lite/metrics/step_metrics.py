@@ -1,0 +1,71 @@
+"""The values of a training step in the log."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from megatron_lite.metrics.peak_memory import peak_memory_gib
+
+if TYPE_CHECKING:
+    from megatron_lite.engine.engine import Engine, StepResult
+    from megatron_lite.fault_tolerance.straggler_detection import Spread
+
+
+class StepMetrics:
+    """Computes the values of a log line.
+
+    Args:
+        engine: does the steps.
+        flops_per_token: training FLOPs, forward and backward; None: no MFU.
+        peak_flops: of one device; None: no MFU.
+    """
+
+    def __init__(self, engine: Engine, flops_per_token: float | None, peak_flops: float | None) -> None:
+        self._engine = engine
+        self._mfu_per_token = 0.0
+        if flops_per_token and peak_flops:
+            self._mfu_per_token = flops_per_token / (peak_flops * engine.grid.world_size)
+
+    def values(
+        self,
+        result: StepResult,
+        *,
+        lr: float,
+        tokens: int,
+        consumed_tokens: int,
+        skipped_steps: int,
+        seconds: float,
+        data_seconds: float,
+        spread: Spread | None,
+    ) -> dict[str, float]:
+        """Return the values of a step by name.
+
+        Args:
+            tokens: of the step. consumed_tokens, skipped_steps: of the run.
+            seconds: of the whole step, of which `data_seconds` waited for the batch.
+            spread: comparison of the ranks in this step; None if there was none.
+        """
+        values: dict[str, float] = {"loss": result.loss, "perplexity": math.exp(min(result.loss, 700.0))}
+        if result.accuracy is not None:
+            values["accuracy"] = result.accuracy
+        values |= {
+            "learning_rate": lr,
+            "gradient_norm": result.gradient_norm,
+            "tokens": consumed_tokens,
+            "tokens_per_second": tokens / seconds,
+            "memory_gib": peak_memory_gib(self._engine.grid.device),
+            "skipped_steps": skipped_steps,
+            "data_seconds": data_seconds,
+            "data_share": data_seconds / seconds,
+            "step_seconds": seconds,
+        }
+        if self._mfu_per_token:
+            values["mfu"] = tokens / seconds * self._mfu_per_token
+        if self._engine.dtype == "fp16":
+            values["loss_scale"] = result.loss_scale
+        if spread is not None:
+            values["step_seconds_max_rank"] = spread.slowest
+            values["step_seconds_spread"] = spread.ratio
+            values["probe_spread"] = spread.probe_ratio
+        return values
