@@ -80,7 +80,7 @@ def test_a_tokenizer_or_a_model_that_does_not_fit(tmp_path, inline, sentencepiec
     manifest = read_manifest(prefix)
     assert manifest is not None
     assert manifest["tokenizer"]["hash"] == load_tokenizer("bytes").hash
-    from megatron_lite.config.schema import DataConfig, TokenizerConfig
+    from megatron_lite.config.data_schema import DataConfig, TokenizerConfig
 
     settings = DataConfig(train=prefix, tokenizer=TokenizerConfig(type="bytes"))
     assert prepared_data(settings, 384).train == (prefix,)

@@ -11,7 +11,7 @@ from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, read_manifest
 from data.preprocessing.prepare_corpus import Prepared, prepare_corpus
 from data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
-from megatron_lite.config.schema import DataConfig
+from megatron_lite.config.data_schema import DataConfig
 
 
 def data_config(config: dict[str, Any]) -> DataConfig:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.tokenizer import load_tokenizer, padded_vocab_size
+from megatron_lite.config.data_schema import TokenizerConfig
 from megatron_lite.config.files import read_sources
-from megatron_lite.config.schema import TokenizerConfig
 
 
 def vocabulary_override(files: Sequence[str | Path], overrides: Sequence[str]) -> list[str]:
