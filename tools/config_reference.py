@@ -87,7 +87,7 @@ def _files(configs: Path) -> str:
     for path in sorted(configs.rglob("*.yml"), key=lambda path: (len(path.parts), path)):
         what = _first_sentence(path.read_text(encoding="utf-8"))
         rows.append([f"[{path.relative_to(configs)}]({path.relative_to(configs)})", what])
-    return markdown_table(["file", "what"], rows, text_columns=2, aligned=False) + "\n"
+    return markdown_table(["file", "what"], rows, text_columns=2) + "\n"
 
 
 def _first_sentence(text: str) -> str:
@@ -108,7 +108,7 @@ def _first_sentence(text: str) -> str:
 
 def _table(rows: Iterable[tuple[tuple[str, ...], Key]]) -> str:
     cells = [[f"`{'.'.join(path)}`", key.allowed, _default(path, key.default), key.doc] for path, key in rows]
-    return markdown_table(["key", "allowed", "default", "meaning"], cells, text_columns=4, aligned=False) + "\n"
+    return markdown_table(["key", "allowed", "default", "meaning"], cells, text_columns=4) + "\n"
 
 
 def _default(path: tuple[str, ...], default: Any) -> str:

@@ -321,7 +321,7 @@ def table(
             rows.append([name, chosen, metric, f"{mean:.2f}", spread, f"{len(values)}"])
         means.append(statistics.mean(statistics.mean(values) for values in columns.values()))
     header = ["task", "starts from", "metric", "mean", "spread", "seeds"]
-    lines = [markdown_table(header, rows, text_columns=3, aligned=False), ""]
+    lines = [markdown_table(header, rows, text_columns=3), ""]
     lines.append(f"Mean over {len(means)} tasks: {statistics.mean(means):.2f}")
     if hold_out is not None:
         lines.append(

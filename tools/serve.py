@@ -18,7 +18,6 @@ from typing import Any
 
 from data.atomic_io import read_json
 from tools.cli.arguments import command, command_line, positive
-from tools.conversion.hf_folder import check_folder
 from tools.inference.request_guard import CHAT, Limits, RefusedRequestError, RequestGuard
 
 
@@ -30,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not config.is_file():
         raise ValueError(f"{options.folder} is no export: config.json is missing; {mend}")
     described = read_json(config, mend, "architectures")
+    from tools.conversion.hf_folder import check_folder  # imports torch, which --help does not need
+
     check_folder(options.folder)
     name = next(iter(described["architectures"] or []), "model of no class")
     if name != "MetalionForCausalLM":

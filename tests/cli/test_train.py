@@ -194,8 +194,8 @@ def test_bad_input_is_answered_before_training(arguments, tmp_path, capsys, monk
 
 
 def test_empty_and_truncated_token_files_are_named(arguments, tmp_path, capsys, corpus):
-    train.main(arguments())
-    (prefix,) = (corpus.parent / "cache").glob("corpus-*/train_text_document.bin")
+    train.main(arguments(**{"data.cache_directory": tmp_path / "cache"}))
+    (prefix,) = (tmp_path / "cache").glob("corpus-*/train_text_document.bin")
     for suffix in (".bin", ".idx"):
         content = prefix.with_suffix(suffix).read_bytes()
         (tmp_path / f"cut{suffix}").write_bytes(content[:-7] if suffix == ".bin" else content)
@@ -305,8 +305,8 @@ def test_print_config_and_dry_run_write_nothing(arguments, tmp_path, capsys):
 
 
 def test_token_files_of_another_tokenizer_are_refused(arguments, tmp_path, capsys, corpus):
-    train.main(arguments())
-    (prefix,) = (corpus.parent / "cache").glob("corpus-*/train_text_document.bin")
+    train.main(arguments(**{"data.cache_directory": tmp_path / "cache"}))
+    (prefix,) = (tmp_path / "cache").glob("corpus-*/train_text_document.bin")
     for suffix in (".bin", ".idx"):
         (tmp_path / f"moved{suffix}").write_bytes(prefix.with_suffix(suffix).read_bytes())
     content = read_manifest(prefix.with_suffix(""))

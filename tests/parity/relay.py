@@ -19,7 +19,12 @@ from tests.parity.worker import engine_of, grid_of, own, rate
 def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], first: int) -> None:
     """Steps `first`, `first` + 1, ... of each relay, a step a layout; histories go to `folder/NAME.FIRST.json`."""
     config = layouts.model_config(model)
-    whole = {"model": asdict(config) | {"mixers": list(config.mixers)}, "batch": {"sequence_length": 24}, "data": {}}
+    whole = {
+        "model": asdict(config) | {"mixers": list(config.mixers)},
+        "batch": {"sequence_length": 24},
+        "data": {},
+        "run": {},
+    }
     settings = yaml.safe_dump(whole)
     for name, legs in relays.items():
         history = []

@@ -81,6 +81,7 @@ def places(tmp_path_factory, trained_run: Path, masked_run: Path, eval_data: Pat
         (folder / "empty" / "rte" / f"{split}.jsonl").write_text("")
     (folder / "export").mkdir()
     (folder / "export" / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "export" / "tokenizer.json").write_text("{}")
     (folder / "file").write_text("def alpha(beta):\n")
     shutil.copytree(trained_run, folder / "lost")
     (folder / "lost" / "tokenizer" / "description.json").write_text("{")

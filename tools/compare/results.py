@@ -113,7 +113,7 @@ def tables(rows: Sequence[Row], reference: str | None = None) -> str:
         if len(sources) > 1:
             header = ["model", *(metric.removeprefix("loss/") for metric in sources)]
             body = [[row.label, *(_with_spread(row, metric, 3) for metric in sources)] for row in ranked(here)]
-            parts.append("Loss by source:\n\n" + markdown_table(header, body) + "\n")
+            parts.append("Loss by source:\n\n" + markdown_table(header, body, aligned=True) + "\n")
     return "\n".join(parts)
 
 
@@ -143,7 +143,7 @@ def plan_table(runs: Sequence[Run]) -> str:
             ]
         )
     columns = ["model", "size", "layers x d", "MLP", "parameters", "without embeddings", "tokens", "seeds"]
-    return markdown_table(columns, rows) + "\n"
+    return markdown_table(columns, rows, aligned=True) + "\n"
 
 
 def progress_note(runs: Sequence[Run]) -> str:
@@ -178,7 +178,7 @@ def _main_table(rows: Sequence[Row], base: Row) -> str:
         cells += [_with_spread(row, "bits_per_byte", 4)] if "bits per byte" in header else []
         body.append(cells)
     notes = "Mean ± sample standard deviation over the seeds; differences are paired by seed, ± standard error.\n"
-    return markdown_table(header, body) + "\n\n" + notes
+    return markdown_table(header, body, aligned=True) + "\n\n" + notes
 
 
 def _with_spread(row: Row, metric: str, digits: int, scale: float = 1.0) -> str:

@@ -83,9 +83,8 @@ def model_card(
     ]
     parts = [
         "\n".join(head),
-        "## Architecture\n\n"
-        + markdown_table(["", ""], _architecture(model, parameters, dtype), text_columns=2, aligned=False),
-        "## Training\n\n" + markdown_table(["", ""], _training(config, run, step), text_columns=2, aligned=False),
+        "## Architecture\n\n" + markdown_table(["", ""], _architecture(model, parameters, dtype), text_columns=2),
+        "## Training\n\n" + markdown_table(["", ""], _training(config, run, step), text_columns=2),
     ]
     evaluation = _evaluation(run, step)
     parts.append("## Evaluation\n\n" + (evaluation or "Not evaluated with this project's tools."))
@@ -150,4 +149,4 @@ def _evaluation(run: Path, step: str) -> str:
             for metric, value in metrics.items():
                 if isinstance(value, int | float):
                     rows.append([suite, Path(task).name, metric, f"{value:,.4g}"])
-    return markdown_table(["suite", "task", "metric", "value"], rows, text_columns=3, aligned=False)
+    return markdown_table(["suite", "task", "metric", "value"], rows, text_columns=3)

@@ -242,7 +242,7 @@ def table(results: dict[str, Any]) -> str:
             for depth, row in zip(depths, values, strict=True)
         ]
         rows.append(["mean", *(f"{v:.1f}" for v in np.nanmean(values, 0))])
-        parts.append(f"{results['title']}: {words}\n\n{markdown_table(header, rows)}\n")
+        parts.append(f"{results['title']}: {words}\n\n{markdown_table(header, rows, aligned=True)}\n")
     return "\n".join(parts)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def markdown_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1, aligned: bool = True
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int = 1, aligned: bool = False
 ) -> str:
     """Return a Markdown table.
 

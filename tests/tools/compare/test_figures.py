@@ -138,7 +138,7 @@ def test_nine_models_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_bar_in_a_name_is_no_column() -> None:
-    head, _, line = markdown_table(["model", "loss"], [["a|b", "1"]]).splitlines()
+    head, _, line = markdown_table(["model", "loss"], [["a|b", "1"]], aligned=True).splitlines()
     assert line == r"| a\|b  |    1 |"
     assert len(head) == len(line)
 

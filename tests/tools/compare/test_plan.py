@@ -173,7 +173,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
         read_comparison(file)
     file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a: {colour: red}}\n")
     with pytest.raises(
-        ValueError, match=r"models.a.colour is an unknown key; allowed are label, files, config .*bad.yml:4"
+        ValueError, match=r"models.a.colour is an unknown key; allowed are config, files, label .*bad.yml:4"
     ):
         read_comparison(file)
     assert main([str(file)]) == 2

@@ -207,36 +207,19 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     assert f"was trained to step {steps + 4}, and the comparison ends at {steps}" in capsys.readouterr().err
 
 
-def test_a_run_that_diverged_stands_last_and_spoils_no_other(place: Path, monkeypatch, capsys) -> None:
-    """Its last steps give no finite loss, too few in a row to end it; the log has every third step."""
+def test_run_that_diverged_fails_and_spoils_no_other(place: Path, monkeypatch, capsys) -> None:
+    """A learning rate of 1e20 gives losses that are not finite; such a run ends with an error and has no summary."""
     monkeypatch.chdir(place)
     content = yaml.safe_load((place / "tiny.yml").read_text())
     content["models"]["metala"]["config"]["optimizer"] = {"lr": 1e20}
     content["config"]["schedule"]["train_steps"] = 8
-    content["config"]["logging"]["interval"] = 3
     (place / "wild.yml").write_text(yaml.safe_dump(content))
-    assert main(["wild.yml", "--name", "wild", "--devices", "cpu"]) == 0
-    out = capsys.readouterr().out
-    for size in ("small", "large"):
-        rows = [
-            line for line in out.partition(f"### {size}")[2].splitlines() if line.startswith(("| MetaLA", "| softmax"))
-        ]
-        assert rows[0].startswith("| softmax")
-        assert rows[1].startswith("| MetaLA")
-        assert " nan " in rows[1]
-    assert {file.name for file in Path("runs/wild").glob("*.png")} == {"results.png", "scaling.png", "sources.png"}
-    text = Path("runs/wild/results.json").read_text()
-    results = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert {run["model"] for run in results["runs"] if run["final"]["loss"] is None} == {"metala"}
-    for run in results["runs"]:
-        summary = (Path("runs/wild") / run["run"] / "summary.json").read_text()
-        told = json.loads(summary, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-        assert told["validation"]["loss"] == run["final"]["loss"]
-        assert run["tokens"] == 8 * 2 * 32
-        logged = [
-            line["step_seconds"] for line in read_metrics(Path("runs/wild") / run["run"]) if "step_seconds" in line
-        ]
-        assert run["step_seconds"] == pytest.approx(8 * statistics.mean(logged), abs=0.006)
+    assert main(["wild.yml", "--name", "wild", "--devices", "cpu", "--sizes", "small"]) == 1
+    said = capsys.readouterr()
+    assert "metala-small" in said.err + said.out
+    complete = {path.parent.name for path in Path("runs/wild").glob("*/summary.json")}
+    assert complete
+    assert all(name.startswith("softmax") for name in complete)
 
 
 def test_runs_go_out_seed_by_seed_and_the_longest_first(place: Path, tmp_path: Path, monkeypatch) -> None:

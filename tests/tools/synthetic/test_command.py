@@ -122,7 +122,7 @@ def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: p
 
 def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluation.main(["--suite", "mqar", *words, "models=[metalla]"]) == 2
-    assert capsys.readouterr().err == "error: models: 'metalla' is not defined; nearest: metala\n"
+    assert capsys.readouterr().err == "error: models: 'metalla' is not defined; did you mean metala?\n"
     assert evaluation.main(["--suite", "mqar", *words, "definitions.metala.num_heads=5"]) == 2
     assert "model.num_heads = 5 does not divide" in capsys.readouterr().err
     assert evaluation.main(["--suite", "mqar,superglue"]) == 2

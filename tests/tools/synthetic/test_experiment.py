@@ -138,11 +138,11 @@ def test_steps_are_whole_batches(runs: Callable[..., list[Run]]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["models=[metalla]"], r"models: 'metalla' is not defined; nearest: metala"),
+        (["models=[metalla]"], r"models: 'metalla' is not defined; did you mean metala"),
         (["tasks=[64-4]"], r"tasks: '64-4': LENGTHxPAIRS is expected"),
         (["tasks=[100x4]", "batch_size={64: 512}"], r"batch_size has none for length 100: add batch_size\.100=N"),
         (["tasks=[512x80]", "models=[gla]"], r"no run is left of .*'512x80': \{'models': \('metala',\)"),
-        (["epoch=3"], r"epoch is an unknown key; nearest: epochs"),
+        (["epoch=3"], r"epoch is an unknown key; did you mean epochs"),
         (["batch_size=0"], r"batch_size = 0: whole number >= 1, or mapping to: whole number >= 1 is allowed"),
         (["batch_size={64: 0}"], r"whole number >= 1 is allowed"),
         (["seeds=[-1]"], r"seeds = \[-1\]: list of: whole number >= 0 is allowed"),
@@ -156,14 +156,14 @@ def test_what_cannot_be(overrides: list[str], message: str) -> None:
 
 
 def test_what_cannot_be_in_mad_and_in_models(runs: Callable[..., list[Run]]) -> None:
-    with pytest.raises(ValueError, match="'compresion' is unknown; nearest: compression"):
+    with pytest.raises(ValueError, match="'compresion' is unknown; did you mean compression"):
         plan(load_experiment("mad", ["tasks=[compresion]"]), "fp32")
-    with pytest.raises(ValueError, match="nearest: memorization/vocabulary=512"):
+    with pytest.raises(ValueError, match="did you mean memorization/vocabulary=512"):
         plan(load_experiment("mad", ["tasks=[memorization/vocabulary=511]"]), "fp32")
     with pytest.raises(ConfigError, match="no such file"):
         load_experiment("mqar", path=Path("missing.yml"))
     with pytest.raises(
-        ValueError, match=r"definitions\.metala or network: layers is an unknown key; nearest: num_layers"
+        ValueError, match=r"definitions\.metala or network: layers is an unknown key; did you mean num_layers"
     ):
         model_config(runs("network.layers=3")[0])
     with pytest.raises(ValueError, match="dropout is an unknown key; nearest: embedding_dropout, attention_dropout"):
