@@ -166,7 +166,9 @@ def test_what_cannot_be_in_mad_and_in_models(runs: Callable[..., list[Run]]) -> 
         ValueError, match=r"definitions\.metala or network: layers is an unknown key; did you mean num_layers"
     ):
         model_config(runs("network.layers=3")[0])
-    with pytest.raises(ValueError, match="dropout is an unknown key; nearest: embedding_dropout, attention_dropout"):
+    with pytest.raises(
+        ValueError, match="dropout is an unknown key; did you mean embedding_dropout or attention_dropout"
+    ):
         model_config(runs("network.dropout=0.1")[0])
     with pytest.raises(ValueError, match="hidden_size is an unknown key"):  # `widths` sets it
         model_config(runs("network.hidden_size=64")[0])
