@@ -81,7 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     suites.add_argument("--shots", type=from_zero, help="examples in the prompt (default: what the task says, none)")
     suites.add_argument("--max-length", type=positive, help="tokens seen at once (default: as in training)")
-    suites.add_argument("--batch-tokens", type=positive, help="tokens of a batch (default: measured)")
     suites.add_argument("--samples", action="store_true", help="write every document with its answers too")
     suites.add_argument("--name", help="what the tables call the model")
     suites.add_argument(

@@ -143,15 +143,9 @@ def _host_peak(work: Callable[[], Any]) -> int:
 
 def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
     """Time and memory against length, a line a form."""
-    import matplotlib
+    from tools.reporting.style import COLORS, saved_figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from tools.reporting.style import COLORS, STYLE
-
-    with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(1, 2, figsize=(8.2, 3.4))
+    with saved_figure(out, 1, 2, figsize=(8.2, 3.4)) as (_, panels):
         for key, label, axes in (("ms", "ms, one forward pass", panels[0]), ("mib", "peak MiB", panels[1])):
             for form, color in zip((*FORMS, SOFTMAX), COLORS, strict=False):
                 chosen = [row for row in rows if row["form"] == form]
@@ -164,10 +158,6 @@ def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
             axes.minorticks_off()
             axes.set(xlabel="tokens", ylabel=label)
         panels[0].legend()
-        figure.tight_layout()
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out)
-        plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from models.language_model import LanguageModel
 from tools.evaluation.data_parallel import Processes
 from tools.evaluation.prefix_tree import Ids
 from tools.evaluation.pseudo_likelihood import PseudoScorer
-from tools.evaluation.request_cache import AnswerFile
+from tools.evaluation.request_cache import RequestCache
 from tools.evaluation.request_pairs import Pair, RequestCounts, encode_pairs, encode_texts, refuse_longer
+from tools.evaluation.results_file import number_format
 from tools.evaluation.scoring import Scorer
 from tools.inference.generation import generate
 
@@ -37,7 +38,7 @@ class ProjectLM(TemplateLM):
         tokenizer: the one that the model was trained with.
         max_length: tokens that the model sees at once; longer requests lose their beginning, which `counts` has.
         name: what the results call it.
-        answers: where answers are kept while the evaluation runs.
+        cache: the file of answers while the evaluation runs.
         batch_tokens: tokens of a batch; 0 measures what fits.
         state_bytes: what the states of a batch may take; 0 takes an eighth of the memory.
 
@@ -52,7 +53,7 @@ class ProjectLM(TemplateLM):
         max_length: int,
         name: str = "model",
         processes: Processes | None = None,
-        answers: AnswerFile | None = None,
+        cache: RequestCache | None = None,
         batch_tokens: int = 0,
         state_bytes: int = 0,
         progress: bool = True,
@@ -60,7 +61,7 @@ class ProjectLM(TemplateLM):
         super().__init__()
         self.model, self.name, self.max_length, self.progress = model, name, max_length, progress
         self.processes = processes or Processes()
-        self.answers = AnswerFile(None, "", self.processes) if answers is None else answers
+        self.cache = RequestCache(None, "", self.processes) if cache is None else cache
         self._tokenizer = tokenizer
         self.masked = bool(model.config.bidirectional_mixers())
         self.scorer: Scorer | PseudoScorer
@@ -128,8 +129,8 @@ class ProjectLM(TemplateLM):
             )
         asked = [(request.args[0], _settings(request.args[1], self.max_gen_toks)) for request in requests]
         words = _generation_words(requests, asked)
-        keys = [self.answers.key("generate", *own) for own in words]
-        found = {i: value for i, key in enumerate(keys) if (value := self.answers.get(key)) is not None}
+        keys = [self.cache.key("generate", *own) for own in words]
+        found = {i: value for i, key in enumerate(keys) if (value := self.cache.get(key)) is not None}
         prompts = encode_texts(self._tokenizer, [text for text, _ in asked])
         # Equal settings and about equal lengths go side by side.
         rest = sorted(set(range(len(asked))) - found.keys(), key=lambda i: (repr(asked[i][1]), -len(prompts[i])))
@@ -148,7 +149,7 @@ class ProjectLM(TemplateLM):
                     seeds = [_seed(words[i]) for i in batch]
                     texts = self._continue([prompts[i][-room:].tolist() for i in batch], **{**settings, "seed": seeds})
                     written.update(zip(batch, texts, strict=True))
-                    self.answers.add((keys[i], written[i]) for i in batch)
+                    self.cache.add((keys[i], written[i]) for i in batch)
                     bar.update(len(batch))
             return written
 
@@ -163,7 +164,7 @@ class ProjectLM(TemplateLM):
         """What `results.json` says about the model."""
         return {
             "model_num_parameters": sum(p.numel() for p in self.model.parameters()),
-            "model_dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "model_dtype": number_format(self.model),
             "max_length": self.max_length,
             "score": self.score_name,
         }
@@ -182,13 +183,13 @@ class ProjectLM(TemplateLM):
         return contexts, targets
 
     def _score(self, kind: str, contexts: list[Ids], targets: list[Ids]) -> list[tuple[float, bool]]:
-        keys = [self.answers.key(kind, *pair) for pair in zip(contexts, targets, strict=True)]
+        keys = [self.cache.key(kind, *pair) for pair in zip(contexts, targets, strict=True)]
         self.counts.asked_tokens += sum(map(len, contexts)) + sum(map(len, targets)) - len(targets)
         found: dict[int, tuple[float, bool]] = {}
         for number, key in enumerate(keys):
             if not len(targets[number]):
                 found[number] = (0.0, True)  # an empty continuation is certain
-            elif (value := self.answers.get(key)) is not None:
+            elif (value := self.cache.get(key)) is not None:
                 found[number] = (value[0], value[1])
         rest = [number for number in range(len(keys)) if number not in found]
         units: Any = self.scorer.units([contexts[i] for i in rest], [targets[i] for i in rest])
@@ -203,7 +204,7 @@ class ProjectLM(TemplateLM):
                 def done(answers: list[tuple[int, tuple[float, bool]]]) -> None:
                     numbered = [(rest[i], answer) for i, answer in answers]
                     computed.update(numbered)
-                    self.answers.add((keys[i], answer) for i, answer in numbered)
+                    self.cache.add((keys[i], answer) for i, answer in numbered)
                     bar.update(len(answers))
 
                 self.scorer.score_units(mine, len(rest), done=done)

@@ -20,7 +20,7 @@ from tools.evaluation.harness import (
     write_json,
     write_samples,
 )
-from tools.evaluation.open_model import is_huggingface, locate_model, number_format, open_model, results_file
+from tools.evaluation.open_model import is_huggingface, locate_model, open_model, results_file
 from tools.evaluation.report import (
     bar_chart,
     detail_rows,
@@ -36,6 +36,7 @@ from tools.evaluation.results_file import (
     check_output,
     difference,
     earlier_results,
+    number_format,
     refuse_others,
     suite_settings,
     with_tasks,

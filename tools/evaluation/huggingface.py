@@ -10,8 +10,10 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from megatron_lite.checkpoint.checksums import file_sha256
 from megatron_lite.engine.precision import DTYPES
 from tools.evaluation.request_pairs import Pair, RequestCounts, refuse_longer, split_pair
+from tools.evaluation.tasks import first_line
 
 
 class HuggingFaceLM(HFLM):
@@ -56,9 +58,9 @@ class HuggingFaceLM(HFLM):
             words = "it brings Python code of its own: look through it, and let it run with --trust-remote-code"
             raise ValueError(f"{name}: {words}") from error
         except (KeyError, TypeError, AttributeError, ImportError) as error:
-            words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise ValueError(
-                f"{name}: transformers cannot load it ({words}): compare its config.json and files with the model's own"
+                f"{name}: transformers cannot load it ({first_line(error)}): compare its config.json and files with the "
+                "model's own"
             ) from error
         rows, entries = self.model.get_input_embeddings().weight.shape[0], len(self.tokenizer)
         if entries > rows:
@@ -114,8 +116,7 @@ def folder_hash(name: str) -> str | None:
         return None
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
+        digest.update(bytes.fromhex(file_sha256(file)))
     return digest.hexdigest()
 
 

@@ -14,11 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.datasets.causal import SequentialDataset
-from data.loader import batches
 from models.language_model import LanguageModel
 from models.precision import to_accumulation_dtype
-from tools.evaluation.perplexity import TokenText
+from tools.evaluation.perplexity import TokenText, text_batches
 from tools.evaluation.request import TextRequest
 from tools.loading.model import LoadedModel
 
@@ -82,22 +80,15 @@ class LossByPosition:
 def loss_by_position(
     loaded: LoadedModel, text: TokenText, *, length: int, batch_size: int = 8, progress: bool = True
 ) -> LossByPosition:
-    """Cuts a text into pieces of `length` tokens, each of which starts with an empty state, as training does.
+    """Return the loss by position in pieces of `length` tokens. Each piece starts with an empty state, as in training.
 
     Positions count from 1, the first token of a piece, which follows one token only.
     """
-    from tqdm import tqdm
-
-    pieces = SequentialDataset(text.prefix, sequence_length=length, first_token=loaded.tokenizer.end_of_document_id)
-    steps = batches(pieces, global_batch_size=batch_size, micro_batch_size=batch_size, fill_last=True)
     total, count = np.zeros(length), np.zeros(length, np.int64)
     trained = int(loaded.config["batch"]["sequence_length"])
     changes: list[float] = []
-    bar = tqdm(
-        steps, total=-(-len(pieces) // batch_size), desc=text.name, unit="batch", disable=not progress, leave=False
-    )
-    for (batch,) in bar:
-        tokens, labels, weight = (batch[k].to(loaded.device) for k in ("tokens", "labels", "loss_weight"))
+    for batch in text_batches(loaded, text, length, batch_size, progress=progress):
+        tokens, labels, weight = batch["tokens"], batch["labels"], batch["loss_weight"]
         nll = token_nll(loaded.model, tokens, labels)
         real = (weight > 0).double()
         total += (nll * real).sum(0).cpu().numpy()
@@ -129,16 +120,10 @@ def token_nll(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) 
 
 
 def plot_positions(results: list[LossByPosition], out: Path) -> None:
-    """Bits per byte against position, a line a text; the trained length is marked."""
-    import matplotlib
+    """Draw bits per byte against position, one line per text, and mark the trained length."""
+    from tools.reporting.style import COLORS, saved_figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from tools.reporting.style import COLORS, STYLE
-
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(6.4, 3.9), layout="constrained")
+    with saved_figure(out, figsize=(6.4, 3.9)) as (_, axes):
         for number, result in enumerate(results):
             bins = result.bins()
             middle = [math.sqrt(b["from"] * b["to"]) for b in bins]
@@ -154,9 +139,6 @@ def plot_positions(results: list[LossByPosition], out: Path) -> None:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.set(xlabel="position in the piece (tokens)", ylabel="bits per byte", title="Loss by position")
         axes.legend(loc="lower left", fontsize=8)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out)
-        plt.close(figure)
 
 
 def run_positions(

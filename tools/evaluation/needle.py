@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.evaluation.open_model import OpenedModel, number_format, open_model
+from tools.evaluation.open_model import OpenedModel, open_model
 from tools.evaluation.request import EvaluationRequest, NeedleRequest
-from tools.evaluation.results_file import difference, earlier_results, refuse_others, weights
+from tools.evaluation.results_file import difference, earlier_results, number_format, refuse_others, weights
 
 if TYPE_CHECKING:
     from tools.loading.model import LoadedModel, LocatedCheckpoint
@@ -249,13 +249,9 @@ def table(results: dict[str, Any]) -> str:
 def heat_map(results: dict[str, Any], out: Path) -> None:
     """Accuracy and log-likelihood by length and depth as colours and numbers; the trained length is named where it is
     known."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     import numpy as np
 
-    from tools.reporting.style import STYLE
+    from tools.reporting.style import saved_figure
 
     lengths, depths = results["lengths"], results["depths"]
     trained = results["model"].get("trained_length")
@@ -264,9 +260,8 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
         (right, (0, 100), 0, "answers right, %"),
         (likely, (np.nanmin(likely), 0), 1, "log-likelihood of the number, nats"),
     )
-    with plt.rc_context({**STYLE, "axes.grid": False}):
-        size = (2 * (1.4 + 0.8 * len(lengths)), 1.5 + 0.3 * len(depths))
-        figure, both = plt.subplots(1, 2, figsize=size, layout="constrained", sharey=True)
+    size = (2 * (1.4 + 0.8 * len(lengths)), 1.5 + 0.3 * len(depths))
+    with saved_figure(out, 1, 2, style={"axes.grid": False}, figsize=size, sharey=True) as (figure, both):
         for axes, (values, (low, high), digits, words) in zip(both, panels, strict=True):
             axes.imshow(values, cmap="viridis", vmin=low, vmax=high, aspect="auto")
             for row, column in np.argwhere(~np.isnan(values)):
@@ -278,9 +273,6 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
             axes.set(title=words, xlabel="tokens of text" + (f" (trained at {trained:,})" if trained else ""))
         both[0].set_ylabel("depth of the needle, %")
         figure.suptitle(results["title"], fontsize=10.5)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out)
-        plt.close(figure)
 
 
 def _by_place(results: dict[str, Any], value: str) -> Any:

@@ -11,23 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.evaluation.request import EvaluationRequest
-from tools.evaluation.results_file import NEEDLE_FILE, RESULTS_FILE
+from tools.evaluation.results_file import NEEDLE_FILE, RESULTS_FILE, number_format
 
 if TYPE_CHECKING:
-    import torch
-
     from tools.loading.model import LoadedModel, LocatedCheckpoint
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model as the harness asks it.
+    """A model that answers the requests of the harness.
 
     Attributes:
-        lm: answers requests. name: what tables call it. out: the results file.
-        facts: what results say about the model. loaded: a checkpoint of this project; None for a Hugging Face model.
-        finish: removes the answers that were kept in case of an interruption.
-        cache: where the answers of a Hugging Face model are kept until then, by a name of this model's own.
+        lm: the model of the harness.
+        name: the model's name in tables.
+        out: the results file.
+        facts: the description of the model in the results.
+        loaded: a checkpoint of this project; None for a Hugging Face model.
+        finish: removes the cached answers of an unfinished evaluation.
+        cache: the file of the cached answers of a Hugging Face model. Its name depends on the model.
     """
 
     lm: Any
@@ -40,7 +41,7 @@ class OpenedModel:
 
 
 def is_huggingface(name: str) -> bool:
-    """Whether a command-line word names a Hugging Face model: a folder with its config.json, or owner/name on the hub."""
+    """Return whether a name is a Hugging Face model: a folder with a config.json, or owner/name on the hub."""
     path = Path(name)
     if path.is_dir():
         return (path / "config.json").is_file()
@@ -113,13 +114,8 @@ def open_model(
     )
 
 
-def number_format(model: torch.nn.Module) -> str:
-    """Return the number format of the weights, such as "float32"."""
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
-
-
 def checkpoint_hash(checkpoint: Path) -> str:
-    """SHA-256 over those of a checkpoint's weight files, as its manifest holds them."""
+    """Return a SHA-256 over the hashes of a checkpoint's weight files, which its manifest holds."""
     from megatron_lite.checkpoint.reader import read_manifest
 
     files = read_manifest(checkpoint)["files"]
@@ -150,8 +146,8 @@ def _open_huggingface(request: EvaluationRequest, out: Path, length: int | None)
     cache = out.parent / "answers" / f"requests-{hashlib.blake2b(model.encode(), digest_size=8).hexdigest()}"
 
     def finish() -> None:
-        for kept in cache.parent.glob(f"{cache.name}*"):
-            kept.unlink()
+        for file in cache.parent.glob(f"{cache.name}*"):
+            file.unlink()
         if cache.parent.is_dir() and not any(cache.parent.iterdir()):
             cache.parent.rmdir()
 
@@ -163,7 +159,7 @@ def _open_checkpoint(
 ) -> OpenedModel:
     from tools.evaluation.adapter import ProjectLM
     from tools.evaluation.data_parallel import join_processes
-    from tools.evaluation.request_cache import AnswerFile
+    from tools.evaluation.request_cache import RequestCache
     from tools.loading.model import load_located
 
     processes, device = join_processes(request.device)
@@ -172,18 +168,17 @@ def _open_checkpoint(
     digest = checkpoint_hash(loaded.checkpoint)
     trained = int(loaded.config["batch"]["sequence_length"])
     length = length or trained
-    dtype = str(next(loaded.model.parameters()).dtype)
-    answers = AnswerFile(out.parent / "answers", f"{digest}/{dtype}/{length}/{loaded.tokenizer.hash}", processes)
-    if len(answers) and processes.is_main:
-        print(f"going on with {len(answers):,} answers of an interrupted evaluation", file=sys.stderr)
+    key = f"{digest}/torch.{number_format(loaded.model)}/{length}/{loaded.tokenizer.hash}"
+    cache = RequestCache(out.parent / "answers", key, processes)
+    if len(cache) and processes.is_main:
+        print(f"going on with {len(cache):,} answers of an interrupted evaluation", file=sys.stderr)
     lm = ProjectLM(
         loaded.model,
         loaded.tokenizer,
         max_length=length,
         name=name,
         processes=processes,
-        answers=answers,
-        batch_tokens=request.batch_tokens,
+        cache=cache,
         progress=request.progress and sys.stderr.isatty(),
     )
     facts = {
@@ -193,4 +188,4 @@ def _open_checkpoint(
         "tokenizer": f"{loaded.tokenizer.type} {loaded.tokenizer.hash}",
         "trained_length": trained,
     }
-    return OpenedModel(lm, name, out, facts, loaded, answers.remove)
+    return OpenedModel(lm, name, out, facts, loaded, cache.remove)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +33,10 @@ class TokenText:
     """A text as token files.
 
     Attributes:
-        name: what it is called in tables.
-        prefix: of its .bin and .idx.
-        bytes: of its UTF-8 text, without the ends of documents.
-        documents: how many.
+        name: its name in tables.
+        prefix: the path of its .bin and .idx, without the ending.
+        bytes: bytes of its UTF-8 text, without the ends of documents.
+        documents: number of documents.
     """
 
     name: str
@@ -46,7 +46,7 @@ class TokenText:
 
 
 def validation_text(loaded: LoadedModel) -> TokenText:
-    """The validation set that the run was trained beside.
+    """Return the validation set of the run.
 
     Raises:
         ValueError: the run has none, or its corpus is prepared anew with another tokenizer.
@@ -64,7 +64,7 @@ def validation_text(loaded: LoadedModel) -> TokenText:
 
 
 def token_file_text(prefix: Path, tokenizer: Tokenizer, name: str | None = None) -> TokenText:
-    """Token files as a text. Without a manifest that counts them, the bytes are counted by decoding every document.
+    """Return token files as a text. Bytes that no manifest states are counted by decoding every document.
 
     Raises ValueError for files of another tokenizer, FileNotFoundError and ValueError as `IndexedTokens`.
     """
@@ -77,7 +77,7 @@ def token_file_text(prefix: Path, tokenizer: Tokenizer, name: str | None = None)
 
 
 def raw_text(path: str, tokenizer: Tokenizer, folder: Path, *, text_key: str = "text") -> TokenText:
-    """Tokenises a raw file (or a folder or glob of them) into `folder`. Raises as `data.corpora` and `data.readers`."""
+    """Tokenise a raw file, or a folder or glob of them, into `folder`. Raises as `source_files` and `read_documents`."""
     prefix = folder / f"text{len(list(folder.glob('*.idx')))}"
     size = documents = 0
     with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
@@ -99,31 +99,22 @@ def perplexity(
     batch_size: int = 8,
     progress: bool = True,
 ) -> dict[str, float]:
-    """Measures a model on a text.
+    """Measure a model on a text.
 
     Args:
         sequence_length: tokens of a piece; None for the length that the model was trained at.
-        batch_size: pieces side by side; it changes the speed only.
+        batch_size: pieces per batch; it changes the speed only.
 
     Returns:
-        loss (nats a token), perplexity, bits_per_byte; tokens, bytes and documents of the text; sequence_length;
+        loss (nats per token), perplexity, bits_per_byte; tokens, bytes and documents of the text; sequence_length;
         seconds.
     """
-    from tqdm import tqdm
-
     length = sequence_length or int(loaded.config["batch"]["sequence_length"])
-    pieces = SequentialDataset(
-        text.prefix,
-        sequence_length=length,
-        first_token=loaded.tokenizer.end_of_document_id,
-        reset_at_documents=loaded.config["data"]["reset_at_documents"],
-    )
-    steps = batches(pieces, global_batch_size=batch_size, micro_batch_size=batch_size, fill_last=True)
+    reset = loaded.config["data"]["reset_at_documents"]
     started = time.perf_counter()
     nll = weight = 0.0
-    total = -(-len(pieces) // batch_size)
-    for (batch,) in tqdm(steps, total=total, desc=text.name, unit="batch", disable=not progress, leave=False):
-        nll += loaded.model(**{key: value.to(loaded.device) for key, value in batch.items()}).item()
+    for batch in text_batches(loaded, text, length, batch_size, reset_at_documents=reset, progress=progress):
+        nll += loaded.model(**batch).item()
         weight += batch["loss_weight"].sum().item()
     loss = nll / weight
     return {
@@ -136,6 +127,30 @@ def perplexity(
         "sequence_length": length,
         "seconds": round(time.perf_counter() - started, 3),
     }
+
+
+def text_batches(
+    loaded: LoadedModel,
+    text: TokenText,
+    length: int,
+    batch_size: int,
+    *,
+    reset_at_documents: bool = False,
+    progress: bool = True,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield a text in batches of pieces, [batch_size, length] each, on the device of the model."""
+    from tqdm import tqdm
+
+    pieces = SequentialDataset(
+        text.prefix,
+        sequence_length=length,
+        first_token=loaded.tokenizer.end_of_document_id,
+        reset_at_documents=reset_at_documents,
+    )
+    steps = batches(pieces, global_batch_size=batch_size, micro_batch_size=batch_size, fill_last=True)
+    total = -(-len(pieces) // batch_size)
+    for (batch,) in tqdm(steps, total=total, desc=text.name, unit="batch", disable=not progress, leave=False):
+        yield {key: value.to(loaded.device) for key, value in batch.items()}
 
 
 def _decoded_bytes(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer, prefix: Path) -> int:

@@ -165,17 +165,9 @@ def latex(tables: Sequence[Table]) -> str:
 
 def bar_chart(tables: Sequence[Table], out: Path) -> None:
     """A panel a suite, a group of bars a column, a bar a model; the line across a group is chance."""
-    import matplotlib
+    from tools.reporting.style import COLORS, saved_figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from tools.reporting.style import COLORS, STYLE
-
-    with plt.rc_context(STYLE):
-        figure, panels = plt.subplots(
-            len(tables), 1, figsize=(11.5, 3.3 * len(tables)), layout="constrained", squeeze=False
-        )
+    with saved_figure(out, len(tables), figsize=(11.5, 3.3 * len(tables)), squeeze=False) as (_, panels):
         for axes, table in zip(panels[:, 0], tables, strict=True):
             labels = [column.label for column in table.columns if not is_raw(column.metric)]
             width = 0.8 / max(1, len(table.rows))
@@ -206,9 +198,6 @@ def bar_chart(tables: Sequence[Table], out: Path) -> None:
             axes.set_ylim(bottom=0)
             axes.grid(axis="x", visible=False)
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out)
-        plt.close(figure)
 
 
 def _columns(suite: Suite, results: Sequence[Results]) -> tuple[Column, ...]:

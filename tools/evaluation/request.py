@@ -81,7 +81,6 @@ class EvaluationRequest:
         out: the results file; None for a file in the run's folder.
         name: the model's name in tables; None for the name of the run.
         max_length: tokens in one request; None for the trained length.
-        batch_tokens: tokens per batch; 0 measures what fits.
         save_samples: whether every document is written with its answers.
         progress: whether a progress bar is shown.
         trust_remote_code: whether the code in a Hugging Face folder may run.
@@ -96,7 +95,6 @@ class EvaluationRequest:
     out: Path | None = None
     name: str | None = None
     max_length: int | None = None
-    batch_tokens: int = 0
     save_samples: bool = False
     progress: bool = True
     trust_remote_code: bool = False
@@ -143,7 +141,6 @@ class EvaluationRequest:
             out=options.out,
             name=options.name,
             max_length=options.max_length,
-            batch_tokens=options.batch_tokens or 0,
             save_samples=options.samples,
             progress=options.progress,
             trust_remote_code=options.trust_remote_code,

@@ -1,4 +1,4 @@
-"""Answers that were already computed, kept on disk while an evaluation runs, so that an interrupted one goes on."""
+"""Cache the answers to requests on disk while an evaluation runs, so that an interrupted one can continue."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from numpy.typing import NDArray
 from tools.evaluation.data_parallel import Processes
 
 
-class AnswerFile:
-    """A folder of `answers-RANK.jsonl`, one line an answer, flushed as they come.
+class RequestCache:
+    """A folder of files `answers-RANK.jsonl`, with one line per answer.
 
-    Every process reads what all wrote before and appends to its own file, which the first answer makes. A last line that was
-    cut is dropped.
+    Every process reads the files of all ranks, and appends to its own file. A last line that was cut is dropped.
 
     Args:
-        folder: None keeps nothing.
-        model: identifies weights, number format and length; answers of another model are never found.
+        folder: None for a cache that stores nothing.
+        model: identifies weights, number format and length. Answers of another model do not match.
     """
 
     def __init__(self, folder: Path | None, model: str, processes: Processes) -> None:
@@ -31,14 +30,14 @@ class AnswerFile:
             return
         self._path = folder / f"answers-{processes.rank}.jsonl"
         self._known = {key: value for file in sorted(folder.glob("answers-*.jsonl")) for key, value in _lines(file)}
-        # Every process has the same knowledge before any of them adds to it: they must share out the same rest.
+        # Every process must read the same answers before one of them adds to the files.
         processes.wait()
 
     def __len__(self) -> int:
         return len(self._known)
 
     def key(self, kind: str, *parts: NDArray | str) -> str:
-        """What is asked, as a word."""
+        """Return the key of a request: a hash of its kind and its parts."""
         digest = hashlib.blake2b(f"{self._model}\0{kind}".encode(), digest_size=16)
         for part in parts:
             content = part.encode() if isinstance(part, str) else np.asarray(part).astype("<i8").tobytes()
@@ -46,11 +45,11 @@ class AnswerFile:
         return digest.hexdigest()
 
     def get(self, key: str) -> Any:
-        """The answer as JSON, or None."""
+        """Return the answer as JSON, or None."""
         return self._known.get(key)
 
     def add(self, answers: Iterable[tuple[str, Any]]) -> None:
-        """Keeps (key, answer) pairs; a process that is killed after this has lost none of them."""
+        """Write (key, answer) pairs to the file. They survive the end of the process."""
         if self._folder is None:
             return
         if self._file is None:
@@ -64,7 +63,7 @@ class AnswerFile:
         self._file.flush()
 
     def remove(self) -> None:
-        """The evaluation is complete and its results are written: nothing is kept that could grow stale."""
+        """Remove the files. Call it once the results are written."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -106,6 +106,11 @@ def suite_settings(results: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def number_format(model: Any) -> str:
+    """Return the number format of a module's weights, such as "float32"."""
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
 def weights(model: Mapping[str, Any]) -> str:
     """A model's weights in a word, from what results say of it: their hash, or its name on the hub."""
     return model["sha256"][:16] if model.get("sha256") else str(model.get("name"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.corpus.readers import decompressed
+from megatron_lite.checkpoint.checksums import file_sha256
 from models.options import nearest_names
 from tools.evaluation.row_checks import row_problem
 from tools.evaluation.suites import UnknownNameError
@@ -92,7 +92,7 @@ def load_tasks(
             )
         for path in found.values():
             check_rows(name, path, (fields or {}).get(name) or template_fields(config))
-        files[name] = {str(path): _sha256(path) for path in found.values()}
+        files[name] = {str(path): file_sha256(path) for path in found.values()}
         specs.append(spec)
     loaded: dict[str, LoadedTask] = {}
     for name, task in _build(manager, specs, files).items():
@@ -215,7 +215,7 @@ def check_documents(name: str, task: Task, source: str) -> None:
             # The first two choices are there whatever the others are.
             choices = [] if all(gold in (0, 1) for gold in golds) else task.doc_to_choice(document)
         except Exception as error:  # whatever functions and templates of a task make of a value
-            raise ValueError(f"{where} cannot be asked: {_words(error)}: {_remedy(name)}") from error
+            raise ValueError(f"{where} cannot be asked: {first_line(error)}: {_remedy(name)}") from error
         for gold in golds:
             if gold not in (0, 1) and gold not in range(len(choices)) and gold not in choices:
                 raise ValueError(
@@ -256,7 +256,7 @@ def _build(
             if not files[name]:
                 raise
             raise ValueError(
-                f"{name}: the harness cannot read {', '.join(files[name])} as this task's data: {_words(error)}. Compare the "
+                f"{name}: the harness cannot read {', '.join(files[name])} as this task's data: {first_line(error)}. Compare the "
                 "fields and values of its rows with those of the data set, or get it again"
             ) from error
     return built
@@ -289,8 +289,8 @@ def _check_shots(name: str, task: Task, used: str, shots: int | None, source: st
         )
 
 
-def _words(error: Exception) -> str:
-    """The error's first line after its kind, without which "'E'" says nothing."""
+def first_line(error: Exception) -> str:
+    """Return the type of an error and its first line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
@@ -360,13 +360,9 @@ def _parquet_rows(name: str, path: Path) -> list[dict[str, Any]]:
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{name}: {path} is no whole Parquet file ({_words(error)}): {_remedy(name)}") from error
+        raise ValueError(f"{name}: {path} is no whole Parquet file ({first_line(error)}): {_remedy(name)}") from error
 
 
 def _remedy(name: str) -> str:
     """What to do about a file that cannot be used."""
     return f"get the file again, or leave the task out (--without {name})"
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -14,10 +14,10 @@ from data.corpus.discovery import source_files
 from data.indexed import IndexedTokens
 from megatron_lite.checkpoint.storage import versions
 from tools.evaluation.loss_by_position import run_positions
-from tools.evaluation.open_model import number_format, results_file
+from tools.evaluation.open_model import results_file
 from tools.evaluation.perplexity import TokenText, perplexity, raw_text, token_file_text, validation_text
 from tools.evaluation.request import EvaluationRequest, TextRequest
-from tools.evaluation.results_file import earlier_results
+from tools.evaluation.results_file import earlier_results, number_format
 from tools.loading.model import LoadedModel, LocatedCheckpoint, load_located
 from tools.reporting.tables import plain_table
 

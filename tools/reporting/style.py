@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 # Okabe and Ito (2008): told apart by every kind of colour vision, and in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#000000")
-STYLE = {
+STYLE: dict[str, Any] = {
     "figure.dpi": 100,
     "savefig.dpi": 160,
     "savefig.bbox": "tight",
@@ -22,3 +27,26 @@ STYLE = {
     "lines.linewidth": 1.5,
     "pdf.fonttype": 42,
 }
+
+
+@contextmanager
+def saved_figure(
+    out: Path, rows: int = 1, columns: int = 1, *, style: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure and its axes in the project's style, then write the figure to a file.
+
+    style: entries of `STYLE` to replace. options: of `matplotlib.pyplot.subplots`.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context({**STYLE, **(style or {})}):
+        figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
+        try:
+            yield figure, axes
+            out.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(out)
+        finally:
+            plt.close(figure)

@@ -16,7 +16,7 @@ from tools.evaluation.adapter import _settings as generation_settings
 from tools.evaluation.data_parallel import Processes
 from tools.evaluation.harness import evaluate, prepare_tasks
 from tools.evaluation.request import TaskRequest
-from tools.evaluation.request_cache import AnswerFile
+from tools.evaluation.request_cache import RequestCache
 from tools.evaluation.request_pairs import encode_pairs, split_pair
 from tools.loading.model import LoadedModel, load_model
 
@@ -178,7 +178,7 @@ def test_what_is_drawn_depends_on_the_request_alone(loaded, tmp_path, monkeypatc
     """Whatever the batches, the processes and interruptions; repeats of a document differ."""
 
     def drawn(
-        batch_tokens: int = 4096, seed: int = 1, answers: AnswerFile | None = None, rank: int | None = None
+        batch_tokens: int = 4096, seed: int = 1, cache: RequestCache | None = None, rank: int | None = None
     ) -> list:
         settings = {"until": [], "do_sample": True, "temperature": 1.0, "max_gen_toks": 6, "seed": seed}
         asked = instances("generate_until", [(text, settings) for text in ("def ", "def alpha(beta", "def ")])
@@ -186,7 +186,7 @@ def test_what_is_drawn_depends_on_the_request_alone(loaded, tmp_path, monkeypatc
             loaded.model,
             loaded.tokenizer,
             max_length=LENGTH,
-            answers=answers,
+            cache=cache,
             batch_tokens=batch_tokens,
             processes=None if rank is None else Processes(rank, 2),
             progress=False,
@@ -199,19 +199,19 @@ def test_what_is_drawn_depends_on_the_request_alone(loaded, tmp_path, monkeypatc
     assert set(expected[0]) != set(expected[2]), "other documents of the same text draw anew"
     assert drawn(batch_tokens=1) == drawn(batch_tokens=24) == expected
     assert drawn(seed=2) != expected
-    add = AnswerFile.add
+    add = RequestCache.add
 
     def interrupted(self, answers):
         add(self, answers)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(AnswerFile, "add", interrupted)
+    monkeypatch.setattr(RequestCache, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        drawn(batch_tokens=48, answers=AnswerFile(tmp_path, "a", Processes()))
-    monkeypatch.setattr(AnswerFile, "add", add)
-    kept = AnswerFile(tmp_path, "a", Processes())
+        drawn(batch_tokens=48, cache=RequestCache(tmp_path, "a", Processes()))
+    monkeypatch.setattr(RequestCache, "add", add)
+    kept = RequestCache(tmp_path, "a", Processes())
     assert 1 < len(kept) < 12
-    assert drawn(answers=kept) == expected
+    assert drawn(cache=kept) == expected
     parts: list[dict] = []
     monkeypatch.setattr(Processes, "gather", lambda self, value: parts.append(value[0]) or [(everyone, None)])
     everyone = dict.fromkeys(range(12), "")
@@ -308,7 +308,7 @@ def test_an_error_of_one_process_is_everyones(monkeypatch):
 
 def test_an_answer_is_of_its_context_and_continuation():
     """The same tokens with another part of them asked are another question."""
-    key = AnswerFile(None, "a", Processes()).key
+    key = RequestCache(None, "a", Processes()).key
     asked = [("loglikelihood", [1, 2], [3]), ("loglikelihood", [1], [2, 3]), ("loglikelihood", [1], [3])]
     asked += [("rolling", [1, 2], [3]), ("generate", "ab", "c"), ("generate", "a", "bc")]
     assert len({key(kind, *map(ids_or_text, parts)) for kind, *parts in asked}) == len(asked)
@@ -322,9 +322,9 @@ def ids_or_text(part: list[int] | str) -> Any:
 def test_every_process_knows_what_all_answered(tmp_path, monkeypatch):
     monkeypatch.setattr(Processes, "wait", lambda self: None)
     for rank in range(2):
-        AnswerFile(tmp_path, "a", Processes(rank, 2)).add([(f"key {rank}", rank)])
+        RequestCache(tmp_path, "a", Processes(rank, 2)).add([(f"key {rank}", rank)])
     for rank in range(2):
-        answers = AnswerFile(tmp_path, "a", Processes(rank, 2))
+        answers = RequestCache(tmp_path, "a", Processes(rank, 2))
         assert [answers.get(f"key {number}") for number in range(2)] == [0, 1]
 
 
@@ -335,13 +335,13 @@ def test_an_interrupted_evaluation_goes_on(loaded, ours, tmp_path, monkeypatch):
     folder = tmp_path / "answers"
 
     def make(model: str = "a") -> ProjectLM:
-        answers = AnswerFile(folder, model, Processes())
+        answers = RequestCache(folder, model, Processes())
         return ProjectLM(
-            loaded.model, loaded.tokenizer, max_length=LENGTH, answers=answers, batch_tokens=64, progress=False
+            loaded.model, loaded.tokenizer, max_length=LENGTH, cache=answers, batch_tokens=64, progress=False
         )
 
     lm = make()
-    add, batches = AnswerFile.add, []
+    add, batches = RequestCache.add, []
 
     def interrupted(self, answers):
         add(self, answers)
@@ -349,15 +349,15 @@ def test_an_interrupted_evaluation_goes_on(loaded, ours, tmp_path, monkeypatch):
         if len(batches) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(AnswerFile, "add", interrupted)
+    monkeypatch.setattr(RequestCache, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lm.loglikelihood(request)
-    monkeypatch.setattr(AnswerFile, "add", add)
+    monkeypatch.setattr(RequestCache, "add", add)
     with (folder / "answers-0.jsonl").open("a") as file:
         file.write('["cut off he')  # a kill in the middle of a line
 
     again = make()
-    known = len(again.answers)
+    known = len(again.cache)
     assert 0 < known < 30
     values, greedy = zip(*again.loglikelihood(request), strict=True)
     assert values == pytest.approx([value for value, _ in expected[0]], abs=1e-5)
@@ -370,9 +370,9 @@ def test_an_interrupted_evaluation_goes_on(loaded, ours, tmp_path, monkeypatch):
     assert [v for v, _ in third.loglikelihood(request)] == list(values)
     assert third.generate_until(generation) == expected[1]
     assert third.scorer.read == 0, "everything was known"
-    assert len(make(model="b").answers) == len(third.answers)
+    assert len(make(model="b").cache) == len(third.cache)
     other = make(model="b")
     other.loglikelihood(request)
     assert other.scorer.read > 0, "another model's answers are not taken"
-    other.answers.remove()
+    other.cache.remove()
     assert not folder.exists()

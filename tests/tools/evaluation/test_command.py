@@ -251,14 +251,15 @@ def test_kept_answers_are_of_weights_number_format_and_length(trained_run, tmp_p
         [trained_run],
         [earlier],
         [trained_run, "--dtype", "bf16"],
-        [trained_run, "--max-length", "16"],
+        [trained_run, "--max-length", "16", "--name", "short"],
     ):
         words = [str(model), "--tasks", "copa", "--device", "cpu", "--out", str(tmp_path / "results.json"), *more]
         request = EvaluationRequest.from_options(command._parser().parse_args(words))
         opened = open_model(request, locate_model(request), "suites")
-        keys.append(opened.lm.answers.key("generate", "def "))
+        keys.append(opened.lm.cache.key("generate", "def "))
         opened.finish()
     assert len(set(keys)) == 4
+    assert opened.name == opened.lm.name == "short"
 
 
 def test_a_tokenizer_that_is_too_large_is_refused(bpe, eval_data, tmp_path, capsys):
