@@ -205,7 +205,7 @@ class Trainer(Generic[ModelT]):
         sources = self._sources
         with self._spread.timing(state.step + 1):
             result = self.engine.train_step(
-                micro_batches, lr=lr, veto=self._before_update, num_sources=len(sources.names)
+                micro_batches, lr=lr, should_skip=self._before_update, num_sources=len(sources.names)
             )
         sources.add(result.by_source)
         if not math.isfinite(result.loss):
@@ -253,7 +253,7 @@ class Trainer(Generic[ModelT]):
     def _before_update(self, loss: float) -> bool:
         """Whether to skip the update; until now the weights are those that the step was computed from."""
         self._replicas.before_update(self.state.step + 1)
-        return self._spikes.veto(loss)
+        return self._spikes.should_skip(loss)
 
     def _recompute(self, micro_batches: Sequence[Batch]) -> None:
         """Log whether the fault behind a loss that is not finite is transient; a state that is not finite ends the run."""

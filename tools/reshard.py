@@ -74,7 +74,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
         for index, spec in enumerate(specs)
     }
     manifest = checkpoint.read_manifest(source)
-    ranks: list[list[checkpoint.Part]] = [[] for _ in range(data * tensor * pipeline)]
+    ranks: list[list[checkpoint.TensorSlice]] = [[] for _ in range(data * tensor * pipeline)]
     for name, entry in manifest["tensors"].items():
         layer = max((spec.name for spec in specs if name.startswith(spec.name + ".")), key=len)
         for index in range(tensor):
@@ -86,7 +86,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
                 numel *= size
             for rank, start, stop in _shares(numel, data):
                 owner = (stage_of[layer] * data + rank) * tensor + index
-                ranks[owner].append(checkpoint.Part(name, shard, start, stop - start))
+                ranks[owner].append(checkpoint.TensorSlice(name, shard, start, stop - start))
     layout = {"world_size": len(ranks), "data": data, "tensor": tensor, "pipeline": pipeline, "context": 1}
     layout |= {key: manifest["layout"][key] for key in ("zero_stage", "dtype") if key in manifest["layout"]}
     with tqdm(total=len(ranks), unit="rank", file=sys.stderr) as bar:

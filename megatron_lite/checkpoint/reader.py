@@ -244,7 +244,7 @@ def read_config_yaml(path: Path | str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """`numel` elements from `start` on of the flattened `shard` of the tensor `name`."""
 
     name: str

@@ -25,8 +25,8 @@ from megatron_lite.checkpoint.reader import (
     MANIFEST,
     OPTIMIZER_KEYS,
     VERSION,
-    Part,
     Reader,
+    TensorSlice,
     read_manifest,
     step_folders,
 )
@@ -93,7 +93,7 @@ def write_weights(
 def rewrite(
     source: Path,
     directory: Path,
-    ranks: Sequence[Sequence[Part]],
+    ranks: Sequence[Sequence[TensorSlice]],
     layout: Mapping[str, Any],
     *,
     progress: Callable[[], object] = lambda: None,

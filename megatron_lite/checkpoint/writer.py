@@ -29,7 +29,7 @@ from megatron_lite.checkpoint.reader import (
     OPTIMIZER_KEYS,
     VERSION,
     NotFiniteError,
-    Part,
+    TensorSlice,
     not_finite_error,
 )
 from megatron_lite.checkpoint.storage import make_folder, publish, versions, write_file
@@ -227,7 +227,7 @@ class CheckpointWriter:
             numel = fragment.tensors["weight"].numel()
             if not numel or not fragment.primary:
                 continue
-            part = Part(fragment.name, fragment.shard, fragment.start, numel)
+            part = TensorSlice(fragment.name, fragment.shard, fragment.start, numel)
             pieces.setdefault(fragment.name, []).append(part.entry(rank))
             for key in ("weight", *OPTIMIZER_KEYS):
                 stem, name = "weights" if key == "weight" else "optimizer", f"{key}/{fragment.name}"

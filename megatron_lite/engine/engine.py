@@ -24,7 +24,7 @@ from megatron_lite.engine.model_shard import LayerSpec, ModelShard
 from megatron_lite.engine.parallelize import parallelize
 from megatron_lite.engine.sequential import Batch, Sequential
 from megatron_lite.metrics.per_source_loss import loss_by_source, traced
-from megatron_lite.optim.bf16_optimizer import spare_gradients
+from megatron_lite.optim.bf16_optimizer import patch_bf16_optimizer
 from megatron_lite.optim.param_groups import build_optimizer
 from megatron_lite.optim.zero_state import OptimizerState
 from megatron_lite.parallel.collectives import all_reduce_async, all_reduce_sum
@@ -162,10 +162,10 @@ class Engine:
         share_weights(zero)
         cuda = grid.device.type == "cuda"
         kernels = cuda and find_spec("triton") is not None
-        spare_gradients(self._engine, zero, grid.replicas, release=cuda, kernels=kernels)
+        patch_bf16_optimizer(self._engine, zero, grid.replicas, release=cuda, kernels=kernels)
         self.zero_stage = max(1, parallel.zero_stage)
         self.optimizer_state = OptimizerState(
-            zero, client, list(shard.placed_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid
+            zero, client, list(shard.sharded_parameters()), stage=self.zero_stage, dtype=dtype, grid=grid
         )
 
     def train_step(
@@ -173,15 +173,15 @@ class Engine:
         micro_batches: Sequence[Batch],
         *,
         lr: float,
-        veto: Callable[[float], bool] | None = None,
+        should_skip: Callable[[float], bool] | None = None,
         num_sources: int = 0,
     ) -> StepResult:
-        """One optimizer step over this process's micro batches.
+        """Do one optimizer step over this process's micro batches; return its loss and gradient norm.
 
         Args:
             micro_batches: any number of them, the same on every process.
             lr: the learning rate of this step.
-            veto: called with the step's loss before the update; True skips the update, as a non-finite gradient does.
+            should_skip: called with the step's loss before the update; True skips the update, as a non-finite gradient does.
             num_sources: above 0, the loss is told apart by `source` of the batches, int64 like the labels.
         """
         self.optimizer_state.set_learning_rate(lr)
@@ -196,18 +196,18 @@ class Engine:
         scale = self.accumulation * self.grid.replicas / max(weight, 1e-30)
         if not self._engine.module.training:  # telling every module takes a while
             self._engine.train()
-        loss, num_correct, vetoed, scaler = math.nan, 0.0, False, self.optimizer_state.loss_scaler
+        loss, num_correct, invalid, scaler = math.nan, 0.0, False, self.optimizer_state.loss_scaler
         if self._num_correct is not None:
             self._num_correct.zero_()
 
         def decide(sums: Callable[[], list[float]]) -> None:
-            nonlocal loss, num_correct, vetoed
+            nonlocal loss, num_correct, invalid
             loss, num_correct = (
                 value / (weight or math.nan) for value in sums()
             )  # no loss where no token is asked for
-            vetoed = veto is not None and veto(loss)
-            if vetoed:
-                self.optimizer_state.poison_gradients()
+            invalid = should_skip is not None and should_skip(loss)
+            if invalid:
+                self.optimizer_state.mark_step_invalid()
 
         if self._stage is not None:
             on_device = [self._to_device(batch) for batch in batches]
@@ -224,7 +224,7 @@ class Engine:
                 if sums is not None:
                     decide(sums)
                 self._engine.step()
-        if vetoed:  # no overflow: the loss scale stays
+        if invalid:  # no overflow: the loss scale stays
             self.optimizer_state.loss_scaler = scaler
         skipped = not self._engine.was_step_applied()
         norm = self._engine.get_global_grad_norm()
@@ -286,7 +286,7 @@ class Engine:
         times: list[float] = []
         while len(times) < 4 or sum(times[2:]) < 3.0:
             start = time.perf_counter()
-            self.train_step(micro_batches, lr=0.0, veto=lambda _: True)
+            self.train_step(micro_batches, lr=0.0, should_skip=lambda _: True)
             times.append(time.perf_counter() - start)
         return statistics.median(times[2:])  # the first ones allocate, and compile what this machine has not run before
 

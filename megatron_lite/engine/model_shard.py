@@ -11,7 +11,7 @@ from torch import nn
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.parallelize import shard_and_fuse
 from megatron_lite.optim.param_groups import parameter_kind
-from megatron_lite.optim.zero_state import Placed
+from megatron_lite.optim.zero_state import ShardedParameter
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.layout import stage_bounds
 from megatron_lite.parallel.sharding_plan import ShardingSpec, shard_of, sharding_specs
@@ -98,12 +98,12 @@ class ModelShard:
         """This stage's parameters, each with its kind, which decides its weight decay."""
         return [(parameter, self._kinds[name]) for name, parameter, _ in self.named_parameters()]
 
-    def placed_parameters(self) -> Iterator[Placed]:
+    def sharded_parameters(self) -> Iterator[ShardedParameter]:
         """This stage's parameters, each with its part of the full tensor."""
         rank, size = self._grid.tensor_rank, self._grid.tensor_size
         for name, parameter, first in self.named_parameters():
             shard = shard_of(self.sharding_specs[name], self.shapes[name], rank, size)
-            yield Placed(name, parameter, shard, primary=first and (shard.count > 1 or rank == 0))
+            yield ShardedParameter(name, parameter, shard, primary=first and (shard.count > 1 or rank == 0))
 
     def _describe(self, specs: Sequence[LayerSpec]) -> None:
         """Shapes, sharding specs and kinds of every parameter of the model, by canonical name."""

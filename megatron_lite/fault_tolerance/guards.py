@@ -127,13 +127,13 @@ def _stderr() -> TextIO:
 
 
 class SpikeGuard:
-    """Vetoes the update of a step whose loss is far above the running mean (as OLMo's skip-step optimizer).
+    """Skips the update of a step whose loss is far above the running mean (as OLMo's skip-step optimizer).
 
     Args:
-        factor: veto a loss above factor * running mean; 0 never vetoes.
+        factor: skip a loss above factor * running mean; 0 never skips.
         mean: running mean to continue from, None at the start.
         seen: losses that it is of.
-        warmup: losses to see before the first veto.
+        warmup: losses to see before the first skip.
     """
 
     DECAY = 0.98
@@ -141,7 +141,7 @@ class SpikeGuard:
     def __init__(self, factor: float, mean: float | None = None, seen: int = 0, *, warmup: int = 50) -> None:
         self._factor, self.mean, self.seen, self._warmup = factor, mean, seen, warmup
 
-    def veto(self, loss: float) -> bool:
+    def should_skip(self, loss: float) -> bool:
         """Whether to skip this step; a loss that is let through moves the mean."""
         if not math.isfinite(loss):
             return True

@@ -21,8 +21,8 @@ from megatron_lite.parallel.collectives import async_to_host
 _BUCKET = 1 << 26  # elements per reduce-scatter
 
 
-def spare_gradients(engine: Any, zero: Any, replicas: int, *, release: bool, kernels: bool = False) -> None:
-    """Have DeepSpeed's bf16 optimizer read, write and keep its gradients less; other optimizers are left alone.
+def patch_bf16_optimizer(engine: Any, zero: Any, replicas: int, *, release: bool, kernels: bool = False) -> None:
+    """Patch DeepSpeed's bf16 optimizer to read, write and keep its gradients less; other optimizers are left alone.
 
     Afterwards `zero.skip_next()` has the next step change nothing, as a non-finite gradient does.
 
@@ -55,7 +55,7 @@ def spare_gradients(engine: Any, zero: Any, replicas: int, *, release: bool, ker
         return narrow or (kernels and replicas == 1 and not pipeline and engine.gradient_accumulation_steps() == 1)
 
     engine.buffered_allreduce_fallback = reduce
-    step = _Step(zero, single, release, _Kernels(zero) if kernels else _Torch(zero))
+    step = PatchedStep(zero, single, release, _Kernels(zero) if kernels else _Torch(zero))
     zero.update_hp_grads, zero.step, zero.skip_next = step.add, step.step, step.skip_next
     zero.clear_lp_grads = zero.clear_hp_grads = zero.zero_grad = _nothing
 
@@ -91,8 +91,8 @@ class _Arithmetic(Protocol):
         """The host knows whether the update was one."""
 
 
-class _Step:
-    """Replaces methods of DeepSpeed's optimizer."""
+class PatchedStep:
+    """Replaces `update_hp_grads` and `step` of DeepSpeed's bf16 optimizer."""
 
     def __init__(self, zero: Any, single: Callable[[], bool], release: bool, arithmetic: _Arithmetic) -> None:
         self._zero, self._single, self._release, self._arithmetic = zero, single, release, arithmetic
@@ -104,7 +104,7 @@ class _Step:
 
     @torch.no_grad()
     def add(self, clear_lp_grads: bool = False) -> None:
-        """After a backward pass."""
+        """Add the gradients of a backward pass to the float32 sums."""
         if self._single():
             return
         zero = self._zero
@@ -131,11 +131,11 @@ class _Step:
                 dist.all_reduce(square, group=zero.dp_process_group)
             length = square.sqrt()
             # Fetched before the update is queued: the host goes on to the next step while the device is at it.
-            told = async_to_host(length)
+            fetch_norm = async_to_host(length)
             factor = (zero.clip_grad / (length + 1e-6)).clamp(max=1) if zero.clip_grad > 0 else torch.ones_like(length)
             self._arithmetic.update(gradients, torch.where(length.isfinite(), factor, nan).float())
             self._gather()
-            (norm,) = told()
+            (norm,) = fetch_norm()
             self._arithmetic.settle(isfinite(norm))
         self._skip, zero.overflow = False, not isfinite(norm)
         zero._global_grad_norm = inf if zero.overflow else norm
@@ -234,53 +234,53 @@ class _Kernels:
     """By Triton's kernels, a launch a group."""
 
     def __init__(self, zero: Any) -> None:
-        from megatron_lite.optim.fused_adamw import Lying, Pieces
+        from megatron_lite.optim.fused_adamw import FlatSegments, GradientPointers
 
         self._zero, self._device = zero, zero.fp32_groups_flat_partition[0].device
         sums = [_own_sums(zero, group) for group in range(len(zero.bf16_groups))]
         self._own_sums = [[part for part, _ in group] for group in sums]
         counted = [[counts for _, counts in group] for group in sums]
 
-        def pieces(tensors: list[list[Tensor]]) -> list[Pieces]:
+        def segments(tensors: list[list[Tensor]]) -> list[FlatSegments]:
             return [
-                Pieces([tensor.numel() for tensor in group], self._device, counts)
+                FlatSegments([tensor.numel() for tensor in group], self._device, counts)
                 for group, counts in zip(tensors, counted, strict=True)
             ]
 
-        self._pieces = pieces(zero.bf16_groups)
+        self._segments = segments(zero.bf16_groups)
         alone = all(dist.get_world_size(group) == 1 for group in zero.real_dp_process_group)
-        self._own_pieces = self._pieces if alone else pieces(self._own_sums)
-        self._partitions = [Pieces([master.numel()], self._device) for master in zero.fp32_groups_flat_partition]
-        self._lying: list[Lying] = []
+        self._own_segments = self._segments if alone else segments(self._own_sums)
+        self._partitions = [FlatSegments([master.numel()], self._device) for master in zero.fp32_groups_flat_partition]
+        self._pointers: list[GradientPointers] = []
 
     def add(self, group: int, gradients: list[Tensor | None], fresh: bool) -> None:
-        pieces = self._pieces[group]
-        pieces.add(pieces.lying(_contiguous(gradients)), self._zero.fp32_groups_gradients_flat[group], fresh)
+        segments = self._segments[group]
+        segments.add(segments.pointers(_contiguous(gradients)), self._zero.fp32_groups_gradients_flat[group], fresh)
 
     def square(self, gradients: list[list[Tensor | None]] | None) -> Tensor:
-        every = self._own_pieces if gradients is None else self._pieces
-        found: Sequence[Sequence[Tensor | None]] = self._own_sums
+        every = self._own_segments if gradients is None else self._segments
+        tensors: Sequence[Sequence[Tensor | None]] = self._own_sums
         if gradients is not None:
-            found = [_contiguous(group) for group in gradients]
-        self._lying = [pieces.lying(group) for pieces, group in zip(every, found, strict=True)]
-        counts = [pieces.programs for pieces in every]
+            tensors = [_contiguous(group) for group in gradients]
+        self._pointers = [segments.pointers(group) for segments, group in zip(every, tensors, strict=True)]
+        counts = [segments.programs for segments in every]
         out = torch.empty(sum(counts), dtype=torch.float32, device=self._device)
-        for pieces, lying, part in zip(every, self._lying, out.split(counts), strict=True):
-            pieces.squares(lying, part)
+        for segments, pointers, part in zip(every, self._pointers, out.split(counts), strict=True):
+            segments.squares(pointers, part)
         return out.sum(dtype=torch.float64).view(1)
 
     def update(self, gradients: list[list[Tensor | None]] | None, factor: Tensor) -> None:
-        zero, pieces, lying = self._zero, self._pieces, self._lying
+        zero, segments, pointers = self._zero, self._segments, self._pointers
         if gradients is None:
-            own = zero.fp32_groups_gradient_flat_partition
-            pieces = self._partitions
-            lying = [whole.lying([partition]) for whole, partition in zip(pieces, own, strict=True)]
+            partitions = zero.fp32_groups_gradient_flat_partition
+            segments = self._partitions
+            pointers = [whole.pointers([partition]) for whole, partition in zip(segments, partitions, strict=True)]
         weights = _own_weights(zero)
         for group, master in enumerate(zero.fp32_groups_flat_partition):
             state, options = zero.optimizer.state[master], zero.optimizer.param_groups[group]
             state["step"] = state["step"].cpu()  # is there from the second time on
-            pieces[group].adamw(
-                lying[group],
+            segments[group].adamw(
+                pointers[group],
                 master,
                 state["exp_avg"],
                 state["exp_avg_sq"],
@@ -294,7 +294,7 @@ class _Kernels:
             )
 
     def settle(self, applied: bool) -> None:
-        self._lying = []
+        self._pointers = []
         for master in self._zero.fp32_groups_flat_partition:
             self._zero.optimizer.state[master]["step"] += applied
 

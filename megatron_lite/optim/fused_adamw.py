@@ -1,6 +1,6 @@
-"""AdamW as one Triton kernel a parameter group, with the sums and the norm of its gradients (CUDA, or Triton's interpreter).
+"""AdamW as one Triton kernel per parameter group, with the sums and the norm of its gradients (CUDA, or Triton's interpreter).
 
-Master weights and moments of a group are flat. Its gradients are pieces of the same order that lie anywhere: one of 16 bits a
+Master weights and moments of a group are flat. Its gradients are segments in the same order at any address: one of 16 bits per
 parameter, as the backward pass leaves them, or a single flat one of float32. Copying them together first, clipping them in
 place and writing 16-bit weights in passes of their own would move two and a half times the bytes, in a launch a parameter.
 """
@@ -19,16 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 4096  # elements of one program: enough that finding its piece costs nothing, few enough that the last ones end together
+_CHUNK = 4096  # elements of one program: many, so that finding its segment is cheap, and few, so that the last ones end together
 _VECTOR = 8  # elements of 16 bits that are read at once
 
 
 @dataclass(frozen=True)
-class Lying:
-    """Gradients that lie somewhere, in the order of their `Pieces`.
+class GradientPointers:
+    """Addresses of gradients, in the order of their `FlatSegments`.
 
     Attributes:
-        addresses: int64 [pieces], 0 for a gradient that is missing and counts as zeros.
+        addresses: int64 [segments], 0 for a gradient that is missing and counts as zeros.
         wide: float32, not bfloat16.
         aligned: addresses, sizes and offsets allow to read vectors.
     """
@@ -39,11 +39,11 @@ class Lying:
     gradients: Sequence[Tensor | None]  # which keeps their memory
 
 
-class Pieces:
-    """How a flat tensor is made up of pieces.
+class FlatSegments:
+    """Divides a flat tensor into segments.
 
     Args:
-        sizes: elements of every piece, in order and without gaps from the beginning of the flat tensor.
+        sizes: elements of every segment, in order and without gaps from the beginning of the flat tensor.
         counted: which of them `squares` counts; None: all.
     """
 
@@ -57,26 +57,26 @@ class Pieces:
         self._owner = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), programs).to(device)
         self._table = torch.stack([first, size, offset, limit], dim=1).to(device)
 
-    def lying(self, gradients: Sequence[Tensor | None]) -> Lying:
-        """The gradients of the pieces, all of them contiguous, on the device and of one dtype, float32 or bfloat16."""
+    def pointers(self, gradients: Sequence[Tensor | None]) -> GradientPointers:
+        """Return the addresses of the segments' gradients, contiguous, on the device, all float32 or all bfloat16."""
         addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
         there = [gradient for gradient in gradients if gradient is not None]
         host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         wide = bool(there) and there[0].dtype == torch.float32
         aligned = self._aligned and not any(address % 16 for address in addresses)
-        return Lying(host.to(self._device, non_blocking=True), wide, aligned, gradients)
+        return GradientPointers(host.to(self._device, non_blocking=True), wide, aligned, gradients)
 
-    def squares(self, gradients: Lying, out: Tensor) -> None:
+    def squares(self, gradients: GradientPointers, out: Tensor) -> None:
         """Write sums of squares of stretches of the counted gradients, float32, to `out` [programs]."""
         self._run(_squares, gradients, out, BLOCK=512, warps=4)
 
-    def add(self, gradients: Lying, total: Tensor, fresh: bool) -> None:
+    def add(self, gradients: GradientPointers, total: Tensor, fresh: bool) -> None:
         """Add the gradients to `total`, float32 [elements], which holds nothing yet if `fresh`."""
         self._run(_add, gradients, total, fresh, aligned=total.data_ptr() % 16 == 0, BLOCK=1024, warps=8)
 
     def adamw(
         self,
-        gradients: Lying,
+        gradients: GradientPointers,
         master: Tensor,
         exp_avg: Tensor,
         exp_avg_sq: Tensor,
@@ -119,7 +119,7 @@ class Pieces:
     def _run(
         self,
         kernel: triton.JITFunction,
-        gradients: Lying,
+        gradients: GradientPointers,
         *arguments: Tensor | float,
         aligned: bool = True,
         BLOCK: int,
@@ -141,13 +141,13 @@ class Pieces:
 
 @triton.jit
 def _own(owner, table, addresses, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
-    """This program's piece: where the program begins in it, its size, its offset, its address, and how much of it counts."""
+    """This program's segment: where the program begins in it, its size, its offset, its address, and how much of it counts."""
     program = tl.program_id(0)
-    piece = tl.load(owner + program)
-    row = table + piece * 4
+    segment = tl.load(owner + program)
+    row = table + segment * 4
     first, size, offset, limit = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     start = (program - first) * CHUNK
-    address = tl.load(addresses + piece)
+    address = tl.load(addresses + segment)
     if ALIGNED:
         size, offset, limit = tl.multiple_of(size, 8), tl.multiple_of(offset, 8), tl.multiple_of(limit, 8)
         address = tl.multiple_of(address, 16)
@@ -156,7 +156,7 @@ def _own(owner, table, addresses, ALIGNED: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _gradient(address, index, size, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
-    """float32 elements of a piece; zeros beyond its size and where it is missing."""
+    """float32 elements of a segment; zeros beyond its size and where it is missing."""
     there = (index < size) & (address != 0)
     if WIDE:
         pointer = address.to(tl.pointer_type(tl.float32))

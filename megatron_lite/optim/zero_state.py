@@ -20,7 +20,7 @@ from megatron_lite.parallel.sharding_plan import Shard
 
 
 @dataclass(frozen=True)
-class Placed:
+class ShardedParameter:
     """A parameter of this process.
 
     Attributes:
@@ -36,7 +36,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Fragment:
+class OptimizerFragment:
     """The part of one parameter's training state that this process owns.
 
     Attributes:
@@ -82,7 +82,7 @@ class OptimizerState:
     """
 
     def __init__(
-        self, zero: Any, adamw: Any, parameters: Sequence[Placed], *, stage: int, dtype: str, grid: Grid
+        self, zero: Any, adamw: Any, parameters: Sequence[ShardedParameter], *, stage: int, dtype: str, grid: Grid
     ) -> None:
         self._zero, self._adamw, self._parameters = zero, adamw, list(parameters)
         self._stage, self._dtype, self._grid = stage, dtype, grid
@@ -94,13 +94,13 @@ class OptimizerState:
                 "exp_avg_sq": torch.zeros_like(flat.data),
             }
 
-    def fragments(self) -> Iterator[Fragment]:
+    def fragments(self) -> Iterator[OptimizerFragment]:
         """The training state that this process owns, parameter by parameter."""
-        for placed in self._parameters:
-            parameter = placed.parameter
+        for sharded in self._parameters:
+            parameter = sharded.parameter
             if self._stage == 3:
                 start, tensors = self._partition(parameter)
-                yield Fragment(placed.name, placed.shard, start, placed.primary, tensors)
+                yield OptimizerFragment(sharded.name, sharded.shard, start, sharded.primary, tensors)
             elif parameter._hp_mapping is not None:  # None: another replica owns all of it
                 mapping = parameter._hp_mapping
                 state = self._adamw.state[self._flats[mapping.param_group_index]]
@@ -108,7 +108,7 @@ class OptimizerState:
                 tensors = {key: state[key].narrow(0, start, numel) for key in ("exp_avg", "exp_avg_sq")}
                 tensors["weight"] = mapping.hp_fragment.data.view(-1)[:numel]
                 start = mapping.lp_fragment_address.start
-                yield Fragment(placed.name, placed.shard, start, placed.primary, tensors)
+                yield OptimizerFragment(sharded.name, sharded.shard, start, sharded.primary, tensors)
 
     def buffers(self) -> Iterator[Tensor]:
         """The flat buffers behind the fragments: master weights and both moments of each parameter group, with padding."""
@@ -122,7 +122,7 @@ class OptimizerState:
         Under stage 3 those are the small weights that stay gathered, in a copy; none while they are not gathered.
         """
         if self._stage == 3:
-            names = {id(placed.parameter): f"weight {placed.name}" for placed in self._parameters}
+            names = {id(sharded.parameter): f"weight {sharded.name}" for sharded in self._parameters}
             persistent = self._zero.persistent_parameters
             gathered = all(parameter.ds_status.name == "AVAILABLE" for parameter in persistent)
             return concatenated([(names[id(p)], p.data) for p in persistent] if gathered else [])
@@ -135,9 +135,9 @@ class OptimizerState:
         Tensors of one list have one dtype.
         """
         weights = [
-            (f"weight {placed.name}", placed.parameter.data)
-            for placed in self._parameters
-            if placed.shard.count == 1 and self._stage < 3
+            (f"weight {sharded.name}", sharded.parameter.data)
+            for sharded in self._parameters
+            if sharded.shard.count == 1 and self._stage < 3
         ]
         fragments = [fragment for fragment in self.fragments() if fragment.shard.count == 1]
         kinds = {"weight": "master weight", "exp_avg": "exp_avg of", "exp_avg_sq": "exp_avg_sq of"}
@@ -151,12 +151,12 @@ class OptimizerState:
         """Name -> first element and number of elements of the parameters whose memory is in `flat`."""
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         return {
-            f"weight {placed.name}": (
-                (placed.parameter.data_ptr() - begin) // flat.element_size(),
-                placed.parameter.numel(),
+            f"weight {sharded.name}": (
+                (sharded.parameter.data_ptr() - begin) // flat.element_size(),
+                sharded.parameter.numel(),
             )
-            for placed in self._parameters
-            if begin <= placed.parameter.data_ptr() < end
+            for sharded in self._parameters
+            if begin <= sharded.parameter.data_ptr() < end
         }
 
     def finish_load(self, step: int) -> None:
@@ -168,9 +168,9 @@ class OptimizerState:
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
         if self._stage == 3:
-            for placed in self._parameters:
-                weight = self._partition(placed.parameter)[1]["weight"]
-                placed.parameter.ds_tensor.data.view(-1)[: weight.numel()].copy_(weight)
+            for sharded in self._parameters:
+                weight = self._partition(sharded.parameter)[1]["weight"]
+                sharded.parameter.ds_tensor.data.view(-1)[: weight.numel()].copy_(weight)
             # Small ones, otherwise kept gathered: the next forward pass gathers them anew.
             if persistent := self._zero.persistent_parameters:
                 persistent[0].partition(persistent, has_been_updated=False)
@@ -195,10 +195,12 @@ class OptimizerState:
         for group in self._adamw.param_groups:
             group["lr"] = lr
 
-    def poison_gradients(self) -> None:
-        """Have every process skip the next update: a non-finite gradient on one makes ZeRO do so, and release its
-        buffers properly."""
-        if hasattr(self._zero, "skip_next"):  # bf16_step.py
+    def mark_step_invalid(self) -> None:
+        """Have every process skip the next update.
+
+        A non-finite gradient on one process makes ZeRO do so, and release its buffers properly.
+        """
+        if hasattr(self._zero, "skip_next"):  # a PatchedStep
             self._zero.skip_next()
         else:
             first = next(gradients[0] for gradients in self._zero.averaged_gradients.values() if gradients)

@@ -16,7 +16,7 @@ parameter of this process, n processes sharing the optimizer state, b = elements
 | all bf16, ZeRO 3 | 2 / n   | 4 / n     | 2 / n  | 4 / n   | buckets, and the weights that are gathered          |
 
 * On a GPU from the end of a step's first backward pass to the end of the step, and not at all where one process has one micro
-batch a step (bf16_step.py).
+batch a step (bf16_optimizer.py).
 
 Blocks that are recorded as CUDA graphs (captured.py) keep their memory for good: their activations, what one of them needs at
 work and their 16-bit gradients lie in a pool of the graphs' own, so that the head and the optimizer's update come on top of
@@ -217,7 +217,7 @@ def _narrow_gradient_bytes(parameters: int, setting: Setting, buckets: float) ->
     earlier = 0.0 if not summed else partition if cut else 2.0 * parameters  # gradients of the micro batches before
     again = earlier if cut else 0.0  # ZeRO 2 adds the last micro batch's to them, ZeRO 1 has them added by autograd
     if n == 1:
-        # On a GPU, ZeRO 1 reads the gradients where they lie (bf16_step.py).
+        # On a GPU, ZeRO 1 reads the gradients where they lie (bf16_optimizer.py).
         copied = 0.0 if setting.released and not cut else 2.0
         return _Held(earlier, earlier, 0.0 if summed and not cut else 2.0, (2.0 + copied) * parameters + again)
     reduced = partition if parameters > BUCKET else 0.0  # a bucket was reduced before all layers are through

@@ -91,7 +91,7 @@ def attempts(engine: Engine, grid: Grid, draw: random.Random, count: int) -> dic
                     check.before_update(step + 1)
                     return not math.isfinite(loss)
 
-                engine.train_step(own(steps[1 + step % 3], grid), lr=layouts.LR, veto=veto)
+                engine.train_step(own(steps[1 + step % 3], grid), lr=layouts.LR, should_skip=veto)
                 check.finish()
         except ReplicasDifferError as error:
             message = str(error)

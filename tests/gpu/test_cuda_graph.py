@@ -32,7 +32,7 @@ def test_a_recorded_step_is_the_step(grid: Grid, mode: str, overlap: bool) -> No
         engine = engine_on(grid, config, "bf16", **options)
         history = run(engine, steps[:3])
         history.append(tuple(engine.evaluate(steps[0]))[:2])
-        assert engine.train_step(steps[0], lr=LR, veto=lambda loss: True).skipped
+        assert engine.train_step(steps[0], lr=LR, should_skip=lambda loss: True).skipped
         history += run(engine, steps[3:])
         assert [call._record is not None for call in _captured(engine)] == [True] * recorded
         histories.append(history)

@@ -101,7 +101,7 @@ def test_a_veto_leaves_the_loss_scale(grid):
     steps = batches(2)
     engine = engine_on(grid, model_config(), "fp16")
     before = engine.train_step(steps[0], lr=LR).loss_scale
-    vetoed = engine.train_step(steps[1], lr=LR, veto=lambda loss: True)
+    vetoed = engine.train_step(steps[1], lr=LR, should_skip=lambda loss: True)
     assert vetoed.skipped
     assert vetoed.loss_scale == before
     engine.close()

@@ -53,7 +53,7 @@ def leave_bf16_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_it_comes(engine: Any, zero: Any, replicas: int, **_: Any) -> None:
         zero.skip_next = lambda: zero.fp32_groups_gradient_flat_partition[0].fill_(math.nan)
 
-    monkeypatch.setattr(megatron_lite.engine.engine, "spare_gradients", as_it_comes)
+    monkeypatch.setattr(megatron_lite.engine.engine, "patch_bf16_optimizer", as_it_comes)
     reduce_in_float32(monkeypatch)
 
 

@@ -134,7 +134,7 @@ def guards(parallel: dict[str, Any], dtype: str) -> list[list[Any]]:
         before = [
             tensor.clone() for fragment in engine.optimizer_state.fragments() for tensor in fragment.tensors.values()
         ]
-        result = engine.train_step(step, lr=LR, veto=veto)
+        result = engine.train_step(step, lr=LR, should_skip=veto)
         after = [tensor for fragment in engine.optimizer_state.fragments() for tensor in fragment.tensors.values()]
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         outcome.append((result.skipped, same, math.isfinite(result.loss)))
@@ -153,7 +153,7 @@ def bf16_steps(parallel: dict[str, Any], *, replaced: bool) -> list[Tensor]:
         engine = engine_of(layouts.model_config("hybrid"), parallel, grid, dtype="bf16")
     vetoes = [lambda _, index=index: index == 1 for index in range(STEPS)]
     steps = [own(step, grid) for step in layouts.steps()]
-    results = [engine.train_step(step, lr=1e-3, veto=veto) for step, veto in zip(steps, vetoes, strict=True)]
+    results = [engine.train_step(step, lr=1e-3, should_skip=veto) for step, veto in zip(steps, vetoes, strict=True)]
     state = [
         torch.cat([fragment.tensors[key] for fragment in engine.optimizer_state.fragments()])
         for key in ("weight", "exp_avg", "exp_avg_sq")

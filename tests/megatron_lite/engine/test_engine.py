@@ -144,7 +144,7 @@ def test_gradients_in_bf16_are_summed_as_deepspeed_sums_them(build, monkeypatch,
     def train() -> tuple[list[StepResult], list[torch.Tensor]]:
         engine = build(config, dtype="bf16")
         vetoes = [lambda loss, index=index: index == 3 for index in range(len(steps))]
-        results = [engine.train_step(step, lr=1e-3, veto=veto) for step, veto in zip(steps, vetoes, strict=True)]
+        results = [engine.train_step(step, lr=1e-3, should_skip=veto) for step, veto in zip(steps, vetoes, strict=True)]
         weights = [fragment.tensors["weight"].clone() for fragment in engine.optimizer_state.fragments()]
         engine.close()
         return results, weights
@@ -152,9 +152,9 @@ def test_gradients_in_bf16_are_summed_as_deepspeed_sums_them(build, monkeypatch,
     with monkeypatch.context() as patch:
         leave_bf16_steps(patch)
         expected, expected_weights = train()
-    spare = megatron_lite.engine.engine.spare_gradients
+    spare = megatron_lite.engine.engine.patch_bf16_optimizer
     monkeypatch.setattr(
-        megatron_lite.engine.engine, "spare_gradients", lambda *args, **_: spare(*args, release=release)
+        megatron_lite.engine.engine, "patch_bf16_optimizer", lambda *args, **_: spare(*args, release=release)
     )
     results, weights = train()
     assert results[3].skipped
@@ -188,9 +188,9 @@ def test_a_step_without_weight_has_no_loss_and_is_skipped(build, dtype):
     for batch in steps[1]:
         batch["loss_weight"].zero_()
     engine, guard = build(model_config(), dtype=dtype), SpikeGuard(0.0)
-    loss = engine.train_step(steps[0], lr=LR, veto=guard.veto).loss
+    loss = engine.train_step(steps[0], lr=LR, should_skip=guard.should_skip).loss
     before = [fragment.tensors["weight"].clone() for fragment in engine.optimizer_state.fragments()]
-    result = engine.train_step(steps[1], lr=LR, veto=guard.veto)
+    result = engine.train_step(steps[1], lr=LR, should_skip=guard.should_skip)
     assert math.isnan(result.loss)
     assert result.skipped
     assert (guard.mean, guard.seen) == (loss, 1)
@@ -236,7 +236,7 @@ def test_a_non_finite_gradient_or_a_veto_skips_the_update(build, dtype, stage):
     first = engine.train_step(steps[0], lr=LR)
     before = {f.name: f.tensors["weight"].clone() for f in engine.optimizer_state.fragments()}
     moments = {f.name: f.tensors["exp_avg"].clone() for f in engine.optimizer_state.fragments()}
-    vetoed = engine.train_step(steps[1], lr=LR, veto=lambda loss: loss > 0)
+    vetoed = engine.train_step(steps[1], lr=LR, should_skip=lambda loss: loss > 0)
     broken = [{**batch, "loss_weight": batch["loss_weight"] * math.inf} for batch in steps[1]]
     poisoned = engine.train_step(broken, lr=LR)
     assert not first.skipped

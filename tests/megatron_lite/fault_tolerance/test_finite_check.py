@@ -52,7 +52,7 @@ def test_fault_that_stays_is_persistent(build):
     engine, (step, empty) = build(model_config()), batches(2)
 
     def loss_of(micro_batches):
-        return engine.train_step(micro_batches, lr=3e-4, veto=lambda loss: not math.isfinite(loss)).loss
+        return engine.train_step(micro_batches, lr=3e-4, should_skip=lambda loss: not math.isfinite(loss)).loss
 
     assert math.isnan(loss_of([{**batch, "loss_weight": batch["loss_weight"] * 0} for batch in empty]))
     assert fault_of_loss(engine, [{**batch, "loss_weight": batch["loss_weight"] * 0} for batch in empty]) is None

@@ -24,32 +24,32 @@ from tests.cli.conftest import ROOT
 
 def test_the_spike_guard_vetoes_far_above_the_running_mean_only():
     guard = SpikeGuard(2.0, warmup=5)
-    assert [guard.veto(loss) for loss in (8.0, 30.0, 6.0, 5.0, 4.0)] == [False] * 5  # it watches first
+    assert [guard.should_skip(loss) for loss in (8.0, 30.0, 6.0, 5.0, 4.0)] == [False] * 5  # it watches first
     mean = guard.mean
-    assert not guard.veto(1.9 * mean)
+    assert not guard.should_skip(1.9 * mean)
     before = guard.mean
-    assert guard.veto(2.1 * before)
+    assert guard.should_skip(2.1 * before)
     assert guard.mean == before  # a spike does not move the mean
     assert before == pytest.approx(0.98 * mean + 0.02 * 1.9 * mean)
-    assert guard.veto(float("nan"))
-    assert not guard.veto(3.0)
+    assert guard.should_skip(float("nan"))
+    assert not guard.should_skip(3.0)
 
 
 def test_the_spike_guard_is_off_at_zero_and_continues_from_a_stored_mean():
     off = SpikeGuard(0.0)
-    assert not any(off.veto(loss) for loss in [1.0] * 60 + [1e6])
-    assert SpikeGuard(2.0, 3.0, 50).veto(7.0)
-    assert not SpikeGuard(2.0, 3.0, 49).veto(7.0)
+    assert not any(off.should_skip(loss) for loss in [1.0] * 60 + [1e6])
+    assert SpikeGuard(2.0, 3.0, 50).should_skip(7.0)
+    assert not SpikeGuard(2.0, 3.0, 49).should_skip(7.0)
 
 
 def test_a_spike_guard_that_goes_on_watches_as_many_losses_as_one_that_was_never_stopped():
     losses = [8.0, 7.0, 30.0, 6.0, 30.0, 5.0]
     whole, first = SpikeGuard(2.0, warmup=4), SpikeGuard(2.0, warmup=4)
-    expected = [whole.veto(loss) for loss in losses]
+    expected = [whole.should_skip(loss) for loss in losses]
     assert expected == [False] * 4 + [True, False]
-    vetoes = [first.veto(loss) for loss in losses[:2]]
+    vetoes = [first.should_skip(loss) for loss in losses[:2]]
     rest = SpikeGuard(2.0, first.mean, first.seen, warmup=4)
-    assert vetoes + [rest.veto(loss) for loss in losses[2:]] == expected
+    assert vetoes + [rest.should_skip(loss) for loss in losses[2:]] == expected
     assert (rest.mean, rest.seen) == (whole.mean, whole.seen)
 
 

@@ -115,7 +115,7 @@ def check_steps(
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)
     zero, engine = optimizer(None, device), SimpleNamespace(gradient_accumulation_steps=lambda: accumulation)
-    bf16_step.spare_gradients(engine, zero, 1, release=release, kernels=kernels)
+    bf16_step.patch_bf16_optimizer(engine, zero, 1, release=release, kernels=kernels)
     parameters = [p for group in zero.bf16_groups for p in group]
     sums = [total.untyped_storage() for total in zero.fp32_groups_gradients_flat]
     whole = [nn.Parameter(flat(group)) for group in scattered(0, device)]
@@ -191,7 +191,7 @@ def test_whose_step_is_replaced(monkeypatch, state, stages, replicas, kernels):
         zero.bf16_master_weights_and_gradients, zero.partition_gradients = True, state == "bf16, ZeRO 2"
     else:
         zero.bf16_master_weights_and_gradients = True
-    bf16_step.spare_gradients(engine, zero, replicas, release=False, kernels=kernels)
+    bf16_step.patch_bf16_optimizer(engine, zero, replicas, release=False, kernels=kernels)
     alone = kernels and replicas == 1 and stages == 1
     replaced = state == "float32" or (state == "bf16" and alone)
     assert hasattr(zero, "skip_next") == replaced

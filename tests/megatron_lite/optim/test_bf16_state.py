@@ -60,7 +60,7 @@ def test_near_float32_and_a_vetoed_step_changes_nothing(build, stage):
         expected, found = (engine.train_step(step, lr=LR) for engine in (wide, narrow))
         assert found.loss == pytest.approx(expected.loss, rel=4e-3)
     before = state_of(narrow)
-    assert narrow.train_step(steps[0], lr=LR, veto=lambda _: True).skipped
+    assert narrow.train_step(steps[0], lr=LR, should_skip=lambda _: True).skipped
     after = state_of(narrow)
     assert all(torch.equal(before[name], after[name]) for name in before)
 

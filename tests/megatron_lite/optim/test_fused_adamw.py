@@ -36,7 +36,7 @@ def scattered(sizes: list[int], dtype: torch.dtype, device: str, seed: int = 0) 
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["vectors", "odd sizes"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_ten_updates_are_those_of_torch(device: str, dtype: torch.dtype, sizes: list[int]) -> None:
-    from megatron_lite.optim.fused_adamw import Pieces
+    from megatron_lite.optim.fused_adamw import FlatSegments
 
     # An epsilon that shows whether it is added before or after the moment's correction.
     values = {"betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
@@ -47,7 +47,7 @@ def test_ten_updates_are_those_of_torch(device: str, dtype: torch.dtype, sizes: 
     other = torch.optim.AdamW([rounded], lr=0.0, fused=True, **values)
     master, weight = start.clone(), torch.zeros_like(start, dtype=torch.bfloat16)
     first, second = torch.zeros_like(start), torch.zeros_like(start)
-    pieces = Pieces(sizes, start.device)
+    segments = FlatSegments(sizes, start.device)
     for step in range(1, 11):
         gradients = scattered(sizes, dtype, device, seed=step)
         factor = torch.tensor([0.37 / step], device=device)
@@ -56,7 +56,7 @@ def test_ten_updates_are_those_of_torch(device: str, dtype: torch.dtype, sizes: 
         rounded.grad = torch.cat(gradients).float() * factor
         optimizer.step()
         other.step()
-        pieces.adamw(pieces.lying(gradients), master, first, second, weight, factor, step=step, lr=lr, **values)
+        segments.adamw(segments.pointers(gradients), master, first, second, weight, factor, step=step, lr=lr, **values)
     exact, near = (
         [p.detach(), *(o.state[p][key] for key in ("exp_avg", "exp_avg_sq"))]
         for p, o in ((expected, optimizer), (rounded, other))
@@ -68,41 +68,41 @@ def test_ten_updates_are_those_of_torch(device: str, dtype: torch.dtype, sizes: 
 
 
 def test_without_a_factor_nothing_changes(device: str) -> None:
-    from megatron_lite.optim.fused_adamw import Pieces
+    from megatron_lite.optim.fused_adamw import FlatSegments
 
     flats = [torch.full((64,), float(value), device=device) for value in range(4)]
     before = [flat.clone() for flat in flats]
-    pieces = Pieces([64], flats[0].device)
+    segments = FlatSegments([64], flats[0].device)
     factor = torch.tensor([math.nan], device=device)
     values = {"step": 1, "lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    pieces.adamw(pieces.lying([torch.ones(64, device=device)]), *flats, factor, **values)
+    segments.adamw(segments.pointers([torch.ones(64, device=device)]), *flats, factor, **values)
     assert all(torch.equal(a, b) for a, b in zip(flats, before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_squares_of_what_is_there_and_counts(device: str, dtype: torch.dtype) -> None:
-    from megatron_lite.optim.fused_adamw import Pieces
+    from megatron_lite.optim.fused_adamw import FlatSegments
 
     gradients: list[Tensor | None] = [*scattered(EVEN + ODD, dtype, device)]
     gradients[1] = None
     counted = [index != 3 for index in range(len(gradients))]
-    pieces = Pieces(EVEN + ODD, torch.device(device), counted)
-    out = torch.full((pieces.programs,), math.nan, device=device)
-    pieces.squares(pieces.lying(gradients), out)
+    segments = FlatSegments(EVEN + ODD, torch.device(device), counted)
+    out = torch.full((segments.programs,), math.nan, device=device)
+    segments.squares(segments.pointers(gradients), out)
     some = [x.double() for x, counts in zip(gradients, counted, strict=True) if counts and x is not None]
     assert out.double().sum().item() == pytest.approx(torch.cat(some).square().sum().item(), rel=1e-6)
-    pieces.squares(pieces.lying([None] * len(gradients)), out)
+    segments.squares(segments.pointers([None] * len(gradients)), out)
     assert not out.any()
 
 
 def test_sums_over_micro_batches(device: str) -> None:
-    from megatron_lite.optim.fused_adamw import Pieces
+    from megatron_lite.optim.fused_adamw import FlatSegments
 
-    pieces = Pieces(ODD, torch.device(device))
+    segments = FlatSegments(ODD, torch.device(device))
     total = torch.full((sum(ODD),), math.nan, device=device)
     a, b = (scattered(ODD, torch.bfloat16, device, seed=seed) for seed in (1, 2))
-    pieces.add(pieces.lying([a[0], None, a[2], None]), total, True)
-    pieces.add(pieces.lying([b[0], b[1], None, None]), total, False)
+    segments.add(segments.pointers([a[0], None, a[2], None]), total, True)
+    segments.add(segments.pointers([b[0], b[1], None, None]), total, False)
     exact = [a[0].float() + b[0].float(), b[1].float(), a[2].float(), torch.zeros(ODD[3], device=device)]
     assert torch.equal(total, torch.cat(exact))
 
@@ -125,12 +125,12 @@ def test_steps_where_some_have_no_gradient(
 def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One micro batch a step and several, one step vetoed and one with a gradient that is not finite."""
     steps = [*batches(2, accumulation=1), *batches(2), *batches(3, accumulation=1)]
-    changed = megatron_lite.engine.engine.spare_gradients
+    changed = megatron_lite.engine.engine.patch_bf16_optimizer
     results, first = [], []
     for kernels in (False, True):
         monkeypatch.setattr(
             megatron_lite.engine.engine,
-            "spare_gradients",
+            "patch_bf16_optimizer",
             lambda *args, by=kernels, **_: changed(*args, release=True, kernels=by),
         )
         engine = build(model_config(), dtype="bf16", accumulation=1)
@@ -141,7 +141,7 @@ def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch
             if index == 5:
                 weight = engine.layers[0].weight
                 hook = weight.register_hook(lambda gradient: gradient * math.inf)
-            told.append(engine.train_step(step, lr=1e-3, veto=lambda loss, index=index: index in (1, 3)))
+            told.append(engine.train_step(step, lr=1e-3, should_skip=lambda loss, index=index: index in (1, 3)))
             if index == 5:
                 hook.remove()
             if index == 0:
@@ -169,12 +169,12 @@ def test_steps_by_the_kernels_are_those_by_torch(build, device: str, monkeypatch
 
 def test_steps_with_all_in_bf16_are_those_of_deepspeed(build, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [*batches(2, accumulation=1), *batches(2), *batches(2, accumulation=1)]
-    changed = megatron_lite.engine.engine.spare_gradients
+    changed = megatron_lite.engine.engine.patch_bf16_optimizer
     results = []
     for kernels in (False, True):
         monkeypatch.setattr(
             megatron_lite.engine.engine,
-            "spare_gradients",
+            "patch_bf16_optimizer",
             lambda *args, by=kernels, **_: changed(*args, release=True, kernels=by),
         )
         engine = build(model_config(), dtype="bf16", precision={"optimizer_state": "bf16"}, accumulation=1)
@@ -182,7 +182,7 @@ def test_steps_with_all_in_bf16_are_those_of_deepspeed(build, device: str, monke
         assert hasattr(zero, "skip_next") == kernels
         told = []
         for index, step in enumerate(steps):
-            told.append(engine.train_step(step, lr=1e-3, veto=lambda loss, index=index: index == 1))
+            told.append(engine.train_step(step, lr=1e-3, should_skip=lambda loss, index=index: index == 1))
             assert all(p.grad is None for p in engine.layers[1].parameters())
             if index == 0:
                 state = {int(each["step"]) for each in zero.optimizer.state.values()}
