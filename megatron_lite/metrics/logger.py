@@ -169,14 +169,10 @@ def remove_later_steps(file: Path, step: int, kinds: Sequence[str] = ()) -> None
     """
     if not file.is_file():
         return
-    aside = file.with_name(file.name + ".tmp")
-    with aside.open("w", encoding="utf-8") as out:
-        for line in _parse(file):
-            if line["step"] <= step - (line.get("kind") in kinds):
-                out.write(json.dumps(line, ensure_ascii=False) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(aside, file)
+    from megatron_lite.checkpoint.storage import write_text
+
+    kept = [line for line in _parse(file) if line["step"] <= step - (line.get("kind") in kinds)]
+    write_text(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
 
 
 def _parse(file: Path) -> list[dict[str, Any]]:

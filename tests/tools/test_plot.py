@@ -83,7 +83,7 @@ def test_panels_hold_their_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         metrics.close()
         runs.append(tmp_path / name)
     figures: list[Any] = []
-    monkeypatch.setattr(run_curves, "_save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(run_curves, "save_figure", lambda figure, out: figures.append(figure))
     plot_runs(runs, Path())
     plot_runs(runs[:1], Path())
     panels = {(axes.get_title(loc="left"), axes.get_xlabel()): axes for axes in figures[0].axes}
@@ -111,7 +111,7 @@ def test_the_accuracy_of_a_masked_model_is_in_percent(tmp_path: Path, monkeypatc
     metrics.log(2, {"loss": 4.0, "accuracy": 0.4, "tokens": 2}, kind="validation")
     metrics.close()
     figures: list[Any] = []
-    monkeypatch.setattr(run_curves, "_save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(run_curves, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(tmp_path, baseline=0.1)
     axes = figures[0].axes[1]
     found = drawn(axes)
@@ -130,7 +130,7 @@ def test_numbers_of_an_axis() -> None:
 def test_the_first_fall_of_the_loss_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of a hundred steps, and no more."""
     run, figures = write_run(tmp_path / "run", steps=100), []
-    monkeypatch.setattr(run_curves, "_save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(run_curves, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(run)
     low, high = figures[0].axes[0].get_ylim()
     losses = smooth(np.array([2 + 6 / step + 0.05 * math.sin(step) for step in range(1, 101)]))
@@ -147,7 +147,7 @@ def test_tokens_stand_over_the_steps_that_saw_them(tmp_path: Path, monkeypatch: 
         metrics.log(step, {"loss": 2 + 1 / step, "tokens": tokens})
     metrics.close()
     figures = []
-    monkeypatch.setattr(run_curves, "_save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(run_curves, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(tmp_path)
     axes = figures[0].axes[0]
     (top,) = axes.child_axes
@@ -160,7 +160,7 @@ def test_tokens_stand_over_the_steps_that_saw_them(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("steps", [2, 20])
 def test_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     run, figures = write_run(tmp_path / "short", steps=steps), []
-    monkeypatch.setattr(run_curves, "_save", lambda figure, out: figures.append(figure))
+    monkeypatch.setattr(run_curves, "save_figure", lambda figure, out: figures.append(figure))
     plot_loss(run)
     plot_runs([run], tmp_path / "plot.png")
     ticks = [axes.get_xticks() for figure in figures for axes in figure.axes if axes.get_xlabel() == "step"]

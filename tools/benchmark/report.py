@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from data.atomic_io import write_whole
+from tools.reporting.style import pyplot, save_figure
 from tools.reporting.tables import markdown_table
 
 
@@ -56,7 +57,7 @@ def plot_lines(
     LENGTHxBATCH and no line joins them.
     """
     shapes = sorted({(row["length"], row["batch"]) for row in rows}) if batches else []
-    plt = _pyplot()
+    plt = pyplot()
     figure, grid = plt.subplots(
         1, len(panels), figsize=(5.5 * len(panels), 4.2), constrained_layout=True, squeeze=False
     )
@@ -91,13 +92,12 @@ def plot_lines(
         axis.grid(True, which="major", alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path, dpi=130)
 
 
 def plot_bars(path: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], title: str) -> None:
     """One panel of horizontal bars for each column, a bar a method, in the order of the first column."""
-    plt = _pyplot()
+    plt = pyplot()
     rows = sorted(
         (row for row in rows if row[next(iter(columns))] is not None), key=lambda row: row[next(iter(columns))]
     )
@@ -110,17 +110,7 @@ def plot_bars(path: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[st
         axis.set_xlabel(words)
         axis.grid(True, axis="x", alpha=0.3)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    save_figure(figure, path, dpi=130)
 
 
 def _text(value: Any) -> str:

@@ -10,16 +10,12 @@ from typing import Any
 import numpy as np
 
 from tools.compare.results import Result, Row, ranked
-from tools.reporting.style import COLORS, STYLE
+from tools.reporting.style import COLORS, STYLE, pyplot, save_figure
 
 
 def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path, title: str, reference: str | None) -> list[Path]:
     """Writes results.png, and where they say something scaling.png and sources.png; returns what was written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     styles = _styles([row.model for row in rows])
     with plt.rc_context(STYLE):
         written = [_results(plt, results, rows, styles, folder / "results.png", title)]
@@ -95,7 +91,8 @@ def _results(
     if lines:
         axes[1, -1].legend(list(lines.values()), list(lines), loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
     figure.suptitle(title, fontsize=10.5)
-    return _save(plt, figure, out)
+    save_figure(figure, out)
+    return out
 
 
 def _course(results: Sequence[Result], row: Row, metric: str, scale: float) -> tuple[Any, Any, Any, Any] | None:
@@ -133,7 +130,8 @@ def _scaling(plt: Any, rows: Sequence[Row], styles: dict[str, Any], out: Path, t
     axes.minorticks_off()
     axes.set(xlabel="parameters without embeddings", ylabel="validation loss (nats a token)", title=title)
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
-    return _save(plt, figure, out)
+    save_figure(figure, out)
+    return out
 
 
 def _by_source(
@@ -166,15 +164,9 @@ def _by_source(
     axes.set_ylim(len(sources) - 0.4, -0.6)
     axes.set(xlabel=f"loss less that of {base.label} (nats a token)", title=f"{title}{base.size and f', {base.size}'}")
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
-    return _save(plt, figure, out)
+    save_figure(figure, out)
+    return out
 
 
 def _sources(row: Row) -> list[str]:
     return [metric for metric in row.values if metric.startswith("loss/")]
-
-
-def _save(plt: Any, figure: Any, out: Path) -> Path:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
-    plt.close(figure)
-    return out

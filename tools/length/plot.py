@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.reporting.style import COLORS, STYLE
+from tools.reporting.style import COLORS, STYLE, pyplot, save_figure
 
 
 def plot_accuracy(results: dict[str, list[dict[str, float]]], out: Path) -> None:
     """Masked accuracy against length, one line a run; the training length is dotted."""
-    plt = _pyplot()
+    plt = pyplot()
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(5.2, 3.4))
         for label, rows, color in zip(_labels(results), results.values(), COLORS * len(results), strict=False):
@@ -22,13 +22,13 @@ def plot_accuracy(results: dict[str, list[dict[str, float]]], out: Path) -> None
         best = max(row["accuracy"] for rows in results.values() for row in rows)
         axes.set_ylim(0, 120 * best or 1)
         axes.legend()
-        _save(plt, figure, out)
+        save_figure(figure, out)
 
 
 def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) -> None:
     """Loss of the same tokens against the length of the pieces, and what context beyond the trained length changes by
     position; one line a run, the training length dotted, bars of one standard error."""
-    plt = _pyplot()
+    plt = pyplot()
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
         for label, result, color in zip(_labels(results), results.values(), COLORS * len(results), strict=False):
@@ -54,7 +54,7 @@ def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) 
             title="Everything before in view, less the trained length",
         )
         right.legend(fontsize=8)
-        _save(plt, figure, out)
+        save_figure(figure, out)
 
 
 def _labels(results: Iterable[str]) -> list[str]:
@@ -72,18 +72,3 @@ def _length_axis(axes: Any, runs: list[list[dict[str, float]]]) -> None:
     axes.set_xticks(lengths, [f"{length:g}" for length in lengths])
     axes.minorticks_off()
     axes.set(xlabel="tokens in view (dotted: length of training)")
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(plt: Any, figure: Any, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
-    plt.close(figure)

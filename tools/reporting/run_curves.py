@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.metrics.logger import read_metrics
-from tools.reporting.style import COLORS, STYLE
+from tools.reporting.style import COLORS, STYLE, pyplot, save_figure
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
     Of a masked model the accuracy stands beside it; baseline: the share that the unigram finds, a dotted line.
     Raises FileNotFoundError and ValueError as `read_run`.
     """
-    plt = _matplotlib()
+    plt = pyplot()
     data = read_run(run)
     out = out or run / "loss.png"
     with plt.rc_context(STYLE):
@@ -87,7 +87,7 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
         for panel in panels.flat:
             panel.xaxis.set_major_locator(plt.MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
         _legend_of_styles(axes, bool(data.validation))
-        _save(figure, out)
+        save_figure(figure, out)
     return out
 
 
@@ -96,7 +96,7 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
 
     Raises FileNotFoundError and ValueError as `read_run`.
     """
-    plt = _matplotlib()
+    plt = pyplot()
     data = [read_run(path, name) for path, name in zip(runs, distinct_names(runs), strict=True)]
     with plt.rc_context(STYLE):
         panels = -(-len({key.partition("/")[0] for run in data for key in _scores(run)}) // 2)
@@ -137,7 +137,7 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
         handles = [plt.matplotlib.lines.Line2D([], [], color=c, lw=2.5) for c in _colors(len(data))]
         labels = [run.name + _result(run) for run in data]
         figure.legend(handles, labels, loc="outside upper left", ncols=1 if len(data) == 1 else 2, fontsize=9.5)
-        _save(figure, out)
+        save_figure(figure, out)
     return out
 
 
@@ -149,15 +149,6 @@ def distinct_names(runs: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(set(parts)):
             return names
     return names
-
-
-def _matplotlib() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def _through(x: NDArray[np.float64], y: NDArray[np.float64]) -> Callable[[Any], Any]:
@@ -278,11 +269,3 @@ def _scientific(value: float, _position: int | None = None) -> str:
         return f"{value:g}"
     mantissa, exponent = f"{value:.3e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def _save(figure: Any, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(out)
-    finally:
-        _matplotlib().close(figure)

@@ -1,4 +1,4 @@
-"""The style of every figure."""
+"""The style of every figure, and how it is written."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from data.atomic_io import written_aside
 
 # Okabe and Ito (2008): told apart by every kind of colour vision, and in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#000000")
@@ -29,6 +31,29 @@ STYLE: dict[str, Any] = {
 }
 
 
+def pyplot() -> Any:
+    """Return matplotlib.pyplot without a display. It is imported on use, because that takes long."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save_figure(figure: Any, out: Path, **options: Any) -> None:
+    """Write a figure whole or not at all, in the format that its name ends with, and close it. Makes its folder.
+
+    options: of `matplotlib.figure.Figure.savefig`.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with written_aside(out) as file:
+            figure.savefig(file, format=out.suffix[1:], **options)
+    finally:
+        pyplot().close(figure)
+
+
 @contextmanager
 def saved_figure(
     out: Path, rows: int = 1, columns: int = 1, *, style: Mapping[str, Any] | None = None, **options: Any
@@ -37,16 +62,11 @@ def saved_figure(
 
     style: entries of `STYLE` to replace. options: of `matplotlib.pyplot.subplots`.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     with plt.rc_context({**STYLE, **(style or {})}):
         figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
         try:
             yield figure, axes
-            out.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(out)
+            save_figure(figure, out)
         finally:
             plt.close(figure)

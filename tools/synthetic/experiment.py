@@ -17,7 +17,6 @@ from megatron_lite.config.files import CONFIGS
 from models.options import nearest_names
 from tools.cli.yaml_file import read_as
 
-SUITES = ("mqar", "mad", "listops")
 FOLDER = CONFIGS / "experiments"
 
 

@@ -17,12 +17,9 @@ Histories = dict[str, list[list[float]]]
 
 def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results: Results, out: Path) -> None:
     """The best run of every sweep, a panel a task and width; over seeds their mean and range."""
-    import matplotlib
+    from tools.reporting.style import STYLE, pyplot, save_figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from tools.reporting.style import STYLE
+    plt = pyplot()
 
     found: dict[tuple[int, str], Histories] = {}
     for sweep in sweeps:
@@ -53,11 +50,7 @@ def draw_curves(experiment: Experiment, sweeps: Sequence[Sequence[Run]], results
         for axes in panels.flat:
             known |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         figure.legend(known.values(), known.keys(), loc="outside right upper", fontsize=8, handlelength=3)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = out.with_name(f".{out.stem}.aside{out.suffix}")
-        figure.savefig(aside)
-        aside.replace(out)
-        plt.close(figure)
+        save_figure(figure, out)
 
 
 def _draw(axes: Any, runs: list[list[float]], experiment: Experiment, number: int, label: str) -> None:

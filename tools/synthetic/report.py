@@ -116,20 +116,13 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
 
 def figure(experiment: Experiment, cells: Cells, out: Path) -> None:
     """MQAR: a panel a task, accuracy against the width, a line a model. MAD: a group of bars a task, a bar a model."""
-    import matplotlib
+    from tools.reporting.style import STYLE, pyplot, save_figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from tools.reporting.style import STYLE
+    plt = pyplot()
 
     with plt.rc_context(STYLE):
         drawn = (_lines if experiment.suite == "mqar" else _bars)(plt, experiment, cells)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        aside = out.with_name(f".{out.stem}.aside{out.suffix}")
-        drawn.savefig(aside)
-        aside.replace(out)
-        plt.close(drawn)
+        save_figure(drawn, out)
 
 
 def _lines(plt: Any, experiment: Experiment, cells: Cells) -> Any:

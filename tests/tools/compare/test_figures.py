@@ -19,11 +19,10 @@ def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) 
     """Courses: mean and range of the seeds; scaling: parameters without embeddings; sources: less the reference, largest size."""
     drawn: dict[str, Any] = {}
 
-    def keep(plt: Any, figure: Any, out: Path) -> Path:
+    def keep(figure: Any, out: Path) -> None:
         drawn[out.stem] = figure
-        return out
 
-    monkeypatch.setattr("tools.compare.figures._save", keep)
+    monkeypatch.setattr("tools.compare.figures.save_figure", keep)
     rows, results = [], []
     for size, body in (("small", 100), ("large", 400)):
         for model, loss in (("a", 2.0), ("b", 1.0)):
@@ -74,7 +73,7 @@ def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) 
 def test_the_ends_and_the_way_there_of_masked_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Percent of tokens found; the lowest loss on top; the way: at the validations that all complete seeds have."""
     drawn: dict[str, Any] = {}
-    monkeypatch.setattr("tools.compare.figures._save", lambda _plt, figure, out: drawn.setdefault(out.stem, figure))
+    monkeypatch.setattr("tools.compare.figures.save_figure", lambda figure, out: drawn.setdefault(out.stem, figure))
     rows, results = [], []
     for size, more in (("small", 0.0), ("large", 0.2)):
         for model, loss in (("a", 2.0), ("b", 1.0)):

@@ -176,7 +176,7 @@ def test_cells_are_where_a_model_finds_the_needle(trained_run: Path, tmp_path: P
         return ask(opened, asked)
 
     monkeypatch.setattr(needle, "_answers", answered)
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: pictures.append(figure))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: pictures.append(figure))
     words = [str(trained_run), *WORDS, "--depths", "0,25,50,75,100", "--out", str(out)]
     for lengths in ("640", "256,384"):  # the second table joins the first
         assert command.main([*words, "--lengths", lengths]) == 0

@@ -133,7 +133,7 @@ def test_masked_models_read_whole_stretches_of_text_only(masked_run: Path, tmp_p
 )
 def test_every_line_has_a_name_of_its_own(runs: list[str], labels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(plot, "_save", lambda plt, figure, out: drawn.append(figure))
+    monkeypatch.setattr(plot, "save_figure", lambda figure, out: drawn.append(figure))
     masked = [{"length": n, "accuracy": 0.5, "trained_at": 64} for n in (64, 128)]
     place = {"from": 1, "to": 64, "loss": 2.0, "change": 0.0, "change_stderr": 0.1}
     causal = {"by_length": [{"length": n, "loss": 2.0, "trained_at": 64} for n in (64, 128)], "by_position": [place]}
@@ -145,7 +145,7 @@ def test_every_line_has_a_name_of_its_own(runs: list[str], labels: list[str], mo
 
 def test_pictures_hold_the_figures_over_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(plot, "_save", lambda plt, figure, out: drawn.append(figure))
+    monkeypatch.setattr(plot, "save_figure", lambda figure, out: drawn.append(figure))
     masked = [{"length": n, "accuracy": 16 / n, "trained_at": 32} for n in (32, 64)]
     plot.plot_accuracy({"runs/a": masked}, Path())
     rows = [{"length": n, "loss": 1 + 1 / n, "trained_at": 64} for n in (32, 64, 128)]
