@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_lite.atomic_io import make_folder, sync, write_text
 from megatron_lite.checkpoint.checksums import FILE_NAME, CheckpointError, checksums_text, file_sha256
 from megatron_lite.checkpoint.reader import (
     CONFIG,
@@ -272,36 +273,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def write_text(path: Path, text: str) -> None:
-    """A text file, flushed to the disk with its name, which it takes when it is whole."""
-    aside = path.with_name(f".{path.name}.writing")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync(path.parent)
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder and those above it that are missing; flush their names to the disk. Raises OSError."""
-    if not path.is_dir():
-        make_folder(path.parent)
-        path.mkdir(exist_ok=True)
-        sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        # Some network disks cannot flush a folder, and some folders above cannot be opened.
-        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)):
-            raise

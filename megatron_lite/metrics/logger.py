@@ -25,6 +25,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from megatron_lite.atomic_io import write_text
+
 FILE_NAME = "metrics.jsonl"
 PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
 _OF_THE_END = ("validation", "test", "sample", "evaluation", "evaluation_error")  # kinds, after the last step
@@ -169,8 +171,6 @@ def remove_later_steps(file: Path, step: int, kinds: Sequence[str] = ()) -> None
     """
     if not file.is_file():
         return
-    from megatron_lite.checkpoint.storage import write_text
-
     kept = [line for line in _parse(file) if line["step"] <= step - (line.get("kind") in kinds)]
     write_text(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
 

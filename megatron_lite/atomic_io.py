@@ -1,0 +1,40 @@
+"""Files and folders that are on the disk whole, with their names."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file and flush it to the disk. It takes its name when it is whole."""
+    aside = path.with_name(f".{path.name}.writing")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it that are missing; flush their names to the disk. Raises OSError."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        # Some network disks cannot flush a folder, and some folders above cannot be opened.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)):
+            raise
