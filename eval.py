@@ -142,7 +142,7 @@ An evaluation that was interrupted goes on when the same command is given again.
 Bits per byte = nats / ln 2 / bytes of UTF-8: it compares models with different tokenizers, and with
 compressors (gzip -9 reaches about 1.6 on Python source code). Every token counts once, ends of documents too.
 The scores are added to results.json in the run's folder; `python -m tools.plot RUN --html` shows them.
-docs/evaluation.md has the details."""
+docs/guide/evaluation.md has the details."""
 
 
 if __name__ == "__main__":

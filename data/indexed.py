@@ -380,5 +380,5 @@ def _missing(prefix: Path, path: Path) -> str:
     return (
         f"{path} does not exist.{hint} (a prefix names a .bin and an .idx file without extension). Write them with python"
         " -m tools.preprocess_data; those of a sample with make data-pile-sample, data-c4-sample or data-text-sample"
-        " (docs/data.md)."
+        " (docs/guide/data.md)."
     )

@@ -260,7 +260,7 @@ def _file(path: str | Path, name_in_folder: str) -> Path:
         raise FileNotFoundError(
             f"the tokenizer file {path} does not exist: name one that does (data.tokenizer.path, --vocab-file), or train one"
             " with python -m tools.train_tokenizer; make data-pile-sample, data-c4-sample and data-text-sample write those of"
-            " the samples (docs/data.md)"
+            " the samples (docs/guide/data.md)"
         )
     return path
 

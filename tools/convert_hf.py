@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
             "  python -m tools.convert_hf import pythia-410m/ runs/pythia          GPT-NeoX, Llama, MetaLA, GLA, RetNet, HGRN2\n"
             "  python -m tools.convert_hf verify runs/default                      read and check every file of a run or export\n"
             "\n"
-            "An export ends by comparing its logits with the trainer's and fails over the tolerance. docs/huggingface.md"
+            "An export ends by comparing its logits with the trainer's and fails over the tolerance. docs/guide/huggingface.md"
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True)

@@ -27,7 +27,7 @@ examples:
 
 Nothing is trained (but with --measure) and no GPU is needed. Memory is counted from one layer of each kind, run without
 computing; it leaves out the CUDA context and NCCL's buffers, about 1 to 2 GiB a GPU. Speed follows from --mfu, the FLOP/s that
-one GPU reaches alone, and from the links (docs/scaling.md has the model). Rows that do not fit are marked and come last.
+one GPU reaches alone, and from the links (docs/guide/parallelism.md). Rows that do not fit are marked and come last.
 """
 
 

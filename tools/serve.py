@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
             "\n"
             "/v1/completions continues a text, drawn with the request's temperature (default 1; 0 is greedy) and top_p.\n"
             "/v1/chat/completions needs a chat template, which a pretrained model has not.\n"
-            "Needs transformers' extra: pip install 'transformers[serving]'. docs/huggingface.md"
+            "Needs transformers' extra: pip install 'transformers[serving]'. docs/guide/huggingface.md"
         ),
     )
     parser.add_argument("folder", type=Path, help="what tools.convert_hf export wrote")

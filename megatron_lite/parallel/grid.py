@@ -153,7 +153,7 @@ def _group(ranks: torch.Tensor, dimension: int, rank: int, *, urgent: bool = Fal
 
 def _store(rank: int, world_size: int, limit: timedelta) -> dist.Store:
     """Return the store in which the ranks find one another. Between machines each restart has a new one
-    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, docs/launch.md). Raises RankRefused."""
+    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, docs/guide/launch.md). Raises RankRefused."""
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         store = join_launcher(store, world_size, limit.total_seconds())

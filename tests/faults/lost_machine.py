@@ -1,4 +1,4 @@
-"""One of two machines is lost: its cable is cut and its processes are gone. docs/launch.md says what goes on by itself."""
+"""One of two machines is lost: its cable is cut and its processes are gone. docs/guide/launch.md says what goes on by itself."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 
 class _Run:
-    """The example of docs/launch.md on two machines; `external`: with a store on a third one, for which the second stands."""
+    """The example of docs/guide/launch.md on two machines; `external`: with a store on a third one."""
 
     def __init__(
         self, machines: list[Machine], words: list[str], folder: Path, stack: contextlib.ExitStack, *, external: bool

@@ -60,5 +60,5 @@ def two_machines() -> Iterator[list[Machine]]:
 
 def example() -> str:
     """The first bash block under "Two machines"."""
-    text = (ROOT / "docs" / "launch.md").read_text()
+    text = (ROOT / "docs" / "guide" / "launch.md").read_text()
     return re.search(r"## Two machines.*?```bash\n(.*?)```", text, re.DOTALL)[1]

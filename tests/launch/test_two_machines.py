@@ -1,4 +1,4 @@
-"""The two-machine example of docs/launch.md, run as it stands there, in two network namespaces that share a cable."""
+"""The two-machine example of docs/guide/launch.md, run as it stands there, in two network namespaces that share a cable."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ EPILOG = """examples:
 
 Every run is one that `python train.py runs/NAME/RUN/run.yml` would do; its folder holds what a run's folder holds,
 and train.log. What was stopped (--minutes, Ctrl-C, a kill) goes on when the same command is given again. The table
-and the figures show what is complete: runs/NAME/results.md, results.json and *.png. docs/comparing.md has the details.
+and the figures show what is complete: runs/NAME/results.md, results.json and *.png. docs/guide/comparing.md has the details.
 """
 
 

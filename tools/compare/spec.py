@@ -112,7 +112,7 @@ def read_comparison(path: Path) -> Comparison:
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist: give a comparison's YAML file, such as configs/experiments/compare_lm.yml "
-            "(docs/comparing.md says what one holds)"
+            "(docs/guide/comparing.md says what one holds)"
         )
     found = read_as(Comparison, path)
     reference = found.equal_parameters and found.equal_parameters.reference

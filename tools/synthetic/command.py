@@ -35,7 +35,7 @@ examples:
 Every run is a line of OUTPUT/results.jsonl, by its settings: what is there is not run again, and a sweep whose best run
 has reached the target is done. Beside it lie results.md, with the papers' numbers, and results.png. On CUDA the runs of a
 sweep are trained side by side, a step of all of them in one graph; several processes share the GPUs.
-docs/synthetic.md has the definitions."""
+docs/guide/synthetic.md has the definitions."""
 
 
 def synthetic_suite(words: Sequence[str]) -> str | None:

@@ -192,7 +192,7 @@ def test_the_commands_that_make_token_files_make_the_named_ones(name: str) -> No
 
 
 def test_the_page_on_data_makes_the_files_that_the_pile_names() -> None:
-    text = (CONFIGS.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    text = (CONFIGS.parent / "docs" / "guide" / "data.md").read_text(encoding="utf-8")
     data = load(
         CONFIGS / "default.yml",
         CONFIGS / "metala_360m.yml",

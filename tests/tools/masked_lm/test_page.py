@@ -1,4 +1,4 @@
-"""What docs/masked_lm.md prints works as printed."""
+"""What docs/guide/masked_lm.md prints works as printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.language_model import count_parameters
 from tests.megatron_lite.config.test_config_examples import CONFIGS, MASKED, load
 from tools.conversion.export_hf import export
 
-PAGE = (Path(__file__).parents[3] / "docs" / "masked_lm.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "masked_lm.md").read_text(encoding="utf-8")
 
 
 def test_sentence_embeddings(masked_run: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_gathered_numbers_are_the_state_of_the_mixer(name: str, options: dict[st
 def test_the_page_shows_what_is_sent():
     config = read_config(["configs/metala_1.4b.yml"], 8)
     work = workload(config, layer_flops(config), "bf16")
-    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guide" / "parallelism.md").read_text()
     shown = {
         "data, ZeRO 1": (work, Layout(), "data"),
         "data, ZeRO 2": (replace(work, zero_stage=2), Layout(), "data"),

@@ -132,8 +132,8 @@ def test_layers_on_the_device_meta():
 
 
 # GiB of the fullest process, torch.cuda.max_memory_allocated over all steps of `tools.benchmark layouts`: MetaLA 1.4B, bf16,
-# ZeRO 1, on H200 of one host, torch 2.11.0, triton 3.6.0, 2026-11-21. docs/scaling.md shows the same table. What graphs hold
-# (tensor parallelism's) is not in the allocator's figure and not in the estimate here.
+# ZeRO 1, on H200 of one host, torch 2.11.0, triton 3.6.0, 2026-11-21. docs/guide/parallelism.md shows the same table. What
+# graphs hold (tensor parallelism's) is not in the allocator's figure and not in the estimate here.
 LONG = ["batch.sequence_length=131072", "parallel.activation_checkpointing.mode=full"]
 MEASURED = {
     "1 GPU": (Layout(), 1, 8, 4, [], 55.565),
@@ -162,7 +162,7 @@ def test_the_estimate_is_what_was_measured_on_gpus(name):
     parts = plan.memory(layers, plan.layer_flops(config), config, layout, "bf16", 1)
     estimated = sum(parts.values()) / GIB
     assert estimated == pytest.approx(measured, rel=0.03)
-    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "guide" / "parallelism.md").read_text()
     assert f"| {name} | {estimated:.1f} | {measured:.1f} | {estimated / measured:.3f} |" in page
 
 
