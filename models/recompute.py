@@ -24,9 +24,9 @@ _ACTIVE: ContextVar[bool] = ContextVar("recompute_elementwise", default=False)
 
 
 @contextmanager
-def recompute_elementwise(active: bool = True) -> Iterator[None]:
-    """Inside, do not save `recomputable` results for the backward pass. active=False and no_grad change nothing."""
-    if not (active and torch.is_grad_enabled()):
+def recompute_elementwise() -> Iterator[None]:
+    """Inside, do not save `recomputable` results for the backward pass. Without gradients it changes nothing."""
+    if not torch.is_grad_enabled():
         yield
         return
     token = _ACTIVE.set(True)

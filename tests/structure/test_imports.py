@@ -70,3 +70,7 @@ def test_no_import_cycles():
         for name in free:
             del graph[name]
     assert not graph, f"these files import one another, or import files that do: {sorted(graph)}"
+
+
+def test_shipped_code_patches_nothing():
+    assert [name for name, path in modules().items() if "unittest" in path.read_text()] == []
