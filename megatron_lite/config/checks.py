@@ -351,7 +351,7 @@ def _samples(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
             yield (
                 ("data", "objective"),
                 f"= masked: {mixers} sees nothing of what follows a hidden token; causal is allowed, or a mixer that sees "
-                "both sides (the option causal = false, docs/mixers.md)",
+                "both sides (the option causal = false, docs/reference/mixers.md)",
             )
     if data.objective == "masked" and data.masked.layout == "padded" and data.reset_at_documents:
         text = "= true: padded rows hold one document each; it goes with data.masked.layout = packed"

@@ -35,7 +35,7 @@ CONVENTIONS = ("eq17", "shifted")
 # Channels of a head that the kernels support.
 _LARGEST_HEAD = 256
 # Up to these lengths the tile kernel is the faster one for heads of at most so many channels, whatever the decays, in 16
-# bits (docs/results.md). For longer sequences its time depends on how far the decays let a token see.
+# bits (docs/results/kernels.md). For longer sequences its time depends on how far the decays let a token see.
 _TILE_LENGTHS = {64: 192, 128: 256}
 
 

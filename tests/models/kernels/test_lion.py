@@ -106,7 +106,7 @@ def test_a_whole_sequence_in_one_program(
 def test_all_pairs_at_once_where_it_was_the_faster(
     device: str, length: int, dim: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As docs/results.md has it: the kernel that is started, not the answer of the function that chooses."""
+    """As docs/results/kernels.md has it: the kernel that is started, not the answer of the function that chooses."""
     from models.kernels.lion import single_tile as lion_whole
     from models.kernels.lion.common import LOGITS, Case
 

@@ -301,8 +301,10 @@ def test_a_hybrid_decodes() -> None:
 @pytest.mark.parametrize("name", sorted(MIXERS))
 def test_the_documentation_has_a_row_that_counts_the_parameters(name: str) -> None:
     """The column `parameters` is a sum of products of numbers, d (hidden_size) and h (heads), for default options."""
-    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/mixers.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert [row for row, _ in rows].count(name) == 1, f"docs/mixers.md needs one row of {name}"
+    rows = re.findall(
+        r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/reference/mixers.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert [row for row, _ in rows].count(name) == 1, f"docs/reference/mixers.md needs one row of {name}"
     cells = [cell.strip() for cell in dict(rows)[name].split("|")]
     formula = " + ".join("*".join(term.split()) for term in cells[2].replace("²", "**2").split("+"))
     assert re.fullmatch(r"[\d.dh+*/ ]+", formula), cells[2]

@@ -259,7 +259,7 @@ def test_wrong_arguments_are_named(change: dict, words: list[str]) -> None:
 
 
 def test_the_form_is_selected_once_by_device_length_and_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limits are those of docs/results.md."""
+    """The limits are those of docs/results/kernels.md."""
 
     def selected(length: int, dim: int, dtype: torch.dtype = torch.bfloat16, form: str = "auto") -> str:
         q = torch.empty(1, length, 2, dim, dtype=dtype, device="meta")
