@@ -251,7 +251,7 @@ class Trainer(Generic[ModelT]):
         state.skipped_in_a_row = self._skips.in_a_row
 
     def _before_update(self, loss: float) -> bool:
-        """Whether to skip the update; until now the weights are those that the step was computed from."""
+        """Return whether to skip the update; until now the weights are those that the step was computed from."""
         self._replicas.before_update(self.state.step + 1)
         return self._spikes.should_skip(loss)
 
@@ -319,7 +319,7 @@ class Trainer(Generic[ModelT]):
             self._checkpointer.refuse_not_finite(what, names)
 
     def _stop_between_batches(self) -> bool:
-        """Whether a signal has asked any process to stop. Every process calls it."""
+        """Return whether a signal has stopped any process. Every process calls it."""
         self._watchdog.kick()
         return any_rank([self._signal.received is not None], self.engine.grid)[0]
 

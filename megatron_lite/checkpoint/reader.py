@@ -68,7 +68,7 @@ def not_finite_error(what: str, names: Sequence[str], directory: Path) -> NotFin
 
 
 def resolve(path: Path | str) -> Path:
-    """The step folder that a path means: itself, or the newest one of a checkpoints or run folder.
+    """Return the step folder that a path means: itself, or the newest one of a checkpoints or run folder.
 
     Raises:
         CheckpointError: there is none; says what was looked for.
@@ -90,7 +90,7 @@ def resolve(path: Path | str) -> Path:
 
 
 def named_by(latest: Path) -> Path:
-    """The step folder that the file `latest` names. Raises CheckpointError."""
+    """Return the step folder that the file `latest` names. Raises CheckpointError."""
     try:
         name = latest.read_text(encoding="utf-8").strip()
     except UnicodeDecodeError:
@@ -103,16 +103,16 @@ def named_by(latest: Path) -> Path:
 
 
 def step_folders(directory: Path) -> dict[int, Path]:
-    """The step folders of a checkpoints folder by their steps, in order; complete or not."""
-    found = {int(path.name[5:]): path for path in directory.glob("step_*") if _STEP.fullmatch(path.name)}
-    return dict(sorted(found.items()))
+    """Return the step folders of a checkpoints folder by their steps, in order; complete or not."""
+    folders = {int(path.name[5:]): path for path in directory.glob("step_*") if _STEP.fullmatch(path.name)}
+    return dict(sorted(folders.items()))
 
 
 _NEEDED = "a run folder, a checkpoints folder with the file 'latest', or a step folder with manifest.json is needed"
 
 
 def exists(path: Path) -> bool:
-    """Whether a run or checkpoints folder has a finished checkpoint."""
+    """Return whether a run or checkpoints folder has a finished checkpoint."""
     return any(
         (folder / "latest").is_file() or any((step / MANIFEST).is_file() for step in step_folders(folder).values())
         for folder in (path, path / "checkpoints")
@@ -131,7 +131,7 @@ def is_own_checkpoint(resume: str, directory: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a step folder. Its hash and that of config.yml are compared, and every file is there in full.
+    """Return the manifest of a step folder. Its hash and that of config.yml are compared, and every file is there in full.
 
     Raises:
         CheckpointError: unreadable, another format or version, or a file that is missing, short or changed (named).
@@ -159,8 +159,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         stored = inside(path, name, file)
         size = stored.stat().st_size if stored.is_file() else None
         if size != entry["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes of {entry['bytes']}"
-            raise CheckpointError(f"{path}: the file {name} {found}; {MEND}")
+            problem = "is missing" if size is None else f"has {size} bytes of {entry['bytes']}"
+            raise CheckpointError(f"{path}: the file {name} {problem}; {MEND}")
     return manifest
 
 
@@ -179,7 +179,7 @@ def check_hash(path: Path, name: str, entry: Mapping[str, Any] | None) -> None:
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
-    """All weights of a checkpoint at full size: canonical name to float32 tensor on the CPU.
+    """Return all weights of a checkpoint at full size: canonical name to float32 tensor on the CPU.
 
     Raises:
         CheckpointError: as `resolve` and `read_manifest`, or a file whose checksum differs.
@@ -223,7 +223,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 def read_config_yaml(path: Path | str) -> dict[str, Any]:
-    """The resolved configuration that a checkpoint was trained with, as plain YAML values.
+    """Return the resolved configuration that a checkpoint was trained with, as plain YAML values.
 
     Raises:
         CheckpointError: as `resolve`, or a file that is missing or damaged.
@@ -253,7 +253,7 @@ class TensorSlice:
     numel: int
 
     def entry(self, rank: int) -> dict[str, Any]:
-        """The piece as the manifest lists it, in the file of `rank`."""
+        """Return the piece as the manifest lists it, in the file of `rank`."""
         piece: dict[str, Any] = {"rank": rank, "start": self.start, "numel": self.numel}
         if self.shard.count > 1:
             piece["shard"] = [self.shard.dim, self.shard.index, self.shard.count]
@@ -261,7 +261,7 @@ class TensorSlice:
 
 
 def layout_words(layout: Mapping[str, Any]) -> str:
-    """A manifest's layout for a person: "4 processes: data 2 x tensor 2, ZeRO 1, bf16"."""
+    """Return a manifest's layout for a person: "4 processes: data 2 x tensor 2, ZeRO 1, bf16"."""
     sizes = [f"{key} {layout[key]}" for key in ("data", "tensor", "pipeline", "context") if layout.get(key, 1) > 1]
     count = layout["world_size"]
     words = f"{count} process{'es' if count > 1 else ''}" + (f": {' x '.join(sizes)}" if sizes else "")
@@ -282,7 +282,7 @@ class Reader:
         self._assembled: tuple[tuple[str, str], Tensor] | None = None
 
     def read(self, kind: str, name: str, shard: Shard, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the flattened shard of a tensor, float32 on the CPU.
+        """Return elements [start, start + numel) of the flattened shard of a tensor, float32 on the CPU.
 
         Raises:
             CheckpointError: a file that was changed, or a manifest that its files do not fit.
@@ -305,8 +305,8 @@ class Reader:
             placed = [(piece, stored.index * (size // stored.count) + piece["start"]) for piece, stored in pieces]
             return self._range(kind, name, placed, shard.index * (size // shard.count) + start, numel)
         if all((stored.dim, stored.count) == (shard.dim, shard.count) for _, stored in pieces):
-            own = [(piece, piece["start"]) for piece, stored in pieces if stored == shard]
-            return self._range(kind, name, own, start, numel)
+            matches = [(piece, piece["start"]) for piece, stored in pieces if stored == shard]
+            return self._range(kind, name, matches, start, numel)
         return shard.cut(self._whole(kind, name, pieces)).flatten()[start : start + numel]
 
     def _whole(self, kind: str, name: str, pieces: list[tuple[dict[str, Any], Shard]]) -> Tensor:
@@ -314,14 +314,14 @@ class Reader:
             shape = tuple(self._manifest["tensors"][name]["shape"])
             whole = torch.empty(shape, dtype=torch.float32)
             for shard in dict.fromkeys(stored for _, stored in pieces):
-                own = [(piece, piece["start"]) for piece, stored in pieces if stored == shard]
+                matches = [(piece, piece["start"]) for piece, stored in pieces if stored == shard]
                 view = shard.cut(whole)
-                view.copy_(self._range(kind, name, own, 0, view.numel()).reshape(view.shape))
+                view.copy_(self._range(kind, name, matches, 0, view.numel()).reshape(view.shape))
             self._assembled = (kind, name), whole
         return self._assembled[1]
 
     def _range(self, kind: str, name: str, placed: list[tuple[dict[str, Any], int]], start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) out of pieces, each with the place of its first element."""
+        """Return elements [start, start + numel) out of pieces, each with the place of its first element."""
         out = torch.empty(numel, dtype=torch.float32)
         covered, end = start, start + numel
         for piece, place in sorted(placed, key=lambda one: one[1]):
@@ -355,7 +355,7 @@ class Reader:
 
 
 def newest_finite(directory: Path) -> Path | None:
-    """The newest step folder in which all weights and moments are finite; None where there is none."""
+    """Return the newest step folder in which all weights and moments are finite; None where there is none."""
     for path in reversed(step_folders(directory).values()):
         with contextlib.suppress(CheckpointError):  # a damaged one is not healthy either
             if not tensors_not_finite(path):

@@ -43,7 +43,7 @@ class StartPoint:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the run has steps behind it; an imported checkpoint has none."""
+        """Return whether the run has steps behind it; an imported checkpoint has none."""
         return self.is_own and self.manifest["step"] > 0
 
     def read_train_steps(self) -> int:

@@ -247,7 +247,7 @@ def _step(name: str) -> int:
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """The manifest's entry of the file. Raises OSError."""
+    """Return the manifest's entry of the file. Raises OSError."""
     path.touch()  # for the rights that a new file has here: safetensors gives them to the owner alone
     rights = path.stat().st_mode
     try:
@@ -266,10 +266,10 @@ def versions() -> dict[str, str]:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"python": platform.python_version()}
+    versions_by_name = {"python": platform.python_version()}
     for package in ("torch", "deepspeed", "flash-linear-attention", "triton", "transformers", "numpy"):
         try:
-            found[package] = version(package)
+            versions_by_name[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_by_name

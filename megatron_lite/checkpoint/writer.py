@@ -130,7 +130,7 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this process is writing."""
+        """Return whether this process is writing."""
         return self._save is not None and not self._save.work.done()
 
     def settle(self, any_busy: bool) -> bool:
@@ -172,7 +172,7 @@ class CheckpointWriter:
             ) from None
 
     def _publish(self, save: _Save) -> bool:
-        """All files are written: start to complete the folder."""
+        """Start to complete the folder, whose files are all written."""
         everyone: list[Written] = gather(save.work.result(), self._engine.grid)
         save.is_written = True
         problem = next((written.problem for written in everyone if written.problem), "")
@@ -219,7 +219,7 @@ class CheckpointWriter:
         return ""
 
     def _copied(self) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Tensor]]]:
-        """The pieces of this process, and copies of them by file."""
+        """Return the pieces of this process, and copies of them by file."""
         groups: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
         pieces: dict[str, list[dict[str, Any]]] = {}
         rank = self._engine.grid.rank
@@ -287,7 +287,7 @@ def refuse_not_finite(what: str, names: Iterable[Sequence[str]], directory: Path
 
 
 def _manifest(engine: Engine, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """All of the manifest that does not depend on what the processes own."""
+    """Return all of the manifest that does not depend on what the processes own."""
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -251,7 +251,7 @@ class Engine:
             self._engine.train()
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> Evaluated:
-        """Sums over the micro batches of all data ranks."""
+        """Return sums over the micro batches of all data ranks."""
         self._take_num_correct()
         nll, weight = self._evaluate_own(micro_batches)
         nll, weight, num_correct = all_reduce_sum([nll, weight, self._take_num_correct()], self.grid)
@@ -268,7 +268,7 @@ class Engine:
         return first, math.isfinite(nll)
 
     def _evaluate_own(self, micro_batches: Iterable[Batch]) -> tuple[float, float]:
-        """Sums of weight * nll and of the weight over this process's micro-batches, in evaluation mode."""
+        """Return sums of weight * nll and of the weight over this process's micro-batches, in evaluation mode."""
         self._engine.eval()
         nll = weight = 0.0
         with torch.no_grad():
@@ -282,7 +282,7 @@ class Engine:
         return nll, weight
 
     def measure_step_seconds(self, micro_batches: Sequence[Batch]) -> float:
-        """Seconds that a training step of these micro batches takes here, without changing any weight."""
+        """Return seconds that a training step of these micro batches takes here, without changing any weight."""
         times: list[float] = []
         while len(times) < 4 or sum(times[2:]) < 3.0:
             start = time.perf_counter()
@@ -292,7 +292,7 @@ class Engine:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Sizes of the parallel dimensions, ZeRO stage and number format, as a checkpoint records them."""
+        """Return sizes of the parallel dimensions, ZeRO stage and number format, as a checkpoint records them."""
         grid = self.grid
         return {
             "world_size": grid.world_size,
@@ -324,7 +324,7 @@ class Engine:
         restore_linear()
 
     def _module(self, calls: Mapping[int, Callable[..., Tensor]]) -> tuple[nn.Module, Any]:
-        """What DeepSpeed wraps, and its "model parallel unit" where that is not the module's own."""
+        """Return what DeepSpeed wraps, and its "model parallel unit" where that is not the module's own."""
         self._stage: Any = None
         if self.grid.pipe_size > 1:
             from megatron_lite.engine.pipeline_stage import Stage
@@ -348,7 +348,7 @@ class Engine:
             self._engine.micro_steps = 0  # DeepSpeed counts to the end of a step by the remainder
 
     def _own_part(self, batch: Batch) -> Batch:
-        """The part of a micro batch that this process computes: all of it, or its local shard of the sequence."""
+        """Return the part of a micro batch that this process computes: all of it, or its local shard of the sequence."""
         return batch if self._context is None else local_shard(batch, self._context)
 
     def _sums(self, nll: Tensor) -> Callable[[], list[float]]:

@@ -90,7 +90,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def kick(self, times: float = 1.0) -> None:
-        """A step ended: start counting anew. What comes next may take `times` as long."""
+        """Start counting anew after a step. The next one may take `times` as long."""
         self._kicked = time.monotonic()
         self._due = self._kicked + times * self._seconds + self._delay
 
@@ -142,7 +142,7 @@ class SpikeGuard:
         self._factor, self.mean, self.seen, self._warmup = factor, mean, seen, warmup
 
     def should_skip(self, loss: float) -> bool:
-        """Whether to skip this step; a loss that is let through moves the mean."""
+        """Return whether to skip this step; a loss that is let through moves the mean."""
         if not math.isfinite(loss):
             return True
         if self._factor and self.mean is not None and self.seen >= self._warmup and loss > self._factor * self.mean:

@@ -71,7 +71,7 @@ class RunLock:
             self._descriptor = None
 
     def _is_at_its_place(self, descriptor: int) -> bool:
-        """Whether the locked file is still the one of that name: a run that ended in between has removed it."""
+        """Return whether the locked file is still the one of that name: a run that ended in between has removed it."""
         try:
             return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
         except FileNotFoundError:

@@ -71,7 +71,7 @@ def _name_alike(zero: Any) -> None:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What is left to do where DeepSpeed would have gradients set to zero: none are there."""
+    """Do nothing where DeepSpeed would set gradients to zero: there are none."""
 
 
 class _Arithmetic(Protocol):
@@ -88,7 +88,7 @@ class _Arithmetic(Protocol):
         """AdamW with the gradients times the factor, a scalar; with NaN nothing."""
 
     def settle(self, applied: bool) -> None:
-        """The host knows whether the update was one."""
+        """Take note of whether the update was applied, which the host knows now."""
 
 
 class PatchedStep:
@@ -177,8 +177,10 @@ class PatchedStep:
 
 
 def _own_sums(zero: Any, group: int) -> list[tuple[Tensor, bool]]:
-    """The float32 sums of a group, parameter by parameter, as far as this process has their optimizer state, and whether it is
-    the one to count them in the norm: of copies on several processes, one does."""
+    """Return the float32 sums of a group per parameter, as far as this process has their optimizer state.
+
+    With each: whether this process counts it in the norm. Of copies on several processes, one does.
+    """
     from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
 
     first = bwc_tensor_model_parallel_rank(mpu=zero.mpu) == 0
@@ -300,7 +302,7 @@ class _Kernels:
 
 
 def _own_weights(zero: Any) -> list[Tensor]:
-    """The part of every group's 16-bit weights of which this process has the master weights."""
+    """Return the part of every group's 16-bit weights of which this process has the master weights."""
     return [
         partitions[dist.get_rank(group)]
         for partitions, group in zip(zero.bf16_partitioned_groups, zero.real_dp_process_group, strict=True)
@@ -321,18 +323,18 @@ def average_own(flat: Tensor, group: Any, dtype: torch.dtype) -> None:
     """
     replicas = dist.get_world_size(group)
     rows = flat.view(replicas, -1)
-    own = rows[dist.get_rank(group)]
-    before = None
-    for columns, into in zip(rows.split(_BUCKET // replicas, dim=1), own.split(_BUCKET // replicas), strict=True):
+    local = rows[dist.get_rank(group)]
+    previous = None
+    for columns, into in zip(rows.split(_BUCKET // replicas, dim=1), local.split(_BUCKET // replicas), strict=True):
         sent = columns.to(dtype).contiguous()
         total = torch.empty_like(into, dtype=dtype)
         work = dist.reduce_scatter_tensor(total, sent.view(-1), group=group, async_op=True)
         # While this one is on its way, the one before it is put in its place.
-        if before is not None:
-            _finish_bucket(*before, replicas)
-        before = work, total, into
-    if before is not None:
-        _finish_bucket(*before, replicas)
+        if previous is not None:
+            _finish_bucket(*previous, replicas)
+        previous = work, total, into
+    if previous is not None:
+        _finish_bucket(*previous, replicas)
 
 
 def _finish_bucket(work: Any, total: Tensor, into: Tensor, replicas: int) -> None:

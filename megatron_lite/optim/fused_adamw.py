@@ -89,7 +89,7 @@ class FlatSegments:
         eps: float,
         weight_decay: float,
     ) -> None:
-        """The update of `torch.optim.AdamW`, computed in float32, in place.
+        """Apply the update of `torch.optim.AdamW` in place, computed in float32.
 
         Args:
             master, exp_avg, exp_avg_sq: [elements] each, of any floating dtype.

@@ -95,7 +95,7 @@ class OptimizerState:
             }
 
     def fragments(self) -> Iterator[OptimizerFragment]:
-        """The training state that this process owns, parameter by parameter."""
+        """Return the training state that this process owns, parameter by parameter."""
         for sharded in self._parameters:
             parameter = sharded.parameter
             if self._stage == 3:
@@ -111,13 +111,13 @@ class OptimizerState:
                 yield OptimizerFragment(sharded.name, sharded.shard, start, sharded.primary, tensors)
 
     def buffers(self) -> Iterator[Tensor]:
-        """The flat buffers behind the fragments: master weights and both moments of each parameter group, with padding."""
+        """Return the flat buffers behind the fragments: master weights and both moments of each parameter group, with padding."""
         for flat in self._flats:
             state = self._adamw.state[flat]
             yield from (flat.data, state["exp_avg"], state["exp_avg_sq"])
 
     def weight_buffers(self) -> list[NamedBuffer]:
-        """The weights that every data and context rank holds whole, as the forward pass reads them.
+        """Return the weights that every data and context rank holds whole, as the forward pass reads them.
 
         Under stage 3 those are the small weights that stay gathered, in a copy; none while they are not gathered.
         """
@@ -130,7 +130,7 @@ class OptimizerState:
         return [NamedBuffer(flat, self._ranges_in(flat)) for flat in flats]
 
     def tensor_replicas(self) -> list[list[tuple[str, Tensor]]]:
-        """What every rank of a tensor group holds alike: views of weights, master weights and moments, with their names.
+        """Return what every rank of a tensor group holds alike: views of weights, master weights and moments, with their names.
 
         Tensors of one list have one dtype.
         """
@@ -180,9 +180,9 @@ class OptimizerState:
             for index, flat in enumerate(self._flats):
                 group = self._zero.real_dp_process_group[index]
                 partitions = self._zero.parallel_partitioned_bit16_groups[index]
-                own = partitions[torch.distributed.get_rank(group)]
-                own.data.copy_(flat.data)
-                torch.distributed.all_gather(list(partitions), own.clone(), group)
+                local = partitions[torch.distributed.get_rank(group)]
+                local.data.copy_(flat.data)
+                torch.distributed.all_gather(list(partitions), local.clone(), group)
 
     @property
     def steps(self) -> int:
@@ -191,7 +191,7 @@ class OptimizerState:
         return max((int(state["step"].item()) for state in self._adamw.state.values()), default=0)
 
     def set_learning_rate(self, lr: float) -> None:
-        """The learning rate of the next update, of all parameters."""
+        """Set the learning rate of the next update, for all parameters."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
 
@@ -208,12 +208,12 @@ class OptimizerState:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by; 1 unless fp16."""
+        """Return the factor of the loss; 1 unless fp16."""
         return float(self._zero.loss_scale) if self._dtype == "fp16" else 1.0
 
     @property
     def loss_scaler(self) -> dict[str, float]:
-        """The dynamic loss scaler's numbers (fp16); empty otherwise."""
+        """Return the dynamic loss scaler's numbers (fp16); empty otherwise."""
         if self._dtype != "fp16":
             return {}
         scaler = self._zero.loss_scaler
@@ -226,7 +226,7 @@ class OptimizerState:
 
     @property
     def _flats(self) -> list[Tensor]:
-        """The flat float32 master weights of this process, one tensor a parameter group; each ZeRO optimizer has a name
+        """Return the flat float32 master weights of this process, one tensor a parameter group; each ZeRO optimizer has a name
         of its own for them (stage 3; stages 1 and 2; stage 1 in bf16)."""
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         return next(getattr(self._zero, name) for name in names if hasattr(self._zero, name))

@@ -81,9 +81,9 @@ def join_launcher(store: dist.Store, world_size: int, seconds: float) -> dist.St
     import torch.distributed as dist
 
     started, attempt = _start_time(os.getppid()), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    own = dist.PrefixStore(f"launcher_{started}_{os.getppid()}/attempt_{attempt}", store)
+    attempt_store = dist.PrefixStore(f"launcher_{started}_{os.getppid()}/attempt_{attempt}", store)
     end = time.monotonic() + seconds
-    own.add("joined", 1)
+    attempt_store.add("joined", 1)
     while True:
         newest = int(store.get("newest_launcher")) if store.check(["newest_launcher"]) else -1
         if newest > started:
@@ -92,8 +92,8 @@ def join_launcher(store: dist.Store, world_size: int, seconds: float) -> dist.St
             )
         if newest < started:
             store.set("newest_launcher", str(started))
-        if own.add("joined", 0) >= world_size or time.monotonic() > end:
-            return own
+        if attempt_store.add("joined", 0) >= world_size or time.monotonic() > end:
+            return attempt_store
         time.sleep(0.05)
 
 

@@ -25,7 +25,7 @@ from tools.loading.token_data import PreparedData
 def training_samples(
     config: Config[Any], data: PreparedData, tokenizer: Tokenizer, steps: int, done: int = 0, consumed: int = 0
 ) -> Any:
-    """The data set of the first so many steps, of which some are done, with so many samples. Raises as the data sets of
+    """Return the data set of the first so many steps, of which some are done, with so many samples. Raises as the data sets of
     `data.blend` and `data.masked`."""
     settings, batch = config.data, config.batch
     common: dict[str, Any] = {
@@ -171,7 +171,7 @@ def _validation_samples(
 
 
 def _by_source(config: Config[Any], prefix: str) -> dict[str, Any]:
-    """The sequences of each source; one part of all of them where sources are not told apart."""
+    """Return the sequences of each source; one part of all of them where sources are not told apart."""
     if not config.logging.loss_by_source:
         return {"": None}
     file = IndexedTokens(prefix)

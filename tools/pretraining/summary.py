@@ -28,8 +28,7 @@ from tools.pretraining.unigram_baseline import unigram_baseline
 
 
 def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
-    """The closing text of a run; also draws `loss.png`, where a step is logged, and then writes `summary.json`, the mark of
-    its end, into the run's folder."""
+    """Return the closing text of a run; draw `loss.png` if a step is logged, then write `summary.json`, the mark of its end."""
     from tools.reporting.run_curves import plot_loss
 
     folder = config.run.path
@@ -74,8 +73,8 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
     tests = [line for line in measured if line["kind"] == "test" and line["step"] == state.step]
     if tests:
         test = report["test"] = {key: value for key, value in tests[-1].items() if key not in ("kind", "step", "time")}
-        found = f", masked tokens found: {test['accuracy']:.2%}" if "accuracy" in test else ""
-        lines += ["", f"test loss {test['loss']:.4f} nats/token, perplexity {test['perplexity']:.2f}{found}"]
+        accuracy = f", masked tokens found: {test['accuracy']:.2%}" if "accuracy" in test else ""
+        lines += ["", f"test loss {test['loss']:.4f} nats/token, perplexity {test['perplexity']:.2f}{accuracy}"]
     samples = [line for line in measured if line["kind"] == "sample"]
     if samples:
         report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
@@ -99,7 +98,7 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
 
 
 def _uses(config: Config[Any]) -> list[str]:
-    """What can be done with the model now."""
+    """Return the commands that use the model."""
     run, checkpoints = config.run.path, Path(config.checkpoint.directory)
     # Where a run's own folder says enough.
     folder = shlex.quote(str(run if checkpoints == run / "checkpoints" else checkpoints))
@@ -117,13 +116,13 @@ def _uses(config: Config[Any]) -> list[str]:
 
 
 def _begins_again(config: Config[Any]) -> bool:
-    """Whether each start with this `checkpoint.resume` begins at the same step."""
+    """Return whether each start with this `checkpoint.resume` begins at the same step."""
     resume = config.checkpoint.resume
     return resume == "never" or is_own_checkpoint(resume, Path(config.checkpoint.directory))
 
 
 def command(config: Config[Any], steps: int) -> str:
-    """How to train on to `steps`, with the words of the command that is running."""
+    """Return the command that trains on to `steps`, with the words of the running command."""
     words = [word for word in sys.argv[1:] if not word.startswith("schedule.train_steps=")]
     if config.schedule.time_budget_minutes is not None:
         # A budget would take the number of steps from the checkpoint.
@@ -162,7 +161,7 @@ def _resharded(engine: Engine, source: Path) -> str:
 
 
 def is_complete(config: Config[Any], manifest: Mapping[str, Any]) -> bool:
-    """Whether all steps are done with the checkpoint of this manifest, and so is what comes after them."""
+    """Return whether all steps are done with the checkpoint of this manifest, and so is what comes after them."""
     try:
         report = json.loads((config.run.path / "summary.json").read_text())
         # The seconds tell the checkpoint from one of as many steps that an earlier run in this folder ended with.
@@ -176,7 +175,7 @@ def is_complete(config: Config[Any], manifest: Mapping[str, Any]) -> bool:
 
 
 def complete_message(config: Config[Any], source: Path, step: int) -> str:
-    """What a run that has nothing left to do says."""
+    """Return the message of a run that has nothing left to do."""
     lines = [
         f"the run {config.run.name} is complete: {step} steps, {source}",
         *_changed(config, source),
@@ -189,15 +188,17 @@ def complete_message(config: Config[Any], source: Path, step: int) -> str:
 
 
 def _changed(config: Config[Any], source: Path, limit: int = 8) -> list[str]:
-    """Which values a complete run did not have that are asked for now, and that they change nothing."""
-    had, asked = (
+    """Which values a complete run did not have that are requested for now, and that they change nothing."""
+    saved, requested = (
         configuration_facts(values) for values in (read_config_yaml(source), yaml.safe_load(dump_config(config)))
     )
-    names = [name for name in asked if name in had and asked[name] != had[name] and name != "checkpoint.resume"]
+    names = [
+        name for name in requested if name in saved and requested[name] != saved[name] and name != "checkpoint.resume"
+    ]
     if not names:
         return []
     more = f"; {len(names) - limit} more" if len(names) > limit else ""
-    pairs = "; ".join(f"{name} = {had[name]}, not {asked[name]}" for name in names[:limit])
+    pairs = "; ".join(f"{name} = {saved[name]}, not {requested[name]}" for name in names[:limit])
     return [f"  it was trained with {pairs}{more}"]
 
 
