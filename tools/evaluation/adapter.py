@@ -91,7 +91,7 @@ class ProjectLM(TemplateLM):
 
     @property
     def score_name(self) -> str:
-        """What the scores are."""
+        """Return the name of the scores."""
         return "pseudo-log-likelihood" if self.masked else "log-likelihood"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -161,7 +161,7 @@ class ProjectLM(TemplateLM):
         return [found[i] for i in range(len(requests))]
 
     def get_model_info(self) -> dict[str, Any]:
-        """What `results.json` says about the model."""
+        """Return the description of the model in `results.json`."""
         return {
             "model_num_parameters": sum(p.numel() for p in self.model.parameters()),
             "model_dtype": number_format(self.model),
@@ -170,7 +170,7 @@ class ProjectLM(TemplateLM):
         }
 
     def _windows(self, pairs: Sequence[Pair], names: Sequence[str]) -> tuple[list[Ids], list[Ids]]:
-        """The end of every request, as much of it as the model can see. Raises as `refuse_longer`."""
+        """Return the end of every request, as long as the model reads. Raises as `refuse_longer`."""
         room = self._room
         contexts, targets = [], []
         for pair, name in zip(pairs, names, strict=True):
@@ -185,17 +185,19 @@ class ProjectLM(TemplateLM):
     def _score(self, kind: str, contexts: list[Ids], targets: list[Ids]) -> list[tuple[float, bool]]:
         keys = [self.cache.key(kind, *pair) for pair in zip(contexts, targets, strict=True)]
         self.counts.asked_tokens += sum(map(len, contexts)) + sum(map(len, targets)) - len(targets)
-        found: dict[int, tuple[float, bool]] = {}
+        answers_by_number: dict[int, tuple[float, bool]] = {}
         for number, key in enumerate(keys):
             if not len(targets[number]):
-                found[number] = (0.0, True)  # an empty continuation is certain
+                answers_by_number[number] = (0.0, True)  # an empty continuation is certain
             elif (value := self.cache.get(key)) is not None:
-                found[number] = (value[0], value[1])
-        rest = [number for number in range(len(keys)) if number not in found]
+                answers_by_number[number] = (value[0], value[1])
+        rest = [number for number in range(len(keys)) if number not in answers_by_number]
         units: Any = self.scorer.units([contexts[i] for i in rest], [targets[i] for i in rest])
         mine = units[self.processes.rank :: self.processes.size]
         share = len(rest) if self.processes.size == 1 else len(rest) // self.processes.size
-        description = f"{self.score_name}s" + (f" ({len(found)} known from before)" if found else "")
+        description = f"{self.score_name}s" + (
+            f" ({len(answers_by_number)} known from before)" if answers_by_number else ""
+        )
 
         def compute() -> dict[int, tuple[float, bool]]:
             computed: dict[int, tuple[float, bool]] = {}
@@ -210,8 +212,8 @@ class ProjectLM(TemplateLM):
                 self.scorer.score_units(mine, len(rest), done=done)
             return computed
 
-        found.update(self.processes.together(compute))
-        return [found[number] for number in range(len(keys))]
+        answers_by_number.update(self.processes.together(compute))
+        return [answers_by_number[number] for number in range(len(keys))]
 
     def _continue(
         self, prompts: list[list[int]], *, stops: tuple[str, ...], max_tokens: int, **sampling: Any
@@ -257,7 +259,7 @@ _STOP_WINDOW = 48
 
 
 def checked_mask_id(model: LanguageModel, tokenizer: Tokenizer) -> int:
-    """The token that stands for a hidden one. Raises ValueError where the model has no row for it."""
+    """Return the id of the mask token. Raises ValueError if the model has no row for it."""
     if tokenizer.mask_id >= model.config.vocab_size:
         raise ValueError(
             f"the model is scored by masking, but the mask of its tokenizer ({tokenizer.path or tokenizer.type}), "
@@ -268,7 +270,10 @@ def checked_mask_id(model: LanguageModel, tokenizer: Tokenizer) -> int:
 
 
 def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    """The harness's generation settings in the words of `tools.inference.generation.generate`. Raises ValueError for others."""
+    """Return the harness's generation settings as arguments of `tools.inference.generation.generate`.
+
+    Raises ValueError for unknown settings.
+    """
     settings = normalize_gen_kwargs(given, max_tokens)
     sampled, temperature = settings["do_sample"], settings.get("temperature")
     if unknown := sorted(
@@ -288,22 +293,24 @@ def _settings(given: dict[str, Any], max_tokens: int) -> dict[str, Any]:
 def _generation_words(
     requests: Sequence[Instance], asked: Sequence[tuple[str, dict[str, Any]]]
 ) -> list[tuple[str, ...]]:
-    """What a continuation depends on beside the model: text and settings; where it is drawn, the document and which of
-    its repeats it is too."""
+    """Return what a continuation depends on beside the model: text and settings.
+
+    A sampled continuation also depends on the document and the number of its repeat.
+    """
     repeats: Counter[tuple[str, ...]] = Counter()
-    found = []
+    every = []
     for request, (text, settings) in zip(requests, asked, strict=True):
         words = (text, repr(sorted(settings.items())))
         if settings["temperature"]:
             words += (f"{request.task_name} {request.doc_id} {request.idx}",)
             repeats[words] += 1
             words += (str(repeats[words]),)
-        found.append(words)
-    return found
+        every.append(words)
+    return every
 
 
 def _seed(words: Sequence[str]) -> int:
-    """A seed of a request's own, so that what is drawn for it depends on no other and on no size of a batch."""
+    """Return the seed of a request. A sampled text depends on no other request and on no batch size."""
     return int.from_bytes(hashlib.blake2b("\0".join(words).encode(), digest_size=7).digest(), "little")
 
 

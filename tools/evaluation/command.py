@@ -113,33 +113,33 @@ def run_suites(request: EvaluationRequest, tasks: TaskRequest, located: LocatedC
     """
     prepared = prepare_tasks(tasks)
     opened = open_model(request, located, "suites")
-    ours = {"model": opened.facts, **how_it_is_asked(opened.lm), **what_is_asked(prepared)}
+    description = {"model": opened.facts, **how_it_is_asked(opened.lm), **what_is_asked(prepared)}
     model = {"model_dtype": number_format(opened.lm.model)}
-    now = suite_settings({"config": model, "n-shot": shots_of(prepared), "metalion": ours})
-    refuse_others(opened.out, suite_settings(earlier_results(opened.out, "suites")), now)
+    settings = suite_settings({"config": model, "n-shot": shots_of(prepared), "metalion": description})
+    refuse_others(opened.out, suite_settings(earlier_results(opened.out, "suites")), settings)
     results = evaluate(opened.lm, prepared, use_cache=opened.cache)
     if results is None:
         return None
     results["metalion"].update(model=opened.facts, title=opened.name)
     samples = results.pop("samples")
-    alone = results
-    earlier = earlier_results(opened.out, "suites")  # as it is by now
-    if not difference(suite_settings(earlier), now):
+    new_results = results
+    earlier = earlier_results(opened.out, "suites")  # another evaluation may have written meanwhile
+    if not difference(suite_settings(earlier), settings):
         results = with_tasks(earlier, results)
     write_json(opened.out, results)
     if request.save_samples:
         write_samples(opened.out.parent, samples)
     opened.finish()
     print(f"\n{plain_table(*detail_rows(results))}")
-    suites = prepared.suites if results is alone else _suites_of([results], prepared.suites)
+    suites = prepared.suites if results is new_results else _suites_of([results], prepared.suites)
     write_tables(suites, [(opened.name, results)], opened.out)
     if opened.loaded is not None:
-        _summarise(opened.loaded.run, opened.loaded.checkpoint, alone, prepared)
+        _summarise(opened.loaded.run, opened.loaded.checkpoint, new_results, prepared)
     return results
 
 
 def write_tables(suites: Sequence[Suite], models: Sequence[tuple[str, Results]], out: Path) -> None:
-    """Prints the suites' tables and writes them as `out` with the suffixes .md, .tex and .png."""
+    """Print the suites' tables and write them as `out` with the suffixes .md, .tex and .png."""
     tables = [suite_table(suite, models) for suite in suites]
     for table in tables:
         print(f"\n{table.title}\n\n{plain_table(*table.text_rows())}\n")
@@ -154,7 +154,7 @@ def write_tables(suites: Sequence[Suite], models: Sequence[tuple[str, Results]],
 
 
 def table_command(arguments: Sequence[str]) -> int:
-    """`python eval.py table a.json b.json ...`: several models in one table."""
+    """Run `python eval.py table a.json b.json ...`: several models in one table."""
     parser = argparse.ArgumentParser(
         prog="python eval.py table",
         description="Several evaluated models in one table, as Markdown, LaTeX and a chart.",
@@ -171,7 +171,7 @@ def table_command(arguments: Sequence[str]) -> int:
 
 
 def compare_command(arguments: Sequence[str]) -> int:
-    """`python eval.py compare a.json b.json`: the differences and whether they are more than chance."""
+    """Run `python eval.py compare a.json b.json`: the differences and their significance."""
     from tools.evaluation.significance import compare, comparison_rows, left_out
 
     parser = argparse.ArgumentParser(
@@ -200,44 +200,46 @@ def compare_command(arguments: Sequence[str]) -> int:
 
 
 def scores(results: Mapping[str, Any], suites: Sequence[Suite]) -> dict[str, float]:
-    """What one follows over time: every column of the suites and their averages, by "suite/label", shares in percent."""
-    found: dict[str, float] = {}
+    """Return every column of the suites and their averages by "suite/label", shares in percent."""
+    values: dict[str, float] = {}
     for suite in suites:
         table = suite_table(suite, [("", results)])
         row = table.rows[0]
-        found.update({f"{suite.name}/{label}": value for label, (value, _) in row.cells.items()})
+        values.update({f"{suite.name}/{label}": value for label, (value, _) in row.cells.items()})
         average = table.average_of(row)
         if average is not None:
-            found[f"{suite.name}/average"] = average
-    return found
+            values[f"{suite.name}/average"] = average
+    return values
 
 
 def _summarise(run: Path, checkpoint: Path, results: Results, prepared: Prepared) -> None:
-    """The scores in the run's own results file, which its report page shows."""
+    """Write the scores to the run's own results file, which its report page shows."""
     path = run / RESULTS_FILE
     content = read_json(path, "remove it: python eval.py RUN writes it anew") if path.is_file() else {}
-    said = str(checkpoint.resolve())
-    if content.get("checkpoint") != said:
+    checkpoint_name = str(checkpoint.resolve())
+    if content.get("checkpoint") != checkpoint_name:
         return
     suites = {
         suite.name: {
-            task: {m: found[0] for m in metrics_of(results, task) if (found := metric_value(results, task, m))}
+            task: {m: score[0] for m in metrics_of(results, task) if (score := metric_value(results, task, m))}
             for task in suite.tasks
             if task in results["results"]
         }
         for suite in prepared.suites
     }
-    before = content.get("results", {})
-    content["results"] = {**before, **{name: {**before.get(name, {}), **tasks} for name, tasks in suites.items()}}
+    previous = content.get("results", {})
+    content["results"] = {**previous, **{name: {**previous.get(name, {}), **tasks} for name, tasks in suites.items()}}
     write_json(path, content)
 
 
 def _suites_of(models: Sequence[Mapping[str, Any]], known: Sequence[Suite] = ()) -> list[Suite]:
-    """What the results say that they were asked for, and a table of the tasks of none of them. known: suites by their own
+    """What the results say that they were asked for, and a table of the tasks of none of them. known: suites by their suite_files
     files, which results do not name."""
     names = dict.fromkeys(name for results in models for name in results["metalion"]["suites"])
-    own = {suite.name: suite for suite in known if suite.name != "tasks"}
-    suites = [own.get(name) or read_suite(name) for name in names if name in own or name in suite_names()]
+    suite_files = {suite.name: suite for suite in known if suite.name != "tasks"}
+    suites = [
+        suite_files.get(name) or read_suite(name) for name in names if name in suite_files or name in suite_names()
+    ]
     shown = {task for suite in suites for task in suite.tasks}
     rest = [task for results in models for task in results["versions"] if task not in shown]
     return [*suites, *([task_suite(list(dict.fromkeys(rest)))] if rest else [])]

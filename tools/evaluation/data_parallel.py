@@ -12,18 +12,18 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's place among those that evaluate together (`torchrun --nproc-per-node 8 eval.py ...`)."""
+    """The rank of this process among those that evaluate together (`torchrun --nproc-per-node 8 eval.py ...`)."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes."""
+        """Return whether this process prints and writes."""
         return self.rank == 0
 
     def together(self, compute: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
-        """The entries of what every process computes, on every process.
+        """Compute a part on every process and return the entries of all parts on every process.
 
         An error of one process is raised on all of them (as RuntimeError on the others), so that none is left waiting.
         """
@@ -43,19 +43,19 @@ class Processes:
         return {key: value for found, _ in parts for key, value in found.items()}
 
     def gather(self, value: Any) -> list[Any]:
-        """Everyone's value, on every process."""
+        """Return the values of all processes, on every process."""
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
         return values
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until every process is here."""
         if self.size > 1:
             dist.barrier()
 
 
 def join_processes(device: str) -> tuple[Processes, str]:
-    """The processes that torchrun started, or this one alone; and the device of this one.
+    """Return the processes that torchrun started, or this one alone, and the device of this one.
 
     Raises ValueError as `megatron_lite.parallel.grid.init_grid`.
     """

@@ -16,7 +16,7 @@ from models.language_model import LanguageModel
 def suite_evaluation(
     config: Config[Any], tokenizer: Tokenizer, grid: Grid, model: Callable[[], LanguageModel]
 ) -> Callable[[], dict[str, float]] | None:
-    """A function that evaluates `evaluation.suites` on the model as it is now; None where there are none to evaluate.
+    """Return a function that evaluates `evaluation.suites` on the current model, or None if there are none.
 
     Every process calls it. The requests are shared out over the data ranks where each of them has the whole model; where
     a forward pass is everyone's (ZeRO 3), all do all of it.

@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def write_whole_sets(source: Path, target: Path, scale: float = 1.0) -> int:
-    """Every data set at its whole size (times `scale`), real rows first; returns the number of documents."""
+    """Write every data set at its whole size (times `scale`), real rows first, and return the number of documents."""
     total = 0
     for name, size in SIZES.items():
         rows = _read(source, name)
@@ -54,7 +54,7 @@ def write_whole_sets(source: Path, target: Path, scale: float = 1.0) -> int:
 
 
 def _shuffled(value: Any, draw: random.Random) -> Any:
-    """The same row with the words of every text in another order; labels, indices and single words stay."""
+    """Return the row with the words of every text in another order. Labels, indices and single words stay."""
     if isinstance(value, dict):
         return {key: item if key in _KEPT else _shuffled(item, draw) for key, item in value.items()}
     if isinstance(value, list):

@@ -50,7 +50,9 @@ TASKS: dict[str, Task] = {
 
 
 def score(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
-    """The task's metrics: accuracy, F1 of class 1, Matthews' correlation, Pearson's and Spearman's. 0 to 1, or -1 to 1.
+    """Return the task's metrics: accuracy, F1 of class 1, Matthews, Pearson and Spearman correlation.
+
+    They lie between 0 and 1, or -1 and 1.
 
     logits: [rows, classes], or [rows, 1] for a real number; labels: [rows].
     """
@@ -69,7 +71,7 @@ def score(task: Task, logits: NDArray, labels: NDArray) -> dict[str, float]:
 
 
 def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
-    """The rows of a split: of `folder`/name/split.jsonl.gz (or .jsonl), or from the hub.
+    """Return the rows of a split of `folder`/name/split.jsonl.gz (or .jsonl), or of the hub.
 
     Raises FileNotFoundError naming the file, ValueError for no row, for one without the task's columns or with a label that
     it does not have, and for a damaged file.
@@ -95,7 +97,7 @@ def read_split(name: str, split: str, folder: Path | None) -> list[Row]:
 
 
 def split_file(name: str, split: str, folder: Path) -> Path:
-    """The file that `read_split` reads. Raises FileNotFoundError naming it."""
+    """Return the file that `read_split` reads. Raises FileNotFoundError naming it."""
     zipped, plain = folder / name / f"{split}.jsonl.gz", folder / name / f"{split}.jsonl"
     for path in (zipped, plain):
         if path.is_file():
@@ -118,5 +120,5 @@ def _read_lines(path: Path) -> list[Row]:
 
 
 def _correlation(function: Callable[[NDArray, NDArray], Any], labels: NDArray, found: NDArray) -> float:
-    """0 where nothing varies."""
+    """Return the correlation, or 0 if one side is constant."""
     return 0.0 if np.ptp(found) == 0 or np.ptp(labels) == 0 else function(labels, found).statistic

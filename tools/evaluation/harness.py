@@ -49,12 +49,12 @@ class Prepared:
 
 
 def prepare_tasks(request: TaskRequest) -> Prepared:
-    """Reads suites and data. Raises as `read_suite`, `load_tasks` and `check_metrics`, and ValueError for no task at all."""
+    """Read suites and data. Raises as `read_suite`, `load_tasks` and `check_metrics`, and ValueError for no task at all."""
     suites = [read_suite(name) for name in request.suites]
     if request.tasks:
         suites.append(task_suite(request.tasks))
-    asked = dict.fromkeys(task for suite in suites for task in suite.tasks)
-    names = [task for task in asked if task not in request.without]
+    suite_tasks = dict.fromkeys(task for suite in suites for task in suite.tasks)
+    names = [task for task in suite_tasks if task not in request.without]
     if not names:
         raise ValueError("nothing to evaluate: name a suite (--suite superglue,commonsense) or a task (--tasks piqa)")
     # What the project's own suites know of a task holds where it is named alone too.
@@ -63,7 +63,7 @@ def prepare_tasks(request: TaskRequest) -> Prepared:
     with _quiet():
         tasks, manager = load_tasks(
             names,
-            without=[name for name in request.without if name not in asked],
+            without=[name for name in request.without if name not in suite_tasks],
             data_dir=request.data_dir,
             hub=request.hub,
             split=request.split,
@@ -78,7 +78,7 @@ def prepare_tasks(request: TaskRequest) -> Prepared:
 
 
 def check_metrics(suite: Suite, tasks: Mapping[str, LoadedTask]) -> None:
-    """Raises ValueError for a column of a metric that its task does not have, naming those that it has."""
+    """Raise ValueError for a column of a metric that its task does not have, naming the task's metrics."""
     for column in suite.columns:
         if column.task not in tasks or not column.metric:
             continue
@@ -159,7 +159,7 @@ def is_main_process(lm: Any) -> bool:
 
 
 def what_is_asked(prepared: Prepared) -> dict[str, Any]:
-    """Of every task the split, whether that is not the stock one, and the data; examples in the prompt."""
+    """Return split and data of every task, the tasks on another split than the stock one, and the examples in the prompt."""
     return {
         "split": {name: loaded.split for name, loaded in prepared.tasks.items()},
         "other_split": sorted(name for name, loaded in prepared.tasks.items() if loaded.moved),
@@ -169,14 +169,14 @@ def what_is_asked(prepared: Prepared) -> dict[str, Any]:
 
 
 def shots_of(prepared: Prepared) -> dict[str, int]:
-    """Examples in the prompt of every task, as the harness has them: a task that says 0 keeps it, whatever is asked for."""
-    own = {name: loaded.task.get_config("num_fewshot") for name, loaded in prepared.tasks.items()}
-    asked = prepared.request.shots
-    return {name: shots or 0 if asked is None or shots == 0 else asked for name, shots in own.items()}
+    """Return the examples in the prompt of every task, as the harness counts them. A task with 0 keeps 0."""
+    configured = {name: loaded.task.get_config("num_fewshot") for name, loaded in prepared.tasks.items()}
+    requested = prepared.request.shots
+    return {name: shots or 0 if requested is None or shots == 0 else requested for name, shots in configured.items()}
 
 
 def how_it_is_asked(lm: Any) -> dict[str, Any]:
-    """What the answers of a model depend on beside its weights."""
+    """Return what the answers of a model depend on beside its weights."""
     return {
         "max_length": getattr(lm, "max_length", None),
         "score": getattr(lm, "score_name", "log-likelihood"),
@@ -186,10 +186,10 @@ def how_it_is_asked(lm: Any) -> dict[str, Any]:
 def documents(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
     """metric (`metric_name`) -> {"ids", "values"}: what every document gave, so that another model's can be set beside it.
 
-    A value is a number, or a pair for metrics that are no mean: (said, true) of F1, (log-likelihood, words) of a perplexity.
+    A value is a number, or a pair for metrics that are no mean: (predicted, true) of F1, (log-likelihood, words) of a perplexity.
     Metrics of something else (BLEU, of texts) are left out.
     """
-    found: dict[str, dict[str, list[Any]]] = {}
+    by_metric: dict[str, dict[str, list[Any]]] = {}
     left_out = set()
     for sample in samples:  # a task with several filters has a sample of each document for each of them
         identity = f"{sample['doc_id']}:{sample['doc_hash'][:12]}"
@@ -198,21 +198,21 @@ def documents(task: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, dict
             if value is None:
                 left_out.add(name)
                 continue
-            entry = found.setdefault(name, {"ids": [], "values": []})
+            entry = by_metric.setdefault(name, {"ids": [], "values": []})
             entry["ids"].append(identity)
             entry["values"].append(value)
-    found = {name: entry for name, entry in found.items() if name not in left_out}
+    by_metric = {name: entry for name, entry in by_metric.items() if name not in left_out}
     if task == "multirc":
         matches, judged = multirc.exact_matches(samples), multirc.judgements(samples)
-        answers = found["acc"]["ids"]
-        found["exact_match"] = {"ids": list(matches), "values": [float(m) for m in matches.values()]}
-        found["answer_acc"] = {"ids": answers, "values": [float(said == label) for said, label in judged]}
-        found["f1a"] = {"ids": answers, "values": [[int(said), int(label)] for said, label in judged]}
-    return found
+        answers = by_metric["acc"]["ids"]
+        by_metric["exact_match"] = {"ids": list(matches), "values": [float(m) for m in matches.values()]}
+        by_metric["answer_acc"] = {"ids": answers, "values": [float(predicted == label) for predicted, label in judged]}
+        by_metric["f1a"] = {"ids": answers, "values": [[int(predicted), int(label)] for predicted, label in judged]}
+    return by_metric
 
 
 def _value(value: Any) -> float | list[int | float] | None:
-    """A number, or a pair of numbers; None for anything else."""
+    """Return a number, or a pair of numbers, or None for anything else."""
     if isinstance(value, tuple | list):
         pair = [_plain(v) for v in value]
         return pair if len(pair) == 2 and all(isinstance(v, int | float) for v in pair) else None
@@ -221,20 +221,20 @@ def _value(value: Any) -> float | list[int | float] | None:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's and torch's single numbers as Python's; a truth value as 0 or 1."""
+    """Return a single number of NumPy or torch as a Python number, and a truth value as 0 or 1."""
     value = value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
     return int(value) if isinstance(value, bool) else value
 
 
 def write_json(path: Path, content: Any) -> None:
-    """As `data.files.write_json`, the harness's own types too."""
+    """Write JSON as `data.atomic_io.write_json`, including the types of the harness."""
     from lm_eval.utils import handle_non_serializable
 
     files.write_json(path, content, handle_non_serializable)
 
 
 def write_samples(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """`samples_TASK.jsonl`: every document with its prompts and answers, as the harness logs them."""
+    """Write `samples_TASK.jsonl`: every document with its prompts and answers, as the harness logs them."""
     from lm_eval.utils import handle_non_serializable
 
     for task, rows in samples.items():
@@ -249,7 +249,7 @@ _TABLES_OURS = ("suites", "chance", "split", "other_split", "truncated", "score"
 
 
 def read_results(path: Path, *, tables: bool = False) -> dict[str, Any]:
-    """A `results.json`, or the one of a folder. Raises FileNotFoundError, or ValueError for another kind of file.
+    """Read a `results.json`, or the one of a folder. Raises FileNotFoundError, or ValueError for another kind of file.
 
     tables: the file must hold what tables show.
     """
@@ -265,12 +265,12 @@ def read_results(path: Path, *, tables: bool = False) -> dict[str, Any]:
 
 
 def _fresh(task: Any) -> None:
-    """Forgets the requests and answers of an earlier evaluation of the same task object."""
+    """Remove the requests and answers of an earlier evaluation of the same task object."""
     task._instances = None
 
 
 def _chance(samples: Sequence[Mapping[str, Any]]) -> float | None:
-    """Accuracy of guessing, for tasks of choices."""
+    """Return the accuracy of guessing, for tasks with choices."""
     counts = [len(sample["filtered_resps"]) for sample in samples if "acc" in sample["metrics"]]
     return sum(1 / n for n in counts) / len(counts) if counts and min(counts) > 1 else None
 
@@ -288,12 +288,12 @@ def _fingerprint(loaded: LoadedTask) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The harness's notes on its own defaults and the bars of its loaders and builders stay off the terminal."""
+    """Keep the harness's notes on its defaults and its progress bars off the terminal."""
     import datasets
 
     logger = logging.getLogger("lm_eval")
     level, bars = logger.level, datasets.are_progress_bars_disabled()
-    before = os.environ.get("DISABLE_MULTIPROC")
+    previous = os.environ.get("DISABLE_MULTIPROC")
     # Forking a process that may hold a GPU, for a bootstrap of seconds, is not worth it.
     os.environ["DISABLE_MULTIPROC"] = "1"
     logger.setLevel(logging.ERROR)
@@ -304,15 +304,15 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
         if not bars:
             datasets.enable_progress_bars()
-        if before is None:
+        if previous is None:
             del os.environ["DISABLE_MULTIPROC"]
         else:
-            os.environ["DISABLE_MULTIPROC"] = before
+            os.environ["DISABLE_MULTIPROC"] = previous
 
 
 @contextlib.contextmanager
 def _templates_compiled_once() -> Iterator[None]:
-    """The harness compiles the template of a task anew for every document, which takes longer than a small model does."""
+    """Compile each template once. The harness compiles it for every document, which takes longer than a small model."""
     from lm_eval import utils
 
     compiled = functools.cache(utils.env.from_string)
@@ -325,18 +325,18 @@ def _templates_compiled_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rarely_collected() -> Iterator[None]:
-    """Looking for garbage among the objects of every document takes a quarter of the harness's time."""
-    before = gc.get_threshold()
-    gc.set_threshold(max(before[0], 200_000), *before[1:])
+    """Collect garbage rarely. Otherwise it takes a quarter of the harness's time."""
+    previous = gc.get_threshold()
+    gc.set_threshold(max(previous[0], 200_000), *previous[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*previous)
 
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """The harness seeds every generator there is."""
+    """Restore the random state afterwards. The harness seeds every generator."""
     import torch
 
     python, numpy_state = random.getstate(), np.random.get_state()
@@ -349,12 +349,12 @@ def _random_state_kept() -> Iterator[None]:
 
 
 def metric_name(metric: str, tag: str) -> str:
-    """A metric under one of its task's filters: "acc", or "exact_match,strict-match" where the filter has a name."""
+    """Return the name of a metric under a filter: "acc", or "exact_match,strict-match" for a named filter."""
     return metric if tag == "none" else f"{metric},{tag}"
 
 
 def metric_value(results: Mapping[str, Any], task: str, metric: str) -> tuple[float, float | None] | None:
-    """(value, standard error or None) of a task's metric; None where there is no such value.
+    """Return (value, standard error or None) of a task's metric, or None if it has no such value.
 
     metric: as `metric_name`; one without a filter is the task's unfiltered one, or else that of its first filter.
     """

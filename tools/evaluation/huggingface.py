@@ -73,7 +73,7 @@ class HuggingFaceLM(HFLM):
         self._pairs: dict[tuple[str, str], Pair] = {}
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """As the harness, but a continuation without ids of its own is encoded apart (`split_pair`)."""
+        """Encode a pair as the harness. A continuation without ids of its own is encoded apart (`split_pair`)."""
         if self.backend != "causal":
             pair = Pair(*super()._encode_pair(context, continuation))
             self._pairs[context, continuation] = pair
@@ -110,7 +110,7 @@ class HuggingFaceLM(HFLM):
 
 
 def folder_hash(name: str) -> str | None:
-    """SHA-256 over the weight files of a local folder; None for the hub."""
+    """Return a SHA-256 over the weight files of a local folder, or None for a model of the hub."""
     files = sorted(p for p in Path(name).glob("*") if p.suffix in (".safetensors", ".bin"))
     if not files:
         return None
@@ -121,7 +121,7 @@ def folder_hash(name: str) -> str | None:
 
 
 def _register_linear_attention(name: str) -> None:
-    """RetNet, GLA, HGRN and their like are known to transformers once flash-linear-attention is imported."""
+    """Import flash-linear-attention, which registers RetNet, GLA, HGRN and others with transformers."""
     import json
 
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES

@@ -20,7 +20,7 @@ _TOKENIZERS = (
 
 
 def check_model(name: str, config: Path) -> None:
-    """Look at a model's configuration, and for the tokenizer of a folder.
+    """Check a model's configuration, and the tokenizer of a folder.
 
     name: a folder, or a name on the hub. config: the model's config.json.
 
@@ -40,7 +40,7 @@ def check_model(name: str, config: Path) -> None:
 
 
 def refuse_masked(name: str, config: Mapping[str, Any]) -> None:
-    """Raises ValueError for a model that sees both sides of a token, which has no likelihood of a text.
+    """Raise ValueError for a model that reads both sides of a token: it has no likelihood of a text.
 
     config: the content of config.json.
     """

@@ -44,14 +44,14 @@ class LossByPosition:
 
     @property
     def change(self) -> tuple[float, float] | None:
-        """Bits per byte beyond the trained length less those of its second half, and the standard error over pieces."""
+        """Return the bits per byte beyond the trained length minus those of its second half, and the standard error."""
         if len(self.changes) < 2:
             return None
         bits = self.changes / math.log(2) / self.bytes_per_token
         return float(bits.mean()), float(bits.std(ddof=1) / math.sqrt(len(bits)))
 
     def bins(self, count: int = 48) -> list[dict[str, float]]:
-        """Means over ranges of positions that grow by a constant factor, the trained length among the borders."""
+        """Return means over ranges of positions that grow by a constant factor. The trained length is one of the borders."""
         length = len(self.nll)
         edges = {1, self.trained_length + 1, length + 1}
         edges |= {round(length ** (i / count)) for i in range(count + 1)}
@@ -67,7 +67,7 @@ class LossByPosition:
         return found
 
     def mean(self, low: int, high: int) -> float:
-        """Bits per byte of positions low to high, counted from 1."""
+        """Return the bits per byte of positions low to high, counted from 1."""
         return self._loss(low, high) / math.log(2) / self.bytes_per_token
 
     def _loss(self, low: int, high: int) -> float:
@@ -105,7 +105,10 @@ def loss_by_position(
 
 
 def token_nll(model: LanguageModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """tokens, labels: [batch, length] -> nats of every label in float64, the logits formed a part at a time."""
+    """Return the nats of every label in float64, [batch, length]. The logits are computed in parts.
+
+    tokens, labels: [batch, length].
+    """
     x = tokens
     for layer in (model.embedding, *model.blocks):
         x = layer(x)

@@ -17,7 +17,7 @@ Samples = Sequence[Mapping[str, Any]]
 
 
 def multirc_metrics(samples: Samples) -> dict[str, float]:
-    """exact_match, answer_acc and f1a with their standard errors, from logged samples.
+    """Return exact_match, answer_acc and f1a with their standard errors, from logged samples.
 
     exact_match: share of questions all of whose answers are judged right. answer_acc: share of answers judged right. f1a:
     F1 of "correct" over all answers (0 when nothing is rightly called correct); its standard error is not defined here.
@@ -37,22 +37,22 @@ def multirc_metrics(samples: Samples) -> dict[str, float]:
 
 
 def judgements(samples: Samples) -> list[tuple[bool, bool]]:
-    """(the model calls the answer correct, it is) of every answer."""
-    found = []
+    """Return (whether the model calls the answer correct, whether it is correct) of every answer."""
+    judged = []
     for sample in samples:
         (yes, _), (no, _) = sample["filtered_resps"]
-        found.append((float(yes) > float(no), int(sample["doc"]["label"]) == 1))
-    return found
+        judged.append((float(yes) > float(no), int(sample["doc"]["label"]) == 1))
+    return judged
 
 
 def exact_matches(samples: Samples) -> dict[str, bool]:
-    """ "paragraph/question" -> whether all its answers are judged right."""
-    found: dict[str, bool] = {}
-    for sample, (said, label) in zip(samples, judgements(samples), strict=True):
+    """Return "paragraph/question" -> whether all answers of the question are judged right."""
+    matches: dict[str, bool] = {}
+    for sample, (predicted, label) in zip(samples, judgements(samples), strict=True):
         index = sample["doc"]["idx"]
         question = f"{index['paragraph']}/{index['question']}"
-        found[question] = found.get(question, True) and said == label
-    return found
+        matches[question] = matches.get(question, True) and predicted == label
+    return matches
 
 
 def _mean(values: Sequence[bool]) -> float:

@@ -57,7 +57,7 @@ class Filler:
         return sum(self.tokens)
 
     def first(self, tokens: int) -> int:
-        """How many pieces hold at most so many tokens."""
+        """Return how many pieces hold at most so many tokens."""
         return sum(1 for so_far in itertools.accumulate(self.tokens) if so_far <= tokens)
 
 
@@ -98,8 +98,8 @@ def run_needle(
         "filler": str(needle.filler or "the run's validation text"),
         "filler_sha256": hashlib.sha256(text.encode()).hexdigest() if needle.filler else None,
     }
-    now = _settings({"model": opened.facts, **settings})
-    refuse_others(opened.out, _settings(earlier_results(opened.out, "needle")), now)
+    cell_settings = _settings({"model": opened.facts, **settings})
+    refuse_others(opened.out, _settings(earlier_results(opened.out, "needle")), cell_settings)
     lengths = _supported_lengths(opened, lengths)
     if needle.filler is None and opened.loaded is not None:
         text = _validation_text(opened.loaded, max(lengths))
@@ -121,7 +121,7 @@ def run_needle(
         "cells": cells(every, answers),
     }
     earlier = earlier_results(opened.out, "needle")  # another evaluation may have written meanwhile
-    if not difference(_settings(earlier), now):
+    if not difference(_settings(earlier), cell_settings):
         results = with_cells(earlier, results)
     text = table(results)
     print(f"\n{text}")
@@ -133,7 +133,7 @@ def run_needle(
 def questions(
     filler: Filler, length: int, depths: Sequence[float], needles: int, seed: int, encode: Any
 ) -> list[Question]:
-    """The texts of one length: `needles` facts at every depth, the same ones at each, of about `length` tokens in all.
+    """Return the texts of one length, of about `length` tokens: the same `needles` facts at every depth.
 
     The facts depend on the seed alone. A needle stands between two pieces of the filler, nearest to its depth.
 
@@ -172,7 +172,7 @@ def questions(
 
 
 def split_filler(text: str, encode: Any, tokens: int) -> Filler:
-    """The beginning of a text, of at least so many tokens where it has them, cut after sentences and lines."""
+    """Return the beginning of a text, of at least so many tokens if it has them, cut after sentences and lines."""
     pieces: list[str] = []
     counts: list[int] = []
     total = 0
@@ -186,44 +186,45 @@ def split_filler(text: str, encode: Any, tokens: int) -> Filler:
     return Filler(pieces, counts)
 
 
-def cells(asked: Sequence[Question], answers: Sequence[tuple[float, bool]]) -> list[dict[str, Any]]:
-    """Accuracy and mean log-likelihood of the answers, in nats, of every length and depth."""
-    found = []
-    for length, depth in dict.fromkeys((question.length, question.depth) for question in asked):
-        here = [a for q, a in zip(asked, answers, strict=True) if (q.length, q.depth) == (length, depth)]
-        right = [bool(greedy) for _, greedy in here]
+def cells(texts: Sequence[Question], answers: Sequence[tuple[float, bool]]) -> list[dict[str, Any]]:
+    """Return accuracy and mean log-likelihood of the answers, in nats, of every length and depth."""
+    rows = []
+    for length, depth in dict.fromkeys((question.length, question.depth) for question in texts):
+        here = [a for q, a in zip(texts, answers, strict=True) if (q.length, q.depth) == (length, depth)]
+        correct = [bool(greedy) for _, greedy in here]
         mean = statistics.mean(value for value, _ in here)
-        found.append({"length": length, "depth": depth, "accuracy": statistics.mean(right), "log_likelihood": mean})
-        found[-1]["right"] = right
-    return found
+        rows.append({"length": length, "depth": depth, "accuracy": statistics.mean(correct), "log_likelihood": mean})
+        rows[-1]["right"] = correct
+    return rows
 
 
 def _settings(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What a cell depends on beside its place; empty for no results."""
+    """Return what a cell depends on beside length and depth; empty for no results."""
     if not results:
         return {}
-    found = {
+    settings = {
         "weights": weights(results["model"]),
         "number format": results.get("dtype"),
         "--needles": results["needles"],
         "--seed": results["seed"],
         "filler": results.get("filler_sha256") or results["filler"],
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def with_cells(earlier: Mapping[str, Any], results: dict[str, Any]) -> dict[str, Any]:
-    """The results with the cells that an earlier table of the same settings has beside theirs."""
-    here = {(cell["length"], cell["depth"]) for cell in results["cells"]}
-    kept = [cell for cell in earlier.get("cells", ()) if (cell["length"], cell["depth"]) not in here]
-    every = sorted([*kept, *results["cells"]], key=lambda cell: (cell["length"], cell["depth"]))
+    """Return the results with the other cells of an earlier table of the same settings."""
+    measured = {(cell["length"], cell["depth"]) for cell in results["cells"]}
+    remaining = [cell for cell in earlier.get("cells", ()) if (cell["length"], cell["depth"]) not in measured]
+    every = sorted([*remaining, *results["cells"]], key=lambda cell: (cell["length"], cell["depth"]))
     lengths, depths = ([*dict.fromkeys(sorted(cell[key] for cell in every))] for key in ("length", "depth"))
     return {**results, "lengths": lengths, "depths": depths, "cells": every}
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: accuracy in percent, a row a depth, a column a length, and the means; then the same of the log-likelihood.
-    A cell that was not asked is a dash.
+    """Return Markdown tables of accuracy in percent and of log-likelihood, with one row per depth and one column per length.
+
+    A cell that was not measured is a dash.
     """
     import numpy as np
 
@@ -247,8 +248,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def heat_map(results: dict[str, Any], out: Path) -> None:
-    """Accuracy and log-likelihood by length and depth as colours and numbers; the trained length is named where it is
-    known."""
+    """Draw accuracy and log-likelihood by length and depth, and name the trained length if it is known."""
     import numpy as np
 
     from tools.reporting.style import saved_figure
@@ -276,7 +276,7 @@ def heat_map(results: dict[str, Any], out: Path) -> None:
 
 
 def _by_place(results: dict[str, Any], value: str) -> Any:
-    """[depths, lengths], NaN where nothing was asked."""
+    """Return a value of the cells as [depths, lengths], NaN where there is no cell."""
     import numpy as np
 
     cells = {(cell["length"], cell["depth"]): cell[value] for cell in results["cells"]}
@@ -299,18 +299,18 @@ def _answers(opened: OpenedModel, every: Sequence[Question]) -> list[tuple[float
 
 
 def _supported_lengths(opened: OpenedModel, lengths: Sequence[int]) -> list[int]:
-    """The lengths that the model's positions reach; those that they do not are named."""
+    """Return the lengths that the model's positions reach, and print those that are left out."""
     limit = opened.loaded.model.config.max_positions if opened.loaded is not None else opened.lm.max_length
-    kept = [length for length in lengths if limit is None or length <= limit]
-    if not kept:
+    supported = [length for length in lengths if limit is None or length <= limit]
+    if not supported:
         raise ValueError(f"{opened.name} reads {limit:,} tokens at most; --lengths begins at {lengths[0]:,}")
-    if len(kept) < len(lengths):
+    if len(supported) < len(lengths):
         print(f"{opened.name} reads {limit:,} tokens at most: longer texts are left out")
-    return kept
+    return supported
 
 
 def _validation_text(loaded: LoadedModel, tokens: int) -> str:
-    """The beginning of the run's validation text, longest documents first."""
+    """Return the beginning of the run's validation text, longest documents first."""
     import numpy as np
 
     from data.indexed import IndexedTokens

@@ -43,7 +43,7 @@ class Node:
 
     @property
     def size(self) -> int:
-        """Tokens here and below."""
+        """Return the tokens of this node and of all nodes below."""
         total, stack = 0, [self]
         while stack:
             node = stack.pop()
@@ -53,7 +53,7 @@ class Node:
 
     @property
     def asked_by(self) -> set[int]:
-        """Requests that are answered here or below."""
+        """Return the requests that this node or a node below answers."""
         found: set[int] = set()
         stack = [self]
         while stack:
@@ -64,7 +64,7 @@ class Node:
 
 
 def build_forest(inputs: Sequence[Ids], targets: Sequence[Ids], *, shortest: int = 16) -> list[Node]:
-    """The roots of the trees that hold all inputs.
+    """Return the roots of the trees that hold all inputs.
 
     Args:
         inputs: the tokens that the model reads for each request, at least one each.

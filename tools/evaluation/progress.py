@@ -47,22 +47,22 @@ class Watch:
     answered_tokens: int = 0
 
     def start(self) -> None:
-        """The evaluation begins."""
+        """Start the clock."""
         self._zero = self._printed = self.clock()
 
     @property
     def seconds(self) -> float:
-        """Since `start`."""
+        """Return the seconds since `start`."""
         return self.clock() - self._zero
 
     @property
     def share(self) -> float:
-        """Of all tokens, those of requests that are answered."""
+        """Return the share of the tokens whose requests are answered."""
         return self.answered_tokens / max(1, sum(self.tokens))
 
     @property
     def tokens_a_second(self) -> float:
-        """Tokens of answered requests over the seconds from the first token known to the last answer."""
+        """Return the tokens of answered requests per second, from the first known token to the last answer."""
         return self.answered_tokens / max(1e-9, self.ended - self.ready)
 
     def ask(self, what: str) -> None:
@@ -71,7 +71,7 @@ class Watch:
         self._line(what)
 
     def expect(self, tokens: Iterable[int]) -> None:
-        """The tokens of every request are known."""
+        """Record the tokens of every request."""
         self.ready = self.ended = self.seconds
         self.tokens = list(tokens)
         self._line(f"tokenised in {self.ready - self.began:.1f} s: {sum(self.tokens) / 1e6:.2f} M tokens")
@@ -92,7 +92,7 @@ class Watch:
             self.check()
 
     def check(self) -> None:
-        """Raises TimeUpError when the time is over."""
+        """Raise TimeUpError when the time is over."""
         if self.limit is not None and self.seconds > self.limit:
             raise TimeUpError(f"{self.name}: stopped after {self.seconds:.0f} s")
 

@@ -44,7 +44,7 @@ class PseudoScorer:
         self.batch_tokens = self.batch_tokens or (1 << 15 if self.device.type == "cuda" else 4096)
 
     def units(self, contexts: Sequence[Ids], targets: Sequence[Ids]) -> list[Unit]:
-        """What can be shared out: (number, whole sequence, first of the places to be scored, how many), longest first."""
+        """Return the units of work, longest first: (number, whole sequence, first position to score, number of positions)."""
         units = []
         for number, (context, target) in enumerate(zip(contexts, targets, strict=True)):
             whole = np.concatenate([np.array(self.before, np.int64), context, target, np.array(self.after, np.int64)])
@@ -55,7 +55,7 @@ class PseudoScorer:
     def score_units(
         self, units: Sequence[Unit], requests: int, *, done: Callable[[list[tuple[int, Answer]]], None]
     ) -> None:
-        """Hands every request's (number, (pseudo-log-likelihood, all masked tokens guessed)) to `done`."""
+        """Pass every request's (number, (pseudo-log-likelihood, all masked tokens guessed)) to `done`."""
         sums, misses = torch.zeros(requests, dtype=torch.float64), torch.zeros(requests, dtype=torch.int64)
         left = {number: count for number, _, _, count in units}
         rows = [(number, sequence, first + i) for number, sequence, first, count in units for i in range(count)]

@@ -36,13 +36,13 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def average_of(self, row: Row) -> float | None:
-        """The mean of the columns that the average takes; None when one is missing."""
+        """Return the mean of the columns of the average, or None if one is missing."""
         if not self.average or not set(self.average) <= row.cells.keys():
             return None
         return sum(row.cells[label][0] for label in self.average) / len(self.average)
 
     def text_rows(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows as text; an empty cell is a dash."""
+        """Return header and rows as text. An empty cell is a dash."""
         header = ["model", *(column.label for column in self.columns), *(["average"] if self.average else [])]
         rows = []
         for row in self.rows:
@@ -55,16 +55,16 @@ class Table:
 
 
 def suite_table(suite: Suite, models: Sequence[tuple[str, Results]]) -> Table:
-    """Several models in the columns of a suite, with its published rows below them."""
+    """Return several models in the columns of a suite, with its published rows below them."""
     columns = _columns(suite, [results for _, results in models])
     rows = []
     for name, results in models:
         cells = {}
         for column in columns:
-            found = metric_value(results, column.task, column.metric)
-            if found is not None:
+            score = metric_value(results, column.task, column.metric)
+            if score is not None:
                 scale = 1.0 if is_raw(column.metric) else 100.0
-                cells[column.label] = (scale * found[0], None if found[1] is None else scale * found[1])
+                cells[column.label] = (scale * score[0], None if score[1] is None else scale * score[1])
         rows.append(Row(name, cells))
     labels = {column.label for column in columns}
     for published in suite.rows:
@@ -82,7 +82,7 @@ def suite_table(suite: Suite, models: Sequence[tuple[str, Results]]) -> Table:
 
 
 def is_raw(metric: str) -> bool:
-    """Whether a metric is no share, and so is not given in percent."""
+    """Return whether a metric is no share, and so is not given in percent."""
     return "perplexity" in metric or "bits_per_byte" in metric
 
 
@@ -91,7 +91,7 @@ def _is_accuracy(metric: str) -> bool:
 
 
 def detail_rows(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Every metric of every task with what it was measured on."""
+    """Return every metric of every task with its split, examples and number of documents."""
     header = ["task", "version", "split", "shots", "documents", "metric", "value", "±", "chance"]
     ours, rows = results["metalion"], []
     for task in results["versions"]:
@@ -116,13 +116,13 @@ def detail_rows(results: Results) -> tuple[list[str], list[list[str]]]:
 
 
 def metrics_of(results: Results, task: str) -> list[str]:
-    """A task's metrics as `metric_name`, in the order in which they were computed."""
+    """Return a task's metrics as `metric_name`, in the order of their computation."""
     keys = [key.split(",", 1) for key in results["results"].get(task, {}) if "," in key]
     return [metric_name(metric, tag) for metric, tag in keys if not metric.endswith("_stderr")]
 
 
 def markdown(tables: Sequence[Table], results: Sequence[tuple[str, Results]]) -> str:
-    """All suites, then what was measured on which documents."""
+    """Return all suites and the details of every model as Markdown."""
     parts = []
     for table in tables:
         parts += [f"## {table.title}", markdown_table(*table.text_rows()), "\n".join(f"- {n}" for n in table.notes)]
@@ -132,14 +132,14 @@ def markdown(tables: Sequence[Table], results: Sequence[tuple[str, Results]]) ->
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """Each suite as a booktabs table; the published rows stand below a rule."""
+    """Return each suite as a booktabs table, with the published rows below a rule."""
     parts = []
     for table in tables:
         header, text = table.text_rows()
         lines = [" & ".join(map(_escape, row)) + r" \\" for row in text]
-        own = sum(not row.published for row in table.rows)
-        if 0 < own < len(lines):
-            lines.insert(own, r"\midrule")
+        evaluated = sum(not row.published for row in table.rows)
+        if 0 < evaluated < len(lines):
+            lines.insert(evaluated, r"\midrule")
         parts.append(
             "\n".join(
                 [
@@ -164,7 +164,7 @@ def latex(tables: Sequence[Table]) -> str:
 
 
 def bar_chart(tables: Sequence[Table], out: Path) -> None:
-    """A panel a suite, a group of bars a column, a bar a model; the line across a group is chance."""
+    """Draw one panel per suite, one group per column and one bar per model. A line across a group marks chance."""
     from tools.reporting.style import COLORS, saved_figure
 
     with saved_figure(out, len(tables), figsize=(11.5, 3.3 * len(tables)), squeeze=False) as (_, panels):
@@ -201,17 +201,17 @@ def bar_chart(tables: Sequence[Table], out: Path) -> None:
 
 
 def _columns(suite: Suite, results: Sequence[Results]) -> tuple[Column, ...]:
-    """The suite's, or for tasks that were named one by one a column a metric."""
-    found: list[Column] = []
+    """Return the suite's columns. A task that is named alone has one column per metric."""
+    shown: list[Column] = []
     for column in suite.columns:
         if column.metric:
-            found.append(column)
+            shown.append(column)
             continue
         members = next((r["group_subtasks"].get(column.task) for r in results if "group_subtasks" in r), None)
         for task in members or [column.task]:
             metrics = dict.fromkeys(metric for r in results for metric in metrics_of(r, task))
-            found += [Column(task, metric, f"{task} {metric}") for metric in metrics]
-    return tuple(found)
+            shown += [Column(task, metric, f"{task} {metric}") for metric in metrics]
+    return tuple(shown)
 
 
 def _notes(suite: Suite, columns: Sequence[Column], models: Sequence[tuple[str, Results]]) -> list[str]:

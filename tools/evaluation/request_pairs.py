@@ -58,7 +58,7 @@ class RequestCounts:
         self.longest = max(self.longest, length)
 
     def by_task(self) -> dict[str, dict[str, int]]:
-        """The counters by name, without tasks that have none; all tasks under "requests"."""
+        """Return the counters by name, without tasks that have none. "requests" has all tasks."""
         named = {name: getattr(self, name) for name in ("truncated", "apart", "recut")}
         return {
             "requests": dict(self.requests),
@@ -81,7 +81,7 @@ def split_pair(context: Any, whole: Any, encode_rest: Callable[[], Any], rest: s
 
 
 def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_token_id: int) -> list[Pair]:
-    """(context, continuation) texts as ids, all at once; what `TemplateLM.loglikelihood` gives one by one.
+    """Return (context, continuation) texts as ids, as `TemplateLM.loglikelihood` encodes them one by one.
 
     An empty context is the end of a document; an empty continuation has no ids. Raises as `split_pair`.
     """
@@ -104,12 +104,12 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], prefix_
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Any]:
-    """The ids of each text as int64 [n]."""
+    """Return the ids of each text as int64 [n]."""
     return [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, os.cpu_count() or 1)]
 
 
 def refuse_longer(task: str, length: int, limit: int) -> None:
-    """Raises ValueError for a continuation that the model cannot see whole: its beginning would not be scored."""
+    """Raise ValueError for a continuation that is longer than the model reads: its beginning would not be scored."""
     if length > limit:
         raise ValueError(
             f"{task or 'a request'}: a continuation has {length:,} tokens and the model sees {limit:,} at once: its beginning "

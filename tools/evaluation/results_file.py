@@ -20,8 +20,9 @@ _BESIDE = (".md", ".tex", ".png")
 
 
 def check_output(out: Path, kind: str | None = None) -> None:
-    """Raises ValueError where no file can be written, where a table beside the results has their name, or where results of
-    another kind lie. Writes nothing.
+    """Raise ValueError if a results file cannot be written. Writes nothing.
+
+    A table's suffix, and a file with results of another kind, are refused too.
 
     kind: of KINDS; None for a file that is no evaluation's.
     """
@@ -40,12 +41,12 @@ def check_output(out: Path, kind: str | None = None) -> None:
         )
     if kind is not None:
         earlier_results(out, kind)
-    elif out.is_file() and (found := _kind(out)):
-        raise ValueError(f"{out} holds results of {KINDS[found][1]}: {mend}")
+    elif out.is_file() and (other := _kind(out)):
+        raise ValueError(f"{out} holds results of {KINDS[other][1]}: {mend}")
 
 
 def earlier_results(out: Path, kind: str) -> dict[str, Any]:
-    """What an earlier evaluation of this kind left in the file; empty where there is none.
+    """Return the results of an earlier evaluation of this kind, or an empty dict if there is no file.
 
     Raises ValueError for a file of anything else.
     """
@@ -53,14 +54,14 @@ def earlier_results(out: Path, kind: str) -> dict[str, Any]:
         return {}
     mend = "name another file with --out, or remove it"
     content = read_json(out, mend)
-    if (found := _kind(out)) != kind:
-        held = "no results of eval.py" if found is None else f"results of {KINDS[found][1]}"
-        raise ValueError(f"{out} holds {held}, where those of {KINDS[kind][1]} would go: {mend}")
+    if (other := _kind(out)) != kind:
+        content_words = "no results of eval.py" if other is None else f"results of {KINDS[other][1]}"
+        raise ValueError(f"{out} holds {content_words}, where those of {KINDS[kind][1]} would go: {mend}")
     return content
 
 
 def _kind(out: Path) -> str | None:
-    """Of KINDS; None for a file of anything else."""
+    """Return the kind of a file's results, or None for a file of anything else."""
     try:
         content = read_json(out, "")
     except ValueError:
@@ -68,25 +69,25 @@ def _kind(out: Path) -> str | None:
     return next((name for name, (key, _) in KINDS.items() if key in content), None)
 
 
-def difference(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """In what two evaluations differ, in words: the first setting that both know and that is not the same; else empty.
+def difference(earlier: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return the first setting in which two evaluations differ, in words; empty if all shared settings are equal.
 
-    earlier, now: settings by their names, such as `suite_settings`.
+    earlier, new: settings by their names, such as `suite_settings`.
     """
     return next(
-        (f"{name} {earlier[name]}, not {now[name]}" for name in now if name in earlier and earlier[name] != now[name]),
+        (f"{name} {earlier[name]}, not {new[name]}" for name in new if name in earlier and earlier[name] != new[name]),
         "",
     )
 
 
-def refuse_others(out: Path, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError where a file's results are not of the settings of those that would be added to them."""
-    if words := difference(earlier, now):
+def refuse_others(out: Path, earlier: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file's results have other settings than the new ones."""
+    if words := difference(earlier, new):
         raise ValueError(f"{out} holds results of {words}: name another file with --out, or remove it")
 
 
 def suite_settings(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What the numbers of a `results.json` depend on, of the model and of each task; empty for none."""
+    """Return the settings of a `results.json`, of the model and of each task; empty for no results."""
     if not results:
         return {}
     ours = results["metalion"]
@@ -112,12 +113,12 @@ def number_format(model: Any) -> str:
 
 
 def weights(model: Mapping[str, Any]) -> str:
-    """A model's weights in a word, from what results say of it: their hash, or its name on the hub."""
+    """Return an identifier of a model's weights: their hash, or the model's name on the hub."""
     return model["sha256"][:16] if model.get("sha256") else str(model.get("name"))
 
 
 def with_tasks(earlier: Mapping[str, Any], results: dict[str, Any]) -> dict[str, Any]:
-    """The results with the tasks that an earlier evaluation of the same settings has beside theirs."""
+    """Return the results with the other tasks of an earlier evaluation of the same settings."""
     old, new = earlier.get("metalion", {}), results["metalion"]
     again = new["split"].keys()
     if not old.get("split", {}).keys() - again:

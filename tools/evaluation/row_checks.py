@@ -91,7 +91,7 @@ def _blank(row: Row) -> str:
 
 
 def _quotable(row: Row) -> str:
-    """The harness writes the answer between three apostrophes and reads that as Python."""
+    """Check an answer that the harness writes between three apostrophes and reads as Python."""
     try:
         ast.literal_eval(f"'''{row['answer']}\\nIs the answer correct? yes'''")
     except (SyntaxError, ValueError):

@@ -55,7 +55,7 @@ class Scorer:
         self._bytes_a_row, self._bytes_a_token = _state_bytes(self)
 
     def units(self, contexts: Sequence[Ids], targets: Sequence[Ids]) -> list[Node]:
-        """What can be shared out over processes: the trees of all requests, the most tokens first.
+        """Return the units of work: the trees of all requests, the most tokens first.
 
         contexts, targets: [length] ids of each request, at least one each; all but the last token are read.
         """
@@ -67,7 +67,7 @@ class Scorer:
     def score_units(
         self, units: Sequence[Node], requests: int, *, done: Callable[[list[tuple[int, Answer]]], None]
     ) -> None:
-        """Hands every request's (number, (log-likelihood, whether all targets are the likeliest tokens)) to `done`.
+        """Pass every request's (number, (log-likelihood, whether all targets are the likeliest tokens)) to `done`.
 
         `done` is called after every batch of trees; the numbers are below `requests`.
         """
@@ -85,7 +85,7 @@ class Scorer:
             done(before())
 
     def _answers(self, requests: list[int]) -> Callable[[], list[tuple[int, Answer]]]:
-        """What the device has summed for these requests up to here, to be had when it has."""
+        """Return a function that waits for the device and returns the sums of these requests."""
         index = self._moved(torch.tensor(requests))
         sums, misses = (x[index].to("cpu", non_blocking=True) for x in (self._sums, self._misses))
         ready = torch.cuda.Event() if self.device.type == "cuda" else None
@@ -101,11 +101,11 @@ class Scorer:
         return wait
 
     def _moved(self, x: Tensor) -> Tensor:
-        """x on the device, without waiting for what is queued there."""
+        """Copy x to the device, without waiting for the work that is queued there."""
         return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
 
     def _descend(self, nodes: Sequence[Node], state: State | None) -> None:
-        """Computes nodes of one depth and everything below; `state` is that of their parents' batch."""
+        """Compute nodes of one depth and everything below. `state` is the state of their parents' batch."""
         for batch in self._batches(nodes, below=state is not None):
             try:
                 new_state = self._step(batch, state)
@@ -122,7 +122,7 @@ class Scorer:
             del new_state
 
     def _batches(self, nodes: Sequence[Node], below: bool = False) -> Iterator[list[Node]]:
-        """Longest first, so that neighbours are of one length and memory runs out at once or never.
+        """Yield batches of nodes, longest first: neighbours have about one length, and a lack of memory shows at once.
 
         below: that the nodes begin from a state of their own each.
         """
@@ -185,7 +185,7 @@ class Scorer:
         return x, new_state
 
     def _answer(self, batch: list[Node], hidden: Tensor) -> None:
-        """Adds what the batch's positions say to the requests' sums: all of it, or nothing when memory runs out."""
+        """Add the answers of a batch's positions to the requests' sums: all of them, or none when memory runs out."""
         length = hidden.shape[1]
         asked = [
             (row * length + question.first, question) for row, node in enumerate(batch) for question in node.questions
@@ -219,7 +219,7 @@ class Scorer:
 
 
 def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of logits [rows, vocab], which may be overwritten: the index of the largest, the log of sum(exp)."""
+    """Return the index of the largest logit and the log of sum(exp), per row of [rows, vocab]. May overwrite the logits."""
     if is_supported(logits):
         from models.kernels.cross_entropy import row_statistics
 
@@ -232,7 +232,7 @@ def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def _state_bytes(scorer: Scorer) -> tuple[int, int]:
-    """What a state takes, and a token more: nothing for recurrent states, something for a cache of keys and values."""
+    """Return the bytes of a state, and the bytes per token: 0 for recurrent states, more for a cache of keys and values."""
     sizes = []
     for length in (1, 2):
         state = scorer._forward(torch.zeros(1, length, dtype=torch.long), None, None, True)[1]
@@ -242,7 +242,7 @@ def _state_bytes(scorer: Scorer) -> tuple[int, int]:
 
 @torch.inference_mode()
 def _tokens_that_fit(scorer: Scorer) -> int:
-    """Tokens whose forward pass takes half of the free memory; on a CPU what stays near its caches."""
+    """Return the tokens whose forward pass takes half of the free memory, or on a CPU fits its caches."""
     if scorer.device.type != "cuda":
         return 4096
     tokens = 4096

@@ -47,12 +47,12 @@ class Difference:
 
     @property
     def change(self) -> float:
-        """second - first."""
+        """Return second - first."""
         return self.second - self.first
 
 
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
-    """Every metric that both results hold, over the documents that both answered, but for those of `left_out`.
+    """Compare every metric of both results over the documents that both answered, except those of `left_out`.
 
     Raises ValueError when they share none.
     """
@@ -64,7 +64,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Differe
 
 
 def left_out(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """What both results hold and cannot be compared, each with the reason."""
+    """Return the metrics of both results that cannot be compared, each with the reason."""
     return [f"{task}: {metric} {why}" for task, metric, _, _, why in _shared(first, second) if why]
 
 
@@ -121,7 +121,7 @@ def difference(task: str, metric: str, first: Values, second: Values) -> Differe
 
 
 def comparison_rows(found: Sequence[Difference]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows as text; shares in percent."""
+    """Return header and rows as text, shares in percent."""
     header = ["task", "metric", "documents", "first", "second", "difference", "±", "p", "p (Holm)", ""]
     rows = []
     for d in found:
@@ -173,7 +173,7 @@ def _f1(x: Values, label: int) -> Values:
 
 
 def _sign_test(better: int, worse: int) -> float:
-    """Two-sided, exact: better and worse are heads and tails of a fair coin."""
+    """Return the two-sided exact p value: better and worse are heads and tails of a fair coin."""
     n, k = better + worse, min(better, worse)
     log_terms = np.array([math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in range(k + 1)])
     return min(1.0, 2.0 * float(np.exp(log_terms - n * math.log(2.0)).sum()))

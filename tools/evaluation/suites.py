@@ -65,17 +65,17 @@ class Suite:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Each once, in the order of the columns."""
+        """Return each task once, in the order of the columns."""
         return tuple(dict.fromkeys(column.task for column in self.columns))
 
 
 def suite_names() -> list[str]:
-    """The suites that come with the project."""
+    """Return the names of the suites of this project."""
     return sorted(path.stem for path in FOLDER.glob("*.yml"))
 
 
 def read_suite(name: str) -> Suite:
-    """A suite by name (a file of configs/eval) or by the path of a YAML file of its own.
+    """Read a suite by name (a file of configs/eval), or by the path of a YAML file.
 
     Raises UnknownNameError, or ValueError for a file that is no suite, naming the key.
     """
@@ -129,5 +129,5 @@ def read_suite(name: str) -> Suite:
 
 
 def task_suite(tasks: Sequence[str]) -> Suite:
-    """Tasks named one by one, as a table of their own: its columns follow from what the harness reports."""
+    """Return tasks as one table. Its columns are the metrics that the harness reports."""
     return Suite("tasks", "Tasks", tuple(Column(task, "", task) for task in tasks))

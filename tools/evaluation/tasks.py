@@ -51,7 +51,7 @@ def load_tasks(
     folders: Sequence[str] = (),
     shots: int | None = None,
 ) -> tuple[dict[str, LoadedTask], TaskManager]:
-    """Builds tasks by name, each with its data.
+    """Build tasks by name, each with its data.
 
     Args:
         without: tasks to leave out of those that the names stand for.
@@ -108,7 +108,7 @@ def load_tasks(
 
 
 def task_manager(names: Sequence[str], folders: Sequence[str] = ()) -> TaskManager:
-    """An index of the harness's tasks: of the given folders if they hold all names, else of everything (10 s).
+    """Return an index of the given folders of tasks if they hold all names, else of the whole harness (10 s).
 
     Raises UnknownNameError.
     """
@@ -128,7 +128,7 @@ def task_manager(names: Sequence[str], folders: Sequence[str] = ()) -> TaskManag
 
 
 def stock_config(manager: TaskManager, name: str) -> dict[str, Any]:
-    """The YAML of a task as the installed harness has it, with what it includes; functions as names."""
+    """Return the YAML of a task in the installed harness, with its includes. Functions are names."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     path = manager.task_index[name].yaml_path
@@ -138,7 +138,7 @@ def stock_config(manager: TaskManager, name: str) -> dict[str, Any]:
 def moved_task(
     name: str, config: Mapping[str, Any], data_dir: Path | None, *, split: str | None = None, needs_file: bool = False
 ) -> tuple[dict[str, Any], dict[str, Path]]:
-    """The task as an entry of a group that overrides where its data come from and which splits there are, nothing else.
+    """Return a task as an entry of a group that overrides only where its data come from and which splits there are.
 
     Returns the entry and the files it reads, by split; none where the folder has none (then the entry is the stock task).
     """
@@ -196,7 +196,7 @@ def check_rows(name: str, path: Path, fields: Sequence[str]) -> None:
 
 
 def check_documents(name: str, task: Task, source: str) -> None:
-    """Raises ValueError for the first document of a choice that cannot be asked, or whose label is none of its choices.
+    """Raise ValueError for the first document that cannot be evaluated, or whose label is none of its choices.
 
     The harness counts the second kind as answered wrongly: a set without labels (-1), or with labels in other words, would
     score 0.
@@ -225,7 +225,7 @@ def check_documents(name: str, task: Task, source: str) -> None:
 
 
 def template_fields(config: Mapping[str, Any]) -> list[str]:
-    """The fields that the templates of a task name; what its functions read is not known."""
+    """Return the fields in the templates of a task. The fields that its functions read are unknown."""
     import jinja2
     import jinja2.meta
 
@@ -244,7 +244,7 @@ def template_fields(config: Mapping[str, Any]) -> list[str]:
 def _build(
     manager: TaskManager, specs: Sequence[dict[str, Any]], files: Mapping[str, Mapping[str, str]]
 ) -> dict[str, Task]:
-    """The harness's tasks, one by one, so that the one that cannot be built is known."""
+    """Build the harness's tasks one by one, so that an error names its task."""
     built: dict[str, Task] = {}
     for spec in specs:
         name = spec["task"]
@@ -263,7 +263,7 @@ def _build(
 
 
 def _keep_from_own_prompt(task: Task, used: str) -> None:
-    """Where examples come from the split that is evaluated, no document is an example in its own prompt.
+    """Keep a document out of the examples in its own prompt, if they come from the evaluated split.
 
     The harness leaves it out where the split of the examples is called as the test split, or neither has a name.
     """
@@ -274,7 +274,7 @@ def _keep_from_own_prompt(task: Task, used: str) -> None:
 
 
 def _check_shots(name: str, task: Task, used: str, shots: int | None, source: str) -> None:
-    """Raises ValueError for more examples than there are rows beside the document that is asked."""
+    """Raise ValueError for more examples in the prompt than there are other rows."""
     wanted = shots if shots is not None and task.get_config("num_fewshot") != 0 else task.get_config("num_fewshot")
     if not wanted:
         return
@@ -295,7 +295,7 @@ def first_line(error: Exception) -> str:
 
 
 def _leaves(manager: TaskManager, names: Sequence[str]) -> list[str]:
-    """Tasks, with tags and groups replaced by what they hold."""
+    """Return the tasks, with tags and groups replaced by their members."""
     found: dict[str, None] = {}
     for name in names:
         entry = manager.task_index[name]
@@ -310,7 +310,7 @@ def _leaves(manager: TaskManager, names: Sequence[str]) -> list[str]:
 
 
 def _candidates(config: Mapping[str, Any], name: str) -> list[str]:
-    """Folders in which a task's data may lie, by the names of the data set: super_glue/boolq, ai2_arc/ARC-Easy, piqa."""
+    """Return folders in which a task's data may be, by the names of the data set: super_glue/boolq, ai2_arc/ARC-Easy, piqa."""
     path = str(config.get("dataset_path") or "").rpartition("/")[2]
     subset = config.get("dataset_name")
     return list(dict.fromkeys(f for f in (f"{path}/{subset}" if subset else "", path, subset or "", name) if f))
@@ -332,7 +332,7 @@ def _lacking(name: str, config: Mapping[str, Any], data_dir: Path) -> str:
 
 
 def _rows(name: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows with their line, or their place in a JSON list. Raises ValueError as `check_rows`."""
+    """Yield rows with their line, or their place in a JSON list. Raises ValueError as `check_rows`."""
     if path.suffix == ".parquet":
         yield from enumerate(_parquet_rows(name, path), start=1)
         return
@@ -364,5 +364,5 @@ def _parquet_rows(name: str, path: Path) -> list[dict[str, Any]]:
 
 
 def _remedy(name: str) -> str:
-    """What to do about a file that cannot be used."""
+    """Return what to do about a file that cannot be used."""
     return f"get the file again, or leave the task out (--without {name})"
