@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.checkpointer import Checkpointer, check_shapes
 from megatron_lite.checkpoint.resume import StartPoint, find_start, restore
 from megatron_lite.config.loader import dump_config
 from megatron_lite.config.schema import Config
+from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.precision import faster_dtype
 from megatron_lite.fault_tolerance.guards import StopSignal
 from megatron_lite.fault_tolerance.rank_consistency import file_facts, require_agreement
@@ -60,14 +61,7 @@ def prepare_run(
     data, tokenizer = _open_data(config, start, grid)
     dtype = _dtype(config, start, grid)
     engine = build_engine(config, grid, dtype)
-    checkpointer = Checkpointer(
-        engine,
-        Path(config.checkpoint.directory),
-        asynchronous=config.checkpoint.asynchronous,
-        timeout_seconds=60 * config.run.save_timeout_minutes,
-        keep_last=config.checkpoint.keep_last,
-        is_permanent=config.checkpoint.is_permanent,
-    )
+    checkpointer = _open_checkpointer(config, engine)
     values, archive = restore(checkpointer, start, grid) if start is not None else ({}, None)
     state = TrainState.from_dict(values)
     state.tokenizer = tokenizer.hash
@@ -154,6 +148,17 @@ def _dtype(config: Config[ModelConfig], start: StartPoint | None, grid: Grid) ->
         return start.manifest["layout"]["dtype"]
     tokens = config.batch.micro_batch_size * config.batch.sequence_length
     return on_main(grid, lambda: faster_dtype(grid.device, config.model.hidden_size, tokens))
+
+
+def _open_checkpointer(config: Config[Any], engine: Engine) -> Checkpointer:
+    return Checkpointer(
+        engine,
+        Path(config.checkpoint.directory),
+        asynchronous=config.checkpoint.asynchronous,
+        timeout_seconds=60 * config.run.save_timeout_minutes,
+        keep_last=config.checkpoint.keep_last,
+        is_permanent=config.checkpoint.is_permanent,
+    )
 
 
 def _steps_in_budget(config: Config[Any], engine: Any, steps: Steps, grid: Grid) -> int:

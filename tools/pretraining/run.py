@@ -141,7 +141,7 @@ def _hold_folders(config: Config[Any], folder_locks: ExitStack) -> None:
 
 def _with_key(error: Exception, config: Config[Any]) -> Exception:
     """Return the error; an OSError in a folder of the configuration names the key of the folder."""
-    folders = {
+    folders: dict[str, Path | str] = {
         "run.directory": config.run.path,
         "checkpoint.directory": config.checkpoint.directory,
         "data.cache_directory": config.data.cache_directory,
