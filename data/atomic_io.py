@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming_file_in_errors(path: Path) -> Iterator[None]:
     """An OSError of the block says which file it was about, which that of a full disk does not."""
     try:
         yield
@@ -30,23 +30,23 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
 
 
-def read_json(path: Path, mend: str, *keys: str) -> dict[str, Any]:
-    """A JSON object that has these keys. Raises OSError, or ValueError naming the file, what is wrong, and `mend`: what to do."""
+def read_json(path: Path, remedy: str, *keys: str) -> dict[str, Any]:
+    """A JSON object that has these keys. Raises OSError, or ValueError naming_file_in_errors the file, what is wrong, and `remedy`: what to do."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}): {mend}") from error
+        raise ValueError(f"{path} is no JSON ({error}): {remedy}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no keys but a {type(content).__name__}: {mend}")
+        raise ValueError(f"{path} holds no keys but a {type(content).__name__}: {remedy}")
     if missing := [key for key in keys if key not in content]:
-        raise ValueError(f"{path} has no key {missing[0]!r}: {mend}")
+        raise ValueError(f"{path} has no key {missing[0]!r}: {remedy}")
     return content
 
 
 def write_whole(path: Path, text: str) -> None:
     """A text file that a reader finds as it was before or as it is now, and never in between. Makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 
@@ -72,14 +72,14 @@ def write_array(file: IO[bytes], array: NDArray) -> None:
 
 
 @contextlib.contextmanager
-def written_aside(path: Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """A temporary file that takes its place when the block ends well; after an exception nothing is left.
 
     Content and name are on the disk when the block has ended, also after a power cut.
     """
     aside = temporary_path(path)
     try:
-        with naming(path), open(aside, "wb") as file:
+        with naming_file_in_errors(path), open(aside, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -141,7 +141,7 @@ def is_dead(process: int, host: str) -> bool:
 
 
 @contextlib.contextmanager
-def folder_aside(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A new folder beside `folder` that takes its place when the block ends, and is removed when the block fails.
 
     A link to a folder stays: what it leads to is replaced, on the disk where that lies.
@@ -163,7 +163,7 @@ def folder_aside(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        with naming(folder):
+        with naming_file_in_errors(folder):
             yield aside
             sync_tree(aside)
         if overwrite and folder.exists():

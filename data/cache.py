@@ -13,7 +13,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .atomic_io import naming, put_in_place, remove_leftovers, sync_tree, temporary_path, write_array, write_whole
+from .atomic_io import (
+    naming_file_in_errors,
+    put_in_place,
+    remove_leftovers,
+    sync_tree,
+    temporary_path,
+    write_array,
+    write_whole,
+)
 from .checksum import DamagedDataError, difference, read_sealed, record_of, write_sealed
 
 # Caches without checksums, of earlier versions, have other names and are not taken.
@@ -36,7 +44,7 @@ def cached_arrays(
 
     def write(aside: Path) -> None:
         for key, array in build().items():
-            with naming(aside / f"{key}.npy"), open(aside / f"{key}.npy", "wb") as file:
+            with naming_file_in_errors(aside / f"{key}.npy"), open(aside / f"{key}.npy", "wb") as file:
                 write_array(file, array)
         write_whole(aside / "made_from.json", description)
 

@@ -114,26 +114,26 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps({**content, SEAL: _content_hash(content)}, indent=2) + "\n")
 
 
-def read_sealed(path: Path, mend: str, *keys: str) -> dict[str, Any]:
-    """What `write_sealed` wrote. Raises OSError, and DamagedDataError with ``mend`` for a file that was changed or unsealed."""
-    content, has_seal = read_json_with_seal(path, mend)
+def read_sealed(path: Path, remedy: str, *keys: str) -> dict[str, Any]:
+    """What `write_sealed` wrote. Raises OSError, and DamagedDataError with ``remedy`` for a file that was changed or unsealed."""
+    content, has_seal = read_json_with_seal(path, remedy)
     if not has_seal:
-        raise DamagedDataError(f"{path} has no key {SEAL!r}: {mend}")
+        raise DamagedDataError(f"{path} has no key {SEAL!r}: {remedy}")
     if missing := [key for key in keys if key not in content]:
-        raise DamagedDataError(f"{path} has no key {missing[0]!r}: {mend}")
+        raise DamagedDataError(f"{path} has no key {missing[0]!r}: {remedy}")
     return content
 
 
-def read_json_with_seal(path: Path, mend: str) -> tuple[dict[str, Any], bool]:
+def read_json_with_seal(path: Path, remedy: str) -> tuple[dict[str, Any], bool]:
     """A JSON object without its seal, and whether it had one. Raises OSError and DamagedDataError as `read_sealed`."""
     try:
-        content = read_json(path, mend)
+        content = read_json(path, remedy)
     except ValueError as error:
         raise DamagedDataError(str(error)) from error
     seal = content.pop(SEAL, None)
     if seal is not None and seal != _content_hash(content):
         raise DamagedDataError(
-            f"{path} was changed after it was written: its content does not fit its {SEAL!r}: {mend}"
+            f"{path} was changed after it was written: its content does not fit its {SEAL!r}: {remedy}"
         )
     return content, seal is not None
 

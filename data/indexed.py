@@ -28,7 +28,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from .atomic_io import naming, put_in_place, sync, temporary_path
+from .atomic_io import naming_file_in_errors, put_in_place, sync, temporary_path
 from .checksum import Checksum, DamagedDataError, Record, difference
 from .index_checks import REMEDY, check_documents, check_length, check_sequences
 from .manifest import read_manifest
@@ -139,7 +139,7 @@ class IndexedWriter:
 
     def _write_bytes(self, content: bytes) -> None:
         self._checksum.update(content)
-        with naming(bin_path(self.prefix)):
+        with naming_file_in_errors(bin_path(self.prefix)):
             self._file.write(content)
 
     def add_file(self, prefix: str | Path, record: Record | None = None) -> None:
@@ -172,7 +172,7 @@ class IndexedWriter:
 
     def finish(self) -> None:
         """Write the index and put both files in place. Called by the end of the ``with`` block."""
-        with naming(bin_path(self.prefix)):
+        with naming_file_in_errors(bin_path(self.prefix)):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -182,7 +182,7 @@ class IndexedWriter:
         pointers *= self.dtype.itemsize
         starts = np.frombuffer(self._document_starts, dtype=np.int64)
         index_checksum = Checksum()
-        with naming(idx_path(self.prefix)), open(self._aside_idx, "wb") as index:
+        with naming_file_in_errors(idx_path(self.prefix)), open(self._aside_idx, "wb") as index:
             for content in (
                 HEADER.pack(MAGIC, VERSION, DTYPE_TO_CODE[self.dtype], len(sizes), len(starts)),
                 sizes.astype("<i4", copy=False).tobytes(),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from .atomic_io import written_aside
+from .atomic_io import atomic_write
 from .tokenizer import END_OF_DOCUMENT, SPACE_MARK
 
 LINE_BYTES = 4000
@@ -71,7 +71,7 @@ def train_sentencepiece(
             f"SentencePiece could not train a {model_type} vocabulary of {vocab_size} on this text: {error}. Less"
             " text needs a smaller data.tokenizer.vocab_size."
         ) from error
-    with written_aside(path) as file:
+    with atomic_write(path) as file:
         file.write(merge_spaces_last(model.getvalue()) if model_type == "bpe" else model.getvalue())
 
 

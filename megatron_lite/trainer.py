@@ -23,7 +23,7 @@ from megatron_lite.fault_tolerance.heartbeat import Heartbeat, set_collective_ti
 from megatron_lite.fault_tolerance.replica_check import ReplicaCheck, ReplicasDifferError
 from megatron_lite.fault_tolerance.straggler_detection import SpreadMeter
 from megatron_lite.metrics.logger import MetricsLogger
-from megatron_lite.metrics.per_source_loss import SourceLosses
+from megatron_lite.metrics.per_source_loss import PerSourceLoss
 from megatron_lite.metrics.step_metrics import StepMetrics
 from megatron_lite.optim.lr_schedule import learning_rate
 from megatron_lite.parallel.collectives import any_rank
@@ -55,7 +55,7 @@ class TrainState:
         seconds: training time so far, over all starts.
         loss_mean: running mean of the spike guard.
         losses_seen: losses that it is of.
-        source_sums: of the steps since the last line of the log, see `SourceLosses`.
+        source_sums: of the steps since the last line of the log, see `PerSourceLoss`.
         tokenizer: hash of the tokenizer whose ids the weights know; None in checkpoints of earlier versions.
         evaluation_due: saved before what is measured after this step was complete; the next start begins with it.
     """
@@ -133,7 +133,7 @@ class Trainer(Generic[ModelT]):
         self.engine, self.config, self.metrics, self.state = engine, config, metrics, state
         self._batches, self._validation, self._test, self._config_yaml = batches, validation, test, config_yaml
         self._step_metrics, self._sample = StepMetrics(engine, flops_per_token, peak_flops), sample
-        self._sources = SourceLosses(sources, state.source_sums)
+        self._sources = PerSourceLoss(sources, state.source_sums)
         self._suites, self._early = suites, early
         self._checkpointer = checkpointer
         self._skips = SkipCounter(

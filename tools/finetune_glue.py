@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from data.atomic_io import folder_aside, read_json, write_json, write_whole
+from data.atomic_io import atomic_folder, read_json, write_json, write_whole
 from tools.cli.arguments import command, command_line, positive, words
 from tools.cli.yaml_file import read_as
 from tools.reporting.tables import markdown_table
@@ -383,7 +383,7 @@ def _exported(checkpoint: Path, output: Path) -> Path:
 
 def _keep(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
     """A folder that loads as the export does: the fine-tuned weights beside a copy of its source."""
-    with folder_aside(folder, overwrite=True) as aside:
+    with atomic_folder(folder, overwrite=True) as aside:
         ignored = shutil.ignore_patterns("*.safetensors*", "training", "SHA256SUMS")
         shutil.copytree(source, aside, ignore=ignored, dirs_exist_ok=True)
         model.save_pretrained(aside)

@@ -68,7 +68,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     specs = layer_specs(model)
     with torch.device("meta"):
         layers: list[Any] = [build_layer(spec, index, 0) for index, spec in enumerate(specs)]
-    bounds = stage_bounds(forward_flops(layers, length, data_config(settings).asked_share), pipeline)
+    bounds = stage_bounds(forward_flops(layers, length, data_config(settings).predicted_fraction), pipeline)
     stage_of = {
         spec.name: next(stage for stage in range(pipeline) if index < bounds[stage + 1])
         for index, spec in enumerate(specs)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic_io import write_array, written_aside
+from ..atomic_io import atomic_write, write_array
 from ..checksum import DamagedDataError, Record, difference, record_of
 from ..manifest import read_manifest
 
@@ -65,7 +65,7 @@ def sources_path(prefix: str | Path) -> Path:
 
 def write_sources(prefix: str | Path, ids: NDArray[np.int16]) -> Record:
     """Write the number of each sequence's source, int16 [sequences], whole or not at all. Returns the file's record."""
-    with written_aside(sources_path(prefix)) as file:
+    with atomic_write(sources_path(prefix)) as file:
         write_array(file, ids)
     return record_of(sources_path(prefix))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..atomic_io import naming, read_json, write_whole
+from ..atomic_io import naming_file_in_errors, read_json, write_whole
 from ..cache import built_folder
 from ..corpus.discovery import Corpus, SourceFile, source_files
 from ..corpus.readers import SOURCE_KEY, Document, parse_block, read_blocks
@@ -244,7 +244,7 @@ def _tokenise(recipe: _Recipe, folder: Path, tokenizer: Tokenizer, survey: _Surv
             )
             for side, output in outputs.items():
                 output.add(encoded, np.array(sides) == SIDES.index(side))
-            with naming(folder / "validation.txt"):
+            with naming_file_in_errors(folder / "validation.txt"):
                 validation_text.writelines(document.text.encode() for document, side in batch if side == "validation")
     return {side: outputs[side].describe() if side in outputs else None for side in SIDES}
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic_io import written_aside
+from ..atomic_io import atomic_write
 from ..checksum import DamagedDataError, Record, difference, read_sealed, record_of, write_sealed
 from ..corpus.discovery import SourceFile
 from ..corpus.document_sources import SourceTable, read_sources_file, sources_path, write_sources
@@ -100,7 +100,7 @@ class Part:
             else:
                 writer.abandon()
         digests = self.folder / f"{self.name}.digests"
-        with written_aside(digests) as file:
+        with atomic_write(digests) as file:
             file.write(b"".join(self.digests))
         records[digests.name] = record_of(digests)
         report = {

@@ -110,6 +110,6 @@ class DataConfig(Section):
         return (self.train,) if isinstance(self.train, str) else self.train or ()
 
     @property
-    def asked_share(self) -> float:
+    def predicted_fraction(self) -> float:
         """Expected share of a training batch's tokens at which a token is to be predicted."""
         return self.masked.rate if self.objective == "masked" else 1.0

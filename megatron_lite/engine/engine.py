@@ -23,7 +23,7 @@ from megatron_lite.engine.deepspeed import deepspeed_config, import_deepspeed, r
 from megatron_lite.engine.model_shard import LayerSpec, ModelShard
 from megatron_lite.engine.parallelize import parallelize
 from megatron_lite.engine.sequential import Batch, Sequential
-from megatron_lite.metrics.per_source_loss import loss_by_source, traced
+from megatron_lite.metrics.per_source_loss import loss_by_source, with_loss_weight_grad
 from megatron_lite.optim.bf16_optimizer import patch_bf16_optimizer
 from megatron_lite.optim.param_groups import build_optimizer
 from megatron_lite.optim.zero_state import OptimizerState
@@ -78,7 +78,7 @@ class Engine:
         recompute: a context in which the layers recompute elementwise results instead of keeping them; needed with
             activation checkpointing of mode "elementwise".
         count_correct: also count correctly predicted tokens, in training and evaluation.
-        asked_share: of the tokens at which a token is to be predicted, for what the last layer costs.
+        predicted_fraction: of the tokens at which a token is to be predicted, for what the last layer costs.
 
     Attributes:
         model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
@@ -104,7 +104,7 @@ class Engine:
         context_parallel: Callable[[ContextParallelGroup], contextlib.AbstractContextManager[None]] | None = None,
         recompute: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         count_correct: bool = False,
-        asked_share: float = 1.0,
+        predicted_fraction: float = 1.0,
     ) -> None:
         if dtype == "fp16" and grid.device.type == "cpu":
             raise ValueError("precision.dtype: fp16 does not train on a CPU; use bf16 or fp32")
@@ -118,7 +118,7 @@ class Engine:
             grid=grid,
             parallel=parallel,
             sequence_length=sequence_length,
-            asked_share=asked_share,
+            predicted_fraction=predicted_fraction,
         )
         self.model, self.layers, self.sharding_specs = shard.model, list(shard.layers.values()), shard.sharding_specs
         self._context = context_parallel_group(grid)
@@ -190,7 +190,7 @@ class Engine:
         # Before they are on the device, which may still be at the last update.
         (weight,) = all_reduce_sum([sum(batch["loss_weight"].double().sum().item() for batch in batches)], self.grid)
         if num_sources:
-            batches = [traced(self._to_device(batch)) for batch in batches]
+            batches = [with_loss_weight_grad(self._to_device(batch)) for batch in batches]
         # DeepSpeed averages over micro batches and replicas. Undoing that here makes the loss sum(weight * nll) over
         # the global sum(weight), whatever the layout; a micro batch without any weight then adds zero instead of NaN.
         scale = self.accumulation * self.grid.replicas / max(weight, 1e-30)

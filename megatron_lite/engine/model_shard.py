@@ -34,7 +34,7 @@ class ModelShard:
     Args:
         specs: the layers of the model, in order.
         build_layer: (spec, index, seed) -> the layer at full width, with the same weights in every layout.
-        sequence_length, asked_share: what the layers' costs depend on, by which they are shared out over the stages.
+        sequence_length, predicted_fraction: what the layers' costs depend on, by which they are shared out over the stages.
 
     Attributes:
         model: the layers of the whole model at full width, without memory (on the device "meta"), for counting.
@@ -57,13 +57,13 @@ class ModelShard:
         grid: Grid,
         parallel: ParallelConfig,
         sequence_length: int,
-        asked_share: float,
+        predicted_fraction: float,
     ) -> None:
         self._grid = grid
         with torch.device("meta"):
             self.model: list[Any] = [build_layer(spec, index, seed) for index, spec in enumerate(specs)]
         self._describe(specs)
-        self.bounds = stage_bounds(forward_flops(self.model, sequence_length, asked_share), grid.pipe_size)
+        self.bounds = stage_bounds(forward_flops(self.model, sequence_length, predicted_fraction), grid.pipe_size)
         self.tensor: TensorGroup | None = None
         if grid.tensor_group is not None:
             self.tensor = TensorGroup(

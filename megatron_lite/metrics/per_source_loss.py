@@ -12,7 +12,7 @@ from megatron_lite.parallel.collectives import all_reduce_sum
 from megatron_lite.parallel.grid import Grid
 
 
-def traced(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_loss_weight_grad(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The batch with a loss weight that remembers what became of it, for `loss_by_source`."""
     # d loss / d loss_weight is a token's nll, up to a factor that all tokens of a step share: so the loss of each is
     # known after the backward pass in every layout, and nothing else in the step changes.
@@ -25,7 +25,7 @@ def loss_by_source(
     """(sum of weight * nll, sum of weight) of each source, over all processes, after the backward pass.
 
     Args:
-        batches: the `traced` micro batches of this process; `source` is int64 like the labels.
+        batches: the `with_loss_weight_grad` micro batches of this process; `source` is int64 like the labels.
         count: number of sources.
         total: sum of weight * nll over all of them.
     """
@@ -40,7 +40,7 @@ def loss_by_source(
     return tuple((nll * factor, weight) for nll, weight in zip(values[:count], values[count:], strict=True))
 
 
-class SourceLosses:
+class PerSourceLoss:
     """The loss of each source over the steps since the last line of the log.
 
     sums: name -> [sum of weight * nll, sum of weight] over these steps. It is kept up to date, for a checkpoint between two

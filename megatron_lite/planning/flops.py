@@ -23,23 +23,23 @@ class Layer(Protocol):
         ...
 
 
-def training_flops_per_token(layers: Iterable[Layer], length: int, asked_share: float = 1.0) -> float:
+def training_flops_per_token(layers: Iterable[Layer], length: int, predicted_fraction: float = 1.0) -> float:
     """FLOPs a token of one training step at sequence length `length`: the forward pass, and twice it backward.
 
     The backward pass multiplies once for the gradient of the input and once for the gradient of the weight (or of the
-    other operand) for each product of the forward pass. asked_share: as in `forward_flops`.
+    other operand) for each product of the forward pass. predicted_fraction: as in `forward_flops`.
     """
-    return 3 * sum(forward_flops(layers, length, asked_share))
+    return 3 * sum(forward_flops(layers, length, predicted_fraction))
 
 
-def forward_flops(layers: Iterable[Layer], length: int, asked_share: float = 1.0) -> list[float]:
+def forward_flops(layers: Iterable[Layer], length: int, predicted_fraction: float = 1.0) -> list[float]:
     """Forward FLOPs a token of every layer.
 
     Args:
-        asked_share: of the tokens at which a token is to be predicted. The last layer, the head, is needed there alone.
+        predicted_fraction: of the tokens at which a token is to be predicted. The last layer, the head, is needed there alone.
     """
     *body, head = (float(layer.flops_per_token(length)) for layer in layers)
-    return [*body, head * asked_share]
+    return [*body, head * predicted_fraction]
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.atomic_io import folder_aside, write_array, write_json
+from data.atomic_io import atomic_folder, write_array, write_json
 
 
 def write(folder: Path, name: str, overwrite: bool = False) -> None:
-    with folder_aside(folder, overwrite=overwrite) as aside:
+    with atomic_folder(folder, overwrite=overwrite) as aside:
         (aside / name).touch()
 
 
@@ -54,7 +54,7 @@ def test_a_link_is_filled_where_it_leads_to(tmp_path: Path) -> None:
 
 
 def test_a_mounted_disk_is_refused_before_the_work() -> None:
-    with pytest.raises(OSError, match="a disk is mounted there") as error, folder_aside(Path("/proc")):
+    with pytest.raises(OSError, match="a disk is mounted there") as error, atomic_folder(Path("/proc")):
         pytest.fail("the work was begun")
     assert error.value.filename == "/proc"
 
@@ -89,7 +89,7 @@ def test_after_a_kill_between_the_two_names(overwrite: bool, tmp_path: Path) -> 
     (folder / "second").unlink()
     folder.rmdir()
     killed()
-    with pytest.raises(OSError, match="No space") as error, folder_aside(folder, overwrite=overwrite):
+    with pytest.raises(OSError, match="No space") as error, atomic_folder(folder, overwrite=overwrite):
         raise OSError(28, "No space left on device")
     assert error.value.filename == str(folder)
     assert (names(tmp_path), names(folder)) == (["out"], ["first"]), "what was there before"

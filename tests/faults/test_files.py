@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.atomic_io import written_aside
+from data.atomic_io import atomic_write
 from tests.faults import fuzz_checkpoints, fuzz_data, power_cut
 
 
@@ -36,7 +36,7 @@ def test_a_recording_holds_what_was_synced(tmp_path: Path, synced: bool) -> None
     recording = power_cut.Recording(root)
     with recording.recorded():
         if synced:
-            with written_aside(root / "x") as file:
+            with atomic_write(root / "x") as file:
                 file.write(b"content")
         else:
             (root / "aside").write_bytes(b"content")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.atomic_io import folder_aside
+from data.atomic_io import atomic_folder
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.checksums import FILE_NAME, checksums_text, file_sha256
 from megatron_lite.checkpoint.reader import Weights, read_config_yaml, read_manifest, resolve
@@ -106,7 +106,7 @@ def export(
         if text is not None:
             real_text(config, tokenizer, text)
 
-    with folder_aside(folder, overwrite=overwrite) as aside:
+    with atomic_folder(folder, overwrite=overwrite) as aside:
         write_description(aside, model, tokenizer, dtype, int(config["batch"]["sequence_length"]))
         write_training_side(aside, config, tokenizer)
         sizes = write_shards(aside, weights, weights.shapes, DTYPES[dtype], max_shard_bytes, progress=progress)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.atomic_io import folder_aside
+from data.atomic_io import atomic_folder
 from data.tokenizer import Tokenizer
 from megatron_lite.checkpoint.storage import write_weights
 from megatron_lite.config.bounded_yaml import BoundedLoader
@@ -108,7 +108,7 @@ def import_folder(
         check_vocabulary(tokenizer.vocab_size, foreign.model.vocab_size, str(tokenizer.path or tokenizer.type))
         if text is not None:
             real_text({}, tokenizer, text)
-    with folder_aside(run, overwrite=overwrite) as aside:
+    with atomic_folder(run, overwrite=overwrite) as aside:
         if tokenizer is not None:
             save_tokenizer(tokenizer, aside)
         config = _configuration(folder, run, aside, theirs, foreign.model, tokenizer)

@@ -35,5 +35,5 @@ def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
         context_parallel=context_parallel,
         recompute=recompute_elementwise,
         count_correct=config.data.objective == "masked",
-        asked_share=config.data.asked_share,
+        predicted_fraction=config.data.predicted_fraction,
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import read_json, write_whole, written_aside
+from data.atomic_io import atomic_write, read_json, write_whole
 from data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.checksums import FILE_NAME, check_files, checksums_text, file_sha256, inside
 from tools.loading.token_data import data_config
@@ -25,7 +25,7 @@ def save_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
         description["file"] = source.name
         for path in (source, source.with_name("tokenizer_config.json")):
             if path.is_file() and path.resolve() != (folder / path.name).resolve():
-                with written_aside(folder / path.name) as file:
+                with atomic_write(folder / path.name) as file:
                     file.write(path.read_bytes())
     write_whole(folder / "description.json", json.dumps(description, indent=1) + "\n")
     names = ["description.json"]

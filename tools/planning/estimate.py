@@ -60,7 +60,7 @@ def layer_flops(config: Config[ModelConfig]) -> list[float]:
 
     with torch.device("meta"):
         layers: list[Any] = [build_layer(spec, index, None) for index, spec in enumerate(layer_specs(config.model))]
-    return forward_flops(layers, config.batch.sequence_length, config.data.asked_share)
+    return forward_flops(layers, config.batch.sequence_length, config.data.predicted_fraction)
 
 
 def memory(

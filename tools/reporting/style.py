@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import written_aside
+from data.atomic_io import atomic_write
 
 # Okabe and Ito (2008): told apart by every kind of colour vision, and in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#000000")
@@ -48,7 +48,7 @@ def save_figure(figure: Any, out: Path, **options: Any) -> None:
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with written_aside(out) as file:
+        with atomic_write(out) as file:
             figure.savefig(file, format=out.suffix[1:], **options)
     finally:
         pyplot().close(figure)

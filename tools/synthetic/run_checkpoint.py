@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data.atomic_io import written_aside
+from data.atomic_io import atomic_write
 
 from .experiment import Run
 
@@ -64,7 +64,7 @@ class Keeper:
         for run, history, lane in zip(self._runs, state.history, state.lanes, strict=True):
             evaluations = [tuple(evaluated) for evaluated in history]
             one = {"epoch": state.epoch, "seconds": state.seconds, "history": evaluations, "lane": lane}
-            with written_aside(_file(self._folder, run)) as file:
+            with atomic_write(_file(self._folder, run)) as file:
                 torch.save(one, file)
         end = time.monotonic()
         self._next = end + max(SECONDS_BETWEEN, _SHARE * (end - begin))

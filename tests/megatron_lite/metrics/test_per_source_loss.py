@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from megatron_lite.metrics.per_source_loss import SourceLosses
+from megatron_lite.metrics.per_source_loss import PerSourceLoss
 
 
 def test_steps_are_summed_until_they_are_taken():
-    losses = SourceLosses(["books", "web", "code"], {})
+    losses = PerSourceLoss(["books", "web", "code"], {})
     losses.add([(6.0, 2.0), (1.0, 1.0), (0.0, 0.0)])
     losses.add([(2.0, 2.0), (math.nan, 5.0), (0.0, 0.0)])  # not finite: left out whole
     losses.add([(4.0, 2.0), (2.0, 2.0), (0.0, 0.0)])
@@ -19,7 +19,7 @@ def test_steps_are_summed_until_they_are_taken():
 
 def test_the_sums_between_two_lines_go_on_from_a_checkpoint():
     sums = {"books": [6.0, 2.0], "gone": [1.0, 1.0]}  # of another text
-    losses = SourceLosses(["books", "web"], sums)
+    losses = PerSourceLoss(["books", "web"], sums)
     losses.add([(2.0, 2.0), (1.0, 1.0)])
     assert (sums["books"], sums["web"]) == ([8.0, 4.0], [1.0, 1.0])
     assert losses.take() == {"loss/books": 2.0, "loss/web": 1.0}
