@@ -1,4 +1,5 @@
-"""From raw text to batches: corpora, tokenizers, indexed token files, samples, order, loading.
+"""Turn raw text into training batches: corpora, tokenizers, token files, samples and loading.
 
-Functions here take plain arguments and never a config; nothing here knows of models or of the trainer.
+Functions take plain arguments, never a config, and do not import `models` or `megatron_lite`.
+Start with `preprocessing/prepare_corpus.py` (text to token files), then `datasets/causal.py` and `loader.py`.
 """

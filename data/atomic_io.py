@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Write files and folders atomically: a reader finds the old content or the new content, never a part of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 @contextlib.contextmanager
 def naming_file_in_errors(path: Path) -> Iterator[None]:
-    """An OSError of the block says which file it was about, which that of a full disk does not."""
+    """Add the file name to any OSError of the block that has none, such as the error of a full disk."""
     try:
         yield
     except OSError as error:
@@ -31,7 +31,10 @@ def naming_file_in_errors(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path, remedy: str, *keys: str) -> dict[str, Any]:
-    """A JSON object that has these keys. Raises OSError, or ValueError naming_file_in_errors the file, what is wrong, and `remedy`: what to do."""
+    """Return the JSON object in a file, which must have these keys.
+
+    Raises OSError, and ValueError that names the file and the problem and ends with `remedy`.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -44,27 +47,27 @@ def read_json(path: Path, remedy: str, *keys: str) -> dict[str, Any]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """A text file that a reader finds as it was before or as it is now, and never in between. Makes its folder."""
+    """Write a text file atomically. Create its folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, content: Any, default: Callable[[Any], Any] | None = None) -> None:
-    """As `write_whole`, indented JSON, with null for NaN and infinities, for which JSON has no number.
+    """Write indented JSON atomically. NaN and infinities become null, because JSON has no number for them.
 
-    default: as of `json.dumps`, for values that are none of JSON's.
+    default: converts values that JSON cannot hold, as in `json.dumps`.
     """
     write_whole(path, json.dumps(of_json(content, default), indent=1, ensure_ascii=False) + "\n")
 
 
 def of_json(content: Any, default: Callable[[Any], Any] | None = None) -> Any:
-    """The content as JSON gives it back, with None for NaN and infinities; default: as of `json.dumps`."""
+    """Return the content after a JSON round trip, with None for NaN and infinities. default: as in `json.dumps`."""
     return json.loads(json.dumps(content, default=default), parse_constant=lambda _: None)
 
 
 def write_array(file: IO[bytes], array: NDArray) -> None:
-    """Write the bytes of `numpy.save`, which has no error number for a full disk."""
+    """Write the bytes that `numpy.save` would write. Unlike `numpy.save`, a full disk gives an OSError with its number."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
     file.write(header.getvalue())
@@ -73,34 +76,34 @@ def write_array(file: IO[bytes], array: NDArray) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A temporary file that takes its place when the block ends well; after an exception nothing is left.
+    """Yield a temporary file that replaces `path` if the block succeeds. After an exception it is removed.
 
-    Content and name are on the disk when the block has ended, also after a power cut.
+    When the block has ended, content and name are flushed to disk and survive a power cut.
     """
-    aside = temporary_path(path)
+    temporary = temporary_path(path)
     try:
-        with naming_file_in_errors(path), open(aside, "wb") as file:
+        with naming_file_in_errors(path), open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        put_in_place(aside, path)
+        put_in_place(temporary, path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def temporary_path(path: Path) -> Path:
-    """Where this process writes a file or folder before it takes its place. Its name tells which process on which host."""
+    """Return the temporary path of a file or folder. The name holds the process id and the host."""
     return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.aside")
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename a file or folder that is on the disk already, and wait until the name is on the disk too."""
+    """Rename a file or folder whose content is already on disk, and flush the new name to disk."""
     os.replace(temporary, path)
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or the names in a folder, are on the disk."""
+    """Flush the content of a file, or the names in a folder, to disk."""
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -108,19 +111,19 @@ def sync(path: Path) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        # Some network disks know no sync of a folder.
+        # Some network file systems do not support fsync on a folder.
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)):
             raise
 
 
 def sync_tree(folder: Path) -> None:
-    """`sync` for a folder and everything in it, several at a time: a disk takes about as long for one as for eight."""
+    """Flush a folder and everything in it to disk. Eight threads, since eight flushes take about as long as one."""
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(sync, [folder, *(path for path in folder.rglob("*") if not path.is_symlink())]))
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files and folders in ``folder`` whose process on this host is dead, after a kill for example."""
+    """Remove the temporary files and folders in ``folder`` that dead processes of this host left."""
     for path in folder.glob(".*.aside"):
         owner = re.search(r"\.(\d+)@([^@/]*)\.aside$", path.name)
         if owner is not None and is_dead(int(owner[1]), owner[2]):
@@ -128,7 +131,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def is_dead(process: int, host: str) -> bool:
-    """Whether a process has ended. False for processes of other hosts, which cannot be seen from here."""
+    """Return whether a process has ended. Return False for processes of other hosts, which are not visible."""
     if host != socket.gethostname():
         return False
     try:
@@ -142,37 +145,37 @@ def is_dead(process: int, host: str) -> bool:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place when the block ends, and is removed when the block fails.
+    """Yield a temporary folder that replaces `folder` if the block succeeds. It is removed if the block fails.
 
-    A link to a folder stays: what it leads to is replaced, on the disk where that lies.
+    A symbolic link stays, and its target is replaced.
 
     Args:
-        overwrite: replace a folder that holds something; else that is an OSError.
+        overwrite: replace a folder that is not empty. Without it, such a folder is an OSError.
 
     Raises:
-        OSError: before the block, for the root of a mounted disk, which nothing can be renamed to.
+        OSError: before the block, if `folder` is a mount point, which a rename cannot replace.
     """
     folder = folder.resolve()
     if folder.is_mount():
         raise OSError(
             errno.EBUSY,
-            "a disk is mounted there, so that no folder can be put in its place; name one in it",
+            "a disk is mounted there, so the folder cannot be replaced; name a folder inside it",
             str(folder),
         )
-    aside, old = (folder.with_name(f".{folder.name}.{word}") for word in ("writing", "old"))
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    temporary, old = (folder.with_name(f".{folder.name}.{word}") for word in ("writing", "old"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
         with naming_file_in_errors(folder):
-            yield aside
-            sync_tree(aside)
+            yield temporary
+            sync_tree(temporary)
         if overwrite and folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(folder, old)
-        put_in_place(aside, folder)
+        put_in_place(temporary, folder)
     except BaseException:
-        if old.exists() and not folder.exists():  # stopped between the two renames, now or by a kill before
+        if old.exists() and not folder.exists():  # interrupted between the two renames, in this call or an earlier one
             os.replace(old, folder)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What is built once and taken from disk afterwards: folders, and arrays that are mapped (sample orders, blends)."""
+"""Cache folders and memory-mapped arrays (sample orders, blends) under the hash of everything they depend on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .atomic_io import (
 )
 from .checksum import DamagedDataError, difference, read_sealed, record_of, write_sealed
 
-# Caches without checksums, of earlier versions, have other names and are not taken.
+# Part of the hash: caches of other versions are not used.
 CACHE_VERSION = 2
 CONTENTS = "contents.json"
 _ATTEMPTS = 3
@@ -36,31 +36,33 @@ def cached_arrays(
     made_from: Mapping[str, object],
     build: Callable[[], Mapping[str, NDArray]],
 ) -> dict[str, NDArray]:
-    """What ``build`` returns, kept in a `built_folder` of ``made_from`` and mapped from there, or built each time without
-    a directory."""
+    """Return the arrays of ``build``, memory-mapped from a `built_folder` with the description ``made_from``.
+
+    directory: folder of the caches; None builds the arrays in memory each time.
+    """
     if directory is None:
         return dict(build())
     description = json.dumps(made_from, indent=1)
 
-    def write(aside: Path) -> None:
+    def write(temporary: Path) -> None:
         for key, array in build().items():
-            with naming_file_in_errors(aside / f"{key}.npy"), open(aside / f"{key}.npy", "wb") as file:
+            with naming_file_in_errors(temporary / f"{key}.npy"), open(temporary / f"{key}.npy", "wb") as file:
                 write_array(file, array)
-        write_whole(aside / "made_from.json", description)
+        write_whole(temporary / "made_from.json", description)
 
     for _ in range(_ATTEMPTS - 1):
-        # Another process may build a damaged folder anew between the check and the opening.
+        # Another process may rebuild a damaged folder between the check and the opening.
         with contextlib.suppress(FileNotFoundError):
             return _arrays(built_folder(directory, name, description, write))
     return _arrays(built_folder(directory, name, description, write))
 
 
 def built_folder(directory: str | Path, name: str, description: str, write: Callable[[Path], None]) -> Path:
-    """The folder under ``directory`` that ``write`` fills, or has filled before with the same ``description``.
+    """Return the folder that ``write`` fills for this ``description``. Reuse it if it exists and is intact.
 
-    Its name carries the hash of the description, so that a cache of another setting is never taken. It is written aside
-    and renamed: several processes may ask at once. A folder that is not what was written, after a power cut for example,
-    is built again, with a line on stderr.
+    The folder name holds the hash of the description, so each setting has its own cache. The folder is written under a
+    temporary name and renamed, so several processes may call this at once. A damaged folder is rebuilt, with a line on
+    stderr.
     """
     version = f"{CACHE_VERSION} {description}"
     folder = Path(directory) / f"{name}-{hashlib.sha256(version.encode()).hexdigest()[:24]}"
@@ -70,60 +72,60 @@ def built_folder(directory: str | Path, name: str, description: str, write: Call
         problems = damage(folder)
         if not problems:
             return folder
-        print(f"the cache {folder} is built again: {problems[0]}", file=sys.stderr)
-        aside = temporary_path(folder.with_name(f"{folder.name}.damaged"))
+        print(f"the cache {folder} is rebuilt: {problems[0]}", file=sys.stderr)
+        temporary = temporary_path(folder.with_name(f"{folder.name}.damaged"))
         try:
-            if folder.stat().st_ino == state.st_ino:  # else another process has built it anew meanwhile
-                folder.rename(aside)
+            if folder.stat().st_ino == state.st_ino:  # otherwise another process has rebuilt it
+                folder.rename(temporary)
         except FileNotFoundError:
             pass
-        shutil.rmtree(aside, ignore_errors=True)
-    aside = temporary_path(folder)
-    shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_path(folder)
+    shutil.rmtree(temporary, ignore_errors=True)
     if not folder.is_dir():
-        aside.mkdir(parents=True)
+        temporary.mkdir(parents=True)
         try:
-            write(aside)
-            files = sorted(path for path in aside.rglob("*") if path.is_file())
-            records = {path.relative_to(aside).as_posix(): record_of(path) for path in files}
-            write_sealed(aside / CONTENTS, {"files": records})
-            sync_tree(aside)
-            put_in_place(aside, folder)
+            write(temporary)
+            files = sorted(path for path in temporary.rglob("*") if path.is_file())
+            records = {path.relative_to(temporary).as_posix(): record_of(path) for path in files}
+            write_sealed(temporary / CONTENTS, {"files": records})
+            sync_tree(temporary)
+            put_in_place(temporary, folder)
         except OSError:
-            # Another process may have been first; what it built is the same.
+            # Another process may have renamed its identical folder first.
             if not folder.is_dir():
                 raise
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
 def damage(folder: Path, *, whole: bool = False) -> list[str]:
-    """What is wrong with the files of a `built_folder`, a sentence each; empty where nothing is.
+    """Return the problems of a `built_folder`, one sentence each; an empty list if it is intact.
 
     whole: read files of any size, not only the small ones.
     """
     try:
-        records = read_sealed(folder / CONTENTS, "remove the folder, it is built again", "files")["files"]
+        records = read_sealed(folder / CONTENTS, "remove the folder; it is rebuilt at the next start", "files")["files"]
     except FileNotFoundError:
         return [f"{folder / CONTENTS} does not exist"]
     except DamagedDataError as error:
         return [str(error)]
-    found = (difference(folder / name, record, whole=whole) for name, record in records.items())
-    return [problem for problem in found if problem is not None]
+    differences = (difference(folder / name, record, whole=whole) for name, record in records.items())
+    return [problem for problem in differences if problem is not None]
 
 
 def damaged_order(array: NDArray, error: Exception) -> DamagedDataError:
-    """The error for an order of samples that leads outside of the data. It names the file behind the array."""
+    """Return the error for a sample order that points outside of the data. It names the file of the array."""
     path = Path(getattr(array, "filename", None) or "the order of the samples")
     return DamagedDataError(
-        f"{path} is damaged: it names a sample that the token files do not hold ({error}). Remove {path.parent}, it is"
-        " built again; python -m tools.inspect_data --verify reads every file."
+        f"{path} is damaged: it names a sample that the token files do not hold ({error}). Remove {path.parent}; it is"
+        " rebuilt at the next start. python -m tools.inspect_data --verify reads every file."
     )
 
 
 def _arrays(folder: Path) -> dict[str, NDArray]:
-    names = read_sealed(folder / CONTENTS, f"remove {folder}, it is built again", "files")["files"]
+    names = read_sealed(folder / CONTENTS, f"remove {folder}; it is rebuilt at the next start", "files")["files"]
     return {Path(name).stem: _mapped(folder / name) for name in names if name.endswith(".npy")}
 
 
@@ -132,5 +134,7 @@ def _mapped(path: Path) -> NDArray:
         return np.load(path, mmap_mode="r")
     except OSError:
         raise
-    except Exception as error:  # numpy raises errors of many kinds for a damaged header
-        raise DamagedDataError(f"{path} is damaged ({error}). Remove {path.parent}, it is built again.") from error
+    except Exception as error:  # numpy raises many error types for a damaged header
+        raise DamagedDataError(
+            f"{path} is damaged ({error}). Remove {path.parent}; it is rebuilt at the next start."
+        ) from error

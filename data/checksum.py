@@ -1,8 +1,8 @@
-"""Checksums: whether a file still holds what was written, and where it does not.
+"""Compute and compare file checksums, and locate the damage in a file that differs.
 
 The record of a file is ``{"bytes", "sha256", "block", "codes"}``. ``codes`` holds one CRC-32 per ``block`` bytes, 8 hex digits
-each. They are read only to say where a damaged file differs. Files up to ``ALWAYS_CHECKED`` bytes are compared with their
-record at every start; larger ones by size, and in full by ``python -m tools.inspect_data --verify``.
+each, and only locates the damage. Files up to ``ALWAYS_CHECKED`` bytes are compared with their record at every start. Larger
+files are compared by size, and in full by ``python -m tools.inspect_data --verify``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Record = dict[str, Any]
 
 
 class DamagedDataError(ValueError):
-    """A file does not hold what was written. The message names the file, the place and the remedy."""
+    """Report a file whose content is not what was written. The message names the file, the position and the remedy."""
 
 
 class Checksum:
-    """The record of a file, from its bytes in order. Its memory is bounded by the number of blocks."""
+    """Compute the record of a file from its bytes in order, in memory bounded by `max_blocks`."""
 
-    def __init__(self, most_blocks: int = 1024) -> None:
+    def __init__(self, max_blocks: int = 1024) -> None:
         self.bytes = 0
         self._sha256 = hashlib.sha256()
-        self._most_blocks = most_blocks
+        self._max_blocks = max_blocks
         self._units_per_block = 1
         self._codes = array("L")  # the XOR of the CRC-32 of the units of each block
         self._units = self._unit_bytes = self._unit_code = 0
@@ -55,7 +55,7 @@ class Checksum:
             view = view[len(piece) :]
 
     def record(self) -> Record:
-        """The record of what was added. Ends the checksum."""
+        """Return the record of all bytes added. Call it once, after the last update."""
         if self._unit_bytes:
             self._end_unit()
         return {
@@ -67,7 +67,7 @@ class Checksum:
 
     def _end_unit(self) -> None:
         if self._units % self._units_per_block == 0:
-            if len(self._codes) == self._most_blocks:
+            if len(self._codes) == self._max_blocks:
                 self._codes = array("L", (a ^ b for a, b in zip(self._codes[::2], self._codes[1::2], strict=True)))
                 self._units_per_block *= 2
             self._codes.append(0)
@@ -77,7 +77,7 @@ class Checksum:
 
 
 def record_of(path: Path) -> Record:
-    """The record of a file as it is now."""
+    """Return the record of the current content of a file."""
     checksum = Checksum()
     with open(path, "rb") as file:
         while piece := file.read(1 << 22):
@@ -86,36 +86,41 @@ def record_of(path: Path) -> Record:
 
 
 def difference(path: Path, record: Mapping[str, Any], *, whole: bool = False) -> str | None:
-    """Say how a file differs from its record, with file and place; None where it does not.
+    """Return how a file differs from its record, with file and position; None if it does not differ.
 
     whole: compare the content of files of any size, not only of those up to ``ALWAYS_CHECKED`` bytes.
     """
     if not path.is_file():
         return f"{path} does not exist"
-    size, written = path.stat().st_size, record["bytes"]
-    if size != written:
-        missing = "empty" if size == 0 else f"{abs(written - size):,} bytes too {'short' if size < written else 'long'}"
-        return f"{path} is {missing}: {size:,} bytes of {written:,}"
+    size, expected = path.stat().st_size, record["bytes"]
+    if size != expected:
+        length = (
+            "empty" if size == 0 else f"{abs(expected - size):,} bytes too {'short' if size < expected else 'long'}"
+        )
+        return f"{path} is {length}: {size:,} bytes of {expected:,}"
     if not whole and size > ALWAYS_CHECKED:
         return None
     try:
         if _sha256(path) == record["sha256"]:
             return None
-        place = _place(path, record)
+        position = _first_difference(path, record)
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return f"{path} cannot be read: {error.strerror} (a failing disk?)"
-    return f"{path} is damaged {place}: its SHA-256 is not the one that was recorded when it was written"
+    return f"{path} is damaged {position}: its SHA-256 is not the one that was recorded when it was written"
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object together with the SHA-256 of its content, whole or not at all."""
+    """Write a JSON object with the SHA-256 of its content, atomically."""
     write_whole(path, json.dumps({**content, SEAL: _content_hash(content)}, indent=2) + "\n")
 
 
 def read_sealed(path: Path, remedy: str, *keys: str) -> dict[str, Any]:
-    """What `write_sealed` wrote. Raises OSError, and DamagedDataError with ``remedy`` for a file that was changed or unsealed."""
+    """Return the object that `write_sealed` wrote, without the checksum.
+
+    Raises OSError, and DamagedDataError that ends with ``remedy`` if the file was changed, lacks its checksum or lacks a key.
+    """
     content, has_seal = read_json_with_seal(path, remedy)
     if not has_seal:
         raise DamagedDataError(f"{path} has no key {SEAL!r}: {remedy}")
@@ -125,7 +130,7 @@ def read_sealed(path: Path, remedy: str, *keys: str) -> dict[str, Any]:
 
 
 def read_json_with_seal(path: Path, remedy: str) -> tuple[dict[str, Any], bool]:
-    """A JSON object without its seal, and whether it had one. Raises OSError and DamagedDataError as `read_sealed`."""
+    """Return a JSON object without its checksum, and whether it had one. Raises as `read_sealed`."""
     try:
         content = read_json(path, remedy)
     except ValueError as error:
@@ -133,7 +138,7 @@ def read_json_with_seal(path: Path, remedy: str) -> tuple[dict[str, Any], bool]:
     seal = content.pop(SEAL, None)
     if seal is not None and seal != _content_hash(content):
         raise DamagedDataError(
-            f"{path} was changed after it was written: its content does not fit its {SEAL!r}: {remedy}"
+            f"{path} was changed after it was written: its content does not match its {SEAL!r}: {remedy}"
         )
     return content, seal is not None
 
@@ -149,13 +154,13 @@ def _sha256(path: Path) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _sha256_of_state(path: Path, *state: int) -> str:
-    """One process opens the same files several times and reads them once."""
+    """Return the SHA-256 of a file, cached because one process opens the same files several times."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _place(path: Path, record: Mapping[str, Any]) -> str:
-    """The first block that differs. The file has the recorded size."""
+def _first_difference(path: Path, record: Mapping[str, Any]) -> str:
+    """Return the byte range of the first block that differs. The file must have the recorded size."""
     block, codes = record["block"], record["codes"]
     with open(path, "rb") as file:
         for first in range(0, record["bytes"], block):

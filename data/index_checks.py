@@ -1,4 +1,4 @@
-"""Arithmetic of a token index: what must hold in every ``.idx`` file, so that no sample fails in the middle of a run."""
+"""Check the arithmetic of a token index (``.idx``) when it is opened, so that no sample fails during a run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _AT_ONCE = 2**20  # entries, so that memory stays bounded
 
 
 def check_length(path: Path, need: int, what: str) -> None:
-    """Raise ValueError for a file that is empty, short or long by so many bytes. ``what`` needs ``need`` bytes."""
+    """Raise ValueError unless a file has exactly the ``need`` bytes that ``what`` requires."""
     have = path.stat().st_size
     if have == 0 and need > 0:
-        raise ValueError(f"{path} is empty; {what} need {need:,} bytes. Write the corpus again.")
+        raise ValueError(f"{path} is empty; {what} need {need:,} bytes. Write the token files again.")
     if have < need:
         raise ValueError(
-            f"{path} is {need - have:,} bytes short: it has {have:,}, {what} need {need:,}. It was cut while being"
-            " written or copied: copy it again, or write the corpus again."
+            f"{path} is {need - have:,} bytes short: it has {have:,}, {what} need {need:,}. It was truncated while being"
+            " written or copied: copy it again, or write the token files again."
         )
     if have > need:
         raise ValueError(
@@ -32,9 +32,12 @@ def check_length(path: Path, need: int, what: str) -> None:
 
 
 def check_documents(path: Path, starts: NDArray[np.int64], count: int, at: int) -> None:
-    """Raise ValueError unless the document index, at byte ``at``, rises from 0 to ``count``, or is ``[0]``."""
+    """Raise ValueError unless the document index rises from 0 to ``count``, or is ``[0]``.
+
+    starts: int64 [documents + 1], the first sequence of each document. at: byte offset of the array in the file.
+    """
     if not len(starts):
-        raise ValueError(f"{path} has no document index. Write the corpus again, document by document.")
+        raise ValueError(f"{path} has no document index. Write the token files again with document boundaries.")
     if len(starts) == 1 and starts[0] == 0:
         return
     for first in range(0, len(starts), _AT_ONCE):
@@ -51,9 +54,9 @@ def check_documents(path: Path, starts: NDArray[np.int64], count: int, at: int) 
         raise _damaged(path, at + 8 * (len(starts) - 1), what)
     if starts[-1] < count:
         raise ValueError(
-            f"{path} ends its documents at sequence {int(starts[-1]):,} of {count:,}, so the rest belongs to no document:"
-            " its writer was not told where documents end, or the file is damaged. Write the corpus again, document by"
-            " document."
+            f"{path} ends its documents at sequence {int(starts[-1]):,} of {count:,}, so the remaining sequences belong"
+            " to no document: its writer did not mark the end of documents, or the file is damaged. Write the token files again with"
+            " document boundaries."
         )
 
 
@@ -66,10 +69,12 @@ def check_sequences(
     sizes_at: int,
     pointers_at: int,
 ) -> None:
-    """Raise ValueError unless the sequences follow one another in .bin and end where it ends. A gap is a warning.
+    """Raise ValueError unless the sequences are contiguous in .bin and end where it ends. Warn about a gap.
 
     Args:
-        sizes, pointers: tokens and byte offset of each sequence; they begin at these bytes of the index.
+        sizes, pointers: tokens and byte offset of each sequence.
+        token_bytes: bytes per token.
+        sizes_at, pointers_at: byte offsets of both arrays in the index.
     """
     end = 0
     gap: tuple[int, int] | None = None
@@ -85,7 +90,7 @@ def check_sequences(
         if (begins < expected).any():
             number = int((begins < expected).argmax())
             what = (
-                f"places sequence {first + number:,} at byte {begins[number]:,} of .bin, and the one before ends at byte"
+                f"places sequence {first + number:,} at byte {begins[number]:,} of .bin, but the previous one ends at byte"
                 f" {expected[number]:,}"
             )
             raise _damaged(index_file, pointers_at + 8 * (first + number), what)
@@ -94,13 +99,16 @@ def check_sequences(
             gap = (first + number, int(begins[number] - expected[number]))
         end = int(ends[-1])
     if gap is not None:
-        what = f"leaves {gap[1]:,} bytes of .bin out before sequence {gap[0]:,}"
+        what = f"skips {gap[1]:,} bytes of .bin before sequence {gap[0]:,}"
         if end != token_file.stat().st_size:
             raise _damaged(index_file, pointers_at + 8 * gap[0], what)
-        warnings.warn(f"{index_file} {what}, which Megatron-LM and GPT-NeoX never do: is it damaged?", stacklevel=5)
+        warnings.warn(
+            f"{index_file} {what}; Megatron-LM and GPT-NeoX never write such gaps. It may be damaged: {REMEDY}",
+            stacklevel=5,
+        )
     check_length(token_file, end, f"the {len(sizes):,} sequences of {index_file.name}")
     if end == 0:
-        raise ValueError(f"{token_file} holds no tokens. Write the corpus again from files that hold text.")
+        raise ValueError(f"{token_file} holds no tokens. Write the token files again from input that holds text.")
 
 
 def _damaged(path: Path, place: int, what: str) -> DamagedDataError:

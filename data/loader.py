@@ -1,4 +1,4 @@
-"""Batches from a dataset, and reading ahead of the step that needs them."""
+"""Build the batches of a dataset, and prefetch them in a thread."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ Item = TypeVar("Item")
 
 
 class Dataset(Protocol):
+    """A sequence of samples; each is a dict of tensors with the same shapes."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int, /) -> dict[str, torch.Tensor]: ...
@@ -31,13 +33,16 @@ def batches(
     data_size: int = 1,
     fill_last: bool = False,
 ) -> Iterator[list[MicroBatch]]:
-    """The steps from ``consumed_samples`` on; each is this rank's micro batches, tensors stacked to [micro, ...].
+    """Yield one list of micro-batches per step for this rank, from ``consumed_samples`` on.
 
-    Samples with ``cu_seqlens`` become one row: [1, micro * T], and bounds [micro * segments + 1] of the whole row.
-    ``global_batch_size`` may be a function of the consumed samples, for a batch that grows.
-    Ends with the last whole global batch. With ``fill_last`` (validation) the rest is a step too, in which missing
-    samples are repeats of the last one under loss_weight 0, so that every rank takes as many steps. Raises ValueError
-    for batch sizes that do not divide.
+    Tensors are stacked to [micro_batch_size, ...]. Samples with ``cu_seqlens`` are concatenated instead: tokens
+    [1, micro_batch_size * T] and bounds [micro_batch_size * segments + 1].
+
+    global_batch_size: samples per step, or a function of the consumed samples (batch size ramp).
+    fill_last: also yield the last incomplete batch (validation). Missing samples repeat the last sample with loss_weight 0,
+        so every rank takes the same number of steps. Without it, iteration ends with the last complete batch.
+
+    Raises ValueError as `check_batch_sizes`.
     """
     total = len(dataset)
     while consumed_samples < total:
@@ -56,10 +61,10 @@ def batches(
 
 
 class ReadAhead(Generic[Item]):
-    """An iterator that a thread of its own keeps ``depth`` items ahead.
+    """Iterate over ``source`` in a background thread that prefetches ``depth`` items.
 
-    An error in the source is raised by the ``next`` that would have given the item. ``close`` ends the thread; leaving a
-    ``with`` block does it.
+    An error in the source is raised by the ``next`` that would have returned the item. ``close``, or leaving a ``with``
+    block, ends the thread.
     """
 
     def __init__(self, source: Iterator[Item], depth: int = 2) -> None:
@@ -84,6 +89,7 @@ class ReadAhead(Generic[Item]):
         raise StopIteration
 
     def close(self) -> None:
+        """Stop the thread and discard the prefetched items."""
         self._stop.set()
         self._done = True
         while self._thread.is_alive():

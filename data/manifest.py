@@ -1,4 +1,4 @@
-"""What a pair of token files was made from: ``{prefix}.json`` beside ``{prefix}.bin`` and ``{prefix}.idx``."""
+"""Read and write the manifest ``{prefix}.json`` of a token file: its tokenizer, settings, inputs and checksums."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from .checksum import DamagedDataError, read_json_with_seal, write_sealed
 from .tokenizer import Tokenizer, load_tokenizer
 
 _REMEDY = (
-    "copy it again, write the token files again (python -m tools.preprocess_data ... --overwrite), or remove it and name"
-    " the tokenizer yourself"
+    "copy it again, write the token files again (python -m tools.preprocess_data ... --overwrite), or remove it and set"
+    " data.tokenizer"
 )
 _TOKENIZER_KEYS = {"type", "path", "hash", "vocab_size", "end_of_document_id"}
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    """The manifest of a prefix."""
+    """Return the path of the manifest of a prefix."""
     return Path(f"{prefix}.json")
 
 
 def write_manifest(prefix: str | Path, content: dict[str, Any]) -> None:
-    """Write ``{prefix}.json`` with a checksum of its own, whole or not at all."""
+    """Write ``{prefix}.json`` with a checksum of its own, atomically."""
     write_sealed(manifest_path(prefix), content)
 
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
-    """None where there is no manifest, as beside files that other projects wrote. DamagedDataError for one that was damaged.
+    """Return the manifest of a prefix; None if there is none, as for token files of other projects.
 
-    A manifest of an earlier version has no checksums, neither of the token files nor of itself.
+    Raises DamagedDataError if the manifest was changed. Manifests of earlier versions have no checksums.
     """
     path = manifest_path(prefix)
     if not path.is_file():
         return None
     content, has_seal = read_json_with_seal(path, _REMEDY)
     if not has_seal and "checksums" in content:
-        raise DamagedDataError(f"{path} has lost its own checksum: {_REMEDY}")
+        raise DamagedDataError(f"{path} has checksums of the token files, but not its own: {_REMEDY}")
     return content
 
 
 def describe_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """The manifest's entry; a tokenizer inside ``folder`` is named relative to it, so that the folder can be moved."""
+    """Return the manifest's entry of a tokenizer. A path inside ``folder`` is stored relative to it, so the folder can move."""
     path = None
     if tokenizer.path is not None:
         full = Path(tokenizer.path).resolve()
@@ -56,7 +56,7 @@ def describe_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
 
 
 def manifest_tokenizer(prefix: str | Path) -> Tokenizer | None:
-    """The tokenizer that the manifest names; None without a manifest. Raises FileNotFoundError when it has moved."""
+    """Return the tokenizer that the manifest names; None without a manifest. Raises FileNotFoundError if its file is missing."""
     manifest = read_manifest(prefix)
     if manifest is None:
         return None
@@ -66,7 +66,7 @@ def manifest_tokenizer(prefix: str | Path) -> Tokenizer | None:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
-    """Raises ValueError when the token files were written with another tokenizer; files without a manifest pass."""
+    """Raise ValueError if the token files were written with another tokenizer. Files without a manifest pass."""
     manifest = read_manifest(prefix)
     if manifest is None:
         return
@@ -74,7 +74,7 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     if not same_tokenizer(entry, tokenizer):
         raise ValueError(
             f"{prefix} was written with another tokenizer: {entry['type']} {entry['path'] or ''} ({entry['vocab_size']}"
-            f" entries, end of a document {entry['end_of_document_id']}, hash {entry['hash']}); the one given is"
+            f" entries, end of a document {entry['end_of_document_id']}, hash {entry['hash']}); the configured one is"
             f" {tokenizer.type} {tokenizer.path or ''} ({tokenizer.vocab_size} entries, end of a document"
             f" {tokenizer.end_of_document_id}, hash {tokenizer.hash}). Set data.tokenizer to the former, or write the"
             " token files again."
@@ -90,5 +90,8 @@ def _tokenizer_entry(prefix: str | Path, manifest: dict[str, Any]) -> dict[str, 
 
 
 def same_tokenizer(entry: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
-    """Whether a manifest's entry is of this tokenizer. The hash is of one file; what ends a document may stand beside it."""
+    """Return whether a manifest's entry describes this tokenizer.
+
+    The end-of-document id is compared too: the hash covers one file, and another file may name that token.
+    """
     return (entry.get("hash"), entry.get("end_of_document_id")) == (tokenizer.hash, tokenizer.end_of_document_id)

@@ -1,8 +1,8 @@
-"""Which samples a data rank takes in a step: a pure function of the number of samples consumed before.
+"""Select the samples of a data rank in a step, as a pure function of the samples consumed before.
 
-A step takes the next ``global_batch_size`` samples. They are cut into global micro batches of micro_batch_size x
-data_size, and a rank takes a contiguous slice of each (GPT-NeoX's order). Nothing else decides: no iterator state, no
-worker, and the accumulation only groups the same samples.
+A step takes the next ``global_batch_size`` samples. They are split into global micro-batches of micro_batch_size x
+data_size, and a rank takes a contiguous slice of each (GPT-NeoX's order). There is no iterator state, and gradient
+accumulation only groups the same samples differently.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 def step_samples(
     consumed_samples: int, *, global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> NDArray[np.int64]:
-    """Sample numbers of one rank in the step after ``consumed_samples``: int64 [micro batches, micro_batch_size].
+    """Return the sample numbers of one rank in the step after ``consumed_samples``.
 
-    Raises ValueError when global_batch_size is not micro_batch_size x accumulation x data_size.
+    Returns int64 [micro-batches, micro_batch_size]. Raises as `check_batch_sizes`.
     """
     check_batch_sizes(global_batch_size, micro_batch_size, data_rank, data_size)
     numbers = np.arange(consumed_samples, consumed_samples + global_batch_size, dtype=np.int64)
@@ -24,7 +24,8 @@ def step_samples(
 
 
 def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_rank: int, data_size: int) -> None:
-    """Raises ValueError for sizes that do not divide, naming them."""
+    """Raise ValueError unless global_batch_size is a multiple of micro_batch_size x data_size, all are 1 or more, and
+    data_rank is in [0, data_size)."""
     if min(global_batch_size, micro_batch_size, data_size) < 1:
         raise ValueError(
             f"global_batch_size {global_batch_size}, micro_batch_size {micro_batch_size} and data_size {data_size} must"

@@ -298,7 +298,7 @@ def _encoded_blocks(
     for number, (file, (skip, whole)) in enumerate(zip(files, done, strict=True)):
         if whole:
             continue
-        checksum = Checksum(most_blocks=16)
+        checksum = Checksum(max_blocks=16)
         for block in itertools.islice(read_blocks([file], checksum), skip, None):
             waiting.append((number, replace(block, lines=()), pool.submit(_encode_block, block)))
             if len(waiting) >= 4 * workers:

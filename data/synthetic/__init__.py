@@ -1,1 +1,4 @@
-"""Generated tasks that measure what a mixer stores and retrieves: MQAR and MAD. NumPy alone; a seed is a data set."""
+"""Generate the synthetic tasks MQAR, MAD and ListOps with NumPy. A seed determines a data set.
+
+Start with `mqar.py`, the smallest task; every task returns the `Examples` of `examples.py`.
+"""

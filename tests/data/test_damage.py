@@ -54,7 +54,7 @@ def test_the_record_of_a_file_does_not_depend_on_the_pieces(tmp_path: Path, size
     for first in range(0, size, 30_001):
         pieces.update(content[first : first + 30_001])
     assert pieces.record() == record
-    few = Checksum(most_blocks=4)
+    few = Checksum(max_blocks=4)
     few.update(content)
     record = few.record()
     assert len(record["codes"]) <= 8 * 4
@@ -91,7 +91,7 @@ def test_a_change_of_one_bit_is_found_at_the_start(prefix: Path, ending: str) ->
 def test_large_files_are_compared_by_verify(prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(checksum, "ALWAYS_CHECKED", 100)
     assert inspect_data.main([str(prefix), "--verify"]) == 0
-    assert "in.jsonl: 11,199 bytes as written" in (said := capsys.readouterr().out)
+    assert "in.jsonl: 11,199 bytes, intact" in (said := capsys.readouterr().out)
     assert said.count("OK ") == 4
     flip(Path(f"{prefix}.bin"), 5)
     IndexedTokens(prefix)
@@ -105,7 +105,7 @@ def test_files_without_checksums_open(prefix: Path, capsys) -> None:
     Path(f"{prefix}.json").unlink()
     assert len(IndexedTokens(prefix)) == 40
     assert inspect_data.main([str(prefix), "--verify"]) == 0
-    assert "no checksum was written for it" in capsys.readouterr().out
+    assert "it has no checksum" in capsys.readouterr().out
 
 
 def test_an_input_that_was_damaged_since_is_noticed(prefix: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path, capsys, how: str) -> Non
         path.write_bytes(path.read_bytes()[: 0 if how == "empty" else 900])
     assert inspect_data.main([str(tmp_path), "--verify"]) == 1
     assert cached_arrays(tmp_path, "x", {"n": 1}, build)["a"].tolist() == list(range(1000))
-    assert f"the cache {folder} is built again: {path}" in capsys.readouterr().err
+    assert f"the cache {folder} is rebuilt: {path}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [folder]
     assert inspect_data.main([str(tmp_path), "--verify"]) == 0
 
@@ -208,7 +208,7 @@ def test_files_of_merge_datasets_and_of_megatron_without_documents(tmp_path: Pat
     with pytest.raises(ValueError, match="has no document index"):
         IndexedTokens(prefix)
     boundaries(0, 1)
-    with pytest.raises(ValueError, match="the rest belongs to no document: its writer was not told"):
+    with pytest.raises(ValueError, match="the remaining sequences belong to no document: its writer did not"):
         IndexedTokens(prefix)
     idx_path(prefix).write_bytes(whole + bytes(2))
     with pytest.raises(

@@ -94,7 +94,7 @@ def test_a_file_with_gaps_is_joined_by_sequence(tmp_path, stored, pointers):
     prefix = write(tmp_path / "x", [[1, 2], [3]])
     bin_path(prefix).write_bytes(np.array(stored, "<u2").tobytes())
     with_pointers(prefix, *pointers)
-    with pytest.warns(UserWarning, match=r"x\.idx leaves \d bytes of \.bin out before sequence"):
+    with pytest.warns(UserWarning, match=r"x\.idx skips \d bytes of \.bin before sequence"):
         assert not IndexedTokens(prefix).is_contiguous
     with IndexedWriter(tmp_path / "y", np.dtype("<u2")) as writer:
         writer.add_file(prefix)
@@ -249,7 +249,7 @@ def test_a_missing_file_names_what_is_there(tmp_path):
     ):
         IndexedTokens(tmp_path / "corpus_text_documents")
     with pytest.raises(
-        FileNotFoundError, match=r"python -m tools\.preprocess_data; .*make data-pile-sample.*docs/data\.md"
+        FileNotFoundError, match=r"python -m tools\.preprocess_data; .*make data-pile-sample.*docs/guide/data\.md"
     ):
         IndexedTokens(tmp_path / "nowhere" / "corpus")
     with pytest.raises(FileNotFoundError, match=r"without extension: .*corpus_text_document$"):
