@@ -111,7 +111,9 @@ def prepare_run(
         sources=samples.sources,
         state=state,
         config_yaml=dump_config(config),
-        flops_per_token=training_flops_per_token(engine.model, config.batch.sequence_length, config.data.predicted_fraction),
+        flops_per_token=training_flops_per_token(
+            engine.model, config.batch.sequence_length, config.data.predicted_fraction
+        ),
         peak_flops=peak_flops(grid.device, dtype) if grid.is_main else None,
         sample=sample if writes_samples else None,
         suites=suites,
