@@ -14,7 +14,10 @@ from .operators.context_parallel import context_parallel_group, refuse_state
 
 
 class Block(nn.Module):
-    """h = x + mixer(norm1(x)), y = h + mlp(norm2(h)); or y = x + mixer(norm1(x)) + mlp(norm2(x)) in parallel."""
+    """Compute h = x + mixer(norm1(x)), y = h + mlp(norm2(h)).
+
+    With `model.parallel_residual`: y = x + mixer(norm1(x)) + mlp(norm2(x)).
+    """
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
@@ -33,9 +36,11 @@ class Block(nn.Module):
         state: dict[str, Tensor] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """x: [batch, length, hidden_size] -> the same shape, and the mixer's new state when asked for.
+        """Return the output of x [batch, length, hidden_size], in the same shape, and with return_state the mixer's new state.
 
-        mask: [batch, length] bool, True for real tokens. cu_seqlens: [segments + 1], with batch 1.
+        mask: [batch, length] bool, True for real tokens. cu_seqlens: [segments + 1] int, with batch 1. state: the mixer's
+        state from an earlier call, or None.
+        Raises ValueError under context parallelism for a mixer that does not support it, and for a state.
         """
         x, mixed = self.mix(x, mask=mask, cu_seqlens=cu_seqlens, state=state, return_state=return_state)
         if not return_state:
@@ -44,14 +49,14 @@ class Block(nn.Module):
         return self.finish(x, mixed), new_state
 
     def mix(self, x: Tensor, **context: Any) -> tuple[Tensor, Any]:
-        """The first part of `forward`, with its arguments: x as `finish` takes it, and what the mixer gave."""
+        """Run norm and mixer, the first part of `forward`, with its arguments. Return both arguments of `finish`."""
         if context_parallel_group() is not None:
             self._check_context_parallel(context.get("state") is not None or context.get("return_state", False))
         normed, x = self.norm1(x, return_sum=True)
         return x, self.mixer(normed, **context)
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The rest of `forward`, after the mixer."""
+        """Run the rest of `forward`. x: the residual stream; mixed: the mixer's output, of the same shape."""
         if self.parallel_residual:
             return x + mixed + self.mlp(self.norm2(x))
         normed, hidden = self.norm2(x, mixed, return_sum=True)
@@ -60,7 +65,8 @@ class Block(nn.Module):
     def _check_context_parallel(self, with_state: bool) -> None:
         if not getattr(self.mixer, "supports_context_parallel", False):
             raise ValueError(
-                f"{type(self.mixer).__name__} needs the whole sequence: it does not set supports_context_parallel"
+                f"mixer {type(self.mixer).__name__} does not support context parallelism: use another mixer, or one rank per "
+                "sequence"
             )
         if with_state:
             refuse_state()

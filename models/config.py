@@ -15,23 +15,25 @@ InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape, mixers and initialisation of a language model.
+    """Hold shape, mixers and initialisation of a language model.
 
-    Raises ValueError naming `model.<key>`, the value and what is allowed.
+    Raises ValueError that names `model.<key>`, the value and the allowed values.
     """
 
     vocab_size: int = field(
         metadata={
-            "doc": "Rows of the embedding and of the output projection. train.py: left out, the tokenizer's entries, padded to a "
-            "multiple of 128."
+            "doc": "Rows of the embedding and of the output projection. train.py: if left out, the tokenizer's size, rounded up "
+            "to a multiple of 128."
         }
     )
     num_layers: int = field(metadata={"doc": "Number of residual blocks."})
     hidden_size: int = field(metadata={"doc": "Width of the residual stream, d."})
-    num_heads: int = field(metadata={"doc": "Heads of every mixer."})
+    num_heads: int = field(metadata={"doc": "Number of heads in every mixer."})
     mixers: tuple[str, ...] = field(
         default=("metala",),
-        metadata={"doc": "Token mixers as a pattern that is repeated over the layers; one name is every layer alike."},
+        metadata={
+            "doc": "Token mixers, a pattern that repeats over the layers. One name: the same mixer in every layer."
+        },
     )
     mixer_options: dict[str, dict[str, Any]] = field(
         default_factory=dict, metadata={"doc": "Mixer name -> options of that mixer."}
@@ -39,50 +41,54 @@ class ModelConfig:
     mlp: Literal["swiglu", "gelu", "geglu", "reglu", "glu", "bilinear"] = field(
         default="swiglu",
         metadata={
-            "doc": "Channel mixer of every block. gelu has no gate. The others multiply by a gate: SiLU (swiglu), GELU (geglu), "
-            "ReLU (reglu), sigmoid (glu), or no activation (bilinear)."
+            "doc": "MLP of every block. gelu has no gate. The others have a gate with the activation SiLU (swiglu), GELU "
+            "(geglu), ReLU (reglu), sigmoid (glu) or none (bilinear)."
         },
     )
     intermediate_size: int | None = field(
         default=None,
         metadata={"doc": "Width of the MLP. null: 256 * ceil(8 d / 3 / 256) with a gate, 4 d for gelu."},
     )
-    mlp_bias: bool = field(default=False, metadata={"doc": "Biases in the linear maps of the MLP."})
+    mlp_bias: bool = field(default=False, metadata={"doc": "Biases in the projections of the MLP."})
     norm: Literal["layernorm", "rmsnorm"] = field(
         default="layernorm", metadata={"doc": "Norm before every mixer and MLP and before the output projection."}
     )
-    norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the variance (or mean square) in the norms."})
+    norm_eps: float = field(
+        default=1e-5, metadata={"doc": "Epsilon, added to the variance (or mean square) in the norms."}
+    )
     norm_affine: bool = field(default=True, metadata={"doc": "Learned gain (and offset, for layernorm) in the norms."})
     tie_embeddings: bool = field(
-        default=True, metadata={"doc": "The output projection is the embedding matrix, stored once."}
+        default=True, metadata={"doc": "true: embedding and output projection share one matrix."}
     )
     head: Literal["linear", "mlm"] = field(
         default="linear",
         metadata={
-            "doc": "Before the output projection. linear: the last norm alone. mlm: BERT's dense map, GELU and norm after "
-            "it, and a bias for every token."
+            "doc": "Layers between the blocks and the output projection. linear: one norm. mlm: a norm, then BERT's dense "
+            "layer, GELU and norm, and one output bias per token of the vocabulary."
         },
     )
     embedding_scale: float = field(
         default=1.0,
-        metadata={"doc": "Multiplies the token embedding, not the output projection. The released MetaLA has sqrt(d)."},
+        metadata={
+            "doc": "Factor on the token embedding, not on the output projection. The released MetaLA models have sqrt(d)."
+        },
     )
     positions: Literal["none", "learned"] = field(
         default="none",
         metadata={
-            "doc": "learned: a vector a position is added to the embedding, as BERT and Lion-lit have. none: the mixers "
-            "know order."
+            "doc": "learned: add one learned vector per position to the embedding, as BERT and LION-lit. none: only the "
+            "mixers depend on positions."
         },
     )
     max_positions: int | None = field(
-        default=None, metadata={"doc": "Longest sequence that has positions; for positions: learned only."}
+        default=None, metadata={"doc": "Longest sequence, in tokens, for positions: learned; null for positions: none."}
     )
     parallel_residual: bool = field(
         default=False,
-        metadata={"doc": "y = x + mixer(norm1(x)) + mlp(norm2(x)), as in GPT-NeoX, instead of one after the other."},
+        metadata={"doc": "true: y = x + mixer(norm1(x)) + mlp(norm2(x)), as in GPT-NeoX. false: MLP after mixer."},
     )
     init_method: InitMethod = field(
-        default="small_init", metadata={"doc": "Initialisation of all matrices but the output projections."}
+        default="small_init", metadata={"doc": "Initialisation of all matrices except those of output_init_method."}
     )
     output_init_method: InitMethod = field(
         default="wang_init", metadata={"doc": "Initialisation of the matrices that write into the residual stream."}
@@ -109,7 +115,9 @@ class ModelConfig:
                 raise ValueError(f"model.{key} = {value}: must be greater than 0 and finite")
         if (self.positions == "learned") != (self.max_positions is not None):
             advice = (
-                "set the longest sequence" if self.max_positions is None else "leave it out, or positions = learned"
+                "set it to the longest sequence, in tokens"
+                if self.max_positions is None
+                else "leave it out, or set model.positions = learned"
             )
             raise ValueError(f"model.max_positions = {self.max_positions} with positions = {self.positions}: {advice}")
         require_divisor("model.num_heads", self.num_heads, "model.hidden_size", self.hidden_size)
@@ -129,8 +137,8 @@ class ModelConfig:
                 raise ValueError(f"model.mixer_options: unknown mixer {name!r}; {nearest_names(name, MIXERS)}")
             if name not in self.mixers:
                 raise ValueError(
-                    f"model.mixer_options.{name} is set but model.mixers = {list(self.mixers)} does not use {name!r}; "
-                    f"without it: model.mixer_options.{name}=null"
+                    f"model.mixer_options.{name} is set, but model.mixers = {list(self.mixers)} does not use {name!r}; "
+                    f"add the mixer, or remove its options: model.mixer_options.{name}=null"
                 )
         for name in dict.fromkeys(self.mixers):
             options, check = self.options_of(name), getattr(MIXERS[name], "check", None)
@@ -138,7 +146,7 @@ class ModelConfig:
                 check(self, options)
 
     def options_of(self, mixer: str) -> Any:
-        """The `Options` dataclass of `mixer`, filled from `mixer_options`. ValueError for an unknown or wrong key."""
+        """Return the `Options` of `mixer`, filled from `mixer_options`. Raises ValueError for an unknown key or wrong value."""
         from .mixers import MIXERS
 
         options = MIXERS[mixer].Options
@@ -167,11 +175,11 @@ class ModelConfig:
         ]
 
     def mixer_of(self, layer_index: int) -> str:
-        """Name of the mixer of block `layer_index`: the pattern `mixers`, repeated."""
+        """Return the mixer's name in block `layer_index`: the pattern `mixers`, repeated."""
         return self.mixers[layer_index % len(self.mixers)]
 
     def cut_sizes(self) -> dict[str, int]:
-        """What tensor parallelism cuts into equal parts, by the key that sets it: its size must divide each."""
+        """Return the sizes that tensor parallelism splits, by config key. Its degree must divide each of them."""
         from .mixers import MIXERS
 
         sizes = {
@@ -180,13 +188,13 @@ class ModelConfig:
             "model.vocab_size": self.vocab_size,
         }
         for name in dict.fromkeys(self.mixers):
-            more = getattr(MIXERS[name], "cut_sizes", None)
-            if more is not None:
-                sizes |= more(self, self.options_of(name))
+            mixer_sizes = getattr(MIXERS[name], "cut_sizes", None)
+            if mixer_sizes is not None:
+                sizes |= mixer_sizes(self, self.options_of(name))
         return sizes
 
     def context_refused(self) -> str:
-        """Why no sequence of this model can lie over several processes; empty where it can."""
+        """Return why this model does not support context parallelism, or an empty string if it does."""
         try:
             check_context_parallel(self, 2, 1 << 30)
         except ValueError as error:
@@ -195,7 +203,7 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP, `intermediate_size` or its default."""
+        """Return the width of the MLP, `intermediate_size` or its default."""
         if self.intermediate_size is not None:
             return self.intermediate_size
         if self.mlp != "gelu":
@@ -215,19 +223,19 @@ def check_context_parallel(config: ModelConfig, count: int, length: int) -> None
 
     for name in dict.fromkeys(config.mixers):
         if not getattr(MIXERS[name], "supports_context_parallel", False):
-            able = [other for other in MIXERS if getattr(MIXERS[other], "supports_context_parallel", False)]
+            supported = [other for other in MIXERS if getattr(MIXERS[other], "supports_context_parallel", False)]
             raise ValueError(
                 f"model.mixers: {name!r} does not support context parallelism: every token needs all others, not a state of "
-                f"constant size; supported are {', '.join(able)}"
+                f"constant size; supported are {', '.join(supported)}"
             )
     if length % count:
         raise ValueError(
-            f"sequence length {length} does not divide by {count} context-parallel ranks; nearest lengths that do: "
+            f"sequence length {length} is not a multiple of {count} context-parallel ranks; nearest lengths that are: "
             f"{length // count * count or count} or {-(-length // count) * count}"
         )
     reach = max(getattr(config.options_of(name), "conv_kernel", 1) - 1 for name in config.mixers)
     if length // count < reach:
         raise ValueError(
-            f"local shards of {length} / {count} = {length // count} tokens are shorter than the {reach} tokens before them "
-            "that a convolution of this model reads; use fewer context-parallel ranks"
+            f"local shards of {length} / {count} = {length // count} tokens are too short: a convolution of this model reads "
+            f"{reach} tokens of the previous rank; use fewer context-parallel ranks or longer sequences"
         )

@@ -18,7 +18,7 @@ from .layers.lm_head import Head
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: its canonical name, how to build it, and the layer whose `weight` it shares, if any."""
+    """Hold a layer's canonical name, the function that builds it, and the name of the layer whose `weight` it shares."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -26,7 +26,7 @@ class LayerSpec:
 
 
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
-    """The model from input to output: "embedding", "blocks.0", ..., "head"."""
+    """Return the layers from input to output: "embedding", "blocks.0", ..., "head"."""
     blocks = [LayerSpec(f"blocks.{i}", partial(Block, config, i)) for i in range(config.num_layers)]
     tied_to = "embedding" if config.tie_embeddings else None
     return [
@@ -37,10 +37,10 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
 
 
 def build_layer(spec: LayerSpec, index: int, seed: int | None) -> nn.Module:
-    """Build layer `index` under a random stream of its own, so that its weights depend on (seed, index) alone.
+    """Return layer `index`, with initial weights that depend on (seed, index) only.
 
-    The weights are drawn on the default device (`with torch.device("cuda")`), whose streams differ from the CPU's. seed
-    None draws from the current stream. The global random state is left as it was.
+    The weights are drawn on the default device (`with torch.device("cuda")`); CPU and CUDA draw different numbers. The global
+    random state does not change. seed None: draw from the global random state instead.
     """
     if seed is None:
         return spec.build()
@@ -56,10 +56,10 @@ def build_layer(spec: LayerSpec, index: int, seed: int | None) -> nn.Module:
 
 
 class LanguageModel(nn.Module):
-    """The whole model in one process: `embedding`, `blocks`, `head`."""
+    """Hold the whole model in one process: `embedding`, `blocks`, `head`."""
 
     def __init__(self, config: ModelConfig, seed: int | None = None, layers: Sequence[nn.Module] | None = None) -> None:
-        """Layers are built from `seed`, or taken as they are (in the order of `layer_specs`) where they are given."""
+        """Build the layers from `seed`, or use `layers`, in the order of `layer_specs`."""
         super().__init__()
         self.config = config
         specs = layer_specs(config)
@@ -81,11 +81,12 @@ class LanguageModel(nn.Module):
         state: list[dict[str, Tensor]] | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, list[dict[str, Tensor]]]:
-        """tokens: [batch, length] int -> logits [batch, length, vocab_size], or with `labels` sum(loss_weight * nll).
+        """Return logits [batch, length, vocab_size], or with `labels` the float32 scalar sum(loss_weight * nll).
 
-        labels: [batch, length] int, already shifted, -100 counts nothing. mask: [batch, length] bool, True for real
-        tokens (left or right padding). cu_seqlens: [segments + 1] int, with batch 1. state: what an earlier call with
-        return_state=True gave back; one dict a layer, embedding and head included.
+        tokens: [batch, length] int. labels: [batch, length] int, already shifted; -100 is ignored. loss_weight: [batch,
+        length] float, None for one everywhere. mask: [batch, length] bool, True for real tokens (left or right padding).
+        cu_seqlens: [segments + 1] int, with batch 1. state: the new state of an earlier call with return_state=True, one
+        dict per layer, embedding and head included.
         """
         layers: list[nn.Module] = [self.embedding, *self.blocks]
         states: list[dict[str, Tensor] | None] = [None] * (len(layers) + 1) if state is None else list(state)
@@ -106,6 +107,6 @@ class LanguageModel(nn.Module):
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Parameters of the model, a tied matrix counted once. Allocates nothing."""
+    """Return the number of parameters, a tied matrix counted once. Allocates no memory for weights."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in LanguageModel(config).parameters())

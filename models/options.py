@@ -1,4 +1,4 @@
-"""What layers and mixers need from the configuration: the shape that they read, and checks of options.
+"""Parts of the configuration that layers and mixers read: the model's shape, and checks of options.
 
 `models/config.py` imports the mixers to check their options, so layers and mixers import this file instead.
 Importing it needs the standard library only.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 # Descriptions of options that several mixers have.
-HEAD_NORM = "Norm of every head before the gate, without gain; rmsnorm in flash-linear-attention's models."
+HEAD_NORM = "Norm per head before the gate, without gain; flash-linear-attention's models have rmsnorm."
 HEAD_NORM_EPS = "Added to the variance (or mean square) in that norm."
 
 
@@ -86,8 +86,8 @@ def require_positive(mixer: str, options: Any, *keys: str) -> None:
 
 
 def check_key_dim(mixer: str, config: ModelShape, expand_k: float) -> None:
-    """Raise ValueError if the heads do not divide the key width expand_k * hidden_size."""
-    what = f"the key width of {mixer}, model.hidden_size * {expand_k:g}"
+    """Raise ValueError if model.num_heads does not divide key_dim = expand_k * model.hidden_size."""
+    what = f"key_dim of {mixer}, model.hidden_size * {expand_k:g}"
     require_divisor("model.num_heads", config.num_heads, what, config.hidden_size * expand_k)
 
 

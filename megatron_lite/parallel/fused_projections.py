@@ -1,9 +1,9 @@
-"""Several linears of one input as one step of the backward pass.
+"""Fused projections: several linears of one input in one autograd node.
 
-A module that applies several linears to the same tensor calls its attribute `fan_out(x, linears)`; what stands there by
-default applies one after the other. Here the gradient of x is summed by the products themselves, instead of in a pass of its
-own for each, and under tensor parallelism its sum over the processes travels while the weights' gradients are computed
-(Shoeybi et al. 2019, arXiv 1909.08053; overlapped as in Megatron-LM's linears with asynchronous gradient all-reduce).
+A module that applies several linears to one tensor calls its attribute `project_inputs(x, linears)`. The default applies them
+one after the other. Here the matmuls accumulate the gradient of x, without a separate addition for each. Under tensor
+parallelism the all-reduce of that gradient overlaps with the gradients of the weights (Shoeybi et al. 2019, arXiv 1909.08053;
+the asynchronous gradient all-reduce of Megatron-LM's linears).
 """
 
 from __future__ import annotations
@@ -23,46 +23,45 @@ if TYPE_CHECKING:
 
 
 def fuse_projections(layer: nn.Module, tensor: TensorGroup | None) -> None:
-    """Have the modules of a layer compute their fan-outs here. Not for ZeRO 3, which gathers a linear when it is called.
+    """Replace `project_inputs` of the layer's modules. Not for ZeRO 3, which gathers a linear when it is called.
 
-    A module with `fan_out_is_entry` enters the parallel region here.
+    A module with `project_inputs_is_entry` enters the tensor-parallel region here.
     """
     module: Any
     for module in layer.modules():
-        if hasattr(module, "fan_out"):
-            entry = tensor is not None and getattr(module, "fan_out_is_entry", False)
-            module.fan_out = partial(fan_out, tensor if entry else None)
+        if hasattr(module, "project_inputs"):
+            entry = tensor is not None and getattr(module, "project_inputs_is_entry", False)
+            module.project_inputs = partial(project_inputs, tensor if entry else None)
 
 
-def fan_out(
+def project_inputs(
     tensor: TensorGroup | None,
     x: Tensor,
     linears: Sequence[nn.Linear],
-    again: bool = False,
+    return_input: bool = False,
 ) -> tuple[Tensor, ...]:
-    """linear(x) for every linear. x: [..., in]; with `tensor`, x is entered into a parallel region, unless activations
-    are cut along the sequence: then it has been.
+    """Return linear(x) of every linear, in order.
 
-    again: and x, for one more product. What that gives as its gradient of x is added to in place, and is no more to be
-    read.
+    x: [..., in]. tensor: enter the tensor-parallel region here; with sequence parallelism x has entered it already.
+    return_input: also return x, for one more matmul. Its gradient of x is accumulated in place and must not be read after.
     """
     group = None if tensor is None or tensor.sequence else tensor.group
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
-    return _FanOut.apply(x, group, again, len(linears), *weights, *biases)
+    return _FusedProjections.apply(x, group, return_input, len(linears), *weights, *biases)
 
 
-class _FanOut(torch.autograd.Function):
+class _FusedProjections(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Any, again: bool, count: int, *parameters: Tensor | None
+        ctx: Any, x: Tensor, group: Any, return_input: bool, count: int, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
         ctx.group, ctx.biased = group, [bias is not None for bias in biases]
         linear: Any = F.linear
         outputs = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        return (*outputs, *((x,) if again else ()))
+        return (*outputs, *((x,) if return_input else ()))
 
     @staticmethod
     @once_differentiable
@@ -72,8 +71,8 @@ class _FanOut(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         dx = flat.pop().contiguous() if len(flat) > len(weights) else None
         matmuls = list(zip(flat, weights, strict=True))
-        # Gradients and weights that lie side by side are one product: fewer, larger ones run at a higher rate.
-        gradient, weight = _side_by_side(flat, 1), _side_by_side(weights, 0)
+        # Adjacent gradients and weights need one matmul: fewer, larger matmuls run at a higher rate.
+        gradient, weight = _adjacent(flat, 1), _adjacent(weights, 0)
         if gradient is not None and weight is not None:
             matmuls = [(gradient, weight)]
         for gradient, weight in matmuls:
@@ -89,8 +88,8 @@ class _FanOut(torch.autograd.Function):
         return dx.view_as(x), None, None, None, *of_weights, *of_biases
 
 
-def _side_by_side(matrices: Sequence[Tensor], dim: int) -> Tensor | None:
-    """torch.cat(matrices, dim) without a copy, where they lie so in one memory; else None."""
+def _adjacent(matrices: Sequence[Tensor], dim: int) -> Tensor | None:
+    """Return torch.cat(matrices, dim) as a view if the matrices are adjacent in one storage, else None."""
     first, stride = matrices[0], matrices[0].stride()
     size = sum(x.shape[dim] for x in matrices)
     if len(matrices) == 1 or stride[1] != 1 or (dim == 1 and stride[0] != size):
@@ -104,7 +103,7 @@ def _side_by_side(matrices: Sequence[Tensor], dim: int) -> Tensor | None:
 
 
 def _sum(gradient: Tensor) -> Tensor:
-    """Of the rows of [rows, columns]. A product with ones reads 16-bit numbers faster than PyTorch's sum does."""
+    """Return the sum over the rows of [rows, columns]. A matmul with ones reads 16 bits faster than PyTorch's sum."""
     if not gradient.is_cpu and gradient.dtype in (torch.bfloat16, torch.float16):
         return torch.mv(gradient.t(), _ones(gradient.shape[0], gradient.dtype, gradient.device))
     return gradient.sum(0)

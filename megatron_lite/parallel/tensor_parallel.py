@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198),
 applied from outside to plain modules.
 
-A module whose plan has a "row" entry is a parallel region: its input is entered once (with `fan_out_is_entry` the input of
-its fan-out, unless the sequence is cut), each process computes its heads or columns on the whole sequence, and the row
+A module whose plan has a "row" entry is a parallel region: its input is entered once (with `project_inputs_is_entry` the input of
+its fused projections, unless the sequence is cut), each process computes its heads or columns on the whole sequence, and the row
 linear's outputs are summed. Between regions every process holds the whole
 activations, or with sequence parallelism its part of the tokens:
 
@@ -72,8 +72,8 @@ def shard_layer(layer: nn.Module, tensor: TensorGroup) -> None:
     for name, module in modules.items():
         if "row" in getattr(module, "tensor_parallel_plan", {}).values():
             module.register_forward_pre_hook(partial(_enter, tensor))
-            if getattr(module, "fan_out_is_entry", False):
-                module.fan_out = partial(_entered, tensor)
+            if getattr(module, "project_inputs_is_entry", False):
+                module.project_inputs = partial(_entered, tensor)
         if isinstance(module, nn.Linear) and specs[f"{name}.weight"] == ShardingSpec.ROW:
             *path, local = name.split(".")
             setattr(layer.get_submodule(".".join(path)), local, _RowLinear(module, tensor))
@@ -99,14 +99,16 @@ def shard_layer(layer: nn.Module, tensor: TensorGroup) -> None:
 
 
 def _enter(tensor: TensorGroup, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not tensor.sequence and getattr(module, "fan_out_is_entry", False):
+    if not tensor.sequence and getattr(module, "project_inputs_is_entry", False):
         return arguments
     return (tensor.enter(arguments[0]), *arguments[1:])
 
 
-def _entered(tensor: TensorGroup, x: Tensor, linears: Sequence[nn.Linear], again: bool = False) -> tuple[Tensor, ...]:
+def _entered(
+    tensor: TensorGroup, x: Tensor, linears: Sequence[nn.Linear], return_input: bool = False
+) -> tuple[Tensor, ...]:
     x = x if tensor.sequence else tensor.enter(x)
-    return (*(linear(x) for linear in linears), *((x,) if again else ()))
+    return (*(linear(x) for linear in linears), *((x,) if return_input else ()))
 
 
 def _summed(tensor: TensorGroup, gradient: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Layers of every model besides the mixers: embedding, norms, projections, convolution, MLP and head."""

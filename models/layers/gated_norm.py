@@ -1,4 +1,4 @@
-"""The gated norm of several mixers before their output projection: one norm per head without a gain, then a SiLU gate."""
+"""The gated norm before the output projection of several mixers: one norm per head without a gain, then a SiLU gate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gated_head_norm(o: Tensor, gate: Tensor, *, norm: str = "layernorm", eps: fl
     if norm == "layernorm" and is_supported(o) and o.dtype == gate.dtype:
         from ..kernels.metala import epilogue
 
-        # MetaLA's epilogue without self-augmentation, which alone reads q, k and v.
+        # MetaLA's epilogue without self-augmentation reads no q, k and v: o stands for them.
         return epilogue(o, o, o, o, None, gate, eps)
     normed = (F.layer_norm if norm == "layernorm" else F.rms_norm)(to_accumulation_dtype(o), o.shape[-1:], eps=eps)
     return (F.silu(to_accumulation_dtype(gate)) * normed.flatten(-2)).to(gate.dtype)

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from ..backend import cpu_kernel, is_supported
 from ..options import ModelShape
 from ..recompute import recomputable
-from .projections import FanOut, apply_each, linear
+from .projections import FusedProjections, apply_each, linear
 
 
 class SwiGLU(nn.Module):
-    """down( SiLU(gate x) * up x ). Shazeer 2020 (arXiv 2002.05202), Eq. 6; relatives with other activations below."""
+    """Compute down(SiLU(gate x) * up x). Shazeer 2020 (arXiv 2002.05202), Eq. 6."""
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
-    fan_out_is_entry: ClassVar[bool] = True
+    project_inputs_is_entry: ClassVar[bool] = True
 
     def __init__(self, config: ModelShape) -> None:
         super().__init__()
@@ -28,16 +28,16 @@ class SwiGLU(nn.Module):
         self.gate_proj = linear(config, size, width, bias=bias)
         self.up_proj = linear(config, size, width, bias=bias)
         self.down_proj = linear(config, width, size, bias=bias, output=True)
-        self.fan_out: FanOut = apply_each
+        self.project_inputs: FusedProjections = apply_each
         self._flops = 6 * size * width
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., hidden_size] -> the same shape."""
-        return self.down_proj(self.combine(*self.fan_out(x, (self.gate_proj, self.up_proj))))
+        """Return the output of x [..., hidden_size], in the same shape."""
+        return self.down_proj(self.combine(*self.project_inputs(x, (self.gate_proj, self.up_proj))))
 
     @staticmethod
     def combine(gate: Tensor, up: Tensor, /) -> Tensor:
-        """gate, up: [..., width] -> the gate's activation times up."""
+        """Return activation(gate) * up for gate and up [..., width]."""
         return swiglu(gate, up)
 
     def flops_per_token(self, length: int) -> int:
@@ -46,7 +46,7 @@ class SwiGLU(nn.Module):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU(gate) * up."""
+    """Return SiLU(gate) * up for gate and up of one shape."""
     if is_supported(up) and gate.dtype == up.dtype:
         from ..kernels.swiglu import swiglu as kernel
     elif (native := cpu_kernel("swiglu")) is not None and native.supports_swiglu(gate, up):
@@ -75,47 +75,47 @@ def _gated_by(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tenso
 
 
 class GEGLU(SwiGLU):
-    """SwiGLU with the exact (erf) GELU in place of SiLU."""
+    """Compute SwiGLU with the exact (erf) GELU in place of SiLU."""
 
     combine = staticmethod(_gated_by(F.gelu))
 
 
 class ReGLU(SwiGLU):
-    """SwiGLU with ReLU in place of SiLU."""
+    """Compute SwiGLU with ReLU in place of SiLU."""
 
     combine = staticmethod(_gated_by(F.relu))
 
 
 class GLU(SwiGLU):
-    """SwiGLU with the sigmoid in place of SiLU, as Dauphin et al. 2017 (arXiv 1612.08083)."""
+    """Compute SwiGLU with the sigmoid in place of SiLU, as Dauphin et al. 2017 (arXiv 1612.08083)."""
 
     combine = staticmethod(_gated_by(torch.sigmoid))
 
 
 class Bilinear(SwiGLU):
-    """SwiGLU without SiLU."""
+    """Compute SwiGLU without an activation: down((gate x) * up x)."""
 
     combine = staticmethod(_gated_by(lambda gate: gate))
 
 
 class GELU(nn.Module):
-    """down( GELU(up x) ) with the exact (erf) GELU, as in GPT-NeoX and Pythia."""
+    """Compute down(GELU(up x)) with the exact (erf) GELU, as in GPT-NeoX and Pythia."""
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"up_proj": "column", "down_proj": "row"}
     parameter_kinds: ClassVar[dict[str, str]] = {}
-    fan_out_is_entry: ClassVar[bool] = True
+    project_inputs_is_entry: ClassVar[bool] = True
 
     def __init__(self, config: ModelShape) -> None:
         super().__init__()
         size, width, bias = config.hidden_size, config.mlp_width, config.mlp_bias
         self.up_proj = linear(config, size, width, bias=bias)
         self.down_proj = linear(config, width, size, bias=bias, output=True)
-        self.fan_out: FanOut = apply_each
+        self.project_inputs: FusedProjections = apply_each
         self._flops = 4 * size * width
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., hidden_size] -> the same shape."""
-        (hidden,) = self.fan_out(x, (self.up_proj,))
+        """Return the output of x [..., hidden_size], in the same shape."""
+        (hidden,) = self.project_inputs(x, (self.up_proj,))
         activated = F.gelu(hidden)
         recomputable(activated, F.gelu, hidden)
         return self.down_proj(activated)

@@ -12,12 +12,12 @@ from ..backend import is_supported
 from ..options import ModelShape
 from ..recompute import recomputable
 
-# Channels of a row that one program of the kernel holds.
+# The most channels per row that one program of the kernel can hold.
 _LARGEST = 16384
 
 
 class Norm(nn.Module):
-    """Norm over the last axis; statistics in float32 for 16-bit inputs, in float64 for float64.
+    """Normalise the last axis, with statistics in float32 (float64 for float64).
 
     LayerNorm: Ba, Kiros and Hinton 2016. RMSNorm: Zhang and Sennrich 2019.
     """
@@ -36,41 +36,41 @@ class Norm(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor | None = None, return_sum: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of h = x + delta, or of x, and h when asked for: both [..., hidden_size] in x's dtype.
+        """Return the norm of h = x + delta (delta None: h = x), and h with return_sum: [..., hidden_size] in x's dtype.
 
-        A residual stream that goes on with the h of here has its two gradients added where the norm's is formed.
+        If the residual stream reuses `h`, the kernel also accumulates its gradient.
         """
-        how = self.weight, self.bias, self.eps, self.centred
+        settings = self.weight, self.bias, self.eps, self.centred
         if is_supported(x) and x.shape[-1] <= _LARGEST:
             from ..kernels.add_norm import add_norm
 
-            h, y = add_norm(x, delta, *how)
-            recomputable(y, lambda *of: add_norm(*of)[1], h, None, *how)
+            h, y = add_norm(x, delta, *settings)
+            recomputable(y, lambda *inputs: add_norm(*inputs)[1], h, None, *settings)
         else:
             h = x if delta is None else x + delta
-            y = _normalised(h, *how)
-            recomputable(y, _normalised, h, *how)
+            y = _normalised(h, *settings)
+            recomputable(y, _normalised, h, *settings)
         return (y, h) if return_sum else y
 
 
 def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
     if centred:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    wide = x if x.dtype == torch.float64 else x.float()
-    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    accumulated = x if x.dtype == torch.float64 else x.float()
+    y = accumulated * torch.rsqrt(accumulated.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight
     return y.to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
-    """PyTorch's, by the kernel of `Norm` where it applies; for norms that every setting of `model.norm` leaves as they are."""
+    """Compute `nn.LayerNorm`, by the kernel of `Norm` where it is supported. `model.norm` does not change this norm."""
 
     tensor_parallel_plan: ClassVar[dict[str, str]] = {"weight": "replicated", "bias": "replicated"}
     parameter_kinds: ClassVar[dict[str, str]] = {"weight": "norm", "bias": "norm"}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size] -> the same shape."""
+        """Return the norm of x [..., size], in the same shape."""
         if is_supported(x) and x.shape[-1] <= _LARGEST:
             from ..kernels.add_norm import add_norm
 

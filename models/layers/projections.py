@@ -13,9 +13,10 @@ from ..options import ModelShape
 
 
 def init_std(config: ModelShape, *, output: bool = False) -> float:
-    """Return the standard deviation of a matrix's initial values; `output` for matrices that write into the residual stream.
+    """Return the standard deviation of a matrix's initial values.
 
-    normal: `config.init_std`. scaled_normal: that over sqrt(2 layers), as GPT-2 and Megatron-LM have it for outputs.
+    output: the matrix writes into the residual stream.
+    normal: `config.init_std`. scaled_normal: `config.init_std` / sqrt(2 layers), as output matrices of GPT-2 and Megatron-LM.
     small_init: sqrt(2 / (5 d)), Nguyen and Salazar 2019 (arXiv 1910.05895), section 2.2.
     wang_init: 2 / (layers sqrt(d)), Wang and Komatsuzaki 2021 (mesh-transformer-jax, GPT-J).
     """
@@ -39,27 +40,27 @@ def linear(config: ModelShape, inputs: int, outputs: int, *, bias: bool = False,
 
 
 def head_numbers(config: ModelShape) -> Tensor:
-    """Return 0, ..., num_heads - 1, for decays that depend on the head's number.
+    """Return the head numbers 0, ..., num_heads - 1, from which some mixers compute their decays.
 
-    They have values even for a model on the meta device: no checkpoint holds them.
+    A model on the meta device gets real values too, because no checkpoint holds them.
     """
     device = torch.get_default_device()
     return torch.arange(config.num_heads, device="cpu" if device.type == "meta" else device)
 
 
-class FanOut(Protocol):
+class FusedProjections(Protocol):
     """Several projections of one input. A module holds it as an attribute, so that a trainer can replace it.
 
-    `fan_out_is_entry` of a module declares that the whole tensor-parallel region is computed from its fan-out.
+    A module with `project_inputs_is_entry` computes its whole tensor-parallel region from these projections.
     """
 
-    def __call__(self, x: Tensor, linears: Sequence[nn.Linear], again: bool = False) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor, linears: Sequence[nn.Linear], return_input: bool = False) -> tuple[Tensor, ...]:
         """Return linear(x) of every linear, in order.
 
-        again: also return x, for one more matmul. The other gradients are added in place to its gradient of x.
+        return_input: also return x, for one more matmul. Its gradient of x is accumulated in place.
         """
 
 
-def apply_each(x: Tensor, linears: Sequence[nn.Linear], again: bool = False) -> tuple[Tensor, ...]:
-    """Apply each linear by itself: the fan-out of a model without a trainer."""
-    return (*(linear(x) for linear in linears), *((x,) if again else ()))
+def apply_each(x: Tensor, linears: Sequence[nn.Linear], return_input: bool = False) -> tuple[Tensor, ...]:
+    """Apply each linear by itself: the default `FusedProjections`."""
+    return (*(linear(x) for linear in linears), *((x,) if return_input else ()))

@@ -5,19 +5,19 @@ A mixer is an `nn.Module` with
   __init__(config, layer_index, options)                 config: a `models.options.ModelShape`
   forward(x, mask, cu_seqlens, state, return_state)      as in `models.block.Block.forward`
   flops_per_token(length)       forward FLOPs per token, two per multiply-add
-  state_size                    size of its decode state, in words, for the documentation
+  state_size                    size of its decode state as text, for the documentation
   tensor_parallel_plan          sharding spec of every parameter or submodule
   parameter_kinds               optimizer kinds of parameters, see CONTRIBUTING.md
 and, where the default does not hold,
   check(config, options)        static: raises ValueError with the key if the shape cannot be built (default: no check)
-  cut_sizes(config, options)    static: sizes besides the heads that tensor parallelism cuts, by the key that sets them
+  cut_sizes(config, options)    static: sizes besides the heads that tensor parallelism splits, by config key
   causal                        False if a token sees later tokens; an option of that name takes precedence
   supports_context_parallel     whether it runs on a local shard of a sequence (default: it does not)
 
 The trainer reads the plan's sharding specs: "column" and "row" for linear layers, "heads" for a tensor cut with the columns,
-"replicated", and "partial_grad" for a parameter used whole inside the parallel region. The region begins once, at the mixer's
-input (with `fan_out_is_entry = True` at the input of its fused projections), and ends at its row output. Head counts therefore
-follow from tensor shapes at run time.
+"replicated", and "partial_grad" for a parameter used whole inside the parallel region. The region begins at the mixer's input
+(with `project_inputs_is_entry = True` at its fused projections) and ends at its row output. Head counts therefore follow from
+tensor shapes at run time.
 
 A mixer file holds equations and calls operators (`models/operators/`). The operator chooses the kernel, and imports it on use.
 """

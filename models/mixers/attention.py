@@ -11,24 +11,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backend import replaceable
-from ..layers.projections import FanOut, apply_each, linear
+from ..layers.projections import FusedProjections, apply_each, linear
 from ..operators.varlen import check_packed
 from ..options import ModelShape, require_at_least, require_divisor
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Settings of the attention mixer."""
+    """Hold the settings of the attention mixer."""
 
     num_kv_heads: int | None = field(
         default=None, metadata={"doc": "Heads of keys and values; null: as many as queries (model.num_heads)."}
     )
     rotary_pct: float = field(
-        default=1.0, metadata={"doc": "Part of every head that is rotated by its position; 0 is no positions."}
+        default=1.0, metadata={"doc": "Fraction of each head's channels with rotary positions; 0: no positions."}
     )
     rotary_base: float = field(default=10000.0, metadata={"doc": "Base of the rotary wavelengths."})
     bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
-    causal: bool = field(default=True, metadata={"doc": "A token sees itself and what is before it only."})
+    causal: bool = field(
+        default=True, metadata={"doc": "true: a token attends to itself and earlier tokens only. false: to all."}
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.rotary_pct <= 1:
@@ -37,11 +39,14 @@ class AttentionOptions:
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v. Vaswani et al. 2017; rotary: Su et al. 2021 (arXiv 2104.09864), in the
-    half-split layout of GPT-NeoX; grouped queries: Ainslie et al. 2023 (arXiv 2305.13245)."""
+    """Compute softmax(q k^T / sqrt(head_dim)) v per head, Vaswani et al. 2017.
+
+    Rotary positions: Su et al. 2021 (arXiv 2104.09864), in the half-split layout of GPT-NeoX. Grouped queries: Ainslie et al.
+    2023 (arXiv 2305.13245).
+    """
 
     Options = AttentionOptions
-    state_size: ClassVar[str] = "2 d * kv_heads / heads a token seen"
+    state_size: ClassVar[str] = "2 d * kv_heads / heads per token seen"
     supports_context_parallel: ClassVar[bool] = False
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
@@ -49,7 +54,7 @@ class Attention(nn.Module):
         "v_proj": "column",
         "out_proj": "row",
     }
-    fan_out_is_entry: ClassVar[bool] = True
+    project_inputs_is_entry: ClassVar[bool] = True
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
     def __init__(self, config: ModelShape, layer_index: int, options: AttentionOptions) -> None:
@@ -63,21 +68,21 @@ class Attention(nn.Module):
         self.k_proj = linear(config, size, kv_size, bias=options.bias)
         self.v_proj = linear(config, size, kv_size, bias=options.bias)
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
-        self.fan_out: FanOut = apply_each
-        # An attribute, so that a trainer can put its own in place.
+        self.project_inputs: FusedProjections = apply_each
+        # An attribute, so that a trainer can replace it.
         self.dot_product: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor] = dot_product
         self._size, self._kv_size = size, kv_size
 
     @staticmethod
     def check(config: ModelShape, options: AttentionOptions) -> None:
-        """Raise ValueError if the heads of keys do not divide those of queries."""
+        """Raise ValueError if num_kv_heads does not divide model.num_heads."""
         if options.num_kv_heads is not None:
             key = "model.mixer_options.attention.num_kv_heads"
             require_divisor(key, options.num_kv_heads, "model.num_heads", config.num_heads)
 
     @staticmethod
     def cut_sizes(config: ModelShape, options: AttentionOptions) -> dict[str, int]:
-        """Tensor parallelism cuts the heads of keys and values too."""
+        """Return num_kv_heads: tensor parallelism also splits the heads of keys and values."""
         return {"model.mixer_options.attention.num_kv_heads": options.num_kv_heads or config.num_heads}
 
     def forward(
@@ -91,7 +96,7 @@ class Attention(nn.Module):
         """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "key" (rotated) and "value" [batch, seen, kv_heads, head_dim] and "mask" [batch, seen] bool; with
-        cu_seqlens a row for every segment, padded on the right. ValueError for a state when not causal.
+        cu_seqlens one row per segment, padded on the right. Raises ValueError for a state if not causal.
         """
         if not self.options.causal and (state is not None or return_state):
             raise ValueError(
@@ -101,7 +106,8 @@ class Attention(nn.Module):
         if cu_seqlens is not None:
             return self._packed(x, mask, cu_seqlens, state, return_state)
         q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim)) for y in self.fan_out(x, (self.q_proj, self.k_proj, self.v_proj))
+            y.unflatten(-1, (-1, self.head_dim))
+            for y in self.project_inputs(x, (self.q_proj, self.k_proj, self.v_proj))
         )
         o, new_state = self._attend(q, k, v, mask, state, return_state)
         y = self.out_proj(o.flatten(-2))
@@ -115,18 +121,19 @@ class Attention(nn.Module):
         state: dict[str, Tensor] | None,
         return_state: bool,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Segments become rows, padded on the right."""
+        """Compute `forward` of packed segments: each becomes a row, padded on the right."""
         check_packed(x, cu_seqlens)
         starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
         lengths = ends - starts
         if x.shape[1] and state is None and not return_state:
-            # Batches of one shape are padded with empty segments: no row for them.
+            # Batches of a fixed shape may end with empty segments, which need no row.
             starts, lengths = starts[lengths > 0], lengths[lengths > 0]
         place = torch.arange(int(lengths.max()), device=x.device)
         token = place < lengths[:, None]
         index = torch.where(token, starts[:, None] + place, 0)
         projected = (
-            y.unflatten(-1, (-1, self.head_dim)) for y in self.fan_out(x, (self.q_proj, self.k_proj, self.v_proj))
+            y.unflatten(-1, (-1, self.head_dim))
+            for y in self.project_inputs(x, (self.q_proj, self.k_proj, self.v_proj))
         )
         q, k, v = (p[0][index] for p in projected)
         real = token if mask is None else token & mask[0][index]
@@ -143,7 +150,7 @@ class Attention(nn.Module):
         state: dict[str, Tensor] | None,
         return_state: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """q, k, v: [batch, length, heads, head_dim] before rotation -> o in q's shape."""
+        """Return o in q's shape, and the new state. q, k, v: [batch, length, heads, head_dim] before rotation."""
         batch, length = q.shape[:2]
         plain = mask is None and not state
         real = torch.ones(batch, length, dtype=torch.bool, device=q.device) if mask is None else mask
@@ -170,38 +177,40 @@ class Attention(nn.Module):
         return o, {"key": k, "value": v, "mask": keys_real} if return_state else {}
 
     def _allowed(self, keys_real: Tensor, length: int, past: int) -> Tensor:
-        """[batch, 1, length, past + length] bool: which keys a query may see."""
+        """Return which keys a query may attend to, [batch, 1, length, past + length] bool."""
         key = torch.arange(past + length, device=keys_real.device)
         query = torch.arange(length, device=keys_real.device)[:, None] + past
         seen = keys_real[:, None, :]
         if self.options.causal:
             seen = seen & (key <= query)
-        # A padded query sees itself: in some kernels a softmax over nothing is nan, which would spread through the values.
+        # A padded query attends to itself: some kernels return nan for a softmax over no key, and nan reaches the gradients.
         return (seen | (key == query))[:, None]
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add; scores and values of the causal half (all when not causal)."""
+        """Return forward FLOPs per token, two per multiply-add. If causal, half of the scores and values count."""
         projections = 4 * self._size * self._size + 4 * self._size * self._kv_size
         return projections + (2 if self.options.causal else 4) * self._size * length
 
 
 @replaceable
 def dot_product(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v. q, k, v: [batch, heads, length, head_dim]; allowed: bool, broadcast to
-    [batch, heads, queries, keys], or with is_causal None."""
+    """Return softmax(q k^T / sqrt(head_dim)) v for q, k, v [batch, heads, length, head_dim].
+
+    allowed: bool, broadcastable to [batch, heads, query length, key length]; None if is_causal or without a mask.
+    """
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=is_causal)
 
 
 def _rotary(position: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """position: [batch, length] -> cos and sin [batch, length, 1, dim / 2] in float32."""
+    """Return cos and sin, [batch, length, 1, dim / 2] in float32, for position [batch, length]."""
     frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=position.device) / dim)
     angle = position.clamp_min(0)[:, :, None, None].float() * frequency
     return angle.cos(), angle.sin()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first channels of every head: channel c and c + dim / 2 are a pair. In float32, back to x's dtype."""
+    """Rotate the first channels of every head, in pairs (c, c + dim / 2). Computed in float32, returned in x's dtype."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return torch.cat([*(t.to(x.dtype) for t in turned), rest], -1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*(t.to(x.dtype) for t in rotated), rest], -1)

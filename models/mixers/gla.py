@@ -19,19 +19,20 @@ from ..precision import to_accumulation_dtype
 
 @dataclass(frozen=True)
 class GLAOptions:
-    """Settings of the GLA mixer."""
+    """Hold the settings of the GLA mixer."""
 
-    low_rank: int = field(default=16, metadata={"doc": "Width between the two matrices that make the decay."})
+    low_rank: int = field(default=16, metadata={"doc": "Rank of the decay projection W_2 W_1."})
     temperature: float = field(default=16.0, metadata={"doc": "The decay is sigmoid(a)^(1 / temperature)."})
     norm: Literal["layernorm", "rmsnorm"] = field(default="layernorm", metadata={"doc": HEAD_NORM})
     norm_eps: float = field(default=1e-5, metadata={"doc": HEAD_NORM_EPS})
     expand_k: float = field(
-        default=0.5, metadata={"doc": "Width of q, k and the decay over all heads / d; 1 for MQAR."}
+        default=0.5,
+        metadata={"doc": "key_dim / hidden_size: the width of q, k and the decay over all heads. 1 for MQAR."},
     )
     conv_kernel: int = field(
         default=0,
         metadata={
-            "doc": "Tokens that a causal convolution with SiLU on the layer's input sees; 0 is none, 2 for MQAR."
+            "doc": "Kernel size, in tokens, of a causal convolution with SiLU on the layer's input; 0: none. 2 for MQAR."
         },
     )
 
@@ -42,16 +43,16 @@ class GLAOptions:
 
 
 class GLA(nn.Module):
-    """The layer of Yang et al. 2023, section 4.4, with d_k = expand_k d (d / 2) and d_v = d over all heads.
+    """Compute the layer of Yang et al. 2023, section 4.4, with key_dim = expand_k d (d / 2) and value_dim = d.
 
     alpha_t = sigmoid(W_2 W_1 x_t + b)^(1/16); S_t = diag(alpha_t) S_{t-1} + k_t v_t; o_t = q_t S_t /
-    sqrt(head_dim_k); y = W_O(SiLU(W_G x + b) * LayerNorm_head(o)). The LayerNorm has no gain: W_O takes its place.
+    sqrt(head_dim_k); y = W_O(SiLU(W_G x + b) * LayerNorm_head(o)). The LayerNorm has no gain: W_O contains it.
     """
 
     Options = GLAOptions
     state_size: ClassVar[str] = "d^2 / (2 heads) float32"
     supports_context_parallel: ClassVar[bool] = True
-    # W_1 is used whole by every process of the parallel region, whose heads each see a part of its gradient.
+    # Every tensor-parallel rank uses the whole W_1, and its heads compute a part of the gradient of W_1.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "conv": "partial_grad",
         "q_proj": "column",
@@ -83,7 +84,7 @@ class GLA(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: GLAOptions) -> None:
-        """Raise ValueError if the heads do not divide the keys."""
+        """Raise ValueError if model.num_heads does not divide key_dim."""
         check_key_dim("gla", config, options.expand_k)
 
     def forward(
@@ -120,7 +121,7 @@ class GLA(nn.Module):
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, convolution, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         size, key_dim, dim_k, dim_v = self._size, self._key_dim, self.head_dim_k, self.head_dim_v
         projections = 6 * size * size + 4 * size * key_dim + 2 * (size + key_dim) * self.options.low_rank
         return (

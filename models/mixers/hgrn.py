@@ -20,29 +20,30 @@ from ..precision import to_accumulation_dtype
 
 @dataclass(frozen=True)
 class HGRNOptions:
-    """Settings of the HGRN mixer."""
+    """Hold the settings of the HGRN mixer."""
 
     input_gate: Literal["tied", "free"] = field(
         default="tied",
-        metadata={"doc": "tied: 1 - forget gate, as HGRN. free: sigmoid(W_i x), a gate of its own, as GLRU."},
+        metadata={"doc": "tied: 1 - forget gate, as HGRN. free: sigmoid(W_i x), an independent gate, as GLRU."},
     )
     rotation: bool = field(
         default=False,
         metadata={
-            "doc": "Complex state that turns by a learned angle a channel and token, as in the HGRN paper; twice the "
-            "candidate and output projections. false: real state, the form that MetaLA compares and that has a kernel."
+            "doc": "true: complex state, rotated by one learned angle per channel at every token, as in the HGRN paper; the "
+            "candidate, gate and output projections are twice as wide. false: real state, as the MetaLA paper compares; it "
+            "has a CUDA kernel."
         },
     )
 
 
 class HGRN(nn.Module):
-    """The layer of Qin et al. 2023, section 3, and the row GLRU / HGRN of MetaLA's general recurrence.
+    """Compute the layer of Qin et al. 2023, section 3 (GLRU / HGRN in MetaLA's general recurrence).
 
-    f_t = gamma + (1 - gamma) sigmoid(W_f x_t); h_t = f_t e^{i theta} h_{t-1} + i_t c_t, i_t = 1 - f_t, c_t =
-    SiLU(W_c x_t); y_t = W_O(SiLU(W_G x_t) * LayerNorm_head(h_t)), theta = 0 for a real state, a complex c_t and h_t as
-    pairs of numbers. The LayerNorm has no gain.
-    gamma = layer / layers, fixed: what the paper's learned bound, a softmax over layers summed up to this one, is
-    before training. Layers are built and placed apart from one another and cannot share that softmax.
+    f_t = gamma + (1 - gamma) sigmoid(W_f x_t); i_t = 1 - f_t; c_t = SiLU(W_c x_t);
+    h_t = f_t e^{i theta} h_{t-1} + i_t c_t; y_t = W_O(SiLU(W_G x_t) * LayerNorm_head(h_t)).
+    theta = 0 for a real state. Complex c_t and h_t are pairs of numbers. The LayerNorm has no gain.
+    gamma = layer / layers is fixed: the initial value of the paper's bound, a cumulative softmax over layers. Layers may be
+    on different ranks, so they cannot share a softmax.
     """
 
     Options = HGRNOptions
@@ -70,7 +71,7 @@ class HGRN(nn.Module):
         self.gate_proj = linear(config, size, size * self.parts)
         self.theta = None
         if options.rotation:
-            # The angles of rotary positions.
+            # The frequencies of rotary positions.
             self.theta = nn.Parameter(10000.0 ** (-torch.arange(size, dtype=torch.float32) / size))
         self.out_proj = linear(config, size * self.parts, size, output=True)
         self._size = size
@@ -110,13 +111,13 @@ class HGRN(nn.Module):
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, gates and one step of the recurrence."""
+        """Return forward FLOPs per token, two per multiply-add."""
         matrices = 1 + (self.input_proj is not None) + 3 * self.parts
         return 2 * matrices * self._size * self._size + 4 * self.parts**2 * self._size
 
 
 def _log_forget(a: Tensor, lower_bound: float) -> Tensor:
-    """log(gamma + (1 - gamma) sigmoid(a)), without leaving logarithms: sigmoid(a) may underflow where gamma is 0."""
+    """Return log(gamma + (1 - gamma) sigmoid(a)), computed in logarithms because sigmoid(a) may underflow."""
     if lower_bound == 0:
         return F.logsigmoid(a)
     return torch.logaddexp(a.new_tensor(log(lower_bound)), log(1 - lower_bound) + F.logsigmoid(a))

@@ -19,24 +19,24 @@ from ..precision import to_accumulation_dtype
 
 @dataclass(frozen=True)
 class HGRN2Options:
-    """Settings of the HGRN2 mixer."""
+    """Hold the settings of the HGRN2 mixer."""
 
     learned_lower_bound: bool = field(
         default=True,
-        metadata={"doc": "The lower bound of the forget gate is learned around layer / layers; false: fixed."},
+        metadata={"doc": "true: the lower bound of the forget gate is learned. false: it is layer / layers."},
     )
     lower_bound_range: Literal["layer", "free"] = field(
         default="layer",
         metadata={
-            "doc": "layer: a learned lower bound stays within 1 / layers around layer / layers. free: anywhere between 0 "
-            "and 1, as the paper's softmax over layers can reach; imports need it."
+            "doc": "Range of a learned lower bound. layer: within 0.5 / layers of layer / layers. free: from 0 to 1, as in "
+            "the paper; imported models need it."
         },
     )
     norm_over: Literal["head", "all"] = field(
         default="head",
         metadata={
-            "doc": "Channels that the norm before the output map takes together: a head, or all, as "
-            "flash-linear-attention's models do, which tensor parallelism cannot cut."
+            "doc": "Channels that the norm before the output projection averages: those of one head, or all, as in "
+            "flash-linear-attention's models. Tensor parallelism needs head."
         },
     )
     norm_eps: float = field(default=1e-5, metadata={"doc": "Added to the mean square in that norm."})
@@ -46,16 +46,14 @@ class HGRN2Options:
 
 
 class HGRN2(nn.Module):
-    """The layer of Qin et al. 2024: q = swish(W_q x), f = beta + (1 - beta) sigmoid(W_f x), k = 1 - f.
+    """Compute the layer of Qin et al. 2024: q = SiLU(W_q x), f = beta + (1 - beta) sigmoid(W_f x), k = 1 - f.
 
-    S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t, o_t = q_t S_t, y = W_O RMSNorm_head(o), no gate; the norm has no gain, W_O
-    takes its place.
+    S_t = diag(f_t) S_{t-1} + (1 - f_t) v_t, o_t = q_t S_t, y = W_O RMSNorm_head(o). There is no gate. The norm has no gain:
+    W_O contains it.
 
-    Lower bounds beta: the paper takes a cumulative softmax over all layers of one matrix, which grows from 0 at layer 0
-    and ties every layer to every other. Here each layer l of L owns a slot of width 1 / L around l / L, where that
-    softmax begins, and a parameter gamma [d] moves it inside: beta = (l - 1/2 + sigmoid(gamma)) / L, and beta = 0
-    without parameter at l = 0. Bounds still grow with depth, stay under 1, and need nothing of another layer. With
-    lower_bound_range "free" beta = sigmoid(gamma), which begins at l / L.
+    The paper's lower bounds beta are a cumulative softmax over all layers. Here layer l of L has its own parameter gamma [d]:
+    beta = (l - 1/2 + sigmoid(gamma)) / L, and beta = 0 without a parameter for l = 0. Both start at l / L, grow with depth
+    and stay below 1; this one needs no other layer. With lower_bound_range "free" beta = sigmoid(gamma), from l / L.
     """
 
     Options = HGRN2Options
@@ -80,15 +78,15 @@ class HGRN2(nn.Module):
         self.v_proj = linear(config, size, size)
         self.options = options
         learned = options.learned_lower_bound and layer_index > 0
-        share = layer_index / config.num_layers
-        start = log(share / (1 - share)) if learned and options.lower_bound_range == "free" else 0.0
+        depth = layer_index / config.num_layers
+        start = log(depth / (1 - depth)) if learned and options.lower_bound_range == "free" else 0.0
         self.lower_bound = nn.Parameter(torch.full((size,), start)) if learned else None
         self.out_proj = linear(config, size, size, output=True)
         self._size = size
 
     @staticmethod
     def cut_sizes(config: ModelShape, options: HGRN2Options) -> dict[str, int]:
-        """Nothing can be cut where the norm takes all channels together."""
+        """Return size 1, which no tensor-parallel degree divides, if the norm averages all channels."""
         return {"model.mixer_options.hgrn2.norm_over: all": 1} if options.norm_over == "all" else {}
 
     def forward(
@@ -120,7 +118,7 @@ class HGRN2(nn.Module):
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def _gates(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """log f and 1 - f, each formed without a difference of numbers near 1."""
+        """Return log f and 1 - f, both computed without a difference of numbers near 1."""
         if self.layer_index == 0:
             return F.logsigmoid(a), torch.sigmoid(-a)
         if self.lower_bound is None:
@@ -129,10 +127,10 @@ class HGRN2(nn.Module):
             beta = torch.sigmoid(to_accumulation_dtype(self.lower_bound))
         else:
             beta = (self.layer_index - 0.5 + torch.sigmoid(to_accumulation_dtype(self.lower_bound))) / self.num_layers
-        rest = torch.log1p(-beta)
-        return torch.logaddexp(beta.log(), rest + F.logsigmoid(a)), torch.sigmoid(-a) * (1 - beta)
+        log_range = torch.log1p(-beta)
+        return torch.logaddexp(beta.log(), log_range + F.logsigmoid(a)), torch.sigmoid(-a) * (1 - beta)
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         recurrent = min(64, length) * 2 * self.head_dim + 4 * self.head_dim**2
         return 8 * self._size**2 + self._size // self.head_dim * recurrent

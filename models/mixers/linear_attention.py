@@ -1,4 +1,4 @@
-"""Linear attention (arXiv 2006.16236): a positive feature map in place of the exponential, rows divided by their sum."""
+"""Linear attention (arXiv 2006.16236): a positive feature map in place of the exponential, and a normalizer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 
 @dataclass(frozen=True)
 class LinearAttentionOptions:
-    """Settings of the linear attention mixer."""
+    """Hold the settings of the linear attention mixer."""
 
     bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
     feature_map: Literal["elu", "taylor"] = field(
         default="elu",
         metadata={
-            "doc": "elu: elu(x) + 1. taylor: 1 + x + x^2 / 2 of q k / sqrt(feature_dim), the exponential's beginning, as Based "
-            "has it; queries and keys have feature_dim channels a head."
+            "doc": "elu: elu(x) + 1. taylor: 1 + x + x^2 / 2 for x = q k / sqrt(feature_dim), the Taylor polynomial of the "
+            "exponential, as Based; q and k then have feature_dim channels per head."
         },
     )
-    feature_dim: int = field(default=16, metadata={"doc": "Width of q and k of a head before the map taylor."})
+    feature_dim: int = field(
+        default=16, metadata={"doc": "Channels of q and k per head before the feature map taylor."}
+    )
     conv_kernel: int = field(
         default=0,
-        metadata={"doc": "Tokens that a causal convolution with SiLU on the layer's input sees; 0 is none."},
+        metadata={"doc": "Kernel size, in tokens, of a causal convolution with SiLU on the layer's input; 0: none."},
     )
 
     def __post_init__(self) -> None:
@@ -40,9 +42,9 @@ class LinearAttentionOptions:
 
 
 class LinearAttention(nn.Module):
-    """The causal layer of Katharopoulos et al. 2020, Eq. 7, 9-12 and 16-20, with phi(x) = elu(x) + 1.
+    """Compute the causal layer of Katharopoulos et al. 2020, Eq. 7, 9-12 and 16-20, with phi(x) = elu(x) + 1.
 
-    S_t = S_{t-1} + phi(k_t) v_t, z_t = z_{t-1} + phi(k_t), o_t = phi(q_t) S_t / (phi(q_t) z_t), y = W_O o, a head.
+    Per head: S_t = S_{t-1} + phi(k_t) v_t, z_t = z_{t-1} + phi(k_t), o_t = phi(q_t) S_t / (phi(q_t) z_t). y = W_O o.
     With feature_map taylor, phi(q) phi(k) = 1 + s + s^2 / 2, s = q k / sqrt(feature_dim): Arora et al. 2024 (Based, arXiv
     2402.18668), section 3.1.
     """
@@ -92,15 +94,15 @@ class LinearAttention(nn.Module):
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
         q, k = (proj(x).unflatten(-1, (-1, self.head_dim_k)) for proj in (self.q_proj, self.k_proj))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        recurrent, whole = state.get("recurrent"), None
+        recurrent, o = state.get("recurrent"), None
         if self.options.feature_map == "taylor" and mask is None:
-            # By the products themselves, without features.
-            whole = short_attention(
+            # The kernel computes the polynomial of q k, without features.
+            o = short_attention(
                 q, k, v, None, scale=self.head_dim_k**-0.5, taylor=True, normalized=True, cu_seqlens=cu_seqlens,
                 initial_state=recurrent, return_state=return_state,
             )  # fmt: skip
-        if whole is not None:
-            return self.out_proj(whole.flatten(-2))
+        if o is not None:
+            return self.out_proj(o.flatten(-2))
         q, k = (_features(to_accumulation_dtype(t), self.options.feature_map).to(v.dtype) for t in (q, k))
         if mask is not None:
             k = k.masked_fill(~mask[:, :, None, None], 0.0)
@@ -117,18 +119,18 @@ class LinearAttention(nn.Module):
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, convolution, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         size, key_dim, features = self._size, self._key_dim, self._features
-        maps = 4 * size * (size + key_dim) + 2 * size * self.options.conv_kernel
+        projections = 4 * size * (size + key_dim) + 2 * size * self.options.conv_kernel
         head = min(64, length) * (features + self.head_dim + 1) + 4 * features * (self.head_dim + 1)
-        return maps + size // self.head_dim * head
+        return projections + size // self.head_dim * head
 
 
 def _features(x: Tensor, name: str) -> Tensor:
-    """phi of q or k: [..., dim] -> [..., features]."""
+    """Return phi(x) [..., features] of q or k [..., dim]."""
     if name == "elu":
         return F.elu(x) + 1
-    # Of a pair i < j, which stands twice in the square, one product is enough: (q_i k_i) (q_j k_j) = (q_i q_j) (k_i k_j).
+    # s^2 / 2 contains each pair i < j once: (q_i k_i) (q_j k_j) = (q_i q_j) (k_i k_j), one feature.
     dim = x.shape[-1]
     x = x * dim**-0.25
     first, second = torch.triu_indices(dim, dim, 1, device=x.device)
@@ -142,5 +144,5 @@ def _features(x: Tensor, name: str) -> Tensor:
 
 
 def _taylor_width(dim: int) -> int:
-    """1 + dim + dim (dim + 1) / 2 features, and zeros up to the multiple of 16 that the kernels want."""
+    """Return 1 + dim + dim (dim + 1) / 2 features, rounded up to a multiple of 16 for the kernels."""
     return -(-(1 + dim + dim * (dim + 1) // 2) // 16) * 16

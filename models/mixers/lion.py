@@ -1,4 +1,4 @@
-"""LION (arXiv 2502.16249): linear attention in both directions at once, and its causal form."""
+"""LION (arXiv 2502.16249): bidirectional linear attention, and its causal form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.norm import LayerNorm
-from ..layers.projections import FanOut, apply_each, init_std, linear
+from ..layers.projections import FusedProjections, apply_each, init_std, linear
 from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..operators.gla.normalized import linear_attention_with_normalizer, short_attention
 from ..operators.lion.bidirectional_attention import ProjectedDecayLogits, bidirectional_linear_attention
@@ -23,49 +23,59 @@ from ..precision import NORMALIZER_EPS, to_accumulation_dtype
 
 @dataclass(frozen=True)
 class LionOptions:
-    """Settings of the LION mixer."""
+    """Hold the settings of the LION mixer."""
 
     variant: Literal["lit", "d", "s", "lstm", "grfa"] = field(
         default="s",
         metadata={
-            "doc": "Decay: lit none, d one learned scalar a head, s one a head and token. lstm: s with an input gate on "
-            "the key and rows divided by max(|sum|, 1). grfa: s with the key times 1 - decay."
+            "doc": "Decay. lit: none. d: one learned scalar per head. s: one per head and token. lstm: s with an input gate "
+            "on the key, and outputs divided by max(|normalizer|, 1). grfa: s with the key times 1 - decay."
         },
     )
     causal: bool = field(
-        default=True, metadata={"doc": "A token sees itself and what is before it only; false for masked models."}
+        default=True,
+        metadata={"doc": "true: a token sees itself and earlier tokens only. false: all tokens, for masked models."},
     )
     phi: Literal["silu", "silu_paper", "elu", "none"] = field(
         default="silu",
         metadata={
             "doc": "Feature map of queries and keys. silu: (SiLU(x) + 0.5) / norm, positive. silu_paper: SiLU(x + 0.5) / "
-            "norm as printed, not always positive. elu: elu(x) + 1. none: keys / sqrt(head_dim), for lstm or scaled: false."
+            "norm as printed in the paper, not always positive. elu: elu(x) + 1. none: keys / sqrt(head_dim), for lstm or "
+            "scaled: false."
         },
     )
     decay_init: Literal["half", "retnet", "half_life"] = field(
         default="retnet",
-        metadata={"doc": "Decay at the start: 1/2, 1 - 2^(-5-h) of head h, or 2^(-1 / half_life). Not used by lit."},
+        metadata={
+            "doc": "Initial decay. half: 1/2. retnet: 1 - 2^(-5-h) for head h. half_life: 2^(-1 / half_life). lit does not "
+            "use it."
+        },
     )
     half_life: float = field(
         default=64.0,
-        metadata={"doc": "Tokens after which a weight has halved, at the start, with decay_init: half_life."},
+        metadata={"doc": "Tokens after which the initial decay halves a weight, for decay_init: half_life."},
     )
-    scaled: bool = field(default=True, metadata={"doc": "Divide every row of the attention map by its sum."})
+    scaled: bool = field(
+        default=True,
+        metadata={"doc": "true: divide each output by its normalizer, the row sum of the decayed attention matrix."},
+    )
     mask_convention: Literal["eq17", "shifted"] = field(
         default="eq17",
         metadata={
-            "doc": "eq17: the symmetric mask. shifted: the forward decay one token later, for comparison, not causal."
+            "doc": "eq17: the symmetric mask. shifted: the forward decay is one token later, for comparisons; it needs "
+            "causal: false."
         },
     )
     form: Literal["auto", "parallel", "recurrent", "chunked"] = field(
         default="auto",
         metadata={
-            "doc": "How both directions are computed, exactly alike: auto as fast as the device can, parallel quadratic in "
-            "length, recurrent token by token with a constant state, chunked linear. Not for causal."
+            "doc": "Algorithm for both directions; all give the same result. auto: the fastest for the device. parallel: "
+            "quadratic in length. recurrent: token by token with a constant state. chunked: linear in length. causal: true "
+            "allows auto only."
         },
     )
     output_norm: bool | None = field(
-        default=None, metadata={"doc": "LayerNorm after the mixer; null: for lit only, as the paper."}
+        default=None, metadata={"doc": "LayerNorm after the mixer; null: for lit only, as in the paper."}
     )
     bias: bool = field(default=False, metadata={"doc": "Biases in the four projections."})
 
@@ -73,36 +83,36 @@ class LionOptions:
         require_positive("lion", self, "half_life")
         if self.causal and self.form != "auto":
             raise ValueError(
-                f"model.mixer_options.lion.form = {self.form!r} is of both directions: set "
+                f"model.mixer_options.lion.form = {self.form!r} is for both directions only: set "
                 "model.mixer_options.lion.causal = false, or form = auto"
             )
         if self.causal and self.mask_convention != "eq17":
             raise ValueError(
-                "model.mixer_options.lion.mask_convention = 'shifted' is a mask of both directions: set "
+                "model.mixer_options.lion.mask_convention = 'shifted' is for both directions only: set "
                 "model.mixer_options.lion.causal = false, or mask_convention = eq17"
             )
         if self.phi == "none" and self.scaled and self.variant != "lstm":
             raise ValueError(
-                f"model.mixer_options.lion.phi = 'none' with variant = {self.variant!r}: row sums may be 0; take another "
-                "phi (silu, silu_paper, elu), variant = lstm, or scaled = false"
+                f"model.mixer_options.lion.phi = 'none' with variant = {self.variant!r}: normalizers may be 0; set phi = silu, "
+                "silu_paper or elu, variant = lstm, or scaled = false"
             )
         if self.variant == "lstm" and not self.scaled:
             raise ValueError(
-                "model.mixer_options.lion.scaled = false with variant = lstm, which divides by max(|row sum|, 1): set "
+                "model.mixer_options.lion.scaled = false with variant = lstm, which divides by max(|normalizer|, 1): set "
                 "scaled = true, or variant = s"
             )
 
 
 class Lion(nn.Module):
-    """Afzal et al. 2025, Eq. 16-17 and appendix C.5: y = W_O (scale(phi(Q) phi(K)^T * M) V), a head.
+    """Compute y = W_O (scale(phi(Q) phi(K)^T * M) V) per head, Afzal et al. 2025, Eq. 16-17 and appendix C.5.
 
-    M_ij = exp(-|c_i - c_j|), c the running sum of log lambda; scale divides a row by its sum + 1e-6. Causal: M is kept
-    for j <= i, S_t = lambda_t S_{t-1} + k_t [v_t, 1], o_t = q_t S_t (Eq. 7).
-      lit   lambda = 1                         d   lambda = sigmoid(a), one a head
+    M_ij = exp(-|c_i - c_j|), c the running sum of log lambda. scale divides a row by its normalizer, row sum + 1e-6. Causal:
+    M_ij = 0 for j > i, so S_t = lambda_t S_{t-1} + k_t [v_t, 1], o_t = q_t S_t (Eq. 7).
+      lit   lambda = 1                         d      lambda = sigmoid(a), one a per head
       s     lambda_t = sigmoid(w x_t + b)      grfa   as s, k_t <- (1 - lambda_t) k_t (gated RFA, arXiv 2103.02143)
-      lstm  as s, k_t <- sigmoid(w' x_t + b') k_t, rows divided by max(|sum|, 1) (mLSTM, arXiv 2405.04517, whose input
-            gate is an exponential; the sigmoid needs no running maximum, which two directions would not share)
-    No positions: lit, which decays nothing, needs those of the model's input, model.positions = learned.
+      lstm  as s, k_t <- sigmoid(w' x_t + b') k_t, normalizer max(|row sum|, 1) (mLSTM, arXiv 2405.04517). The mLSTM's
+            exponential input gate needs a running maximum; the sigmoid does not.
+    There are no positions: lit has no decay and needs model.positions = learned.
     """
 
     Options = LionOptions
@@ -136,7 +146,7 @@ class Lion(nn.Module):
         self.out_proj = linear(config, size, size, bias=options.bias, output=True)
         normed = options.variant == "lit" if options.output_norm is None else options.output_norm
         self.output_norm = LayerNorm(size) if normed else None
-        self.fan_out: FanOut = apply_each
+        self.project_inputs: FusedProjections = apply_each
         self._size, self._heads = size, heads
 
     def forward(
@@ -149,8 +159,8 @@ class Lion(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
-        The state is "recurrent" [batch, heads, head_dim, head_dim + 1 (head_dim when not scaled)] in float32; with
-        cu_seqlens a row for every segment. ValueError for a state when not causal.
+        The state is "recurrent" [batch, heads, head_dim, head_dim + 1 (head_dim if not scaled)] in float32; with
+        cu_seqlens one row per segment. Raises ValueError for a state if not causal.
         """
         if not self.options.causal and (state is not None or return_state):
             raise ValueError(
@@ -158,11 +168,11 @@ class Lion(nn.Module):
                 "call it without state and return_state, or set causal = true"
             )
         projected = self.decay_weight is not None and self.input_gate is None
-        q, k, v, *again = self.fan_out(x, (self.q_proj, self.k_proj, self.v_proj), again=projected)
+        q, k, v, *rest = self.project_inputs(x, (self.q_proj, self.k_proj, self.v_proj), return_input=projected)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
-        x = again[0] if projected else x
+        x = rest[0] if projected else x
         logits = self._decay_logits(x)
-        # Keys that another gate multiplies are rounded after it; otherwise `bidirectional_linear_attention` applies phi.
+        # A gated key is rounded after the gate. Without a gate `bidirectional_linear_attention` applies phi.
         gated = self.input_gate is not None or self.options.variant == "grfa"
         phi = None if self.options.phi == "none" else self.options.phi
         if phi is not None and (self.options.causal or gated):
@@ -178,14 +188,14 @@ class Lion(nn.Module):
             logits = logits.logits() if isinstance(logits, ProjectedDecayLogits) else logits
             o, new_state = self._causal(q, k, v, logits, mask, cu_seqlens, (state or {}).get("recurrent"), return_state)
         else:
-            o, new_state = self._both_ways(q, k, v, logits, phi, mask, cu_seqlens), {}
+            o, new_state = self._bidirectional(q, k, v, logits, phi, mask, cu_seqlens), {}
         y = self.out_proj(o.flatten(-2).to(v.dtype))
         if self.output_norm is not None:
             y = self.output_norm(y)
         return (y, new_state) if return_state else y
 
     def _decay_logits(self, x: Tensor) -> Tensor | ProjectedDecayLogits | None:
-        """Return the logits of lambda, [batch, length, heads] in float32 (float64 for float64) or not yet projected."""
+        """Return the logits of lambda, [batch, length, heads] in float32 (float64 for float64), or their projection."""
         if self.decay is None:
             return None
         if self.decay_weight is None:
@@ -209,14 +219,14 @@ class Lion(nn.Module):
         )
         log_decay = log_decay.unsqueeze(-1)
         log_decay, k = without_padding(mask, log_decay, k)
-        whole = None
+        short = None
         if self.input_gate is None:
-            whole = short_attention(
+            short = short_attention(
                 q, k, v, log_decay, normalized=self.options.scaled, cu_seqlens=cu_seqlens, initial_state=initial_state,
                 return_state=return_state,
             )  # fmt: skip
-        if whole is not None:
-            return whole, {}
+        if short is not None:
+            return short, {}
         if not self.options.scaled:
             o, recurrent = gated_linear_attention(
                 q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens
@@ -229,7 +239,7 @@ class Lion(nn.Module):
         o = num / (den + NORMALIZER_EPS if self.input_gate is None else den.abs().clamp_min(1.0))
         return o, {"recurrent": recurrent}
 
-    def _both_ways(
+    def _bidirectional(
         self,
         q: Tensor,
         k: Tensor,
@@ -240,7 +250,7 @@ class Lion(nn.Module):
         cu_seqlens: Tensor | None,
     ) -> Tensor:
         lstm = self.input_gate is not None
-        if lstm and v.dtype == torch.float16:  # in which sums over a long sequence, and their gradients, may not fit
+        if lstm and v.dtype == torch.float16:  # sums over a long sequence, and their gradients, may overflow
             q, k, v = to_accumulation_dtype(q), to_accumulation_dtype(k), to_accumulation_dtype(v)
         o = bidirectional_linear_attention(
             q,
@@ -259,7 +269,7 @@ class Lion(nn.Module):
         )
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, gates, and the operator in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add, with the operator in chunks of 64 tokens."""
         dim, directions = self.head_dim, 1 if self.options.causal else 2
         gates = sum(2 * self._size for gate in (self.decay_weight, self.input_gate) if gate is not None)
         inside = min(64, length) * (2 * dim + self.options.scaled)
@@ -268,11 +278,11 @@ class Lion(nn.Module):
 
 
 def _initial_logits(options: LionOptions, heads: int) -> Tensor:
-    """log(lambda / (1 - lambda)) a head, from 1 - lambda, which keeps its digits near lambda = 1."""
+    """Return log(lambda / (1 - lambda)) per head, from 1 - lambda, which is precise near lambda = 1."""
     if options.decay_init == "half":
-        forgotten = torch.full((heads,), 0.5)
+        complement = torch.full((heads,), 0.5)
     elif options.decay_init == "retnet":
-        forgotten = torch.exp2(-5.0 - torch.arange(heads))
+        complement = torch.exp2(-5.0 - torch.arange(heads))
     else:
-        forgotten = torch.full((heads,), -expm1(-log(2) / options.half_life))
-    return torch.log1p(-forgotten) - forgotten.log()
+        complement = torch.full((heads,), -expm1(-log(2) / options.half_life))
+    return torch.log1p(-complement) - complement.log()

@@ -19,19 +19,19 @@ from ..precision import to_accumulation_dtype
 
 @dataclass(frozen=True)
 class MambaOptions:
-    """Settings of the Mamba mixer."""
+    """Hold the settings of the Mamba mixer."""
 
     expand: int = field(default=2, metadata={"doc": "Channels of the state space are expand * hidden_size."})
-    state_size: int = field(default=16, metadata={"doc": "States a channel, N."})
-    conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolution sees."})
+    state_size: int = field(default=16, metadata={"doc": "States per channel, N."})
+    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the convolution, in tokens."})
     dt_rank: int | None = field(
-        default=None, metadata={"doc": "Rank of the map that makes dt, over all groups; null: ceil(hidden_size / 16)."}
+        default=None, metadata={"doc": "Rank of the projection to dt, over all groups; null: ceil(hidden_size / 16)."}
     )
     groups: int = field(
         default=1,
         metadata={
-            "doc": "Groups of channels that make dt, B and C each from its own channels. 1 is the paper's model: every "
-            "channel is read, so that the layer cannot be cut; tensor parallelism needs a multiple of its degree."
+            "doc": "Channel groups. Each group computes dt, B and C from its own channels. 1: all channels together, as in "
+            "the paper. Tensor parallelism needs a multiple of its degree."
         },
     )
 
@@ -40,17 +40,17 @@ class MambaOptions:
 
 
 class Mamba(nn.Module):
-    """The block of Gu and Dao 2023, section 3.4, around the selective state space of Algorithm 2, E = expand * d wide.
+    """Compute the block of Gu and Dao 2023, section 3.4, around the selective state space of Algorithm 2, E = expand * d.
 
     u = SiLU(conv(W_x x)); dt, B, C = W u; dt_t = softplus(W_dt dt + b); A = -exp(A_log);
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t; y_t = W_O(SiLU(W_z x_t) * (C_t h_t + D u_t)).
-    A begins as -1, ..., -N in every channel, dt log-uniform in [0.001, 0.1]. The convolution has no bias.
+    Initially A is -1, ..., -N in every channel and dt log-uniform in [0.001, 0.1]. The convolution has no bias.
     """
 
     Options = MambaOptions
     state_size: ClassVar[str] = "expand d N float32 and (kernel - 1) expand d"
     supports_context_parallel: ClassVar[bool] = True
-    # dt, B and C come from the channels of their group only: where groups are cut, nothing is read across a cut.
+    # dt, B and C depend on the channels of their group only, so tensor parallelism splits between groups.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
         "gate_proj": "column",
@@ -85,13 +85,13 @@ class Mamba(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: MambaOptions) -> None:
-        """Raise ValueError if the groups do not divide the channels."""
+        """Raise ValueError if groups does not divide the channels."""
         key = "model.mixer_options.mamba.groups"
         require_divisor(key, options.groups, "expand * model.hidden_size", options.expand * config.hidden_size)
 
     @staticmethod
     def cut_sizes(config: ModelShape, options: MambaOptions) -> dict[str, int]:
-        """Tensor parallelism cuts between groups only, since a group's selection reads all of its channels."""
+        """Return the number of groups: tensor parallelism splits between groups only."""
         return {"model.mixer_options.mamba.groups": options.groups}
 
     def forward(
@@ -116,7 +116,7 @@ class Mamba(nn.Module):
         dt = to_accumulation_dtype(torch.einsum("blgr,gcr->blgc", low_rank, self.dt_weight).flatten(-2))
         dt = F.softplus(dt + to_accumulation_dtype(self.dt_bias)).view_as(grouped)
         if mask is not None:
-            # dt = 0 neither forgets nor takes anything up.
+            # dt = 0 leaves the state unchanged.
             dt = dt.masked_fill(~mask[:, :, None, None], 0.0)
         a = -to_accumulation_dtype(self.a_log).exp().unflatten(0, grouped.shape[2:])
         y, recurrent = selective_scan(
@@ -134,7 +134,7 @@ class Mamba(nn.Module):
         return (y, {"recurrent": recurrent, "conv": history}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, convolution, and one step of the recurrence."""
+        """Return forward FLOPs per token, two per multiply-add."""
         states = self.options.state_size
         selection = 2 * (self._rank + 2 * states) + 2 * self._rank
         return self._inner * (6 * self._size + selection + 2 * self.options.conv_kernel + 7 * states + 2)

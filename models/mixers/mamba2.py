@@ -21,30 +21,30 @@ from ..precision import to_accumulation_dtype
 
 @dataclass(frozen=True)
 class Mamba2Options:
-    """Settings of the Mamba-2 mixer."""
+    """Hold the settings of the Mamba-2 mixer."""
 
     expand: int = field(default=2, metadata={"doc": "Channels of the state space are expand * hidden_size."})
-    state_size: int = field(default=128, metadata={"doc": "Width of B and C, N, shared by all heads."})
-    conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolutions see."})
+    state_size: int = field(default=128, metadata={"doc": "Channels of B and C, N. All heads share B and C."})
+    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the convolutions, in tokens."})
 
     def __post_init__(self) -> None:
         require_at_least("mamba2", self, 1, "expand", "state_size", "conv_kernel")
 
 
 class Mamba2(nn.Module):
-    """The block of Dao and Gu 2024, section 7, around the scalar-decay state space of Eq. 1-2, E = expand * d wide.
+    """Compute the block of Dao and Gu 2024, section 7, around the state space of Eq. 1-2, E = expand * d.
 
-    u, B, C = SiLU(conv(W x)); dt = softplus(W_dt x + b) a head; a = -exp(A_log) a head;
+    u, B, C = SiLU(conv(W x)); dt = softplus(W_dt x + b) and a = -exp(A_log) per head;
     h_t = exp(dt_t a) h_{t-1} + dt_t B_t u_t; y_t = W_O RMSNorm_head(SiLU(W_z x_t) * (C_t h_t + D u_t)).
-    The recurrence has q = C, k = B, v = dt u, log decay dt a. B and C are shared by the heads (multi-value attention).
-    The norm goes over a head, with a gain, one of the groupings of section 8.1 that can be cut by heads; the released
-    models without a cut norm over all of E. The convolutions have no bias.
+    The recurrence has q = C, k = B, v = dt u, log decay dt a. All heads share B and C (multi-value attention).
+    The norm averages one head and has a gain (section 8.1), so that tensor parallelism can split by heads. The released
+    models average all of E. The convolutions have no bias.
     """
 
     Options = Mamba2Options
     state_size: ClassVar[str] = "expand d N float32 and (kernel - 1) (expand d + 2 N)"
     supports_context_parallel: ClassVar[bool] = True
-    # B and C are whole in every process of the parallel region, whose heads each see a part of their gradient.
+    # Every tensor-parallel rank uses the whole of B and C, and its heads compute a part of their gradients.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "x_proj": "column",
         "b_proj": "partial_grad",
@@ -88,7 +88,7 @@ class Mamba2(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: Mamba2Options) -> None:
-        """Raise ValueError if the heads do not divide the channels."""
+        """Raise ValueError if model.num_heads does not divide the channels."""
         what = "the channels of mamba2, expand * model.hidden_size"
         require_divisor("model.num_heads", config.num_heads, what, options.expand * config.hidden_size)
 
@@ -121,7 +121,7 @@ class Mamba2(nn.Module):
         u = u.unflatten(-1, (-1, self.head_dim))
         dt = F.softplus(to_accumulation_dtype(self.dt_proj(x)) + to_accumulation_dtype(self.dt_bias))
         if mask is not None:
-            # dt = 0 neither forgets nor takes anything up.
+            # dt = 0 leaves the state unchanged.
             dt = dt.masked_fill(~mask.unsqueeze(-1), 0.0)
         heads = dt.shape[-1]
         q, k = (y.unsqueeze(2).expand(-1, -1, heads, -1) for y in (c, b))
@@ -145,7 +145,7 @@ class Mamba2(nn.Module):
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, convolutions, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         size, heads, states, head_dim = self._size, self._heads, self.options.state_size, self.head_dim
         inner = heads * head_dim
         projections = 2 * size * (3 * inner + 2 * states + heads)
@@ -154,7 +154,7 @@ class Mamba2(nn.Module):
 
 
 def _stepped(dt: Tensor, u: Tensor) -> Tensor:
-    """dt u in u's dtype."""
+    """Return dt * u in u's dtype. dt: [batch, length, heads]; u: [batch, length, heads, head_dim]."""
     if is_supported(u):
         from ..kernels.mamba2 import stepped
 
@@ -163,7 +163,7 @@ def _stepped(dt: Tensor, u: Tensor) -> Tensor:
 
 
 def _gated_norm(o: Tensor, u: Tensor, skip: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """w x / rms_head(x), x = (o + D u) SiLU(z), in u's dtype and z's shape."""
+    """Return w x / rms_head(x) with x = (o + D u) SiLU(z), in u's dtype and z's shape."""
     if is_supported(o) and o.dtype == u.dtype == z.dtype:
         from ..kernels.mamba2 import gated_norm
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..layers.projections import FanOut, apply_each, linear
+from ..layers.projections import FusedProjections, apply_each, linear
 from ..layers.short_convolution import CausalConvolution, convolve_input
 from ..operators.metala import metala
 from ..options import ModelShape, check_key_dim, require_at_least, require_positive
@@ -21,40 +21,46 @@ class MetaLAOptions:
     preset: Literal["released", "paper"] = field(
         default="released",
         metadata={
-            "doc": "released: scale 1/sqrt(head_dim_k) and SiLU after the convolution, as the published models. "
-            "paper: scale 1 and no activation there, as the equations are printed."
+            "doc": "released: scale 1/sqrt(head_dim_k) and SiLU after the convolution, as in the released models. "
+            "paper: scale 1 and no activation after the convolution, as in the paper's equations."
         },
     )
     self_augmentation: bool = field(
-        default=True, metadata={"doc": "The token's own extra term, Eq. 22; false is an ablation of Table 8."}
+        default=True,
+        metadata={
+            "doc": "Self-augmentation: an extra term for the token itself, Eq. 22. false: an ablation of Table 8."
+        },
     )
     convolution: bool = field(
-        default=True, metadata={"doc": "The causal convolution on the input; false is an ablation of Table 8."}
+        default=True, metadata={"doc": "Causal convolution on the input. false: an ablation of Table 8."}
     )
-    conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolution sees; 2 for MQAR."})
+    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the convolution, in tokens; 2 for MQAR."})
     key_projection: bool = field(
-        default=False, metadata={"doc": "k = W_K x instead of 1 - alpha; true is an ablation of Table 8."}
+        default=False, metadata={"doc": "true: k = W_K x, an ablation of Table 8. false: k = 1 - alpha."}
     )
     dynamic_decay: bool = field(
         default=True,
         metadata={
-            "doc": "alpha depends on the token; false is an ablation: one learned alpha a channel, with key_projection: true."
+            "doc": "true: alpha depends on the token. false: one learned alpha per channel, an ablation; it needs "
+            "key_projection: true."
         },
     )
-    expand_k: float = field(default=0.5, metadata={"doc": "Width of q, k and alpha over all heads / d; 1 for MQAR."})
+    expand_k: float = field(
+        default=0.5, metadata={"doc": "key_dim / hidden_size: the width of q, k and alpha over all heads. 1 for MQAR."}
+    )
 
     def __post_init__(self) -> None:
         require_at_least("metala", self, 1, "conv_kernel")
         require_positive("metala", self, "expand_k")
         if not self.dynamic_decay and not self.key_projection:
             raise ValueError(
-                "model.mixer_options.metala.dynamic_decay = false: k = 1 - alpha would be the same for every token; set "
-                "key_projection = true too"
+                "model.mixer_options.metala.dynamic_decay = false with key_projection = false: k = 1 - alpha would be the same "
+                "for every token; also set model.mixer_options.metala.key_projection = true"
             )
 
 
 class MetaLA(nn.Module):
-    """Compute the MetaLA layer, Eq. 13-22 and A35, with d_k = expand_k d (d / 2) and d_v = d over all heads.
+    """Compute the MetaLA layer, Eq. 13-22 and A35, with key_dim = expand_k d (d / 2) and value_dim = d.
 
     x <- SiLU(conv(x)); q, a, v = W x; u = W_G x + b; g = logsigmoid(a) / 16; k = 1 - exp(g);
     o = GLA(q, k, v, g) + sigmoid((sum_c q_c w_c k_c) v); y = W_O(SiLU(u) * LayerNorm_head(o)).
@@ -63,7 +69,7 @@ class MetaLA(nn.Module):
     Options = MetaLAOptions
     state_size: ClassVar[str] = "d^2 / (2 heads) float32 and (kernel - 1) d"
     supports_context_parallel: ClassVar[bool] = True
-    fan_out_is_entry: ClassVar[bool] = True
+    project_inputs_is_entry: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "conv": "replicated",
         "q_proj": "column",
@@ -89,19 +95,19 @@ class MetaLA(nn.Module):
         self.conv = CausalConvolution(size, options.conv_kernel, silu=silu) if options.convolution else None
         self.q_proj = linear(config, size, key_dim)
         self.a_proj = linear(config, size, key_dim) if options.dynamic_decay else None
-        # alpha = 0.5^(1/16), as a_proj has it on average at the start.
+        # Initially alpha = 0.5^(1/16), the initial mean with a_proj.
         self.decay = None if options.dynamic_decay else nn.Parameter(torch.zeros(key_dim))
         self.k_proj = linear(config, size, key_dim) if options.key_projection else None
         self.v_proj = linear(config, size, size)
         self.gate_proj = linear(config, size, size, bias=True)
         self.aug_weight = nn.Parameter(torch.zeros(key_dim)) if options.self_augmentation else None
         self.out_proj = linear(config, size, size, output=True)
-        self.fan_out: FanOut = apply_each
+        self.project_inputs: FusedProjections = apply_each
         self._size, self._key_dim, self._heads = size, key_dim, config.num_heads
 
     @staticmethod
     def check(config: ModelShape, options: MetaLAOptions) -> None:
-        """Raise ValueError if the heads do not divide the keys."""
+        """Raise ValueError if model.num_heads does not divide key_dim."""
         check_key_dim("metala", config, options.expand_k)
 
     def forward(
@@ -119,19 +125,19 @@ class MetaLA(nn.Module):
         """
         state = state or {}
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)
-        # In the order in which a trainer's flat memory has their weights.
+        # In this order the weights are adjacent in a trainer's flat memory.
         linears = {"q": self.q_proj, "a": self.a_proj, "k": self.k_proj, "v": self.v_proj, "gate": self.gate_proj}
         present = {name: linear for name, linear in linears.items() if linear is not None}
-        of = dict(zip(present, self.fan_out(x, tuple(present.values())), strict=True))
-        # The decay is a parameter where it is not dynamic.
-        a = of["a"] if self.decay is None else self.decay.expand(*x.shape[:2], -1)
+        projected = dict(zip(present, self.project_inputs(x, tuple(present.values())), strict=True))
+        # A decay that is not dynamic is a parameter.
+        a = projected["a"] if self.decay is None else self.decay.expand(*x.shape[:2], -1)
         y, new_state["recurrent"] = metala(
-            _heads(of["q"], self.head_dim_k),
+            _heads(projected["q"], self.head_dim_k),
             _heads(a, self.head_dim_k),
-            _heads(of["v"], self.head_dim_v),
+            _heads(projected["v"], self.head_dim_v),
             self.aug_weight,
-            of["gate"],
-            k=_heads(of["k"], self.head_dim_k) if "k" in of else None,
+            projected["gate"],
+            k=_heads(projected["k"], self.head_dim_k) if "k" in projected else None,
             mask=mask,
             scale=self.scale,
             initial_state=state.get("recurrent"),
@@ -141,10 +147,10 @@ class MetaLA(nn.Module):
         return (y, new_state) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, convolution, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         size, heads = self._size, self._heads
-        key_maps = sum(proj is not None for proj in (self.q_proj, self.a_proj, self.k_proj))
-        projections = 2 * size * (3 * size + key_maps * self._key_dim)
+        key_projections = sum(proj is not None for proj in (self.q_proj, self.a_proj, self.k_proj))
+        projections = 2 * size * (3 * size + key_projections * self._key_dim)
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
         chunk = min(64, length)
         inside = chunk * (self.head_dim_k + self.head_dim_v)

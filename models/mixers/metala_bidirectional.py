@@ -1,4 +1,4 @@
-"""MetaLA in both directions: the layer of arXiv 2411.10741 where every token sees the whole sequence."""
+"""Bidirectional MetaLA: the layer of arXiv 2411.10741 in which every token sees the whole sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .metala import MetaLA
 
 @dataclass(frozen=True)
 class MetaLABidirectionalOptions:
-    """Settings of the bidirectional MetaLA mixer."""
+    """Hold the settings of the bidirectional MetaLA mixer."""
 
     preset: Literal["released", "paper"] = field(
         default="released",
@@ -31,26 +31,25 @@ class MetaLABidirectionalOptions:
             "doc": "released: scale 1/sqrt(head_dim_k) and SiLU after the convolution. paper: scale 1 and no activation."
         },
     )
-    self_augmentation: bool = field(default=True, metadata={"doc": "The token's own extra term, Eq. 22."})
-    convolution: bool = field(
-        default=True, metadata={"doc": "The short convolution on the input, causal as in metala."}
+    self_augmentation: bool = field(
+        default=True, metadata={"doc": "Self-augmentation: an extra term for the token itself, Eq. 22."}
     )
-    conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolution sees."})
+    convolution: bool = field(default=True, metadata={"doc": "Convolution on the input, causal as in metala."})
+    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the convolution, in tokens."})
 
     def __post_init__(self) -> None:
         require_at_least("metala_bidirectional", self, 1, "conv_kernel")
 
 
 class MetaLABidirectional(nn.Module):
-    """MetaLA's maps (Eq. 13-22, `models.mixers.metala`) under a symmetric mask, as LION's Eq. 17 with a vector decay:
+    """Apply MetaLA's projections (Eq. 13-22, `models.mixers.metala`) under LION's mask, Eq. 17, with per-channel decays:
 
         o_i = scale sum_j sum_c q_ic k_jc exp(-|c_ic - c_jc|) v_j,      c_i = sum_{t <= i} log alpha_t
 
-    so token j < i reaches i through alpha_{j+1} ... alpha_i, token j > i through alpha_{i+1} ... alpha_j, and the
-    diagonal q_i k_i v_i counts once. Computed as two recurrences of constant state, an inclusive one forward and an
-    exclusive one backward, R_i = diag(alpha_{i+1}) (R_{i+1} + k_{i+1} v_{i+1}), which is the causal operator on the
-    flipped sequence with keys alpha k one token on. Then self-augmentation, LayerNorm a head, gate and W_O as in
-    MetaLA. The convolution stays causal: it is a local mixer before the operator, which alone is two-sided.
+    Token j < i reaches i with the factor alpha_{j+1} ... alpha_i, token j > i with alpha_{i+1} ... alpha_j. The diagonal
+    counts once. Two recurrences of constant state compute it: an inclusive one forward and an exclusive one backward, R_i =
+    diag(alpha_{i+1}) (R_{i+1} + k_{i+1} v_{i+1}). The second is the causal operator on the flipped sequence, with keys alpha k
+    of the next token. Self-augmentation, LayerNorm per head, gate and W_O are MetaLA's. The convolution is causal.
     """
 
     Options = MetaLABidirectionalOptions
@@ -58,8 +57,8 @@ class MetaLABidirectional(nn.Module):
     state_size: ClassVar[str] = "none"
     supports_context_parallel: ClassVar[bool] = True
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
-        **{name: word for name, word in MetaLA.tensor_parallel_plan.items() if name not in ("k_proj", "decay")},
-        "conv": "partial_grad",  # here the parallel region begins before it
+        **{name: spec for name, spec in MetaLA.tensor_parallel_plan.items() if name not in ("k_proj", "decay")},
+        "conv": "partial_grad",  # the parallel region begins before the convolution
     }
     parameter_kinds: ClassVar[dict[str, str]] = {}
 
@@ -81,7 +80,7 @@ class MetaLABidirectional(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: MetaLABidirectionalOptions) -> None:
-        """Raise ValueError if the heads do not divide the keys, which have half the width."""
+        """Raise ValueError if model.num_heads does not divide key_dim = hidden_size / 2."""
         MetaLA.check(config, MetaLA.Options())
 
     def forward(
@@ -102,7 +101,7 @@ class MetaLABidirectional(nn.Module):
             x, _ = self.conv(x, mask, cu_seqlens)
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim_k))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim_v))
-        # sigmoid(a)^(1/16), and 1 - that, in float32.
+        # alpha = sigmoid(a)^(1/16), in float32.
         log_decay = (F.logsigmoid(to_accumulation_dtype(self.a_proj(x))) / 16).unflatten(-1, (-1, self.head_dim_k))
         k = -torch.expm1(log_decay)
         log_decay, k = without_padding(mask, log_decay, k)
@@ -117,7 +116,7 @@ class MetaLABidirectional(nn.Module):
         return self.out_proj(metala_epilogue(o, q, k.to(v.dtype), v, self.aug_weight, self.gate_proj(x)))
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, convolution, two recurrences in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add, with both recurrences in chunks of 64 tokens."""
         size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
         convolution = 2 * size * self.options.conv_kernel if self.conv is not None else 0
         one_direction = min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v
@@ -140,7 +139,7 @@ def _both_directions(
     key, value, decay = (F.pad(t[:, 1:], (0, 0, 0, 0, 0, 1)) for t in following)
     flipped = None
     if cu_seqlens is not None:
-        # The last token of a segment has no follower; empty segments share their end with the one before.
+        # The last token of a segment has no next token. An empty segment ends where the previous one does.
         last = torch.zeros(q.shape[1] + 1, dtype=torch.bool, device=q.device).index_fill(0, cu_seqlens.long(), True)[1:]
         key, decay = (t.masked_fill(last[None, :, None, None], 0.0) for t in (key, decay))
         flipped = q.shape[1] - cu_seqlens.flip(0)

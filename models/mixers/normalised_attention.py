@@ -1,4 +1,4 @@
-"""Normalised attention (arXiv 2405.15731): linear attention whose rows are divided by a gate of their own token."""
+"""Normalised attention (arXiv 2405.15731): linear attention whose normalizer is a function of the token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..operators.gla.gated_linear_attention import gated_linear_attention
 from ..options import ModelShape
 from ..precision import to_accumulation_dtype
 
-# 1 / eta with eta at least 1e-6: it comes near 0, and the quotient would leave the range of numbers.
+# 1 / eta with eta at least 1e-6, because a quotient by 0 would overflow.
 _INVERSE: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": lambda a: torch.exp(-a.clamp_min(log(1e-6))),
     "softplus": lambda a: 1 / (F.softplus(a) + 1e-6),
@@ -26,17 +26,17 @@ _INVERSE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class NormalisedAttentionOptions:
-    """Settings of the normalised attention mixer."""
+    """Hold the settings of the normalised attention mixer."""
 
     normaliser: Literal["exp", "softplus", "sigmoid"] = field(
-        default="exp", metadata={"doc": "The function eta that makes the divisor of a row from its token."}
+        default="exp", metadata={"doc": "Function eta of a learned projection of the token; outputs are divided by it."}
     )
 
 
 class NormalisedAttention(nn.Module):
-    """Sieber et al. 2024: the softmax's row sum replaced by a learned function of the row's token.
+    """Compute the layer of Sieber et al. 2024: a learned function of the token replaces the softmax's normalizer.
 
-    S_t = S_{t-1} + k_t v_t, o_t = q_t S_t / (sqrt(head_dim) eta(w x_t)), one w a head; y = W_O o.
+    S_t = S_{t-1} + k_t v_t, o_t = q_t S_t / (sqrt(head_dim) eta(w x_t)), with one w per head; y = W_O o.
     """
 
     Options = NormalisedAttentionOptions
@@ -94,7 +94,7 @@ class NormalisedAttention(nn.Module):
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         heads = self._size // self.head_dim
         inside = 2 * min(64, length) * self.head_dim
         return 8 * self._size**2 + heads * (2 * self._size + inside + 4 * self.head_dim**2)

@@ -18,23 +18,23 @@ from ..precision import to_accumulation_dtype
 
 @dataclass(frozen=True)
 class QLSTMOptions:
-    """Settings of the qLSTM mixer."""
+    """Hold the settings of the qLSTM mixer."""
 
     forget_gate: Literal["sigmoid", "reversed"] = field(
         default="sigmoid",
         metadata={
-            "doc": "sigmoid: sigmoid(W_f x), as an LSTM. reversed: (1 + exp(W_f x))^-a, the reversed sigmoid with a "
-            "learned exponent a > 0 a channel, which is the transition exp(-a softplus(W_f x)) of Mamba."
+            "doc": "sigmoid: sigmoid(W_f x), as in an LSTM. reversed: (1 + exp(W_f x))^-a with one learned a > 0 per "
+            "channel, the decay exp(-a softplus(W_f x)) of Mamba."
         },
     )
 
 
 class QLSTM(nn.Module):
-    """qLSTM as in Sieber et al. 2024 (arXiv 2405.15731), section 4, and MetaLA's general recurrence, Eq. 13-15:
+    """Compute the qLSTM of Sieber et al. 2024 (arXiv 2405.15731), section 4.
 
     h_t = sigmoid(W_f x_t) h_{t-1} + sigmoid(W_i x_t) (W_u x_t); y_t = W_O(sigmoid(W_o x_t) h_t); all elementwise.
-    The reversed variant forgets by (1 + exp(W_f x_t))^-a, a learned and 1 at the start as the authors have it; here
-    a = exp(log_exponent) a channel, theirs is one number. Left to the block: their convolution and GeLU gate.
+    The reversed variant has the decay (1 + exp(W_f x_t))^-a with a learned a, initially 1. Here a = exp(log_exponent) per
+    channel; the paper has one number. The paper's convolution and GELU gate are not part of this layer.
     """
 
     Options = QLSTMOptions
@@ -92,5 +92,5 @@ class QLSTM(nn.Module):
         return (y, {"recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, gates and one step of the recurrence."""
+        """Return forward FLOPs per token, two per multiply-add."""
         return 10 * self._size * self._size + 4 * self._size

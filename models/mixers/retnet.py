@@ -19,9 +19,11 @@ from ..precision import to_accumulation_dtype
 
 @dataclass(frozen=True)
 class RetNetOptions:
-    """Settings of the RetNet mixer."""
+    """Hold the settings of the RetNet mixer."""
 
-    expand_v: int = field(default=2, metadata={"doc": "Width of values and gate over hidden_size; the paper's is 2."})
+    expand_v: int = field(
+        default=2, metadata={"doc": "value_dim / hidden_size: the width of values and gate. The paper has 2."}
+    )
     rotary_base: float = field(default=10000.0, metadata={"doc": "Base of the rotary wavelengths."})
     norm: Literal["layernorm", "rmsnorm"] = field(default="layernorm", metadata={"doc": HEAD_NORM})
     norm_eps: float = field(default=1e-5, metadata={"doc": HEAD_NORM_EPS})
@@ -32,18 +34,18 @@ class RetNetOptions:
 
 
 class RetNet(nn.Module):
-    """Gated multi-scale retention, Sun et al. 2023, Eq. 5-8.
+    """Compute gated multi-scale retention, Sun et al. 2023, Eq. 5-8.
 
-    q_t, k_t rotated by t theta, theta_c = base^(-2c / head_dim): the xPos of the paper, whose factor that grows with
-    distance is the decay; S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t; o_t = q_t S_t / sqrt(head_dim);
-    y = W_O(SiLU(W_G x) * GroupNorm(o)), a group a head, without gain (W_O takes its place). The paper's divisors of
-    rows scale whole heads, which the norm undoes.
+    q_t and k_t are rotated by t theta, theta_c = base^(-2c / head_dim). For head h:
+    S_t = (1 - 2^(-5-h)) S_{t-1} + k_t v_t; o_t = q_t S_t / sqrt(head_dim); y = W_O(SiLU(W_G x) * GroupNorm(o)).
+    The norm has one group per head and no gain: W_O contains it. The paper's normalizers scale whole heads, so the norm
+    cancels them; they are left out.
     """
 
     Options = RetNetOptions
     state_size: ClassVar[str] = "expand_v d^2 / heads float32 and a position"
     supports_context_parallel: ClassVar[bool] = True
-    # head_index is a buffer: the decay of a head follows from the head's number in the whole layer.
+    # head_index is a buffer: a head's decay depends on its number in the whole layer.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",
@@ -66,13 +68,13 @@ class RetNet(nn.Module):
         self.v_proj = linear(config, size, inner)
         self.gate_proj = linear(config, size, inner)
         self.out_proj = linear(config, inner, size, output=True)
-        # Integers, so that a cast of the module to 16 bits leaves the decays exact.
+        # Integers, so that the decays stay exact if the module is cast to 16 bits.
         self.register_buffer("head_index", head_numbers(config), persistent=False)
         self._size = size
 
     @staticmethod
     def check(config: ModelShape, options: RetNetOptions) -> None:
-        """Raise ValueError if a head has no pairs of channels to rotate."""
+        """Raise ValueError if a head has an odd number of channels, which rotation in pairs excludes."""
         what = "the pairs of channels that retnet rotates, model.hidden_size / 2"
         require_divisor("model.num_heads", config.num_heads, what, config.hidden_size / 2)
 
@@ -111,21 +113,21 @@ class RetNet(nn.Module):
         return (y, {"recurrent": recurrent, "position": end}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         size, dim_k, dim_v = self._size, self.head_dim_k, self.head_dim_v
         projections = (4 + 6 * self.options.expand_v) * size * size
         return projections + size // dim_k * (min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v)
 
 
 def _rotate(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
-    """Turn the pairs (c, c + head_dim / 2) of q and k [batch, length, heads, head_dim] by position * theta_c."""
+    """Rotate the pairs (c, c + head_dim / 2) of q and k [batch, length, heads, head_dim] by position * theta_c."""
     half = q.shape[-1] // 2
     theta = base ** (-torch.arange(half, device=q.device, dtype=to_accumulation_dtype(q).dtype) / half)
     angle = position[:, :, None, None] * theta
     cos, sin = angle.cos(), angle.sin()
 
-    def turn(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         first, second = to_accumulation_dtype(x).chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
-    return turn(q), turn(k)
+    return rotate(q), rotate(k)

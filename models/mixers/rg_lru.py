@@ -1,4 +1,4 @@
-"""RG-LRU, the recurrent block of Griffin (arXiv 2402.19427): gates on the decay and on the input of a real LRU."""
+"""RG-LRU, the recurrent block of Griffin (arXiv 2402.19427): a real LRU with gates on its decay and its input."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..precision import to_accumulation_dtype
 
 @dataclass(frozen=True)
 class RGLRUOptions:
-    """Settings of the RG-LRU mixer."""
+    """Hold the settings of the RG-LRU mixer."""
 
     width: int | None = field(
         default=None, metadata={"doc": "Channels of the recurrence; null: model.hidden_size. Griffin: 4 d / 3."}
     )
-    conv_kernel: int = field(default=4, metadata={"doc": "Tokens that the convolution sees."})
-    exponent: float = field(default=8.0, metadata={"doc": "c in a_t = exp(-c softplus(Lambda) r_t)."})
+    conv_kernel: int = field(default=4, metadata={"doc": "Kernel size of the convolution, in tokens."})
+    exponent: float = field(default=8.0, metadata={"doc": "Factor c in the decay a_t = exp(-c softplus(Lambda) r_t)."})
 
     def __post_init__(self) -> None:
         require_at_least("rg_lru", self, 1, "width", "conv_kernel")
@@ -33,12 +33,12 @@ class RGLRUOptions:
 
 
 class RGLRU(nn.Module):
-    """The recurrent block of De et al. 2024, section 2.3, around the RG-LRU of section 2.4, Eq. 1-4.
+    """Compute the recurrent block of De et al. 2024, section 2.3, around the RG-LRU of section 2.4, Eq. 1-4.
 
     u = conv(W_x x); r_t = sigmoid(W_a u_t + b_a); i_t = sigmoid(W_i u_t + b_i); a_t = exp(-c softplus(Lambda) r_t);
     h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t u_t; y_t = W_O(GeLU(W_G x_t) h_t).
-    W_a and W_i are block-diagonal, a block a head, as in the paper's sharded models. The convolution has no bias.
-    Lambda begins where a_t at r_t = 1 is uniform in [0.9, 0.999].
+    W_a and W_i are block-diagonal with one block per head, as in the paper's sharded models. The convolution has no bias.
+    Initially a_t at r_t = 1 is uniform in [0.9, 0.999].
     """
 
     Options = RGLRUOptions
@@ -77,7 +77,7 @@ class RGLRU(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: RGLRUOptions) -> None:
-        """Raise ValueError if the heads do not divide the width into blocks."""
+        """Raise ValueError if model.num_heads does not divide the width into blocks."""
         width = options.width or config.hidden_size
         require_divisor("model.num_heads", config.num_heads, "model.mixer_options.rg_lru.width", width)
 
@@ -99,7 +99,7 @@ class RGLRU(nn.Module):
         decay_gate = _block_diagonal(u, self.decay_gate_weight, self.decay_gate_bias)
         input_gate = _block_diagonal(u, self.input_gate_weight, self.input_gate_bias)
         log_decay = -self.options.exponent * F.softplus(to_accumulation_dtype(self.decay)) * decay_gate
-        # 1 - a^2; at 0 the root has no slope.
+        # sqrt(1 - a^2). At 0 the root has no derivative.
         scale = (-torch.expm1(2 * log_decay)).clamp_min(torch.finfo(log_decay.dtype).tiny).sqrt()
         v = scale * input_gate * to_accumulation_dtype(u)
         log_decay, v = without_padding(mask, log_decay, v)
@@ -110,13 +110,16 @@ class RGLRU(nn.Module):
         return (y, {"recurrent": recurrent, "conv": history}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, convolution, gates, one recurrent step."""
+        """Return forward FLOPs per token, two per multiply-add."""
         projections = 6 * self._size * self._width
         return projections + (2 * self.options.conv_kernel + 4 * self._block + 5) * self._width
 
 
 def _block_diagonal(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """sigmoid of a block-diagonal map in float32. u: [batch, length, width]; weight: [heads, block, block]."""
+    """Return the sigmoid of a block-diagonal projection of u [batch, length, width], in float32 (float64 for float64).
+
+    weight: [heads, block, block]; bias: [width].
+    """
     blocks = u.unflatten(-1, (-1, weight.shape[-1]))
     return (
         to_accumulation_dtype(torch.einsum("blhi,hji->blhj", blocks, weight).flatten(-2)) + to_accumulation_dtype(bias)

@@ -1,4 +1,4 @@
-"""RWKV-4 (arXiv 2305.13048): an average of the values weighted by exponential keys, with a fixed decay a channel."""
+"""RWKV-4 (arXiv 2305.13048): an average of the values weighted by exponential keys, with one fixed decay per channel."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from ..operators.varlen import check_packed, last, previous, real_bounds, segmen
 from ..options import ModelShape
 from ..precision import to_accumulation_dtype
 
-# The logarithm of a weight of zero, finite so that differences of two stay numbers.
-_NOTHING = -1e30
+# The logarithm of a zero weight. It is finite, so that a difference of two is not nan.
+_LOG_ZERO = -1e30
 
 
 @dataclass(frozen=True)
 class RWKV4Options:
-    """RWKV-4 has no settings of its own."""
+    """RWKV-4 has no settings."""
 
 
 class RWKV4(nn.Module):
-    """Time mixing of Peng et al. 2023, section 3.1, with the token shift on its three inputs.
+    """Compute the time mixing of Peng et al. 2023, section 3.1, with the token shift on its three inputs.
 
     r, k, v = W (mu x_t + (1 - mu) x_{t-1}); y_t = W_O(sigmoid(r_t) wkv_t);
     wkv_t = (sum_{i<t} e^{-(t-1-i) w + k_i} v_i + e^{u + k_t} v_t) / (the same without v), w = exp(decay) > 0.
-    Weights are held relative to their running maximum (appendix D), here of the whole sequence at once.
-    The paper's channel mixing is left to the block: its MLP, without token shift and receptance.
+    Weights are stored relative to their running maximum (appendix D). The MLP of the block replaces the paper's channel
+    mixing, without token shift and receptance.
     """
 
     Options = RWKV4Options
     state_size: ClassVar[str] = "3 d float32 and d"
     supports_context_parallel: ClassVar[bool] = True
-    # The token shift begins the parallel region, and every channel of the cut maps reads it.
+    # The token shift begins the parallel region, and all columns of the projections read it.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "mix_r": "partial_grad",
         "mix_k": "partial_grad",
@@ -71,7 +71,7 @@ class RWKV4(nn.Module):
     def __init__(self, config: ModelShape, layer_index: int, options: RWKV4Options) -> None:
         super().__init__()
         size = config.hidden_size
-        # Appendix E: from layer to layer more of the past, slower decays in later channels.
+        # Appendix E: deeper layers mix more of the previous token; later channels decay more slowly.
         depth = layer_index / max(1, config.num_layers - 1)
         falling = 1 - layer_index / config.num_layers
         channel = torch.arange(size, dtype=torch.float32)
@@ -97,9 +97,9 @@ class RWKV4(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
-        The state is "shift" [batch, hidden_size], the last input, and "recurrent" [batch, 3, hidden_size] in float32,
-        the sums over values and over weights, divided by the exponential of the third row, the largest log weight; with
-        cu_seqlens a row for every segment.
+        The state is "shift" [batch, hidden_size], the last input, and "recurrent" [batch, 3, hidden_size] in float32. Its
+        third row is the largest log weight m; the first two are numerator and denominator divided by exp(m). With
+        cu_seqlens one row per segment.
         """
         state = state or {}
         shifted, shift = _token_shift(x, mask, cu_seqlens, state.get("shift"))
@@ -121,14 +121,14 @@ class RWKV4(nn.Module):
         return (y, {"shift": shift, "recurrent": recurrent}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, token shift and one step of both sums."""
+        """Return forward FLOPs per token, two per multiply-add."""
         return 8 * self._size * self._size + 20 * self._size
 
 
 def _token_shift(
     x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """x_{t-1} of every token, and the last real token of every sequence."""
+    """Return x_{t-1} for every token, and the last real token of every sequence."""
     group = context_parallel_group()
     if group is not None:
         if before is not None:
@@ -162,7 +162,7 @@ def _token_shift(
 def _in_segments(
     x: Tensor, shifted: Tensor, mask: Tensor, cu_seqlens: Tensor, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`_token_shift` of packed sequences with padding, whose x is zero; shifted: x_{t-1} from nothing before them."""
+    """Compute `_token_shift` of packed sequences with padding, whose x is zero. shifted: x_{t-1} without `before`."""
     first, end = real_bounds(mask, cu_seqlens)
     empty = (first == end).unsqueeze(-1)
     none = x.new_zeros(len(first), x.shape[2]) if before is None else before.to(x.dtype)
@@ -170,7 +170,7 @@ def _in_segments(
         return shifted, none
     newest = torch.where(empty, none, x[0, (end - 1).clamp_min(0)])
     if before is not None:
-        # A sequence without real tokens has none that could see it, and may start behind the last token.
+        # In a sequence without real tokens no token reads `before`. Its start may be after the last token.
         place = torch.where(empty.squeeze(-1), x.shape[1], first)
         shifted = F.pad(shifted, (0, 0, 0, 1)).index_copy(1, place, none.unsqueeze(0))[:, :-1]
     return shifted, newest
@@ -186,10 +186,10 @@ def _wkv(
     state: Tensor | None,
     compute_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """k, v: [batch, length, channels]; w, u: [channels]; state: [batch or segments, 3, channels].
+    """Return wkv in v's shape and the new state.
 
-    The largest log weight m_t = max(k_t, m_{t-1} - w) is a scale that the quotient does not depend on: no gradient
-    passes through it.
+    k, v: [batch, length, channels]; w, u: [channels]; state: [batch or segments, 3, channels]. The quotient does not depend on
+    the scale exp(m_t), m_t = max(k_t, m_{t-1} - w), so m_t needs no gradient.
     """
     group, segments = context_parallel_group(), None
     if group is not None:
@@ -201,11 +201,11 @@ def _wkv(
     step = w.expand_as(k)
     if mask is not None:
         padding = ~mask.unsqueeze(-1)
-        step, k = step.masked_fill(padding, 0.0), k.masked_fill(padding, _NOTHING)
+        step, k = step.masked_fill(padding, 0.0), k.masked_fill(padding, _LOG_ZERO)
     numerator, denominator, largest = (None, None, None) if state is None else state.to(k.dtype).unbind(1)
     if largest is None:
         sequences = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        largest = k.new_full((sequences, k.shape[2]), _NOTHING)
+        largest = k.new_full((sequences, k.shape[2]), _LOG_ZERO)
     with torch.no_grad():
         m = _running_maximum(k, step, largest, cu_seqlens)
         m_before = previous(m, largest, cu_seqlens)
@@ -241,37 +241,37 @@ def _incoming_sums(
     m: Tensor,
     step: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of the previous ranks: a log weight [batch, length, channels], a numerator and a denominator.
+    """Return the incoming state of the local shard: a log weight [batch, length, channels], a numerator and a denominator.
 
-    As `models.operators.context_parallel.incoming_states`, with sums that are held relative to exp(m).
+    As `models.operators.context_parallel.incoming_states`, relative to exp(m).
     numerator, denominator, m: [batch, 1, channels] at the end of the local shard; step: [batch, length, channels].
     """
-    fallen = running_sum(step, 1)
-    total, none = fallen[:, -1:], m.new_full((), -_NOTHING)
+    decayed = running_sum(step, 1)
+    total, none = decayed[:, -1:], m.new_full((), -_LOG_ZERO)
     if segments is not None:
         total = torch.where(segments.from_left[-1], total, none)
     ranks = all_gather_states(group, numerator, denominator, m, total)
-    above, below, largest = zeros_with_grad(ranks[0][0]), zeros_with_grad(ranks[0][1]), torch.full_like(m, _NOTHING)
+    above, below, largest = zeros_with_grad(ranks[0][0]), zeros_with_grad(ranks[0][1]), torch.full_like(m, _LOG_ZERO)
     for numerator_, denominator_, m_, total_ in ranks[: group.index]:
         with torch.no_grad():
             larger = torch.maximum(largest - total_, m_)
-        kept, added = (largest - total_ - larger).exp(), (m_ - larger).exp()
-        above, below, largest = kept * above + added * numerator_, kept * below + added * denominator_, larger
-    before = torch.cat([torch.zeros_like(total), fallen[:, :-1]], 1)
+        decay, factor = (largest - total_ - larger).exp(), (m_ - larger).exp()
+        above, below, largest = decay * above + factor * numerator_, decay * below + factor * denominator_, larger
+    before = torch.cat([torch.zeros_like(total), decayed[:, :-1]], 1)
     if segments is not None:
         before = torch.where(segments.from_left[None, :, None], before, none)
     return largest - before, above, below
 
 
 def _running_maximum(k: Tensor, step: Tensor, largest: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """m_t = max(k_t, m_{t-1} - step_t) with m_0 = largest [batch or segments, channels], by doubling the reach."""
+    """Return m_t = max(k_t, m_{t-1} - step_t) with m_0 = largest [batch or segments, channels], in log2(length) steps."""
     if cu_seqlens is None:
-        m, fall = torch.maximum(k, previous(torch.full_like(k, _NOTHING), largest, None) - step), step
+        m, fall = torch.maximum(k, previous(torch.full_like(k, _LOG_ZERO), largest, None) - step), step
     else:
         segment, first = segment_starts(cu_seqlens, k.shape[1])
         first = first.unsqueeze(-1)
         m = torch.where(first, torch.maximum(k, largest[segment] - step), k)
-        fall = torch.where(first, -_NOTHING, step)
+        fall = torch.where(first, -_LOG_ZERO, step)
     reach = 1
     while reach < k.shape[1]:
         m = torch.cat([m[:, :reach], torch.maximum(m[:, reach:], m[:, :-reach] - fall[:, reach:])], 1)

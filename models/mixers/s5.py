@@ -18,13 +18,14 @@ from ..precision import to_accumulation_dtype
 
 @dataclass(frozen=True)
 class S5Options:
-    """Settings of the S5 mixer."""
+    """Hold the settings of the S5 mixer."""
 
-    state_size: int | None = field(default=None, metadata={"doc": "Complex states; null: model.hidden_size."})
-    min_radius: float = field(default=0.9, metadata={"doc": "Smallest |lambda| at the start."})
-    max_radius: float = field(default=0.999, metadata={"doc": "Largest |lambda| at the start."})
+    state_size: int | None = field(default=None, metadata={"doc": "Number of complex states; null: model.hidden_size."})
+    min_radius: float = field(default=0.9, metadata={"doc": "Smallest initial |lambda|."})
+    max_radius: float = field(default=0.999, metadata={"doc": "Largest initial |lambda|."})
     max_phase: float = field(
-        default=2 * pi, metadata={"doc": "Largest angle a token at the start; pi / 10 for long sequences."}
+        default=2 * pi,
+        metadata={"doc": "Largest initial angle of lambda, in radians per token; pi / 10 for long sequences."},
     )
 
     def __post_init__(self) -> None:
@@ -38,12 +39,12 @@ class S5Options:
 
 
 class S5(nn.Module):
-    """Smith et al. 2023, in the parametrisation of the LRU, Orvieto et al. 2023:
+    """Compute the layer of Smith et al. 2023, parametrised as the LRU of Orvieto et al. 2023.
 
-    h_t = lambda h_{t-1} + gamma B x_t; y_t = Re(C h_t); lambda = exp(-exp(nu) + i exp(theta)), gamma = exp(log_gamma),
-    sqrt(1 - |lambda|^2) at the start, lambda uniform on a ring. B and C are complex, stored as real matrices whose
-    rows (columns) are pairs of a real and an imaginary part; C's sign is taken up by its weights.
-    Left to the block: the skip D x_t, by the residual, and the nonlinearity after the layer, by the MLP.
+    h_t = lambda h_{t-1} + gamma B x_t; y_t = Re(C h_t); lambda = exp(-exp(nu) + i exp(theta)); gamma = exp(log_gamma).
+    Initially lambda is uniform on a ring and gamma = sqrt(1 - |lambda|^2). B and C are complex matrices, stored as real ones:
+    their rows (columns) are pairs of a real and an imaginary part. The sign of the imaginary part is part of C's weights.
+    The residual connection replaces the skip D x_t, and the MLP the nonlinearity after the layer.
     """
 
     Options = S5Options
@@ -63,7 +64,7 @@ class S5(nn.Module):
         size = config.hidden_size
         states = options.state_size or size
         self.b_proj = linear(config, size, 2 * states)
-        # Uniform in the area of the ring between the radii.
+        # Uniform over the area of the ring.
         low, high = options.min_radius**2, options.max_radius**2
         radius_squared = torch.empty(states).uniform_(low, high)
         self.nu = nn.Parameter((-0.5 * radius_squared.log()).log())
@@ -74,7 +75,7 @@ class S5(nn.Module):
 
     @staticmethod
     def check(config: ModelShape, options: S5Options) -> None:
-        """Raise ValueError if the heads, by which a layer is cut, do not divide the states."""
+        """Raise ValueError if model.num_heads, by which tensor parallelism splits, does not divide the states."""
         states = options.state_size or config.hidden_size
         require_divisor("model.num_heads", config.num_heads, "model.mixer_options.s5.state_size", states)
 
@@ -108,5 +109,5 @@ class S5(nn.Module):
         return (y, {"recurrent": torch.view_as_real(recurrent)}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: B, C, and one step of the complex recurrence."""
+        """Return forward FLOPs per token, two per multiply-add."""
         return 8 * self._size * self._states + 8 * self._states

@@ -19,30 +19,30 @@ from ..precision import to_accumulation_dtype
 
 @dataclass(frozen=True)
 class TransNormerOptions:
-    """Settings of the TransNormer mixer."""
+    """Hold the settings of the TransNormer mixer."""
 
     phase: Literal["all", "first", "none"] = field(
         default="all",
         metadata={
-            "doc": "Layers with the phase cos(theta (s - t)): all, or the first only, which the paper found faster."
+            "doc": "Layers with the phase cos(theta (s - t)): all, the first only (faster, as in the paper), or none."
         },
     )
     phase_base: float = field(default=10000.0, metadata={"doc": "Base of the initial theta, as in rotary positions."})
 
 
 class TransNormer(nn.Module):
-    """Gated linear attention of Qin et al. 2023, section 3 (LRPE-d, SimpleRMSNorm), phi = SiLU.
+    """Compute the gated linear attention of Qin et al. 2023, section 3 (LRPE-d, SimpleRMSNorm), phi = SiLU.
 
     a_st = sum_c phi(q_s)_c phi(k_t)_c lambda^(s-t) cos(theta_c (s - t)), lambda = exp(-8 h / heads (1 - layer / layers))
     with h and layer counted from 0; o_s = sum_(t <= s) a_st v_t; y = W_O(SimpleRMSNorm(o) * W_U x).
-    The cosine of a difference is a sum of two products, so the recurrence runs on keys [k cos, k sin] of twice the
-    width. theta is learned. The norm is taken a head at a time, so that heads stay independent.
+    cos(a - b) = cos a cos b + sin a sin b, so the recurrence has keys [k cos, k sin] of twice the width. theta is learned.
+    The norm averages one head, so that heads are independent.
     """
 
     Options = TransNormerOptions
     state_size: ClassVar[str] = "2 d^2 / heads float32 and a position; half without the phase"
     supports_context_parallel: ClassVar[bool] = True
-    # head_index is a buffer: the decay of a head follows from the head's number in the whole layer.
+    # head_index is a buffer: a head's decay depends on its number in the whole layer.
     tensor_parallel_plan: ClassVar[dict[str, str]] = {
         "q_proj": "column",
         "k_proj": "column",
@@ -67,7 +67,7 @@ class TransNormer(nn.Module):
         channel = torch.arange(self.head_dim).repeat(config.num_heads)
         has_phase = options.phase == "all" or (options.phase == "first" and layer_index == 0)
         self.theta = nn.Parameter(options.phase_base ** (-channel / self.head_dim)) if has_phase else None
-        # Integers, so that a cast of the module to 16 bits leaves the decays exact.
+        # Integers, so that the decays stay exact if the module is cast to 16 bits.
         self.register_buffer("head_index", head_numbers(config), persistent=False)
         self.rate = -8 / config.num_heads * (1 - layer_index / config.num_layers)
         self._size = size
@@ -109,7 +109,7 @@ class TransNormer(nn.Module):
         return (y, {"recurrent": recurrent, "position": end}) if return_state else y
 
     def flops_per_token(self, length: int) -> int:
-        """Return forward FLOPs per token, two per multiply-add: projections, and the recurrence in chunks of 64."""
+        """Return forward FLOPs per token, two per multiply-add, with the recurrence in chunks of 64 tokens."""
         dim_v = self.head_dim
         dim_k = dim_v if self.theta is None else 2 * dim_v
         recurrent = min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v

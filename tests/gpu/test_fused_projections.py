@@ -1,11 +1,11 @@
-"""Gradients of a fan-out's biases in 16 bits, which a product with ones sums."""
+"""Bias gradients of fused projections in 16 bits, which a matmul with ones computes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron_lite.parallel.fused_projections import fan_out
+from megatron_lite.parallel.fused_projections import project_inputs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_gradients_of_biases(dtype: torch.dtype, tokens: int) -> None:
     linears = [torch.nn.Linear(64, size, device="cuda", dtype=dtype) for size in (48, 1024)]
     x = torch.randn(1, tokens, 64, device="cuda", dtype=dtype)
-    outputs = fan_out(None, x, linears)
-    # A mean that a sum rounded on its way would lose.
+    outputs = project_inputs(None, x, linears)
+    # A sum that is rounded at every step loses the mean of 0.5.
     gradients = [(torch.randn_like(y, dtype=torch.float32) + 0.5).to(dtype) for y in outputs]
     torch.autograd.backward(outputs, gradients)
     for linear, gradient in zip(linears, gradients, strict=True):
-        wanted = gradient.flatten(0, -2).double().sum(0)
-        error = (linear.bias.grad.double() - wanted).norm() / wanted.norm()
+        expected = gradient.flatten(0, -2).double().sum(0)
+        error = (linear.bias.grad.double() - expected).norm() / expected.norm()
         assert error < {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]

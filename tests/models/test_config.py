@@ -29,15 +29,18 @@ SHAPE = {"vocab_size": 61, "num_layers": 3, "hidden_size": 48, "num_heads": 4}
         ({"init_std": float("nan")}, "model.init_std = nan: must be greater than 0"),
         ({"num_heads": 5}, "model.num_heads = 5 does not divide model.hidden_size = 48; nearest .* 4 or 6"),
         ({"num_heads": 100}, "model.num_heads = 100 does not divide .* 48$"),
-        ({"num_heads": 16}, "num_heads = 16 does not divide the key width of metala, .* = 24; nearest .* 12 or 24"),
-        ({"hidden_size": 49, "num_heads": 7}, "key width of metala"),
+        ({"num_heads": 16}, "num_heads = 16 does not divide key_dim of metala, .* = 24; nearest .* 12 or 24"),
+        ({"hidden_size": 49, "num_heads": 7}, "key_dim of metala"),
         ({"mlp": "relu"}, "model.mlp = 'relu': allowed are swiglu, gelu"),
         ({"norm": "batchnorm"}, "model.norm = 'batchnorm': allowed are layernorm, rmsnorm"),
         ({"positions": "rotary"}, "model.positions = 'rotary': allowed are none, learned"),
-        ({"positions": "learned"}, "model.max_positions = None with positions = learned: set the longest sequence"),
+        (
+            {"positions": "learned"},
+            "model.max_positions = None with positions = learned: set it to the longest sequence",
+        ),
         (
             {"max_positions": 128},
-            "model.max_positions = 128 with positions = none: leave it out, or positions = learned",
+            "model.max_positions = 128 with positions = none: leave it out, or set model.positions = learned",
         ),
         ({"positions": "learned", "max_positions": 0}, "model.max_positions = 0: must be at least 1"),
         (
@@ -51,7 +54,7 @@ SHAPE = {"vocab_size": 61, "num_layers": 3, "hidden_size": 48, "num_heads": 4}
         ({"mixer_options": {"atention": {}}}, "model.mixer_options: unknown mixer 'atention'; did you mean attention"),
         (
             {"mixer_options": {"attention": {}}},
-            "model.mixer_options.attention is set but model.mixers = .'metala'.*; without it: model.mixer_options.attention=null",
+            "attention is set, but model.mixers = .'metala'.*remove its options: model.mixer_options.attention=null",
         ),
         ({"mixer_options": {"metala": {"preste": "x"}}}, "metala.preste: unknown option; did you mean preset"),
         ({"mixer_options": {"metala": {"preset": "x"}}}, "metala.preset = 'x': allowed are released, paper"),

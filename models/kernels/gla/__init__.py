@@ -1,0 +1,1 @@
+"""Triton kernels of gated linear attention: `gla.py` launches them."""

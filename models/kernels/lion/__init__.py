@@ -1,0 +1,1 @@
+"""Triton kernels of bidirectional linear attention: `lion.py` launches them."""

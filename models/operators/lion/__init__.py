@@ -1,0 +1,1 @@
+"""Bidirectional linear attention: start with `bidirectional_attention.py`."""

@@ -1,0 +1,1 @@
+"""Elementwise recurrences: `linear_scan.py`, and Mamba's `selective_scan.py`."""

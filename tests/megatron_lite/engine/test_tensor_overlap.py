@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.schema import ParallelConfig
 from megatron_lite.engine.tensor_overlap import MicroBatchOverlap, overlap_parts
-from megatron_lite.parallel.fused_projections import fan_out
+from megatron_lite.parallel.fused_projections import project_inputs
 from megatron_lite.parallel.grid import init_grid
 from megatron_lite.parallel.tensor_parallel import TensorGroup
 
@@ -26,11 +26,11 @@ class TwoParts(nn.Module):
         return self.finish(*self.mix(x, mask))
 
     def mix(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        (y,) = fan_out(self._tensor, x, (self.first,))
+        (y,) = project_inputs(self._tensor, x, (self.first,))
         return x, self._tensor.leave(2 * y if mask is None else y * mask.unsqueeze(-1))
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
-        (y,) = fan_out(self._tensor, x + mixed, (self.second,))
+        (y,) = project_inputs(self._tensor, x + mixed, (self.second,))
         return mixed + self._tensor.leave(y / 2)
 
 

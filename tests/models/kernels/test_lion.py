@@ -141,7 +141,7 @@ def test_a_sequence_is_taken_whole_where_that_was_measured_right(
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_feature_map(device: str, form: str, phi: str, masked: bool) -> None:
     """In the operator's own node, and before it where padding is put in between."""
-    # What is printed is not always positive, and row sums may be next to nothing.
+    # The feature map as printed in the paper is not always positive: normalizers may be close to 0.
     arguments = {"phi": phi, "scaled": phi != "silu_paper"}
     if masked:
         arguments["mask"] = (torch.rand(2, 40, generator=torch.Generator().manual_seed(1)) > 0.3).to(device)

@@ -346,15 +346,15 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
         ("lion", {"phi": "relu"}, r"lion\.phi = 'relu': allowed are silu"),
         ("lion", {"half_life": 0}, r"lion\.half_life = 0: must be greater than 0"),
         ("lion", {"mask_convention": "shifted"}, r"causal = false"),
-        ("lion", {"phi": "none"}, r"row sums may be 0"),
-        ("lion", {"variant": "lstm", "scaled": False}, r"max\(\|row sum\|, 1\)"),
+        ("lion", {"phi": "none"}, r"normalizers may be 0"),
+        ("lion", {"variant": "lstm", "scaled": False}, r"max\(\|normalizer\|, 1\)"),
         ("metala_bidirectional", {"preset": "x"}, r"metala_bidirectional\.preset = 'x': allowed are released, paper"),
         ("metala_bidirectional", {"conv_kernel": 0}, r"metala_bidirectional\.conv_kernel = 0: must be at least 1"),
         ("normalised_attention", {"normaliser": "x"}, r"allowed are exp, softplus, sigmoid"),
         ("gla", {"low_rank": 0}, r"gla\.low_rank = 0: must be at least 1"),
         ("gla", {"temperature": 0}, r"gla\.temperature = 0: must be greater than 0"),
         ("gla", {"conv_kernel": -1}, r"gla\.conv_kernel = -1: must be at least 0"),
-        ("gla", {"expand_k": 0.3}, r"key width of gla, model\.hidden_size \* 0\.3 = 9\.6"),
+        ("gla", {"expand_k": 0.3}, r"key_dim of gla, model\.hidden_size \* 0\.3 = 9\.6"),
         ("metala", {"dynamic_decay": False}, r"key_projection = true"),
         ("metala", {"expand_k": 0}, r"metala\.expand_k = 0: must be greater than 0"),
         ("linear_attention", {"feature_map": "x"}, r"linear_attention\.feature_map = 'x': allowed are elu, taylor"),
@@ -363,7 +363,7 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
         ("transnormer", {"phase": "x"}, r"transnormer\.phase = 'x': allowed are all, first, none"),
     ],
 )
-def test_options_that_cannot_be(mixer: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(mixer: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build((mixer, options))
 

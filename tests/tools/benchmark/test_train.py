@@ -244,7 +244,7 @@ def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             "head",
             "cross entropy",
         ),
-        ("aten::addmm_", ("aten::addmm_", "_FanOutBackward"), "block.mixer", "matrix products"),
+        ("aten::addmm_", ("aten::addmm_", "_FusedProjectionsBackward"), "block.mixer", "matrix products"),
         ("chunk_gla_fwd_kernel_o", ("ChunkGLAFunction",), "block.mixer", "recurrence"),
         ("_backward", ("_ConvolutionBackward", "autograd::engine::evaluate_function: x"), "", "convolution"),
         ("_backward", ("_EpilogueBackward", "autograd::engine::evaluate_function: x"), "", "epilogue"),

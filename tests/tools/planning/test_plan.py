@@ -196,7 +196,7 @@ def test_kernels_that_were_imported_without_triton_refuse_to_launch():
         swiglu(torch.ones(2), torch.ones(2))
 
 
-def test_fan_outs_are_counted_as_the_engine_sets_them(monkeypatch):
+def test_fused_projections_are_counted_as_the_engine_sets_them(monkeypatch):
     joined = []
     monkeypatch.setattr(parallelize, "fuse_projections", lambda layer, tensor: joined.append(tensor))
     config = plan.read_config(SMALL, 1)
