@@ -7,7 +7,6 @@ import shlex
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 
 import eval as evaluation
