@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -18,16 +17,15 @@ import pytest
 import torch
 
 import eval as command
-from data.datasets.causal import SequentialDataset
 from tests.cli.conftest import ROOT, environment
 from tests.parity.launch import free_port
 from tools import convert_hf
 from tools.evaluation.harness import read_results
 from tools.evaluation.open_model import checkpoint_hash, locate_model, open_model
 from tools.evaluation.report import latex, suite_table
-from tools.evaluation.request import EvaluationRequest, TextRequest
+from tools.evaluation.request import EvaluationRequest
 from tools.evaluation.suites import read_suite, task_suite
-from tools.loading.model import load_located, load_model
+from tools.loading.model import load_model
 from tools.reporting.tables import plain_table
 
 BOTH = ["--suite", "superglue,commonsense", "--device", "cpu", "--max-length", "96"]
@@ -333,111 +331,3 @@ def test_two_processes_write_what_one_writes(trained_run, eval_data, evaluated, 
     assert one["task_hashes"] == two["task_hashes"]
     assert done.stdout.count("SuperGLUE") == 1
     assert not (tmp_path / "answers").exists()
-
-
-def test_loss_by_position(trained_run, tmp_path, capsys):
-    out = tmp_path / "results.json"
-    assert command.main([str(trained_run), "--by-position", "--out", str(out), "--device", "cpu"]) == 0
-    assert (tmp_path / "perplexity_by_position.png").is_file()
-    said = capsys.readouterr().out
-    assert re.search(r"validation: [\d.]+ bits per byte at positions 17 to 32, [\d.]+ from 33 to 128", said)
-    found = json.loads(out.read_text())["by_position"]["validation"]
-    bins = found["bins"]
-    assert bins[0]["from"] == 1
-    assert bins[-1]["to"] == 128
-    assert 33 in [b["from"] for b in bins]
-    assert all(a["to"] + 1 == b["from"] for a, b in itertools.pairwise(bins))
-
-
-@pytest.mark.parametrize("short", ["text", "length"])
-def test_positions_that_no_token_has_have_no_loss(trained_run, tmp_path, capsys, short):
-    """Not a loss of 0: the pieces end before the second half of the trained length."""
-    out, text = tmp_path / "results.json", tmp_path / "text.txt"
-    text.write_text("def alpha(beta):" if short == "text" else "def alpha(beta):\n" * 40)
-    words = ["--data", str(text), *(["--sequence-length", "16"] if short == "length" else [])]
-    assert command.main([str(trained_run), "--by-position", *words, "--out", str(out), "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert f"{text}: no token at positions 17 to 32: too short a text, or --sequence-length" in said
-    assert "0.0000" not in said
-    assert set(json.loads(out.read_text())["by_position"][str(text)]) == {"bins", "dtype"}
-
-
-def test_a_diverged_model_has_no_loss_rather_than_one_of_0(trained_run, tmp_path, monkeypatch, capsys):
-    """And its results are JSON, to which the next command adds."""
-
-    def diverged(*words, **more):
-        loaded = load_located(*words, **more)
-        loaded.model.head.norm.weight.data.fill_(float("nan"))
-        return loaded
-
-    monkeypatch.setattr("tools.evaluation.texts.load_located", diverged)
-    out = tmp_path / "results.json"
-    for words in ([], ["--by-position"]):
-        assert command.main([str(trained_run), *words, "--out", str(out), "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert "validation: nan bits per byte at positions 17 to 32, nan from 33 to 128\n" in said
-    content = json.loads(out.read_text(), parse_constant=pytest.fail)
-    assert content["results"]["perplexity"]["validation"]["loss"] is None
-    found = content["by_position"]["validation"]
-    assert {found["within"], found["beyond"], *(b["loss"] for b in found["bins"])} == {None}
-
-
-def test_loss_by_position_sums_to_the_perplexity(trained_run):
-    from tools.evaluation.loss_by_position import loss_by_position
-    from tools.evaluation.perplexity import perplexity, validation_text
-
-    loaded = load_model(trained_run, device="cpu")
-    text = validation_text(loaded)
-    found = loss_by_position(loaded, text, length=48, progress=False)
-    whole = perplexity(loaded, text, sequence_length=48, progress=False)
-    total = float(np.nansum(found.nll * found.tokens))
-    assert total / found.tokens.sum() == pytest.approx(whole["loss"], rel=1e-6)
-    assert found.mean(1, 48) == pytest.approx(whole["bits_per_byte"], rel=1e-6)
-
-
-def test_changes_of_pieces_are_formed_from_their_tokens(trained_run):
-    """Whole pieces, one that ends a little beyond the trained length, and one that does not reach it."""
-    from tools.evaluation.loss_by_position import loss_by_position, token_nll
-    from tools.evaluation.perplexity import validation_text
-
-    loaded = load_model(trained_run, device="cpu")
-    text = validation_text(loaded)
-    tokens = SequentialDataset(text.prefix, sequence_length=1 << 20, first_token=0).num_tokens
-    length = next(n for n in range(40, 200) if 32 < tokens % n < n - 3)
-    pieces = SequentialDataset(text.prefix, sequence_length=length, first_token=loaded.tokenizer.end_of_document_id)
-    expected = []
-    for piece in (pieces[i] for i in range(len(pieces))):
-        real = int((piece["loss_weight"] > 0).sum())
-        with torch.no_grad():
-            nll = token_nll(loaded.model, piece["tokens"][None], piece["labels"][None])[0, :real]
-        expected.append((nll[32:].mean() - nll[16:32].mean()).item())
-    assert loaded.config["batch"]["sequence_length"] == 32
-    assert real == tokens % length
-    found = loss_by_position(loaded, text, length=length, progress=False)
-    assert found.changes == pytest.approx(expected, abs=1e-6)
-    length = next(n for n in range(40, 400) if 0 < tokens % n < 32)
-    assert len(loss_by_position(loaded, text, length=length, progress=False).changes) == tokens // length
-
-
-@pytest.mark.parametrize(
-    ("changes", "verdict"), [((-1.0, -0.9), "falls on"), ((-1.0, 0.9), "stays level"), ((1.0, 0.9), "rises")]
-)
-def test_what_the_text_does_is_said_beyond_two_errors_alone(tmp_path, monkeypatch, capsys, changes, verdict):
-    from tools.evaluation import loss_by_position as positions
-
-    found = positions.LossByPosition("t", np.ones(8), np.full(8, 2), 1.0, 4, np.array(changes))
-    monkeypatch.setattr(positions, "loss_by_position", lambda *_, **__: found)
-    loaded = Namespace(config={"batch": {"sequence_length": 4}}, run=tmp_path)
-    positions.run_positions(loaded, [None], TextRequest(sequence_length=8), tmp_path / "positions.png")
-    assert f": it {verdict} (" in capsys.readouterr().out
-
-
-def test_what_the_text_does_beyond_the_trained_length_is_said_with_its_error():
-    from tools.evaluation.loss_by_position import LossByPosition
-
-    nll = np.array([3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0])
-    found = LossByPosition("t", nll, np.full(8, 5), 2.0, 4, np.array([-1.0, -1.2, -0.8, -1.0, -1.0]))
-    change, error = found.change or (0.0, 0.0)
-    assert change == pytest.approx(-1.0 / np.log(2) / 2)
-    assert error == pytest.approx(np.std([-1.0, -1.2, -0.8, -1.0, -1.0], ddof=1) / np.sqrt(5) / np.log(2) / 2)
-    assert [b["loss"] for b in found.bins(4)][-1] == 1.0
