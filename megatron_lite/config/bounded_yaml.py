@@ -1,30 +1,30 @@
-"""YAML whose aliases do not multiply: a short text can stand for more values than memory holds."""
+"""Load YAML with a bound on the values after alias expansion, so that a short file cannot exhaust memory."""
 
 from __future__ import annotations
 
 import yaml
 
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """YAML's safe loader, which refuses a document of more than `MOST_VALUES` values, aliases counted in full."""
+    """Load YAML safely and refuse a document of more than `MAX_VALUES` values, with aliases expanded."""
 
     def get_single_node(self) -> yaml.Node | None:
-        """Return the document. Raises yaml.YAMLError, also for too many values, deep nesting, or an alias that holds itself."""
+        """Return the root node. Raises yaml.YAMLError for bad syntax, too many values, deep nesting and cyclic aliases."""
         try:
             node = super().get_single_node()
             count = 0 if node is None else _count(node, {})
         except RecursionError:
             raise yaml.constructor.ConstructorError(None, None, "sections nested too deeply", None) from None
-        if node is not None and count > MOST_VALUES:
-            words = f"its aliases stand for more than {MOST_VALUES:,} values"
+        if node is not None and count > MAX_VALUES:
+            words = f"its aliases expand to more than {MAX_VALUES:,} values"
             raise yaml.constructor.ConstructorError(None, None, words, node.start_mark)
         return node
 
 
 def _count(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Values below a node and itself, those of an alias at each of its places."""
+    """Return the number of values of a node, itself included. An alias counts at every place that uses it."""
     if id(node) not in known:
         known[id(node)] = None
         inner = []

@@ -1,7 +1,7 @@
-"""What the keys of a configuration owe one another: values that follow from others, and combinations that cannot run.
+"""Derive the values that follow from other keys, and check combinations of keys.
 
-`derived_values` works on the raw tree, before its types are checked, and leaves alone what it cannot use.
-`problems_of` works on a finished `Config`.
+`derived_values` works on the raw tree, before types are checked, and ignores values of wrong types. `problems_of` checks a
+finished `Config`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EQUATION = "global_batch_size = micro_batch_size x gradient_accumulation_steps x
 
 @dataclass(frozen=True)
 class Problem:
-    """A key and what is wrong with it, in words that follow the key."""
+    """A key and what is wrong with it, as text to print after the key."""
 
     path: KeyPath
     text: str
@@ -40,16 +40,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Derived:
-    """A value that follows from others, and how."""
+    """A value that follows from other keys, and the name of these keys."""
 
     value: Any
     reason: str
 
 
 def derived_values(tree: Mapping[str, Any], world_size: int) -> tuple[dict[KeyPath, Derived], list[Problem]]:
-    """The keys that `tree` leaves open and that follow from the rest, and what has no solution.
+    """Return the derived values of keys that `tree` does not set, and the problems for which no value exists.
 
-    world_size: processes of the run; those of one data rank read the same samples.
+    world_size: number of processes of the run.
     """
     derived: dict[KeyPath, Derived] = {}
 
@@ -96,16 +96,16 @@ def derived_values(tree: Mapping[str, Any], world_size: int) -> tuple[dict[KeyPa
             micro = given("batch", "micro_batch_size")
             if micro is None and ("batch", "micro_batch_size") in derived:
                 micro = derived["batch", "micro_batch_size"].value
-            against = _against_overlap({**(tree.get("parallel") or {}), **sizes}, micro)
+            conflict = _overlap_conflict({**(tree.get("parallel") or {}), **sizes}, micro)
             if not given("parallel", "cuda_graph"):
-                against = "parallel.cuda_graph = false"
-            reason = against or "parallel.cuda_graph, parallel.tensor and an even micro batch"
-            derived["parallel", "tensor_overlap"] = Derived(not against, reason)
+                conflict = "parallel.cuda_graph = false"
+            reason = conflict or "parallel.cuda_graph, parallel.tensor and an even micro-batch size"
+            derived["parallel", "tensor_overlap"] = Derived(not conflict, reason)
     return derived, problems
 
 
 def problems_of(config: Config[Any]) -> Iterator[Problem]:
-    """Combinations of legal values that cannot run."""
+    """Yield the combinations of valid values that cannot run."""
     schedule, checkpoint = config.schedule, config.checkpoint
     if schedule.warmup_steps > schedule.train_steps:
         text = f"= {schedule.warmup_steps}: at most schedule.train_steps = {schedule.train_steps} is allowed"
@@ -114,7 +114,7 @@ def problems_of(config: Config[Any]) -> Iterator[Problem]:
         text = f"= {schedule.decay_steps}: at least schedule.warmup_steps = {schedule.warmup_steps} is allowed"
         yield Problem(("schedule", "decay_steps"), text)
     elif schedule.kind == "wsd" and (
-        # Rounded as `schedule.learning_rate` does: 10 of 100 steps of warmup do go with a fraction of 0.9.
+        # Rounded as in `schedule.learning_rate`: 10 warmup steps of 100 allow a fraction of 0.9.
         round(schedule.wsd_decay_fraction * schedule.decay_steps) > schedule.decay_steps - schedule.warmup_steps
     ):
         most = math.floor((1 - schedule.warmup_steps / schedule.decay_steps) * 1000 + 1e-6) / 1000
@@ -147,42 +147,47 @@ def _layout_problems(config: Config[Any]) -> Iterator[Problem]:
     parallel, length = config.parallel, config.batch.sequence_length
     recomputed = parallel.activation_checkpointing
     if recomputed.others != "none" and recomputed.every == 1:
-        text = f"= {recomputed.others} with every = 1, which leaves no others: set every, or mode={recomputed.others} for all"
+        text = (
+            f"= {recomputed.others} with every = 1, so there are no other blocks: set every, or mode={recomputed.others}"
+            " for all"
+        )
         yield Problem(("parallel", "activation_checkpointing", "others"), text)
     if parallel.pipeline > 1 and parallel.zero_stage > 1:
         yield Problem(
             ("parallel", "zero_stage"),
-            f"= {parallel.zero_stage} does not run with parallel.pipeline = {parallel.pipeline}, whose stages keep "
-            "gradients over many micro batches: 0 and 1 are allowed, or parallel.pipeline = 1",
+            f"= {parallel.zero_stage} is not supported with parallel.pipeline = {parallel.pipeline}, whose stages keep "
+            "gradients over many micro-batches: 0 and 1 are allowed, or parallel.pipeline = 1",
         )
-    against = _against_overlap(parallel.model_dump(), config.batch.micro_batch_size)
-    if parallel.tensor_overlap and against:
-        yield Problem(("parallel", "tensor_overlap"), f"= true does not go with {against}: set it to false, or to null")
-    against = _against_graphs(config)
-    if parallel.cuda_graph and against:
-        yield Problem(("parallel", "cuda_graph"), f"= true does not go with {against}: set it to false")
-    wanted = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
+    conflict = _overlap_conflict(parallel.model_dump(), config.batch.micro_batch_size)
+    if parallel.tensor_overlap and conflict:
+        yield Problem(
+            ("parallel", "tensor_overlap"), f"= true is not supported with {conflict}: set it to false, or to null"
+        )
+    conflict = _cuda_graph_conflict(config)
+    if parallel.cuda_graph and conflict:
+        yield Problem(("parallel", "cuda_graph"), f"= true is not supported with {conflict}: set it to false")
+    requested = Layout(parallel.tensor, parallel.pipeline, parallel.context, parallel.sequence_parallel)
     limits = limits_of(config.model, length)
-    found = list(layout_problems(wanted, limits))
-    for index, (key, text) in enumerate(found):
-        if index == len(found) - 1:
-            near = nearest_layouts(wanted, config.batch.data_ranks * parallel.model_ranks, limits)
+    unsupported = list(layout_problems(requested, limits))
+    for index, (key, text) in enumerate(unsupported):
+        if index == len(unsupported) - 1:
+            near = nearest_layouts(requested, config.batch.data_ranks * parallel.model_ranks, limits)
             text += f"; nearest legal layouts: {' or '.join(map(str, near))}"
         yield Problem(("parallel", key), text)
 
 
-def _against_overlap(parallel: Mapping[str, Any], micro_batch_size: Any) -> str:
-    """The key and value against which a micro batch cannot be worked on in two halves; empty where it can."""
+def _overlap_conflict(parallel: Mapping[str, Any], micro_batch_size: Any) -> str:
+    """Return the key and value that rule out tensor-parallel overlap; empty if it is supported."""
     values = {"tensor": 1, "context": 1, "zero_stage": 1, "sequence_parallel": False, "compile": False}
     values |= {key: parallel[key] for key in values if parallel.get(key) is not None}
-    against = {
+    conflicts = {
         "tensor": values["tensor"] == 1,
         "context": values["context"] != 1,
         "zero_stage": values["zero_stage"] == 3,
         "sequence_parallel": values["sequence_parallel"],
         "compile": values["compile"],
     }
-    for key, bad in against.items():
+    for key, bad in conflicts.items():
         if bad:
             return f"parallel.{key} = {str(values[key]).lower()}"
     return (
@@ -192,29 +197,32 @@ def _against_overlap(parallel: Mapping[str, Any], micro_batch_size: Any) -> str:
     )
 
 
-def _against_graphs(config: Config[Any]) -> str:
-    """The key and value with which blocks cannot be recorded; empty where they can."""
+def _cuda_graph_conflict(config: Config[Any]) -> str:
+    """Return the key and value that rule out CUDA graphs; empty if they are supported."""
     parallel = config.parallel
-    against = {
-        f"parallel.pipeline = {parallel.pipeline}, which has several micro batches in flight": parallel.pipeline > 1,
+    conflicts = {
+        f"parallel.pipeline = {parallel.pipeline}, which has several micro-batches in flight": parallel.pipeline > 1,
         f"parallel.context = {parallel.context}": parallel.context > 1,
         "parallel.zero_stage = 3, which moves the weights": parallel.zero_stage == 3,
         "parallel.compile = true": parallel.compile,
         "run.device = cpu": config.run.device == "cpu",
     }
-    return next((text for text, bad in against.items() if bad), "")
+    return next((text for text, bad in conflicts.items() if bad), "")
 
 
 def _does_not_divide(sizes: Mapping[str, int], world_size: int, model: Mapping[str, Any], length: Any) -> Problem:
-    """model, length: as they were given; what of them is a number bounds the layouts that are named instead."""
+    """Return the problem of a world size that the model ranks do not divide, with the nearest layouts.
+
+    model, length: raw values of the configuration; their numbers limit the layouts.
+    """
     product = math.prod(sizes.values())
     named = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
-    wanted = Layout(sizes.get("tensor", 1), sizes.get("pipeline", 1), sizes.get("context", 1))
+    requested = Layout(sizes.get("tensor", 1), sizes.get("pipeline", 1), sizes.get("context", 1))
     cut_sizes = {key: model[key] for key in ("num_heads", "intermediate_size", "vocab_size") if _count(model.get(key))}
     layers: Any = model.get("num_layers")
-    refused = "" if wanted.context > 1 else "not asked for"
+    refused = "" if requested.context > 1 else "not asked for"
     limits = Limits(cut_sizes, layers if _count(layers) else 1, length if _count(length) else 1 << 30, refused)
-    near = nearest_layouts(wanted, world_size, limits)
+    near = nearest_layouts(requested, world_size, limits)
     return Problem(
         ("parallel",),
         f"{named} = {product} processes hold one copy of the model: the run must have a multiple of {product}, and "
@@ -224,7 +232,7 @@ def _does_not_divide(sizes: Mapping[str, int], world_size: int, model: Mapping[s
 
 
 def _solve_batch(given: Mapping[str, Any], ranks: int, *, where: str) -> dict[KeyPath, Derived] | Problem:
-    """The open one of the three batch sizes; nothing where one has a wrong type, which is reported elsewhere."""
+    """Return the missing one of the three batch sizes. Return {} if one has a wrong type, which is reported elsewhere."""
     known = {key: value for key, value in given.items() if value is not None}
     if not all(map(_count, known.values())):
         return {}
@@ -269,15 +277,15 @@ def _count(value: Any) -> bool:
 
 
 def _data_problems(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key, problem) of the sections `data` and `batch`, among themselves and with the model."""
+    """Yield (key, problem) of the sections `data` and `batch`, also in combination with the model."""
     data = config.data
     if data.corpus is None and not data.train_files:
-        yield ("data",), "has no text: give data.corpus (stdlib, or files) or data.train (a token file)"
+        yield ("data",), "has no text: set data.corpus (stdlib, or files) or data.train (a token file)"
     if data.corpus is not None and data.train is not None:
         yield ("data", "corpus"), "and data.train both given: one of them is allowed; set the other to null"
     for key in ("validation", "test"):
         if getattr(data, key) is not None and data.train is None:
-            yield ("data", key), "is a token file, which goes with data.train, not with data.corpus"
+            yield ("data", key), "is a token file, which requires data.train instead of data.corpus"
     yield from _tokenizer(config)
     yield from _blend(data)
     yield from _ramp(config.batch)
@@ -288,7 +296,7 @@ def _tokenizer(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
     tokenizer = config.data.tokenizer
     path = ("data", "tokenizer", "path")
     if tokenizer.type == "bytes" and tokenizer.path is not None:
-        yield path, f"= {tokenizer.path}: the tokenizer bytes has no file, leave it out"
+        yield path, f"= {tokenizer.path}: the tokenizer bytes has no file; remove this key"
     if tokenizer.path is None and tokenizer.type in ("hf", "wordpiece"):
         yield path, f"is missing: name the file of data.tokenizer.type = {tokenizer.type}"
     if tokenizer.path is None and tokenizer.type == "sentencepiece":
@@ -304,13 +312,16 @@ def _blend(data: DataConfig) -> Iterator[tuple[KeyPath, str]]:
     if data.blend.by == "weights" and weights is None:
         yield key, "is missing: data.blend.by = weights needs one for each file of data.train"
     elif weights is not None and data.blend.by != "weights":
-        yield key, f"goes with data.blend.by = weights, not with {data.blend.by}"
+        yield (
+            key,
+            f"requires data.blend.by = weights, but it is {data.blend.by}; set data.blend.by=weights, or remove the weights",
+        )
     elif weights is not None and len(weights) != len(files):
-        yield key, f"= {list(weights)}: one for each of the {len(files)} files of data.train is allowed"
+        yield key, f"= {list(weights)}: one weight per file of data.train is required, {len(files)} in all"
     if data.objective == "masked" and len(files) > 1:
         yield (
             ("data", "train"),
-            f"= {list(files)}: one file is allowed with data.objective = masked; preprocess them together",
+            f"= {list(files)}: one file is allowed with data.objective = masked; preprocess the files together into one",
         )
 
 
@@ -332,7 +343,8 @@ def _ramp(batch: BatchConfig) -> Iterator[tuple[KeyPath, str]]:
         yield (*key, "start"), f"= {ramp.start}: at most batch.global_batch_size = {batch.global_batch_size} is allowed"
     elif (batch.global_batch_size - ramp.start) % ramp.increment:
         text = (
-            f"= {ramp.increment} does not lead from {ramp.start} to batch.global_batch_size = {batch.global_batch_size}"
+            f"= {ramp.increment} does not divide batch.global_batch_size - batch.ramp.start ="
+            f" {batch.global_batch_size - ramp.start}"
         )
         yield (*key, "increment"), text
 
@@ -340,21 +352,21 @@ def _ramp(batch: BatchConfig) -> Iterator[tuple[KeyPath, str]]:
 def _samples(config: Config[Any]) -> Iterator[tuple[KeyPath, str]]:
     data = config.data
     if hasattr(config.model, "bidirectional_mixers"):
-        two_sided, mixers = config.model.bidirectional_mixers(), ", ".join(dict.fromkeys(config.model.mixers))
-        if data.objective == "causal" and two_sided:
+        bidirectional, mixers = config.model.bidirectional_mixers(), ", ".join(dict.fromkeys(config.model.mixers))
+        if data.objective == "causal" and bidirectional:
             yield (
                 ("data", "objective"),
-                f"= causal: {', '.join(two_sided)} sees the token that is to be predicted; masked is allowed, or the "
-                "mixer's option causal = true",
+                f"= causal: {', '.join(bidirectional)} sees the token that is to be predicted; set masked, or the "
+                "option causal = true of the mixer",
             )
-        if data.objective == "masked" and not two_sided:
+        if data.objective == "masked" and not bidirectional:
             yield (
                 ("data", "objective"),
-                f"= masked: {mixers} sees nothing of what follows a hidden token; causal is allowed, or a mixer that sees "
-                "both sides (the option causal = false, docs/reference/mixers.md)",
+                f"= masked: {mixers} is causal and does not see the tokens after a masked token; set causal, or choose a "
+                "bidirectional mixer (option causal = false, docs/reference/mixers.md)",
             )
     if data.objective == "masked" and data.masked.layout == "padded" and data.reset_at_documents:
-        text = "= true: padded rows hold one document each; it goes with data.masked.layout = packed"
+        text = "= true: padded rows hold one document each; set it to false, or data.masked.layout = packed"
         yield ("data", "reset_at_documents"), text
     if data.objective == "masked" and data.mask_boundaries:
-        yield ("data", "mask_boundaries"), "= true goes with data.objective = causal"
+        yield ("data", "mask_boundaries"), "= true requires data.objective = causal; set it to false"

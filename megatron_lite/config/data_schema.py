@@ -10,7 +10,7 @@ from megatron_lite.config.section import Section, Text
 
 
 class TokenizerConfig(Section):
-    """What turns text into token ids."""
+    """The tokenizer, which converts text to token ids."""
 
     type: Literal["sentencepiece", "hf", "wordpiece", "bytes"] = Field(
         default="sentencepiece",
@@ -18,98 +18,106 @@ class TokenizerConfig(Section):
         "`vocab.txt`; bytes: no file.",
     )
     path: Text | None = Field(
-        default=None, description="The tokenizer's file. Empty with sentencepiece: trained on `data.corpus` and cached."
+        default=None,
+        description="File of the tokenizer. null with sentencepiece: a model is trained on `data.corpus` and cached.",
     )
     vocab_size: int = Field(
         default=4096,
         ge=264,
-        description="Entries of a SentencePiece model trained here; a tokenizer from a file has its own.",
+        description="Entries of a SentencePiece model trained here. A tokenizer from a file has its own size.",
     )
 
 
 class BlendConfig(Section):
-    """How often each of several token files is taken: in proportion to (weight, tokens or documents)^(1 / temperature)."""
+    """Sampling ratio of several token files: in proportion to (weight, tokens or documents)^(1 / temperature)."""
 
     by: Literal["tokens", "documents", "weights"] = Field(
-        default="tokens", description="What the shares follow: what the files hold, or `weights`."
+        default="tokens", description="Ratio by number of tokens, by number of documents, or by `weights`."
     )
     weights: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(
-        default=None, description="One for each file of `data.train`, with `by: weights`; any positive numbers."
+        default=None, description="One positive number per file of `data.train`; requires `by: weights`."
     )
-    temperature: float = Field(default=1.0, gt=0, description="Above 1 evens the shares out, 1 leaves them.")
+    temperature: float = Field(default=1.0, gt=0, description="1 keeps the ratios; above 1 makes them more even.")
 
 
 class MaskedConfig(Section):
     """Samples of a masked language model (`data.objective: masked`)."""
 
-    rate: float = Field(default=0.30, gt=0, lt=1, description="Share of the tokens to be found, in training.")
-    validation_rate: float = Field(default=0.15, gt=0, lt=1, description="The same in validation.")
-    whole_word: bool = Field(default=False, description="Choose whole words instead of tokens.")
+    rate: float = Field(default=0.30, gt=0, lt=1, description="Fraction of the tokens to be predicted, in training.")
+    validation_rate: float = Field(
+        default=0.15, gt=0, lt=1, description="Fraction of the tokens to be predicted, in validation."
+    )
+    whole_word: bool = Field(default=False, description="Mask whole words instead of single tokens.")
     layout: Literal["padded", "packed"] = Field(
         default="padded",
-        description="padded: a document a row, longer ones in several; packed: rows cut from one stream of documents.",
+        description="padded: one document per row, long documents in several rows; packed: rows cut from one stream"
+        " of documents.",
     )
 
 
 class DataConfig(Section):
-    """The training and validation text: a raw `corpus`, or token files that were prepared (`train`)."""
+    """Training and validation text: a raw `corpus`, or prepared token files (`train`)."""
 
     corpus: Text | tuple[Text, ...] | None = Field(
         default=None,
-        description="Raw text, prepared and cached at the start: `stdlib` (the Python standard library), a file, folder, "
-        "glob (.txt, .jsonl, .json, .parquet; plain, .gz or .zst), a saved Hugging Face data set or "
+        description="Raw text, tokenised and cached at the start: `stdlib` (the Python standard library), a file, a folder, "
+        "a glob (.txt, .jsonl, .json, .parquet; plain, .gz or .zst), a saved Hugging Face data set or "
         "`hf:NAME[:CONFIGURATION][:SPLIT]`, or a list of them.",
     )
     train: Text | tuple[Text, ...] | None = Field(
         default=None,
-        description="Prefix of a `.bin`/`.idx` pair of training tokens, without the extension, or a list of them; instead "
-        "of `corpus`.",
+        description="Prefix of a `.bin`/`.idx` pair of training tokens, without the extension, or a list of prefixes. Excludes "
+        "`corpus`.",
     )
     blend: BlendConfig = Field(default=BlendConfig(), description=BlendConfig.__doc__)
     validation: Text | None = Field(
-        default=None, description="Prefix of a pair of validation tokens; goes with `train`."
+        default=None, description="Prefix of a `.bin`/`.idx` pair of validation tokens; requires `train`."
     )
-    test: Text | None = Field(default=None, description="The same for the final test; goes with `train`.")
-    text_key: Text = Field(default="text", description="Key of the text in JSON lines.")
+    test: Text | None = Field(
+        default=None, description="Prefix of a `.bin`/`.idx` pair for the final test; requires `train`."
+    )
+    text_key: Text = Field(default="text", description="Key of the text in JSON lines, or column in parquet.")
     source_key: Text = Field(
         default="meta.pile_set_name",
-        description="Where a record of `corpus` names its source, with dots into inner objects; the Pile's.",
+        description="Key of the source of a record of `corpus`; dots address inner objects. Default: the key of the Pile.",
     )
     validation_fraction: float = Field(
         default=0.02,
         ge=0,
         lt=1,
-        description="Share of the documents of `corpus` held out for validation, chosen by hash.",
+        description="Fraction of the documents of `corpus` held out for validation, selected by hash.",
     )
     objective: Literal["causal", "masked"] = Field(
-        default="causal", description="causal: the next token; masked: masked tokens, for bidirectional mixers."
+        default="causal",
+        description="causal: predict the next token; masked: predict masked tokens, with bidirectional mixers.",
     )
     order: Literal["neox", "reshuffle"] = Field(
         default="neox",
-        description="neox: GPT-NeoX's order, one shuffle over all epochs; reshuffle: every epoch by itself, so that a "
-        "longer run begins like the shorter one.",
+        description="Order of the samples. neox: one shuffle over all epochs, as GPT-NeoX; reshuffle: one shuffle per"
+        " epoch, so that a "
+        "longer run begins with the samples of a shorter one.",
     )
     reset_at_documents: bool = Field(
         default=False,
-        description="Nothing crosses from one document into the next: states and convolutions start anew.",
+        description="Reset recurrent states, convolutions and attention at document boundaries.",
     )
     mask_boundaries: bool = Field(
         default=False,
-        description="The first token of a document is not predicted from the end of the one before it (GPT-NeoX's "
-        "eod_mask_loss). Validation counts it.",
+        description="Exclude the first token of each document from the training loss (GPT-NeoX's eod_mask_loss). "
+        "Validation includes it.",
     )
     masked: MaskedConfig = Field(default=MaskedConfig(), description=MaskedConfig.__doc__)
     cache_directory: Text = Field(
-        default="runs/cache", description="Folder of prepared corpora, tokenizers and sample indices."
+        default="runs/cache", description="Folder of cached corpora, tokenizers and sample indices."
     )
-    tokenizer: TokenizerConfig = Field(default=TokenizerConfig(), description="What turns text into token ids.")
+    tokenizer: TokenizerConfig = Field(default=TokenizerConfig(), description=TokenizerConfig.__doc__)
 
     @property
     def train_files(self) -> tuple[str, ...]:
-        """`train` as a list."""
+        """Return `train` as a tuple of prefixes."""
         return (self.train,) if isinstance(self.train, str) else self.train or ()
 
     @property
     def predicted_fraction(self) -> float:
-        """Expected share of a training batch's tokens at which a token is to be predicted."""
+        """Return the expected fraction of the positions of a training batch that have a label."""
         return self.masked.rate if self.objective == "masked" else 1.0

@@ -1,7 +1,7 @@
-"""Reads the schema back: which keys a section has, and what each allows, in words.
+"""Describe the keys of a configuration section in words: type, default, allowed values, meaning.
 
-A section is a pydantic model or a standard dataclass (the model's). Both the error messages and the generated
-reference read keys through here, so they agree.
+A section is a pydantic model or a standard dataclass (the section `model`). Error messages and the generated reference
+both use this module, so they agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of a section: its type, default (`REQUIRED` where there is none), allowed values and meaning."""
+    """One key of a section: its type, default (`REQUIRED` if there is none), allowed values and description."""
 
     annotation: Any
     default: Any
@@ -38,7 +38,7 @@ class Key:
 
     @property
     def section(self) -> type | None:
-        """The type of the keys below, where this key is a section."""
+        """Return the type of the section that this key holds; None if it holds a value."""
         kind = self.annotation
         return (
             kind if isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)) else None
@@ -46,7 +46,7 @@ class Key:
 
     @property
     def entry(self) -> Key | None:
-        """What each value of a mapping with free names is; None for any other key."""
+        """Return the key that describes each value of a mapping with free names; None for any other key."""
         if get_origin(self.annotation) is not dict:
             return None
         kind = get_args(self.annotation)[1]
@@ -54,12 +54,12 @@ class Key:
 
     @property
     def nullable(self) -> bool:
-        """Whether null is a value of its own."""
+        """Return whether null is an allowed value."""
         return self.annotation is Any or type(None) in get_args(self.annotation)
 
 
 def keys_of(section: type) -> dict[str, Key]:
-    """The keys of a section (a pydantic model or a dataclass), in the order of their definition."""
+    """Return the keys of a section (a pydantic model or a dataclass) in definition order."""
     if issubclass(section, BaseModel):
         return {name: _pydantic_key(info) for name, info in section.model_fields.items()}
     hints = typing.get_type_hints(section, include_extras=True)
@@ -68,7 +68,7 @@ def keys_of(section: type) -> dict[str, Key]:
 
 
 def leaves(section: type, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
-    """Path and key of everything below a section that is not a section itself."""
+    """Yield (path, key) of every value below a section, at any depth."""
     for name, key in keys_of(section).items():
         if key.section:
             yield from leaves(key.section, (*above, name))
@@ -77,7 +77,7 @@ def leaves(section: type, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def allowed_values(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
-    """What an annotation allows, in words: "whole number >= 1", "one of auto, cpu, cuda"."""
+    """Return what an annotation allows, in words: "whole number >= 1", "one of auto, cpu, cuda"."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = [part for extra in arguments[1:] for part in getattr(extra, "metadata", [extra])]

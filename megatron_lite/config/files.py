@@ -1,6 +1,6 @@
-"""Where a configuration is written: YAML files, their includes, and `key.sub=value` overrides, merged into one tree.
+"""Merge YAML files, their includes and `key.sub=value` overrides into one tree.
 
-Every value remembers its origin (`configs/default.yml:12`), so that an error or `--print-config` can name it.
+The origin of every value (`configs/default.yml:12`) is kept for error messages and `--print-config`.
 
 YAML is read by the core schema of YAML 1.2: `3e-4` is a number, `100_000` too, and only `true` and `false` are
 booleans (`no` and `off` are text).
@@ -25,7 +25,7 @@ KeyPath = tuple[str, ...]
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. `problems` holds one line each; the message is ready for a person."""
+    """Report a configuration that cannot run. `problems` holds one line per problem; the message lists them all."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -35,37 +35,37 @@ class ConfigError(ValueError):
 
 @dataclass
 class Sources:
-    """The merged tree, the origin of each of its keys, and what could not be read."""
+    """Hold the merged tree, the origin of each key, and one line per problem."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def origin(self, path: KeyPath) -> str | None:
-        """Origin of a key, or else of the nearest section above it that was written, or of the first key below it."""
+        """Return the origin of a key, or else of the nearest section above it, or else of the first key below it."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
                 return self.origins[path[:end]]
         return next((origin for known, origin in self.origins.items() if known[: len(path)] == path), None)
 
     def get(self, path: KeyPath) -> Any:
-        """Value of a key; None where it is not given."""
+        """Return the value of a key; None if it is not set."""
         node: Any = self.tree
         for name in path:
             node = node.get(name) if isinstance(node, dict) else None
         return node
 
     def set(self, path: KeyPath, value: Any, origin: str) -> None:
-        """Write a value: a mapping is merged into the one that stands there, anything else replaces it."""
+        """Set a value. A mapping is merged into an existing mapping; any other value replaces the existing one."""
         above = self.tree
         for depth, name in enumerate(path[:-1], start=1):
             if not isinstance(above.get(name), dict):
-                self._forget(path[:depth])
+                self._remove_origins(path[:depth])
                 above[name] = {}
             above = above[name]
         self.origins[path] = origin
         if not isinstance(value, dict):
-            self._forget(path)
+            self._remove_origins(path)
             self.origins[path] = origin
             above[path[-1]] = value
             return
@@ -75,30 +75,30 @@ class Sources:
             self.set((*path, name), inner, origin)
 
     def merge(self, other: Sources) -> None:
-        """Lay another tree over this one."""
+        """Merge another tree into this one; its values override these."""
         self.problems.extend(other.problems)
 
-        def lay(path: KeyPath, value: Any) -> None:
+        def override(path: KeyPath, value: Any) -> None:
             origin = other.origin(path) or ""
             if not isinstance(value, dict):
                 self.set(path, value, origin)
                 return
             self.set(path, {}, origin)
             for name, inner in value.items():
-                lay((*path, name), inner)
+                override((*path, name), inner)
 
         for name, value in other.tree.items():
-            lay((name,), value)
+            override((name,), value)
 
-    def _forget(self, path: KeyPath) -> None:
+    def _remove_origins(self, path: KeyPath) -> None:
         for known in [known for known in self.origins if known[: len(path)] == path]:
             del self.origins[known]
 
 
 def read_sources(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Sources:
-    """Merge `files` from left to right, each over its own includes, and then the overrides.
+    """Return the merge of `files` from left to right, each over its own includes, and then of the overrides.
 
-    Nothing is raised: what is missing, unreadable or wrong is a line of `problems`.
+    Raises nothing: missing files and bad values become lines of `problems`.
     """
     sources = Sources()
     for file in files:
@@ -109,7 +109,7 @@ def read_sources(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> 
 
 
 def _find(path: Path, folder: Path) -> Path | None:
-    """The first that exists of `folder`/`path` and `configs/`/`path`."""
+    """Return the first existing path of `folder`/`path` and `configs/`/`path`, or None."""
     for candidate in (folder / path, CONFIGS / path):
         if candidate.exists():
             return candidate
@@ -128,13 +128,13 @@ def _read_file(path: Path | None, name: str, including: tuple[Path, ...]) -> Sou
         sources.problems.append(f"{_shown(path)}: includes itself: {circle}")
         return sources
     try:
-        own = parse_yaml(path.read_text(encoding="utf-8"), _shown(path))
+        document = parse_yaml(path.read_text(encoding="utf-8"), _shown(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         sources.problems.append(f"{_shown(path)}: cannot be read{where}: {reason}")
         return sources
-    includes = own.tree.pop("include", None) or []
-    origin = own.origins.pop(("include",), "")
+    includes = document.tree.pop("include", None) or []
+    origin = document.origins.pop(("include",), "")
     if isinstance(includes, str):
         includes = [includes]
     if not isinstance(includes, list) or not all(isinstance(include, str) for include in includes):
@@ -142,12 +142,12 @@ def _read_file(path: Path | None, name: str, including: tuple[Path, ...]) -> Sou
         includes = []
     for include in includes:
         sources.merge(_read_file(_find(Path(include), path.parent), include, (*including, resolved)))
-    sources.merge(own)
+    sources.merge(document)
     return sources
 
 
 def parse_yaml(text: str, name: str) -> Sources:
-    """Read one YAML document of nested mappings; `name` stands for the file in origins and problems."""
+    """Return one YAML document of nested mappings with its origins. name: of the file, for origins and problems."""
     sources = Sources()
     try:
         loader = _Loader(text)
@@ -170,7 +170,7 @@ def parse_yaml(text: str, name: str) -> Sources:
 
 
 def _build(loader: _Loader, node: yaml.Node, path: KeyPath, name: str, sources: Sources, above: frozenset[int]) -> Any:
-    """Python value of a YAML node; the line of each key goes to `sources.origins`."""
+    """Return the Python value of a YAML node, and record the line of each key in `sources.origins`."""
     if id(node) in above:
         raise yaml.constructor.ConstructorError(None, None, "an alias that holds itself", node.start_mark)
     above |= {id(node)}
@@ -214,7 +214,7 @@ def _apply_override(sources: Sources, override: str) -> None:
             return
         value = parsed.tree["value"]
     else:
-        # A plain scalar is taken as it stands: a prompt may end in a space or hold ": " and "#".
+        # A plain scalar is not parsed as YAML: a prompt may end in a space or hold ": " and "#".
         loader = _Loader("")
         tag = loader.resolve(yaml.ScalarNode, raw.strip(), (True, False))
         value = loader.construct_object(yaml.ScalarNode(tag, raw.strip()))
@@ -224,7 +224,7 @@ def _apply_override(sources: Sources, override: str) -> None:
 
 
 def _shown(path: Path) -> str:
-    """The path as a person would type it: relative to the working folder where it lies inside."""
+    """Return the path relative to the working folder if it is inside, else unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -235,14 +235,16 @@ def _nearest_files(name: str) -> str:
     names = {_shown(path) for path in [*nearby, *CONFIGS.rglob("*.yml")]}
     stems = {file: Path(file).stem for file in names}
     close = difflib.get_close_matches(Path(name).stem, sorted(set(stems.values())), n=3, cutoff=0.6)
-    found = [file for stem in close for file in sorted(names) if stems[file] == stem][:3]
+    matches = [file for stem in close for file in sorted(names) if stems[file] == stem][:3]
     return (
-        f"; nearest: {', '.join(found)}" if found else "; name one that is there, configs/README.md lists the project's"
+        f"; nearest: {', '.join(matches)}"
+        if matches
+        else "; name one that is there; configs/README.md lists the files of the project"
     )
 
 
 class _Loader(BoundedLoader):
-    """YAML 1.2 core schema, with underscores in integers."""
+    """Load YAML by the core schema of YAML 1.2, with underscores allowed in integers."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (the parent's own table)
 

@@ -1,9 +1,9 @@
-"""The configuration of a run: load, include, merge, override, check, dump and explain.
+"""Load, check, dump and explain the configuration of a run.
 
     config = load_config(["configs/default.yml"], ["optimizer.lr=3e-4"], model_type=ModelConfig)
 
-The result is one frozen, typed `Config` that everybody reads. A configuration that cannot run is a `ConfigError` that
-lists every problem at once, each with its key, value, what is allowed, and the file and line that it comes from.
+The result is one frozen, typed `Config`. If the configuration cannot run, `ConfigError` lists every problem with its key,
+value, allowed values, file and line.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .files import ConfigError, KeyPath, Sources, read_sources
 from .neox_hints import neox_answer, neox_has_keys_below
 from .schema import Config, ModelT
 
-# Keys of earlier versions that have no successor, and the answer to one that is set.
+# Keys of earlier versions without a successor, and the message if one is set.
 REMOVED_KEYS: dict[KeyPath, str] = {
-    ("parallel", "cublaslt"): "was removed: cuBLAS chooses the algorithm of every matmul. Delete this section",
+    ("parallel", "cublaslt"): "was removed, because cuBLAS chooses the algorithm of every matmul; delete this section",
 }
 
 __all__ = ["Config", "ConfigError", "dump_config", "explain_config", "load_config"]
@@ -40,12 +40,12 @@ def load_config(
     model_type: type[ModelT],
     world_size: int | None = None,
 ) -> Config[ModelT]:
-    """Read and check a configuration.
+    """Return the checked configuration of a run.
 
-    files: YAML files, each laid over the ones before it and over its own `include:` list (names relative to the file,
-        or to `configs/`). overrides: `key.sub=value`, laid over the files. A null gives a key its default back.
-    model_type: the dataclass of the section `model`; its own ValueErrors are reported like the others.
-    world_size: number of processes, for the batch sizes; from the environment variable WORLD_SIZE where it is None.
+    files: YAML files. Each overrides the files before it and its own `include:` list (relative to the file or to `configs/`).
+    overrides: `key.sub=value`, applied after the files. null restores the default of a key.
+    model_type: dataclass of the section `model`; its ValueErrors are reported as problems.
+    world_size: number of processes, for the batch sizes; None reads the environment variable WORLD_SIZE.
 
     Raises ConfigError with all problems.
     """
@@ -59,17 +59,19 @@ def explain_config(
     model_type: type[ModelT],
     world_size: int | None = None,
 ) -> str:
-    """The resolved configuration as YAML; a comment on each line tells where the value comes from."""
+    """Return the resolved configuration as YAML, with the origin of each value as a comment.
+
+    Arguments and errors as in `load_config`.
+    """
     sources = read_sources(files, overrides)
     config = _load(sources, model_type, world_size)
     return _dump(config, sources)
 
 
 def dump_config(config: Config[Any]) -> str:
-    """The resolved configuration as YAML.
+    """Return the resolved configuration as YAML, which loads to an equal configuration on the same number of processes.
 
-    It loads back to an equal configuration on the same number of processes. Values that follow from others stand in
-    comments, so that the file also loads on another number of processes, or under another `run.name`.
+    Derived values are comments, so that the file also loads with another number of processes or another `run.name`.
     """
     return _dump(config, None)
 
@@ -81,9 +83,9 @@ def _load(sources: Sources, model_type: type[ModelT], world_size: int | None) ->
     def report(problem: Problem) -> None:
         origin = sources.origin(problem.path)
         given = sources.get(problem.path)
-        taken_back = isinstance(given, dict) and not any(given.values())
-        if sources.problems and (not origin or taken_back):
-            return  # a file that cannot be read may have given what is missing
+        reset_to_null = isinstance(given, dict) and not any(given.values())
+        if sources.problems and (not origin or reset_to_null):
+            return  # the missing value may be in a file that cannot be read
         space = "" if problem.text.startswith((":", ".")) else " "
         problems.append(f"{'.'.join(problem.path)}{space}{problem.text}" + (f" ({origin})" if origin else ""))
 
@@ -117,7 +119,7 @@ def _world_size(problems: list[str]) -> int:
 
 
 def _known(tree: Mapping[str, Any], schema: type, report: Callable[[Problem], None]) -> dict[str, dict[str, Any]]:
-    """The part of `tree` that the schema knows, with every section present; the rest is reported."""
+    """Return the part of `tree` that the schema defines, with every section present; report the rest."""
 
     def walk(tree: Mapping[str, Any], section: type, above: KeyPath) -> dict[str, Any]:
         keys = keys_of(section)
@@ -125,24 +127,24 @@ def _known(tree: Mapping[str, Any], schema: type, report: Callable[[Problem], No
         for name, value in tree.items():
             path = (*above, name)
             if name not in keys:
-                if path in REMOVED_KEYS and _says_nothing(value):
-                    continue  # a configuration that an earlier version wrote in full
+                if path in REMOVED_KEYS and _is_empty(value):
+                    continue  # as in a complete configuration written by an earlier version
                 for problem in _unknown(path, value, section, schema):
                     report(problem)
                 continue
             below = keys[name].section
             if below is None:
-                # A null where null means nothing gives the default back; in a mapping it takes the entry back.
+                # null restores the default unless null is an allowed value; in a mapping it removes the entry.
                 entry = keys[name].entry
                 if isinstance(value, dict) and entry is not None and not entry.nullable:
-                    value = {inner: kept for inner, kept in value.items() if kept is not None}
+                    value = {inner: item for inner, item in value.items() if item is not None}
                 if value is not None or keys[name].nullable:
                     known[name] = value
             elif isinstance(value, dict) or value is None:
                 known[name] = walk(value or {}, below, path)
             else:
                 example = f"{'.'.join(path)}.{next(iter(keys_of(below)))}"
-                section_text = f"= {_shown(value)}: it is a section, write its keys below it, such as {example}"
+                section_text = f"= {_shown(value)}: this key is a section; set the keys below it, such as {example}"
                 report(Problem(path, neox_answer(path) or section_text))
         return known
 
@@ -150,9 +152,9 @@ def _known(tree: Mapping[str, Any], schema: type, report: Callable[[Problem], No
     return {name: known.get(name, {}) for name in keys_of(schema)}
 
 
-def _says_nothing(value: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     """Return whether a value, or every value of a section, is null or empty."""
-    return all(map(_says_nothing, value.values())) if isinstance(value, dict) else value is None
+    return all(map(_is_empty, value.values())) if isinstance(value, dict) else value is None
 
 
 def _unknown(path: KeyPath, value: Any, section: type, schema: type) -> Iterator[Problem]:
@@ -169,11 +171,11 @@ def _nearest(path: KeyPath, section: type, schema: type) -> str:
     siblings = list(keys_of(section))
     everywhere = [leaf for leaf, _ in leaves(schema)]
     close_names = difflib.get_close_matches(name, [leaf[-1] for leaf in everywhere], n=3, cutoff=0.75)
-    found = [leaf for leaf in everywhere if leaf[-1] == name]
-    found += [(*above, close) for close in difflib.get_close_matches(name, siblings, n=3)]
-    found += [leaf for close in close_names for leaf in everywhere if leaf[-1] == close]
-    if found:
-        return "nearest: " + ", ".join(dict.fromkeys(".".join(leaf) for leaf in found[:3]))
+    candidates = [leaf for leaf in everywhere if leaf[-1] == name]
+    candidates += [(*above, close) for close in difflib.get_close_matches(name, siblings, n=3)]
+    candidates += [leaf for close in close_names for leaf in everywhere if leaf[-1] == close]
+    if candidates:
+        return "nearest: " + ", ".join(dict.fromkeys(".".join(leaf) for leaf in candidates[:3]))
     return f"allowed {'in ' + '.'.join(above) if above else 'here'} are {', '.join(siblings)}"
 
 
@@ -181,7 +183,7 @@ def _invalid(error: ValidationError, schema: type, tree: Mapping[str, Any]) -> I
     for detail in error.errors(include_url=False):
         path, key = _key_at(detail["loc"], schema)
         if detail["type"] == "value_error":
-            # The model's own check: its message begins with the key.
+            # A check of the model dataclass: its message begins with the key.
             message = str(detail["ctx"]["error"])
             name = re.match(r"[\w.]*\w", message)
             named = name is not None and name[0].split(".")[0] == path[0]
@@ -190,7 +192,7 @@ def _invalid(error: ValidationError, schema: type, tree: Mapping[str, Any]) -> I
             else:
                 yield Problem(path, f"cannot be built: {message}")
         elif detail["type"] == "missing" and len(path) == len(detail["loc"]):
-            # Where a key that follows from others is missing, the reason is reported there.
+            # `derived_values` reports the reason for a missing derived key.
             if path not in DERIVED_KEYS:
                 yield Problem(path, f"is missing: {key.allowed}. {key.doc}")
         else:
@@ -199,7 +201,7 @@ def _invalid(error: ValidationError, schema: type, tree: Mapping[str, Any]) -> I
 
 
 def _key_at(location: tuple[int | str, ...], schema: type) -> tuple[KeyPath, Key]:
-    """The key that a pydantic location lies in: list indices and union members are left off."""
+    """Return the key of a pydantic error location, without list indices and union members."""
     path: KeyPath = ()
     section: type | None = schema
     for name in map(str, location):
@@ -234,7 +236,7 @@ def _shown(value: Any) -> str:
 
 def _dump(config: Config[Any], sources: Sources | None) -> str:
     tree = config.model_dump(mode="json", serialize_as_any=True)
-    # What follows from the other values is a comment, unless it was given and says something else.
+    # Derived values become comments, unless the configuration sets another value.
     open_tree = {section: dict(keys) for section, keys in tree.items()}
     reasons: dict[KeyPath, str] = {}
     for section, key in DERIVED_KEYS:
@@ -276,7 +278,7 @@ def _inline(value: Any) -> str:
 
 
 def _scalar(value: Any) -> str:
-    """One value on one line. Text is quoted unless any reader of YAML takes it for text."""
+    """Return a value on one line. Text is quoted unless every YAML reader takes it for text."""
     plain = not isinstance(value, str) or re.fullmatch(r"[A-Za-z_/][\w./+-]*", value)
     style = None if plain else '"'
     text = yaml.safe_dump(value, default_style=style, width=2**31, allow_unicode=True)

@@ -1,6 +1,6 @@
-"""The keys of a GPT-NeoX configuration and what they are called here.
+"""Map the keys of a GPT-NeoX configuration to the keys of this project.
 
-A GPT-NeoX key in a configuration of this project is answered with its new name. Keys are written with underscores;
+An unknown key that GPT-NeoX has is reported with its name in this project. Keys are written with underscores;
 GPT-NeoX allows dashes too. Source: the configuration files and argument reference of EleutherAI/gpt-neox.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Answer:
-    """`keys` are the names here (none where there is no counterpart), `note` is what changes with the name."""
+    """Hold the names in this project (`keys`, empty if there is no counterpart) and what differs (`note`)."""
 
     keys: tuple[str, ...] = ()
     note: str = ""
@@ -128,7 +128,7 @@ NEOX_KEYS: dict[str, Answer] = {
 
 
 def neox_answer(path: tuple[str, ...]) -> str | None:
-    """What to say to an unknown key that GPT-NeoX knows, or None: its new name, and what changes with it."""
+    """Return the message for an unknown key that GPT-NeoX has: its name here and what differs. None for other keys."""
     plain = tuple(name.replace("-", "_") for name in path)
     answer = NEOX_KEYS.get(".".join(plain)) or NEOX_KEYS.get(plain[-1]) or NEOX_KEYS.get(plain[0])
     if answer is None:
@@ -140,6 +140,6 @@ def neox_answer(path: tuple[str, ...]) -> str | None:
 
 
 def neox_has_keys_below(path: tuple[str, ...]) -> bool:
-    """Whether GPT-NeoX has keys of its own inside this mapping, so that each is answered by itself."""
+    """Return whether GPT-NeoX has keys inside this mapping, so that each is reported by itself."""
     prefix = ".".join(name.replace("-", "_") for name in path) + "."
     return any(key.startswith(prefix) for key in NEOX_KEYS)

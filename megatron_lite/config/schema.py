@@ -1,10 +1,8 @@
-"""What a configuration may hold: every section and key with its type, range, default and meaning.
+"""Define every section and key of a configuration with its type, range, default and description.
 
-A key whose value follows from others (see `derived_values` in `checks.py`) is filled in before the sections are built, so
-that the rest of the project reads plain values: `config.batch.gradient_accumulation_steps` is always an `int`. The `data`
-section is in `data_schema.py`.
-
-`configs/README.md` is generated from these files: the description of a field is its documentation.
+Derived keys (see `derived_values` in `checks.py`) are filled in before the sections are built, so the rest of the project
+reads plain values: `config.batch.gradient_accumulation_steps` is always an `int`. The section `data` is in
+`data_schema.py`. `configs/README.md` is generated from the descriptions.
 """
 
 from __future__ import annotations
@@ -21,117 +19,123 @@ ModelT = TypeVar("ModelT")
 
 
 class RunConfig(Section):
-    """The run as a whole: its name and folder, seed, device, and when it gives up."""
+    """Name, folder, seed and device of the run, and when it stops after faults."""
 
     name: str = Field(
         default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", description="Name of the run; part of its folder."
     )
     directory: Text = Field(
         default="runs/{name}",
-        description="Folder of everything that the run writes; `{name}` stands for `run.name`.",
+        description="Folder for all output of the run; `{name}` is replaced by `run.name`.",
     )
-    seed: int = Field(
-        default=1234, ge=0, lt=2**32, description="Seed of the initial weights and of the order of the samples."
-    )
+    seed: int = Field(default=1234, ge=0, lt=2**32, description="Seed of the initial weights and of the sample order.")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where to train; auto: cuda where there is one."
+        default="auto", description="Device type. auto: cuda if a GPU is present, else cpu."
     )
     watchdog_minutes: float = Field(
         default=5.0,
         ge=0,
-        description="A step, save or validation batch that takes longer (minutes) prints the stacks of all threads; the first "
-        "step and suites may take three times as long. A process in which no Python thread runs prints them after half of "
-        "`heartbeat_seconds`. Less than `timeout_minutes`; 0: off.",
+        description="Print the stacks of all threads when a step, save or validation batch takes longer (minutes). The first "
+        "step and suites may take three times as long. If no Python thread runs, stacks are printed after half of "
+        "`heartbeat_seconds`. Must be less than `timeout_minutes`. 0: off.",
     )
     timeout_minutes: float = Field(
         default=10.0,
         gt=0,
-        description="After the first step, a process that waits longer (minutes) for the others ends the run.",
+        description="Timeout of collectives after the first step (minutes). A process that waits longer for the"
+        " others stops the run.",
     )
     save_timeout_minutes: float = Field(
         default=30.0,
         gt=0,
-        description="The same while a checkpoint is saved; a file that is not written by then ends the run.",
+        description="Timeout while a checkpoint is saved (minutes). A file that is not written by then stops the run.",
     )
     heartbeat_seconds: float = Field(
         default=60.0,
         ge=0,
-        description="A process that is silent for so long is taken for dead, named, and the run ends; 0: off.",
+        description="Stop the run when a process sends no heartbeat for this many seconds; the message names the"
+        " process. 0: off.",
     )
     max_skipped_steps: int = Field(
         default=10,
         ge=1,
-        description="Updates skipped in a row, for a loss or gradient that is not finite or a spike, before the run stops.",
+        description="Stop the run after this many consecutive skipped updates. An update is skipped if loss or"
+        " gradient is not finite, "
+        "or on a loss spike.",
     )
     replica_check_interval: Steps = Field(
         default=100,
-        description="Compare hashes of the weights and optimizer state that several ranks hold alike every so many steps and "
-        "before each save; a difference names tensor and rank and ends the run; 0: off.",
+        description="Compare hashes of the replicated weights and optimizer state across ranks every this many steps and before "
+        "each save. A difference stops the run; the message names the tensor and the rank. 0: off.",
     )
     spike_factor: float = Field(
         default=0.0,
         ge=0,
-        description="Skip the update when the loss is above this many times its running mean, from the 51st step on; 0: off.",
+        description="Skip the update if the loss exceeds its running mean by this factor, from step 51 on. 0: off.",
     )
 
     @property
     def path(self) -> Path:
-        """`directory` as a path."""
+        """Return `directory` as a path."""
         return Path(self.directory)
 
 
 class RampConfig(Section):
-    """A batch that grows: from `start` samples a step to `batch.global_batch_size`, over the first `samples` samples."""
+    """Batch size ramp from `start` to `batch.global_batch_size` samples per step, over the first `samples` samples."""
 
-    start: int | None = Field(default=None, ge=1, description="Samples of the first steps; null: no ramp.")
-    increment: int = Field(default=1, ge=1, description="Samples added at a time.")
-    samples: int = Field(default=0, ge=0, description="Samples until the full size, in stretches of equal length.")
+    start: int | None = Field(default=None, ge=1, description="Global batch size of the first steps; null: no ramp.")
+    increment: int = Field(default=1, ge=1, description="Increase of the batch size per increment.")
+    samples: int = Field(
+        default=0,
+        ge=0,
+        description="Samples until the full batch size. Every batch size takes the same number of samples.",
+    )
 
 
 class BatchConfig(Section):
-    """global_batch_size = micro_batch_size x gradient_accumulation_steps x data ranks: give two of the three."""
+    """global_batch_size = micro_batch_size x gradient_accumulation_steps x data ranks. Set two of the three."""
 
-    sequence_length: int = Field(default=2048, ge=1, description="Tokens of one sample.")
+    sequence_length: int = Field(default=2048, ge=1, description="Tokens per sample.")
     micro_batch_size: int = Field(
-        description="Samples of one forward pass on one data rank; derived from the other two where it is not given.",
+        description="Samples per forward pass on one data rank; derived from the other two if not set.",
         ge=1,
     )
     global_batch_size: int = Field(
-        description="Samples of one optimizer step over all data ranks; derived where it is not given.", ge=1
+        description="Samples per optimizer step over all data ranks; derived if not set.", ge=1
     )
     gradient_accumulation_steps: int = Field(
-        description="Forward passes of one data rank in one optimizer step; derived where it is not given.", ge=1
+        description="Forward passes per optimizer step on one data rank; derived if not set.", ge=1
     )
 
     ramp: RampConfig = Field(default=RampConfig(), description=RampConfig.__doc__)
 
     def size_at(self, consumed_samples: int) -> int:
-        """Samples of the step after so many."""
+        """Return the samples of the step that begins after `consumed_samples`."""
         ramp = self.ramp
         if ramp.start is None or consumed_samples >= ramp.samples:
             return self.global_batch_size
-        stretches = (self.global_batch_size - ramp.start) // ramp.increment
-        return ramp.start + ramp.increment * (consumed_samples * stretches // ramp.samples)
+        increments = (self.global_batch_size - ramp.start) // ramp.increment
+        return ramp.start + ramp.increment * (consumed_samples * increments // ramp.samples)
 
     def samples_of(self, steps: int, consumed_samples: int = 0) -> int:
-        """Samples consumed after so many steps more."""
+        """Return the samples consumed after `steps` further steps."""
         samples = consumed_samples
         while steps and self.ramp.start is not None and samples < self.ramp.samples:
             samples, steps = samples + self.size_at(samples), steps - 1
         return samples + steps * self.global_batch_size
 
     def tokens_of(self, steps: int) -> int:
-        """Tokens of so many steps from the start on."""
+        """Return the tokens of the first `steps` steps."""
         return self.samples_of(steps) * self.sequence_length
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step over all data ranks, at the full size."""
+        """Return the tokens per optimizer step over all data ranks, at the full batch size."""
         return self.global_batch_size * self.sequence_length
 
     @property
     def data_ranks(self) -> int:
-        """Number of data ranks that the batch was laid out for."""
+        """Return the number of data ranks that the batch sizes imply."""
         return self.global_batch_size // (self.micro_batch_size * self.gradient_accumulation_steps)
 
 
@@ -143,207 +147,219 @@ class OptimizerConfig(Section):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), description="Decay rates of the first and second moment."
     )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the square root of the second moment.")
     weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay.")
-    gradient_clipping: float = Field(
-        default=1.0, ge=0, description="Largest global norm of the gradient; 0: no clipping."
-    )
+    gradient_clipping: float = Field(default=1.0, ge=0, description="Maximum global gradient norm; 0: no clipping.")
     no_weight_decay: tuple[Literal["norm", "bias", "decay", "embedding"], ...] = Field(
-        default=("norm", "bias", "decay", "embedding"), description="Kinds of parameters without weight decay."
+        default=("norm", "bias", "decay", "embedding"), description="Parameter groups without weight decay."
     )
 
 
 class ScheduleConfig(Section):
-    """Length of the run and course of the learning rate."""
+    """Length of the run and learning rate schedule."""
 
     kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
-        default="cosine", description="Course after the warmup; wsd: constant, then a linear decay at the end."
+        default="cosine",
+        description="Shape of the schedule after the warmup. wsd: constant, then linear decay at the end.",
     )
     train_steps: int = Field(description="Optimizer steps of the run.", ge=1)
     time_budget_minutes: float | None = Field(
         None,
         gt=0,
-        description="Lower `train_steps` to what this machine does in so many minutes, measured on the first batches "
-        "before a new run, also one from another's checkpoint; the number is kept for resumes.",
+        description="Lower `train_steps` to the steps that this machine completes in this many minutes. The speed is measured on "
+        "the first batches before a new run. Resumes keep the number of steps.",
     )
     warmup_steps: Steps = Field(
-        default=0, description="Steps of the linear warmup from 0; derived where `warmup_fraction` is given instead."
+        default=0, description="Steps of the linear warmup from 0; derived if `warmup_fraction` is set."
     )
-    warmup_fraction: Fraction | None = Field(default=None, description="Warmup as a share of `train_steps`.")
+    warmup_fraction: Fraction | None = Field(default=None, description="Warmup as a fraction of `train_steps`.")
     min_lr_ratio: Fraction = Field(
-        default=0.1, description="Final learning rate over the peak; of inverse_sqrt the least, of constant not used."
+        default=0.1,
+        description="Final learning rate / peak learning rate. Lower bound with inverse_sqrt; unused with constant.",
     )
     decay_steps: int = Field(
-        description="Step at which linear, cosine and wsd reach the final learning rate; derived: `train_steps`.", ge=1
+        description="Step at which linear, cosine and wsd reach the final learning rate. Default: `train_steps`.", ge=1
     )
-    wsd_decay_fraction: Fraction = Field(default=0.2, description="Share of `decay_steps` that the decay of wsd takes.")
+    wsd_decay_fraction: Fraction = Field(default=0.2, description="Decay phase of wsd as a fraction of `decay_steps`.")
 
 
 class ActivationCheckpointingConfig(Section):
-    """Recomputes activations in the backward pass instead of keeping them: less memory, more time."""
+    """Recompute activations in the backward pass instead of storing them: less memory, more time."""
 
     mode: Literal["none", "elementwise", "selective", "full"] = Field(
         default="none",
-        description="elementwise: norms, activations, gates and short convolutions are recomputed, one by one; selective: all "
-        "but matrix products, a block at a time; full: whole blocks.",
+        description="elementwise: recompute norms, activations, gates and short convolutions; selective: recompute everything "
+        "except matmuls, per block; full: recompute whole blocks.",
     )
-    every: int = Field(default=1, ge=1, description="Only every n-th block.")
-    others: Literal["none", "elementwise"] = Field(default="none", description="The mode of the blocks between.")
+    every: int = Field(default=1, ge=1, description="Apply `mode` to every n-th block only.")
+    others: Literal["none", "elementwise"] = Field(default="none", description="Mode of the other blocks.")
 
 
 class ParallelConfig(Section):
-    """How the run is laid out over the processes: processes = data ranks x tensor x pipeline x context."""
+    """Parallel layout: processes = data ranks x tensor x pipeline x context."""
 
     tensor: int = Field(
-        default=1, ge=1, description="Tensor parallelism: processes that share each layer, cut by heads and columns."
+        default=1,
+        ge=1,
+        description="Tensor parallel size: processes that share each layer, split by heads and columns.",
     )
     pipeline: int = Field(
-        default=1, ge=1, description="Pipeline stages: consecutive layers on different processes, 1F1B schedule."
+        default=1, ge=1, description="Pipeline parallel size: stages of consecutive layers, 1F1B schedule."
     )
     context: int = Field(
         default=1,
         ge=1,
-        description="Context parallelism: processes that share each sequence; they exchange the recurrent states.",
+        description="Context parallel size: processes that share each sequence and all-gather the recurrent states.",
     )
     sequence_parallel: bool = Field(
         default=False,
-        description="With tensor > 1: norms and residuals work on a part of the sequence each, which saves memory.",
+        description="With tensor > 1: split norms and residuals along the sequence, which saves memory (Megatron's"
+        " sequence parallelism).",
     )
     tensor_overlap: bool | None = Field(
         default=None,
-        description="With tensor > 1 and an even micro batch: its two halves take turns, so that the sums of one over the "
-        "processes travel while the other computes. It doubles the launches: null is true with cuda_graph, where it can be "
-        "(not with sequence_parallel, context, zero_stage: 3 or compile).",
+        description="With tensor > 1 and an even micro-batch size: overlap the all-reduces of one half of the"
+        " micro-batch with the "
+        "computation of the other half. Doubles the kernel launches. null: true with cuda_graph where supported (not with "
+        "sequence_parallel, context, zero_stage: 3 or compile).",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        default=1, description="ZeRO: 1 shards the optimizer state, 2 gradients too, 3 weights too. 0 runs as 1."
+        default=1,
+        description="ZeRO stage. 1 shards the optimizer state, 2 also gradients, 3 also weights. 0 runs as 1.",
     )
     activation_checkpointing: ActivationCheckpointingConfig = Field(
         default=ActivationCheckpointingConfig(), description="Recompute activations to save memory."
     )
-    compile: bool = Field(default=False, description="torch.compile each block.")
+    compile: bool = Field(default=False, description="Compile each block with torch.compile.")
     cuda_graph: bool = Field(
         default=False,
-        description="On cuda: record the blocks of a micro batch as two CUDA graphs, which spares the host their launches. "
-        "Packed and padded micro batches, and blocks that wait for numbers from the device, run as without.",
+        description="On cuda: run the blocks of a micro-batch as two CUDA graphs, which removes their launch"
+        " overhead. Packed and "
+        "padded micro-batches, and blocks that synchronise with the host, run without graphs.",
     )
 
     @property
     def model_ranks(self) -> int:
-        """Processes that hold one copy of the model and its sequences together: the processes of one data rank."""
+        """Return the processes per data rank, which together hold one copy of the model and its sequences."""
         return self.tensor * self.pipeline * self.context
 
 
 class Fp16Config(Section):
-    """Dynamic loss scale of fp16."""
+    """Dynamic loss scaling of fp16."""
 
-    initial_scale_power: int = Field(default=16, ge=0, le=32, description="The first scale is 2 to this power.")
-    scale_window: int = Field(default=1000, ge=1, description="Steps without an overflow before the scale doubles.")
-    hysteresis: int = Field(default=2, ge=1, description="Overflows before the scale halves.")
-    min_scale: float = Field(default=1.0, gt=0, description="Smallest scale.")
+    initial_scale_power: int = Field(default=16, ge=0, le=32, description="Initial loss scale, as a power of 2.")
+    scale_window: int = Field(default=1000, ge=1, description="Steps without overflow after which the scale doubles.")
+    hysteresis: int = Field(default=2, ge=1, description="Overflows after which the scale halves.")
+    min_scale: float = Field(default=1.0, gt=0, description="Minimum loss scale.")
 
 
 class PrecisionConfig(Section):
-    """Number format of the forward and backward pass, and of weights and optimizer state between steps."""
+    """Number format of the forward and backward pass, and of weights and optimizer state."""
 
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto", description="auto: bf16 on cuda; on cpu the faster of bf16 and fp32, measured at the start."
     )
     optimizer_state: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="fp32: weights and AdamW's moments are kept in float32, with the 16-bit weights 14 bytes a parameter. "
-        "bf16, with dtype: bf16: all of them in bf16 alone, 6 bytes, and so are sums of gradients over micro batches. A change "
-        "of a weight by less than 1/512 of it is then rounded away: learning stalls as the learning rate falls; a second moment "
-        "whose beta is above 0.998 stands still.",
+        description="fp32: float32 master weights and AdamW moments, 14 bytes per parameter with the 16-bit weights."
+        " bf16 (requires "
+        "dtype: bf16): weights, moments and accumulated gradients in bf16 only, 6 bytes per parameter. Weight updates below "
+        "1/512 of the weight are then rounded away, so training stalls at low learning rates. A second moment with beta above "
+        "0.998 does not change.",
     )
-    fp16: Fp16Config = Field(default=Fp16Config(), description="Dynamic loss scale of fp16.")
+    fp16: Fp16Config = Field(default=Fp16Config(), description=Fp16Config.__doc__)
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, which are kept, and what a run starts from."""
+    """When checkpoints are written, which are kept, and which one a run starts from."""
 
     directory: Text = Field(default="{run.directory}/checkpoints", description="Folder of the checkpoints.")
-    interval: Steps = Field(default=1000, description="Save every this many steps; 0: only at the end.")
+    interval: Steps = Field(default=1000, description="Save every this many steps. 0: only at the end.")
     asynchronous: bool = Field(
         default=False,
-        description="Write while training goes on, from a copy of weights and optimizer state in host memory. The next save "
-        "waits for the former; a write that fails ends the run at a later step.",
+        description="Write in the background from a copy of weights and optimizer state in host memory. The next save"
+        " waits for the "
+        "previous one. A failed write stops the run at a later step.",
     )
     keep_last: int = Field(
         default=0,
         ge=0,
-        description="Keep this many of the newest saves; 0: all. Extra and log-spaced saves stay and do not count.",
+        description="Number of newest saves to keep; 0: all. Extra and log-spaced saves are kept and do not count.",
     )
-    log_spaced: bool = Field(default=False, description="Save at steps 1, 2, 4, 8, ... too.")
-    extra_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), description="Save at these steps too.")
+    log_spaced: bool = Field(default=False, description="Also save at steps 1, 2, 4, 8, ...")
+    extra_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(), description="Also save at these steps.")
     resume: Text = Field(
         default="auto",
-        description="auto: from the latest checkpoint of this run; newest_readable: from the newest one of this run of which "
-        "every byte verifies, with damaged newer ones moved aside; never; or a run or checkpoint folder: a run that has no "
-        "checkpoint yet from its weights and optimizer state, or, where it is one of this run, this run back at that step.",
+        description="auto: the latest checkpoint of this run. newest_readable: the newest checkpoint of this run whose checksums "
+        "all match; damaged newer ones are archived. never: start without a checkpoint. A folder of another run or checkpoint: "
+        "start a new run from its weights and optimizer state. A checkpoint of this run: roll back to that step.",
     )
 
     def is_permanent(self, step: int) -> bool:
-        """Return whether the checkpoint of a step (from 1) is written and stays, whatever `interval` and `keep_last`."""
+        """Return whether the checkpoint of a step (from 1) is written and kept, whatever `interval` and `keep_last` are."""
         return step in self.extra_steps or (self.log_spaced and step > 0 and step & (step - 1) == 0)
 
 
 class WandbConfig(Section):
-    """Weights & Biases."""
+    """Logging to Weights & Biases."""
 
     enabled: bool = Field(default=False, description="Log to Weights & Biases.")
-    project: Text = Field(default="metalion", description="Project.")
-    entity: Text | None = Field(default=None, description="User or team; empty: the account's own.")
+    project: Text = Field(default="metalion", description="Name of the project.")
+    entity: Text | None = Field(default=None, description="User or team; null: the default of the account.")
     mode: Literal["online", "offline"] = Field(
-        default="online", description="offline: kept in the run's folder, no account."
+        default="online", description="offline: write to the folder of the run; needs no account."
     )
 
 
 class LoggingConfig(Section):
-    """`metrics.jsonl` in the run's folder is always written; the rest is a choice."""
+    """Metrics and their destinations. `metrics.jsonl` in the folder of the run is always written."""
 
     interval: int = Field(default=1, ge=1, description="Log every this many steps.")
     loss_by_source: bool = Field(
         default=False,
-        description="Also log the loss of every source of the text, such as `loss/Github`: the Pile's sets, or the files of "
-        "a blend.",
+        description="Also log the loss per source of the text, such as `loss/Github`. Sources are the sets of the"
+        " Pile or the files "
+        "of a blend.",
     )
     spread_interval: Steps = Field(
         default=50,
-        description="Compare the speed of all processes every this many steps and name the slow ones; 0: never.",
+        description="Straggler detection: compare the speed of all processes every this many steps and log the slow"
+        " ones. 0: never.",
     )
-    progress_bar: bool = Field(default=True, description="One progress bar on the terminal.")
-    tensorboard: bool = Field(default=False, description="Write TensorBoard files too.")
-    wandb: WandbConfig = Field(default=WandbConfig(), description="Weights & Biases.")
+    progress_bar: bool = Field(default=True, description="Show a progress bar on the terminal.")
+    tensorboard: bool = Field(default=False, description="Also write TensorBoard files.")
+    wandb: WandbConfig = Field(default=WandbConfig(), description=WandbConfig.__doc__)
 
 
 class EvaluationConfig(Section):
-    """Validation and zero-shot suites, on the way and at the end."""
+    """Validation and zero-shot suites, during training and at the end."""
 
-    interval: Steps = Field(default=0, description="Validate every this many steps; 0: only at the end.")
+    interval: Steps = Field(default=0, description="Validate every this many steps. 0: only at the end.")
     batches: int = Field(
         default=20,
         ge=1,
-        description="Batches of a validation on the way, each of `batch.global_batch_size` samples: the same samples in every "
-        "layout. The final one reads the whole set.",
+        description="Batches per validation during training, each of `batch.global_batch_size` samples; every layout"
+        " uses the same "
+        "samples. The final validation reads the whole set.",
     )
     suites: tuple[Text, ...] = Field(
         default=(),
-        description="Zero-shot suites (`superglue`, `commonsense`, a YAML file) or tasks of the lm-evaluation-harness that "
-        "are evaluated while the run trains; their scores are lines of `metrics.jsonl`.",
+        description="Zero-shot suites (`superglue`, `commonsense`, a YAML file) or tasks of the lm-evaluation-harness"
+        " to evaluate "
+        "during training. Scores are written to `metrics.jsonl`.",
     )
     suite_interval: Steps = Field(
-        default=0, description="Evaluate the suites every this many steps and at the end; 0: only at the end."
+        default=0, description="Evaluate the suites every this many steps and at the end. 0: only at the end."
     )
     data_directory: Text | None = Field(
-        default=None, description="Folder of the suites' data; empty: the Hugging Face hub."
+        default=None, description="Folder with the data of the suites; null: the Hugging Face hub."
     )
-    prompt: str = Field(default="def ", description="Start of the text that the model completes at each validation.")
-    sample_tokens: int = Field(default=128, ge=0, description="Length of that completion; 0: none.")
+    prompt: str = Field(default="def ", description="Prompt for the text that the model generates at each validation.")
+    sample_tokens: int = Field(default=128, ge=0, description="Tokens generated after `prompt`; 0: none.")
 
 
 class Config(Section, Generic[ModelT]):
-    """A whole run. `model` is the project's model dataclass, which this package does not know."""
+    """Configuration of a run. `model` is a dataclass that the caller supplies."""
 
     run: RunConfig = Field(default=RunConfig(), description=RunConfig.__doc__)
     model: ModelT = Field(description="The architecture.")

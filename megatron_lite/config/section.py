@@ -1,6 +1,6 @@
-"""The base of every section of a configuration, and types that sections share.
+"""Define the base class of configuration sections and the types that sections share.
 
-Sections are frozen and refuse unknown keys. Values are strict: text is never read as a number.
+Sections are frozen and refuse unknown keys. Types are strict: text is never converted to a number.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from megatron_lite.engine.deepspeed import deepspeed_config, import_deepspeed, r
 from megatron_lite.engine.model_shard import LayerSpec, ModelShard
 from megatron_lite.engine.parallelize import parallelize
 from megatron_lite.engine.sequential import Batch, Sequential
-from megatron_lite.metrics.per_source_loss import loss_by_source, with_loss_weight_grad
+from megatron_lite.metrics.per_source_loss import per_source_loss, with_loss_weight_grad
 from megatron_lite.optim.bf16_optimizer import patch_bf16_optimizer
 from megatron_lite.optim.param_groups import build_optimizer
 from megatron_lite.optim.zero_state import OptimizerState
@@ -228,7 +228,7 @@ class Engine:
             self.optimizer_state.loss_scaler = scaler
         skipped = not self._engine.was_step_applied()
         norm = self._engine.get_global_grad_norm()
-        by_source = loss_by_source(batches, num_sources, loss * weight, self.grid) if num_sources else ()
+        by_source = per_source_loss(batches, num_sources, loss * weight, self.grid) if num_sources else ()
         loss_scale = self.optimizer_state.loss_scale
         return StepResult(
             loss, float(norm), skipped, loss_scale, by_source, None if self._num_correct is None else num_correct

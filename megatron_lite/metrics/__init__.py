@@ -1,0 +1,1 @@
+"""Compute and log the metrics of a run. Start with `logger.py`, which writes `metrics.jsonl`."""

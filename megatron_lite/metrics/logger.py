@@ -1,12 +1,12 @@
-"""Metrics of a run: one `metrics.jsonl`, one progress display, TensorBoard and Weights & Biases as options.
+"""Log the metrics of a run to `metrics.jsonl`, a progress display, TensorBoard and Weights & Biases.
 
-`metrics.jsonl` is the one source for plots, reports and comparisons. Each line is a JSON object
-`{"kind": ..., "step": ..., "time": ..., **values}`; kinds in use are `train`, `validation`, `test`, `sample`, `evaluation`
-(scores of suites), `evaluation_error`, `checkpoint`, `stop`, `slow_rank`, `transient_fault` and `persistent_fault`; `time`
-is in seconds since the epoch. A NaN or an infinity is written as `null`, because JSON has no number for either, and
-`read_metrics` returns it as NaN.
+Plots, reports and comparisons read only `metrics.jsonl`. Each line is a JSON object
+`{"kind": ..., "step": ..., "time": ..., **values}`. The kinds are `train`, `validation`, `test`, `sample`, `evaluation`
+(scores of suites), `evaluation_error`, `checkpoint`, `stop`, `slow_rank`, `transient_fault` and `persistent_fault`. `time`
+is in seconds since the epoch. NaN and infinities are written as `null`, because JSON has no number for them;
+`read_metrics` returns NaN.
 
-Only rank 0 makes a `MetricsLogger`.
+Only rank 0 creates a `MetricsLogger`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,22 @@ from megatron_lite.atomic_io import write_text
 
 FILE_NAME = "metrics.jsonl"
 PREVIOUS_FILE_NAME = "metrics.previous.jsonl"
-_OF_THE_END = ("validation", "test", "sample", "evaluation", "evaluation_error")  # kinds, after the last step
+_EVALUATION_KINDS = ("validation", "test", "sample", "evaluation", "evaluation_error")
 
 Value = float | int | str
 
 
 class MetricsLogger:
-    """Writes the metrics of one run and shows its progress on stderr.
+    """Write the metrics of one run and show its progress on stderr.
 
     Args:
-        directory: the run's folder; made when missing.
+        directory: folder of the run; created if missing.
         total_steps: the step at which the run ends.
-        initial_step: the step that the run goes on from. Above 0, lines of later steps, left by a run that was cut
-            after its last checkpoint, are removed; where it is the last step, or with `measures_again`, what was measured
-            at it too, which is done again. At 0 the run starts anew and the file of an earlier run in the same folder is
-            kept as `metrics.previous.jsonl`.
-        measures_again: the run begins with what is measured after `initial_step`.
-        keep_previous: keep the whole file of before as `metrics.previous.jsonl` also where the run goes on.
-        progress_bar: a bar when stderr is a terminal, else one plain line every 4 % or 10 minutes; False for silence.
+        initial_step: step from which the run continues. Above 0, lines of later steps are removed. At 0, the file of an
+            earlier run in the same folder is renamed to `metrics.previous.jsonl`.
+        measures_again: the evaluations after `initial_step` run again, so their lines are removed. Implied at the last step.
+        keep_previous: also copy the file to `metrics.previous.jsonl` when `initial_step` is above 0.
+        progress_bar: show a bar on a terminal, else one plain line every 4 % or 10 minutes; False shows nothing.
         tensorboard: also write event files to `directory/tensorboard`.
         wandb: also log to Weights & Biases when its key `enabled` is true; further keys are `project`, `entity` and
             `mode` ("online" or "offline"; offline needs no account and writes to `directory/wandb`).
@@ -74,7 +72,7 @@ class MetricsLogger:
             if keep_previous and self.path.exists():
                 shutil.copyfile(self.path, previous)
             again = measures_again or initial_step >= total_steps
-            remove_later_steps(self.path, initial_step, _OF_THE_END if again else ())
+            remove_later_steps(self.path, initial_step, _EVALUATION_KINDS if again else ())
         elif self.path.exists():
             os.replace(self.path, previous)
         self._file = self.path.open("ab", buffering=0)
@@ -83,16 +81,16 @@ class MetricsLogger:
         self._wandb = _open_wandb(directory, initial_step, wandb, config) if wandb and wandb.get("enabled") else None
 
     def log(self, step: int, values: Mapping[str, Value], *, kind: str = "train") -> None:
-        """Appends one line to `metrics.jsonl`, where it is readable at once, and passes the values on.
+        """Append one line to `metrics.jsonl`, unbuffered, and pass the values to the other outputs.
 
         Raises:
-            ValueError: a key of `values` is one of the line's own ("kind", "step", "time").
-            TypeError: a value is not a number or a string (a tensor, say: pass `tensor.item()`).
-            OSError: the line cannot be written, on a full disk for example. Names the file.
+            ValueError: a key of `values` is reserved ("kind", "step", "time").
+            TypeError: a value is neither a number nor a string. For a tensor, pass `tensor.item()`.
+            OSError: the line cannot be written. The error names the file.
         """
         reserved = {"kind", "step", "time"} & values.keys()
         if reserved:
-            raise ValueError(f"metrics key {sorted(reserved)[0]!r} is taken by the line itself; choose another name")
+            raise ValueError(f"metrics key {sorted(reserved)[0]!r} is reserved; choose another name")
         line = {"kind": kind, "step": step, "time": round(time.time(), 3), **finite(values)}
         rest = memoryview((json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
         try:
@@ -110,21 +108,21 @@ class MetricsLogger:
             self._wandb.log({"step": step, **{f"{kind}/{key}": value for key, value in values.items()}})
 
     def flush(self) -> None:
-        """Wait until the lines are on the disk, before a checkpoint that a later start goes on from."""
+        """Flush the lines to disk, so that they are not older than a checkpoint written next."""
         os.fsync(self._file.fileno())
 
     def warn(self, step: int, text: str, *, kind: str) -> None:
-        """Logs a sentence and shows it on stderr, above the progress bar where there is one."""
+        """Log a sentence and print it to stderr, above the progress bar if there is one."""
         self.log(step, {"text": text}, kind=kind)
         tqdm.write(f"step {step}: {text}", file=sys.stderr)
 
     def show_share(self, what: str, share: float) -> None:
-        """Shows on the bar, where there is one, how much of a piece of work is done that is no step."""
+        """Show the completed fraction of other work, such as a validation, on the progress bar."""
         if self._progress is not None:
             self._progress.show_share(what, share)
 
     def close(self) -> None:
-        """Ends the display and closes every file; a second call does nothing."""
+        """End the display and close every file. A second call does nothing."""
         if self._progress is not None:
             self._progress.close()
         if self._tensorboard is not None:
@@ -136,14 +134,14 @@ class MetricsLogger:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Reads the lines of a run's `metrics.jsonl`, in the order in which they were written.
+    """Return the lines of the `metrics.jsonl` of a run, in file order.
 
     Args:
-        path: the file or the run's folder.
+        path: the file or the folder of the run.
 
     Returns:
-        One dict a line, with `null` as NaN. A last line that was cut (the run was killed, or is writing right now) is
-        left out; an unreadable line elsewhere is left out with a warning.
+        One dict per line, with NaN for `null`. An incomplete last line is skipped. Other unreadable lines are skipped with
+        a warning.
 
     Raises:
         FileNotFoundError: there is no such file or folder, or the folder holds no `metrics.jsonl`.
@@ -151,13 +149,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no metrics there; give a run's folder (it holds {FILE_NAME}) or the file")
+        raise FileNotFoundError(
+            f"{file}: no metrics there; name the folder of a run (it holds {FILE_NAME}) or the file"
+        )
     return [_with_nan(line) for line in _parse(file)]
 
 
 def measured_kinds(folder: Path, step: int) -> set[str]:
-    """Return the kinds of the lines of this step in a run's `metrics.jsonl`. Suites that failed count as evaluated, a loss that
-    is not a number does not."""
+    """Return the kinds of the lines of this step in the `metrics.jsonl` of a run.
+
+    Suites that failed count as evaluated. Lines whose loss is NaN do not count.
+    """
     if not (folder / FILE_NAME).is_file():
         return set()
     lines = [line for line in read_metrics(folder) if line["step"] == step and not math.isnan(line.get("loss", 0.0))]
@@ -165,9 +167,9 @@ def measured_kinds(folder: Path, step: int) -> set[str]:
 
 
 def remove_later_steps(file: Path, step: int, kinds: Sequence[str] = ()) -> None:
-    """Removes from a `metrics.jsonl` the lines of steps after `step`, of these kinds at it, and a last line that was cut.
+    """Remove from a `metrics.jsonl` the lines after `step`, lines of `kinds` at `step`, and an incomplete last line.
 
-    The new content is written aside and renamed, so that a kill leaves either the old file or the new one.
+    The file is replaced atomically.
     """
     if not file.is_file():
         return
@@ -190,12 +192,12 @@ def _parse(file: Path) -> list[dict[str, Any]]:
         elif number < len(raw):
             broken.append(number)
     if broken:
-        warnings.warn(f"{file}: {len(broken)} unreadable lines left out, the first is line {broken[0]}", stacklevel=3)
+        warnings.warn(f"{file}: {len(broken)} unreadable lines skipped, the first is line {broken[0]}", stacklevel=3)
     return lines
 
 
 def finite(values: Mapping[str, Value]) -> dict[str, Value | None]:
-    """The values with None for a NaN or an infinity, for which JSON has no number."""
+    """Return the values with None for NaN and infinities, because JSON has no number for them."""
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
 
@@ -204,7 +206,7 @@ def _with_nan(line: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Progress:
-    """The one progress display: a bar on a terminal, sparse plain lines in a log file."""
+    """Show progress as a bar on a terminal, or as sparse plain lines in a log file."""
 
     def __init__(self, total_steps: int, initial_step: int, stream: TextIO | None = None) -> None:
         self.stream = sys.stderr if stream is None else stream
@@ -249,9 +251,9 @@ class _Progress:
         if step >= self.next_line_step or step >= self.total or late:
             self.next_line_step = (step // self.line_every + 1) * self.line_every
             self.last_line = now
-            left = (now - self.start) / max(1, step - self.initial) * (self.total - step)
+            remaining = (now - self.start) / max(1, step - self.initial) * (self.total - step)
             text = f"{self._place(step)}  {_pairs(values, _TRAIN_FORMATS)}"
-            self._print(text + (f"  ETA {_duration(left)}" if step < self.total else ""))
+            self._print(text + (f"  ETA {_duration(remaining)}" if step < self.total else ""))
 
     def show_share(self, what: str, share: float) -> None:
         now = time.monotonic()
@@ -274,7 +276,7 @@ class _Progress:
 
 
 def _size(terminal: TextIO) -> dict[str, Any]:
-    # A terminal may say that it is 0 x 0 (`docker run -t` before the first resize), where tqdm would show nothing.
+    # A terminal may report the size 0 x 0 (`docker run -t` before the first resize), where tqdm shows nothing.
     known = all(os.get_terminal_size(terminal.fileno()))
     return {"dynamic_ncols": True} if known else {"ncols": 100, "nrows": 24}
 
@@ -323,7 +325,7 @@ def _open_wandb(
 ) -> Any:
     import wandb
 
-    # The identity is kept beside the run so that a resumed run goes on in the same Weights & Biases run.
+    # The id is stored in the folder of the run, so that a resumed run continues the same Weights & Biases run.
     identity = directory / "wandb_run_id.txt"
     if initial_step == 0 or not identity.is_file():
         identity.write_text(uuid.uuid4().hex[:12] + "\n")
@@ -338,7 +340,7 @@ def _open_wandb(
         resume="allow" if mode == "online" else None,
         config=dict(config) if config is not None else None,
     )
-    # Wandb's own step may never go back, which a resumed run does; the run's step is an axis of its own instead.
+    # The step of Weights & Biases cannot decrease, but a resumed run repeats steps. So the step is a metric and the x axis.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run

@@ -1,4 +1,4 @@
-"""The most memory that this process has used."""
+"""Measure the peak memory of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak in GiB: of what torch allocated on a GPU, of the whole process on a CPU."""
+    """Return the peak memory in GiB: allocated by torch on a GPU, resident size of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # kilobytes on Linux

@@ -1,4 +1,4 @@
-"""The loss of each source of the text: by step, and summed between two lines of the log."""
+"""Compute the per-source loss of a step, and its mean over the steps between two log lines."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from megatron_lite.parallel.grid import Grid
 
 
 def with_loss_weight_grad(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with a loss weight that remembers what became of it, for `loss_by_source`."""
-    # d loss / d loss_weight is a token's nll, up to a factor that all tokens of a step share: so the loss of each is
-    # known after the backward pass in every layout, and nothing else in the step changes.
+    """Return the batch with a loss weight that receives a gradient, for `per_source_loss`."""
+    # d loss / d loss_weight is the nll of a token, up to a factor that all tokens of a step share. So every layout has
+    # the loss per token after the backward pass, without a change to the step.
     return {**batch, "loss_weight": batch["loss_weight"].detach().clone().requires_grad_()}
 
 
-def loss_by_source(
+def per_source_loss(
     batches: Sequence[Mapping[str, Tensor]], count: int, total: float, grid: Grid
 ) -> tuple[tuple[float, float], ...]:
-    """(sum of weight * nll, sum of weight) of each source, over all processes, after the backward pass.
+    """Return (sum of weight * nll, sum of weight) per source, all-reduced over all processes. Call it after backward.
 
     Args:
-        batches: the `with_loss_weight_grad` micro batches of this process; `source` is int64 like the labels.
+        batches: micro-batches of this process from `with_loss_weight_grad`; `source` is int64 with the shape of the labels.
         count: number of sources.
-        total: sum of weight * nll over all of them.
+        total: sum of weight * nll over all sources.
     """
     sums = torch.zeros(2, count, dtype=torch.float64, device=grid.device)
     for batch in batches:
         weight, source = batch["loss_weight"].detach().double().flatten(), batch["source"].flatten()
-        if batch["loss_weight"].grad is not None:  # None on all stages of a pipeline but the last
+        if batch["loss_weight"].grad is not None:  # None on all pipeline stages except the last
             sums[0].index_add_(0, source, weight * batch["loss_weight"].grad.double().flatten())
         sums[1].index_add_(0, source, weight)
     values = all_reduce_sum(sums.flatten().tolist(), grid)
@@ -41,24 +41,23 @@ def loss_by_source(
 
 
 class PerSourceLoss:
-    """The loss of each source over the steps since the last line of the log.
+    """Accumulate the loss per source over the steps since the last log line.
 
-    sums: name -> [sum of weight * nll, sum of weight] over these steps. It is kept up to date, for a checkpoint between two
-    lines.
+    sums: name -> [sum of weight * nll, sum of weight] over these steps. It is updated in place and saved in checkpoints.
     """
 
     def __init__(self, names: Sequence[str], sums: dict[str, list[float]]) -> None:
         self.names, self._sums = names, sums
 
     def add(self, by_source: Sequence[tuple[float, float]]) -> None:
-        """What `loss_by_source` gave for a step; steps that are not finite are left out."""
+        """Add the result of `per_source_loss` for a step. Sources whose nll is not finite are skipped."""
         for name, (nll, weight) in zip(self.names, by_source, strict=bool(self.names)):
             if math.isfinite(nll):
-                before = self._sums.get(name, (0.0, 0.0))
-                self._sums[name] = [before[0] + nll, before[1] + weight]
+                previous = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = [previous[0] + nll, previous[1] + weight]
 
     def take(self) -> dict[str, float]:
-        """`loss/NAME` of the sources that had a share, from here on anew."""
+        """Return `loss/NAME` of the sources that had labels, and reset the sums."""
         known = ((name, self._sums.get(name, (0.0, 0.0))) for name in self.names)
         values = {f"loss/{name}": nll / weight for name, (nll, weight) in known if weight}
         self._sums.clear()

@@ -1,4 +1,4 @@
-"""The values of a training step in the log."""
+"""Compute the logged values of a training step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class StepMetrics:
-    """Computes the values of a log line.
+    """Compute the values of a log line.
 
     Args:
-        engine: does the steps.
-        flops_per_token: training FLOPs, forward and backward; None: no MFU.
-        peak_flops: of one device; None: no MFU.
+        engine: the engine that ran the steps.
+        flops_per_token: training FLOPs per token, forward and backward; None: no MFU.
+        peak_flops: peak FLOP/s of one device; None: no MFU.
     """
 
     def __init__(self, engine: Engine, flops_per_token: float | None, peak_flops: float | None) -> None:
@@ -42,8 +42,9 @@ class StepMetrics:
         """Return the values of a step by name.
 
         Args:
-            tokens: of the step. consumed_tokens, skipped_steps: of the run.
-            seconds: of the whole step, of which `data_seconds` waited for the batch.
+            lr: learning rate of the step.
+            tokens: tokens of the step. consumed_tokens, skipped_steps: totals of the run.
+            seconds: duration of the step. data_seconds: the part of it spent waiting for the batch.
             spread: comparison of the ranks in this step; None if there was none.
         """
         values: dict[str, float] = {"loss": result.loss, "perplexity": math.exp(min(result.loss, 700.0))}

@@ -137,7 +137,7 @@ CASES = {
         ("CONFIG model.nosuch=1", "model.nosuch is an unknown key; allowed in model are"),
     ],
     "tools.plot": [
-        ("NONE", "no metrics there; give a run's folder"),
+        ("NONE", "no metrics there; name the folder of a run"),
         ("RUN RUN --html", "--html is about one run; leave --html out"),
         ("RUN -o OUT/plot.nosuch", r"--out .*plot\.nosuch: a picture's name ends in its format, such as \.png"),
         ("RUN -o FILE/plot.png", r"--out .*plot\.png: cannot be written \(Not a directory"),

@@ -44,7 +44,7 @@ def test_missing_file_names_the_nearest(here: Path) -> None:
 def test_missing_include_names_the_file_that_includes_it(here: Path) -> None:
     file = write(here / "a.yml", "include: [nothing_like_it.yml]")
     assert problems(file=file) == [
-        "nothing_like_it.yml: no such file (included from a.yml); name one that is there, configs/README.md lists the project's"
+        "nothing_like_it.yml: no such file (included from a.yml); name one that is there; configs/README.md lists the files of the project"
     ]
 
 
@@ -152,8 +152,8 @@ def test_unknown_key_of_an_override(override: str, message: str) -> None:
 def test_section_written_as_a_value(here: Path) -> None:
     file = write(here / "a.yml", "logging: 3\ndata:\n  tokenizer: bytes\n")
     assert problems(file=file) == [
-        "logging = 3: it is a section, write its keys below it, such as logging.interval (a.yml:1)",
-        'data.tokenizer = "bytes": it is a section, write its keys below it, such as data.tokenizer.type (a.yml:3)',
+        "logging = 3: this key is a section; set the keys below it, such as logging.interval (a.yml:1)",
+        'data.tokenizer = "bytes": this key is a section; set the keys below it, such as data.tokenizer.type (a.yml:3)',
     ]
 
 
@@ -323,7 +323,7 @@ def test_nearest_batch_sizes_are_legal() -> None:
         ),
         (
             ("parallel.activation_checkpointing={mode: full, others: elementwise}",),
-            "parallel.activation_checkpointing.others = elementwise with every = 1, which leaves no others: set every, or "
+            "parallel.activation_checkpointing.others = elementwise with every = 1, so there are no other blocks: set every, or "
             "mode=elementwise for all",
         ),
         (
@@ -334,15 +334,15 @@ def test_nearest_batch_sizes_are_legal() -> None:
             ("run.spike_factor=0.5",),
             "run.spike_factor = 0.5 would skip ordinary steps: 0 (off) or a number above 1 is allowed",
         ),
-        (("data.corpus=null",), "data has no text: give data.corpus (stdlib, or files) or data.train (a token file)"),
+        (("data.corpus=null",), "data has no text: set data.corpus (stdlib, or files) or data.train (a token file)"),
         (
             ("data.tokenizer.type=bytes", "data.train=x"),
             "data.corpus and data.train both given: one of them is allowed; set the other to null",
         ),
-        (("data.validation=x",), "data.validation is a token file, which goes with data.train, not with data.corpus"),
+        (("data.validation=x",), "data.validation is a token file, which requires data.train instead of data.corpus"),
         (
             ("data.tokenizer.type=bytes", "data.tokenizer.path=x"),
-            "data.tokenizer.path = x: the tokenizer bytes has no file, leave it out",
+            "data.tokenizer.path = x: the tokenizer bytes has no file; remove this key",
         ),
         (("data.tokenizer.type=hf",), "data.tokenizer.path is missing: name the file of data.tokenizer.type = hf"),
         (

@@ -23,26 +23,26 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
         ),
         (
             (*FILES, "data.blend.weights=[1, 2]"),
-            "data.blend.weights goes with data.blend.by = weights, not with tokens",
+            "data.blend.weights requires data.blend.by = weights, but it is tokens",
         ),
         (
             (*FILES, "data.blend={by: weights, weights: [1]}"),
-            "data.blend.weights = [1.0]: one for each of the 2 files of data.train is allowed",
+            "data.blend.weights = [1.0]: one weight per file of data.train is required, 2 in all",
         ),
         (
             (*FILES, *MASKED),
-            "data.train = ['a', 'b']: one file is allowed with data.objective = masked; preprocess them together",
+            "data.train = ['a', 'b']: one file is allowed with data.objective = masked; preprocess the files together into one",
         ),
-        (LION, "data.objective = causal: lion sees the token that is to be predicted; masked is allowed"),
+        (LION, "data.objective = causal: lion sees the token that is to be predicted; set masked"),
         (
             ("data.objective=masked",),
-            "data.objective = masked: metala sees nothing of what follows a hidden token; causal is allowed",
+            "data.objective = masked: metala is causal and does not see the tokens after a masked token; set causal",
         ),
         (
             (*MASKED, "data.reset_at_documents=true"),
-            "data.reset_at_documents = true: padded rows hold one document each; it goes with data.masked.layout = packed",
+            "data.reset_at_documents = true: padded rows hold one document each; set it to false, or data.masked.layout = packed",
         ),
-        ((*MASKED, "data.mask_boundaries=true"), "data.mask_boundaries = true goes with data.objective = causal"),
+        ((*MASKED, "data.mask_boundaries=true"), "data.mask_boundaries = true requires data.objective = causal"),
         (
             (*BATCH, "batch.ramp={start: 6, increment: 4, samples: 9}"),
             "batch.ramp.start = 6 is no multiple of batch.micro_batch_size x data ranks = 4; nearest: 4 or 8",
@@ -53,7 +53,7 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
         ),
         (
             (*BATCH, "batch.ramp={start: 4, increment: 8, samples: 9}"),
-            "batch.ramp.increment = 8 does not lead from 4 to batch.global_batch_size = 32",
+            "batch.ramp.increment = 8 does not divide batch.global_batch_size - batch.ramp.start = 28",
         ),
         ((*BATCH, "batch.ramp.samples=9"), "batch.ramp.start is missing: the size of the first batches"),
     ],

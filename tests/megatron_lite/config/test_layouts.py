@@ -49,31 +49,35 @@ def test_data_ranks_are_what_the_model_leaves() -> None:
         (
             2,
             ["parallel.pipeline=2", "parallel.zero_stage=2"],
-            r"zero_stage = 2 does not run with parallel.pipeline = 2",
+            r"zero_stage = 2 is not supported with parallel.pipeline = 2",
         ),
         (1, ["parallel.sequence_parallel=true"], r"sequence_parallel = true needs parallel.tensor > 1"),
-        (1, ["parallel.tensor_overlap=true"], r"tensor_overlap = true does not go with parallel.tensor = 1"),
+        (1, ["parallel.tensor_overlap=true"], r"tensor_overlap = true is not supported with parallel.tensor = 1"),
         (2, ["parallel.tensor=2", "parallel.tensor_overlap=true"], r"batch.micro_batch_size = 1, which is odd"),
         (
             2,
             ["parallel.tensor=2", "parallel.tensor_overlap=true", *EVEN, "parallel.sequence_parallel=true"],
-            r"does not go with parallel.sequence_parallel = true: set it to false, or to null",
+            r"is not supported with parallel.sequence_parallel = true: set it to false, or to null",
         ),
         (
             2,
             ["parallel.tensor=2", "parallel.tensor_overlap=true", *EVEN, "parallel.zero_stage=3"],
-            r"does not go with parallel.zero_stage = 3",
+            r"is not supported with parallel.zero_stage = 3",
         ),
         (
             2,
             ["parallel.pipeline=2", "parallel.cuda_graph=true"],
-            r"cuda_graph = true does not go with parallel.pipeline = 2",
+            r"cuda_graph = true is not supported with parallel.pipeline = 2",
         ),
-        (1, ["run.device=cpu", "parallel.cuda_graph=true"], r"cuda_graph = true does not go with run.device = cpu"),
+        (
+            1,
+            ["run.device=cpu", "parallel.cuda_graph=true"],
+            r"cuda_graph = true is not supported with run.device = cpu",
+        ),
         (
             1,
             ["parallel.cublaslt.version=1"],
-            r"parallel.cublaslt was removed: cuBLAS chooses the algorithm of every matmul. Delete this section",
+            r"parallel.cublaslt was removed, because cuBLAS chooses the algorithm of every matmul; delete this section",
         ),
         (3, ["parallel.context=3"], r"3 parts, which does not divide batch.sequence_length = 64"),
         (

@@ -128,7 +128,7 @@ def test_reading_what_is_not_there_or_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         '{"kind": "train", "step": 1}\n\x00\x00garbage\n{"kind": "train"}\n{"kind": "train", "step": 2}\n'
     )
-    with pytest.warns(UserWarning, match="2 unreadable lines left out, the first is line 2"):
+    with pytest.warns(UserWarning, match="2 unreadable lines skipped, the first is line 2"):
         assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n[1, 2')
     with warnings.catch_warnings():
@@ -138,7 +138,7 @@ def test_reading_what_is_not_there_or_is_damaged(tmp_path: Path) -> None:
 
 def test_wrong_values_are_refused(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path, total_steps=2, progress_bar=False)
-    with pytest.raises(ValueError, match="'step' is taken"):
+    with pytest.raises(ValueError, match="'step' is reserved"):
         logger.log(1, {"step": 3})
     with pytest.raises(TypeError):
         logger.log(1, {"loss": object()})  # type: ignore[dict-item]
