@@ -44,7 +44,8 @@ def test_missing_file_names_the_nearest(here: Path) -> None:
 def test_missing_include_names_the_file_that_includes_it(here: Path) -> None:
     file = write(here / "a.yml", "include: [nothing_like_it.yml]")
     assert problems(file=file) == [
-        "nothing_like_it.yml: no such file (included from a.yml); name one that is there; configs/README.md lists the files of the project"
+        "nothing_like_it.yml: no such file (included from a.yml); name one that is there; configs/README.md lists "
+        "the files of the project"
     ]
 
 
