@@ -67,7 +67,7 @@ def test_a_graph_follows_the_rate_and_the_order() -> None:
     found = [train_together(runs, prepare(runs[0], device), device, graph=graph) for graph in (True, False)]
     for captured, plain in zip(*found, strict=True):
         assert captured["graph"] is True
-        assert plain["graph"] == "not asked for"
+        assert plain["graph"] == "disabled"
         assert captured["loss"] == pytest.approx(plain["loss"], rel=0.03)
     assert found[0][0]["loss"] != pytest.approx(found[0][1]["loss"], rel=1e-3)
 

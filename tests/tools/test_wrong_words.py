@@ -76,7 +76,10 @@ CASES = {
         ("NONE", "nothing does not exist: give a comparison's YAML file, such as"),
         ("CONFIG", r"name is missing in .*default\.yml: text like .* is allowed"),
         ("TEXT", r"README\.md:3: YAML syntax"),
-        ("configs/experiments/compare_lm.yml --models nosuch --plan", "--models nosuch: the comparison has metala,"),
+        (
+            "configs/experiments/compare_lm.yml --models nosuch --plan",
+            "--models nosuch is not in the comparison; allowed are",
+        ),
         ("configs/experiments/compare_lm.yml --workers 0", "--workers: 0: a whole number, 1 or more"),
     ],
     "tools.config_reference": [("nosuch", "unrecognized arguments: nosuch")],

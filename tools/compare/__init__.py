@@ -1,1 +1,4 @@
-"""Several models trained by one recipe: a plan from one YAML file, the runs side by side, one table and figures."""
+"""Train several models with the same settings from one YAML file and compare them in one table and figures.
+
+Start with __main__.py (command line), then spec.py (YAML file to runs), launcher.py (worker processes) and results.py (tables).
+"""

@@ -1,4 +1,4 @@
-"""Trains several models by one recipe, side by side, and compares them: `python -m tools.compare FILE.yml`."""
+"""Train several models with the same settings and compare them: `python -m tools.compare FILE.yml`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from tools.compare.spec import Comparison, Run
 
 EPILOG = """examples:
-  python -m tools.compare configs/experiments/compare_lm.yml --plan             what would be trained, nothing more
-  python -m tools.compare configs/experiments/compare_lm.yml                    all of it, on every GPU that there is
+  python -m tools.compare configs/experiments/compare_lm.yml --plan             list the runs, without training
+  python -m tools.compare configs/experiments/compare_lm.yml                    train all runs, on all GPUs
   python -m tools.compare configs/experiments/compare_masked.yml --workers 3 --minutes 8
   python -m tools.compare configs/experiments/compare_lm.yml --models metala,softmax --sizes small --seeds 1 \\
     --name trial --devices cpu schedule.train_steps=50 batch.global_batch_size=4 batch.micro_batch_size=4
-  python -m tools.compare configs/experiments/compare_lm.yml --data data/c4.yml   another text
+  python -m tools.compare configs/experiments/compare_lm.yml --data data/c4.yml   train on other text
 
-Every run is one that `python train.py runs/NAME/RUN/run.yml` would do; its folder holds what a run's folder holds,
-and train.log. What was stopped (--minutes, Ctrl-C, a kill) goes on when the same command is given again. The table
-and the figures show what is complete: runs/NAME/results.md, results.json and *.png. docs/guide/comparing.md has the details.
+Each run equals `python train.py runs/NAME/RUN/run.yml`. Its folder also holds train.log. To continue after --minutes,
+Ctrl-C or a kill, run the same command again. The tables and figures show the complete runs: runs/NAME/results.md,
+results.json and *.png. See docs/guide/comparing.md for details.
 """
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0 when all runs are complete, 1 when some are not, 2 for what cannot be run."""
+    """Run the command line. Returns 0 if all runs are complete, 1 if some are not, 2 for an invalid comparison."""
     options = _parser().parse_intermixed_args(arguments)
-    from tools.compare.launcher import refuse_others
+    from tools.compare.launcher import check_existing_runs
     from tools.compare.spec import plan_runs, read_comparison
 
     comparison = read_comparison(options.file)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(_plan_text(comparison, runs))
     if options.plan:
         return 0
-    refuse_others(runs)
+    check_existing_runs(runs)
     failed = {} if options.table else _train(comparison, runs, options)
     write_results(comparison, runs)
     for name, text in failed.items():
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
-    """Prints the tables, and writes them, the figures and every number of the complete runs beside the runs."""
+    """Print the tables, and write results.md, results.json and the figures to the comparison's folder."""
     from data.atomic_io import write_whole
     from megatron_lite.checkpoint.storage import versions
     from megatron_lite.metrics.logger import finite
@@ -70,7 +70,7 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
     text = tables(rows, reference) if rows else "No run is complete yet.\n"
     print("\n" + text + (f"\n{note}\n" if note else ""))
     machine, date = _machine(), datetime.date.today().isoformat()
-    document = f"# {comparison.title}\n\n{machine}; {date}.\n\n{text}\n{note}\n\n## Trained\n\n{plan_table(runs)}"
+    document = f"# {comparison.title}\n\n{machine}; {date}.\n\n{text}\n{note}\n\n## Runs\n\n{plan_table(runs)}"
     content = {
         "title": comparison.title,
         "date": date,
@@ -88,7 +88,7 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
                 "tokens": result.tokens,
                 "step_seconds": round(result.seconds, 2),
                 "final": result.final and finite(result.final),
-                "course": [finite(line) for line in result.course],
+                "course": [finite(line) for line in result.curve],
             }
             for result in results
         ],
@@ -111,14 +111,14 @@ def _train(comparison: Comparison, runs: Sequence[Run], options: argparse.Namesp
     outcome = run_all(
         runs,
         devices=devices,
-        # The file's number is for GPUs, which one small run leaves idle; on a CPU runs would share its cores.
+        # The file's number is for GPUs, which one small run does not fill. On a CPU the runs would share the cores.
         workers=1 if devices == ["cpu"] and options.workers is None else comparison.workers,
         minutes=comparison.time_budget_minutes,
         tune_kernels=comparison.tune_kernels,
         progress=sys.stderr.isatty(),
     )
     if outcome.stopped:
-        print(f"stopped ({outcome.stopped}): the same command goes on from there", file=sys.stderr)
+        print(f"stopped ({outcome.stopped}): run the same command again to continue", file=sys.stderr)
     return outcome.failed
 
 
@@ -130,13 +130,13 @@ def _plan_text(comparison: Comparison, runs: Sequence[Run]) -> str:
     return f"{comparison.title}: {words}\n\n{plan_table(runs)}"
 
 
-def _devices(asked: Sequence[int | str] | None) -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES, or "cpu"."""
-    if asked:
-        return [str(device) for device in asked]
+def _devices(requested: Sequence[int | str] | None) -> list[str]:
+    """Return one name for CUDA_VISIBLE_DEVICES per GPU, or ["cpu"]."""
+    if requested:
+        return [str(device) for device in requested]
     import torch
 
-    # Of the names there, those before one of no device (-1) count.
+    # CUDA ignores the names from the first invalid one (-1) on.
     count = torch.cuda.device_count()
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name][:count]
     return visible or [str(i) for i in range(count)] or ["cpu"]
@@ -146,28 +146,33 @@ def _machine() -> str:
     import torch
 
     if torch.cuda.is_available():
-        place = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     else:
-        place = f"{os.cpu_count()} processor cores"
-    return f"{place}, torch {torch.__version__}"
+        hardware = f"{os.cpu_count()} processor cores"
+    return f"{hardware}, torch {torch.__version__}"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_line("python -m tools.compare", __doc__, EPILOG)
-    parser.add_argument("file", type=Path, help="the comparison, such as configs/experiments/compare_lm.yml")
-    parser.add_argument("override", nargs="*", metavar="key.sub=value", help="values of every run, as for train.py")
-    parser.add_argument("--models", type=words, default=[], metavar="A,B", help="only these")
-    parser.add_argument("--sizes", type=words, default=[], metavar="A,B", help="only these")
-    parser.add_argument("--seeds", type=numbers, default=[], metavar="1,2", help="default: the file's")
-    parser.add_argument("--data", metavar="FILE", help="a data file instead of the comparison's, as configs/data/*.yml")
-    parser.add_argument("--name", help="folder under runs/ (default: the file's)")
+    parser.add_argument("file", type=Path, help="YAML file, such as configs/experiments/compare_lm.yml")
+    parser.add_argument(
+        "override", nargs="*", metavar="key.sub=value", help="override keys of every run, as in train.py"
+    )
+    parser.add_argument("--models", type=words, default=[], metavar="A,B", help="train only these models")
+    parser.add_argument("--sizes", type=words, default=[], metavar="A,B", help="train only these sizes")
+    parser.add_argument("--seeds", type=numbers, default=[], metavar="1,2", help="seeds (default: `seeds` of the file)")
+    parser.add_argument("--data", metavar="FILE", help="replace `data` of the file, as configs/data/*.yml")
+    parser.add_argument("--name", help="folder under runs/ (default: `name` of the file)")
     parser.add_argument("--devices", type=words, default=[], metavar="0,1", help="GPUs, or cpu (default: all GPUs)")
     parser.add_argument(
-        "--workers", type=positive, metavar="N", help="runs at a time on each device (GPU: the file's; CPU: 1)"
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="parallel runs per device (default: `workers` of the file; 1 on a CPU)",
     )
-    parser.add_argument("--minutes", type=above_zero, metavar="M", help="after so long every run saves and stops")
-    parser.add_argument("--plan", action="store_true", help="print what would be trained, with parameters; stop")
-    parser.add_argument("--table", action="store_true", help="no training: the table and figures of what is complete")
+    parser.add_argument("--minutes", type=above_zero, metavar="M", help="save and stop every run after M minutes")
+    parser.add_argument("--plan", action="store_true", help="list the runs with their parameters, without training")
+    parser.add_argument("--table", action="store_true", help="write tables and figures of complete runs, do not train")
     return parser
 
 

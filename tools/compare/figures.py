@@ -1,4 +1,4 @@
-"""The figures of a comparison: what every model reached, how it got there, over sizes, and by source of the text."""
+"""Draw the figures of a comparison: final values and training curves, scaling with size, and loss per source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.reporting.style import COLORS, STYLE, pyplot, save_figure
 
 
 def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path, title: str, reference: str | None) -> list[Path]:
-    """Writes results.png, and where they say something scaling.png and sources.png; returns what was written."""
+    """Write results.png; with several sizes scaling.png; with several sources sources.png. Return the written files."""
     plt = pyplot()
     styles = _styles([row.model for row in rows])
     with plt.rc_context(STYLE):
@@ -30,7 +30,7 @@ def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path, title: st
 
 
 def _styles(models: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A colour a model, with another line and mark once the colours begin again."""
+    """Return one style per model: its colour, and another line style and marker after all colours are used."""
     names = dict.fromkeys(models)
     return {
         name: {
@@ -45,11 +45,11 @@ def _styles(models: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _results(
     plt: Any, results: Sequence[Result], rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str
 ) -> Path:
-    """A column a size: seeds and mean of every model at the end, under it the course on the way."""
+    """Draw one column per size: final values of each seed and their mean above, validation curves below."""
     sizes = list(dict.fromkeys(row.size for row in rows))
     masked = all("accuracy" in row.values for row in rows)
     metric, scale = ("accuracy", 100.0) if masked else ("loss", 1.0)
-    words = "masked tokens found, %" if masked else "validation loss (nats a token)"
+    label = "masked-token accuracy, %" if masked else "validation loss (nats per token)"
     most = max(sum(row.size == size for row in rows) for size in sizes)
     figure, axes = plt.subplots(
         2,
@@ -70,10 +70,10 @@ def _results(
         top.set_yticks(range(len(here)), [row.label for row in here])
         top.set_ylim(len(here) - 0.4, -0.6)
         top.grid(axis="y", visible=False)
-        top.set(xlabel=f"{words}; circles: seeds", title=size)
+        top.set(xlabel=f"{label}; circles: seeds", title=size)
         late: list[float] = []
         for row in here:
-            curve = _course(results, row, metric, scale)
+            curve = _curve(results, row, metric, scale)
             if curve is None:
                 continue
             tokens, low, mean, high = curve
@@ -85,8 +85,8 @@ def _results(
             margin = 0.08 * max(max(late) - min(late), 1e-6)
             below.set_ylim(min(late) - margin, max(late) + margin)
         below.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M")
-        below.set(xlabel="tokens; on the way a part of the text is read", ylabel=words)
-    # Not all models are complete in every size.
+        below.set(xlabel="tokens; before the end on part of the validation text", ylabel=label)
+    # Some models may not be complete in every size.
     lines = {line.get_label(): line for below in axes[1] for line in below.lines}
     if lines:
         axes[1, -1].legend(list(lines.values()), list(lines), loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
@@ -95,10 +95,10 @@ def _results(
     return out
 
 
-def _course(results: Sequence[Result], row: Row, metric: str, scale: float) -> tuple[Any, Any, Any, Any] | None:
-    """Tokens, and lowest, mean and highest value over the seeds, at the validations that all of them have."""
+def _curve(results: Sequence[Result], row: Row, metric: str, scale: float) -> tuple[Any, Any, Any, Any] | None:
+    """Return tokens and the lowest, mean and highest value over the seeds, at the validations that all seeds have."""
     runs = [r for r in results if (r.run.model, r.run.size) == (row.model, row.size) and r.final is not None]
-    points = [{int(line["tokens"]): scale * float(line[metric]) for line in r.course} for r in runs]
+    points = [{int(line["tokens"]): scale * float(line[metric]) for line in r.curve} for r in runs]
     common = sorted(set.intersection(*(set(p) for p in points))) if points else []
     if len(common) < 2:
         return None
@@ -107,18 +107,18 @@ def _course(results: Sequence[Result], row: Row, metric: str, scale: float) -> t
 
 
 def _scaling(plt: Any, rows: Sequence[Row], styles: dict[str, Any], out: Path, title: str) -> Path:
-    """Loss against parameters, mean and range over the seeds."""
+    """Draw loss against parameters: mean and range over the seeds."""
     figure, axes = plt.subplots(figsize=(6.6, 4.2), layout="constrained")
     for model in dict.fromkeys(row.model for row in rows):
-        mine = sorted((row for row in rows if row.model == model), key=lambda row: row.body)
-        means = [row.mean("loss") for row in mine]
-        below = [mean - min(row.values["loss"].values()) for mean, row in zip(means, mine, strict=True)]
-        above = [max(row.values["loss"].values()) - mean for mean, row in zip(means, mine, strict=True)]
+        model_rows = sorted((row for row in rows if row.model == model), key=lambda row: row.body)
+        means = [row.mean("loss") for row in model_rows]
+        below = [mean - min(row.values["loss"].values()) for mean, row in zip(means, model_rows, strict=True)]
+        above = [max(row.values["loss"].values()) - mean for mean, row in zip(means, model_rows, strict=True)]
         axes.errorbar(
-            [row.body for row in mine],
+            [row.body for row in model_rows],
             means,
             yerr=[below, above],
-            label=mine[0].label,
+            label=model_rows[0].label,
             ms=4,
             lw=1.3,
             elinewidth=0.8,
@@ -128,7 +128,7 @@ def _scaling(plt: Any, rows: Sequence[Row], styles: dict[str, Any], out: Path, t
     ticks = sorted({row.body for row in rows if row.model == rows[0].model})
     axes.set_xticks(ticks, [f"{tick / 1e6:.3g} M" for tick in ticks])
     axes.minorticks_off()
-    axes.set(xlabel="parameters without embeddings", ylabel="validation loss (nats a token)", title=title)
+    axes.set(xlabel="parameters without embeddings", ylabel="validation loss (nats per token)", title=title)
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
     save_figure(figure, out)
     return out
@@ -143,13 +143,13 @@ def _by_source(
     title: str,
     reference: str | None,
 ) -> Path:
-    """Loss of every source less the reference's, of the models of one size; bars are standard errors over the seeds."""
+    """Draw each model's loss per source minus the reference's, for one size. Bars are standard errors over the seeds."""
     base = next((row for row in rows if row.model == reference), rows[0])
     others = [row for row in rows if row is not base]
     figure, axes = plt.subplots(figsize=(7.2, 1.2 + 0.62 * len(sources)), layout="constrained")
     for number, row in enumerate(others):
         offset = 0.7 * ((number + 0.5) / len(others) - 0.5)
-        pairs = [row.less(base, metric) for metric in sources]
+        pairs = [row.difference(base, metric) for metric in sources]
         axes.errorbar(
             [mean for mean, _ in pairs],
             [place + offset for place in range(len(sources))],
@@ -162,7 +162,9 @@ def _by_source(
     axes.axvline(0, color="#555555", lw=1)
     axes.set_yticks(range(len(sources)), [metric.removeprefix("loss/") for metric in sources])
     axes.set_ylim(len(sources) - 0.4, -0.6)
-    axes.set(xlabel=f"loss less that of {base.label} (nats a token)", title=f"{title}{base.size and f', {base.size}'}")
+    axes.set(
+        xlabel=f"loss minus that of {base.label} (nats per token)", title=f"{title}{base.size and f', {base.size}'}"
+    )
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
     save_figure(figure, out)
     return out

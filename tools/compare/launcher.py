@@ -1,4 +1,4 @@
-"""Trains the runs of a comparison side by side: worker processes on every device, one progress bar over all steps."""
+"""Train the runs of a comparison in parallel: worker processes on every device, one progress bar over all steps."""
 
 from __future__ import annotations
 
@@ -21,34 +21,39 @@ from megatron_lite.metrics.logger import FILE_NAME
 from tools.compare.spec import Run, differing_keys
 
 _ROOT = Path(__file__).parents[2]
-# A checkpoint of a large model takes a while to write.
+# Time that a run has to write its checkpoint after it was stopped.
 _SECONDS_TO_SAVE = 180.0
-_SECONDS_BETWEEN_LOOKS = 0.2
+_POLL_SECONDS = 0.2
 
 
 @dataclass
 class Outcome:
-    """How the runs ended: names of those that failed, with the end of their log; and whether all were given time."""
+    """Hold how the runs ended.
+
+    Attributes:
+        failed: name of each failed run -> the end of its log.
+        stopped: why training was stopped early, or "".
+    """
 
     failed: dict[str, str] = field(default_factory=dict)
     stopped: str = ""
 
 
-def refuse_others(runs: Sequence[Run]) -> None:
-    """Raises ValueError where a run was begun with other values, or trained on by a command of its own."""
-    mend = "Give the comparison another --name, or remove the folder"
+def check_existing_runs(runs: Sequence[Run]) -> None:
+    """Raise ValueError if a run was started with other values, or trained beyond the comparison's last step."""
+    remedy = "Give the comparison another --name, or remove the folder"
     for run in runs:
         begun = run.complete or (run.folder / FILE_NAME).is_file()
         if begun and run.file.is_file() and (differing := differing_keys(run)):
-            raise ValueError(f"{run.folder} was begun with other values ({'; '.join(differing[:3])}). {mend}")
+            raise ValueError(f"{run.folder} was started with other values ({'; '.join(differing[:3])}). {remedy}")
         if (done := steps_done(run)) > (steps := run.config.schedule.train_steps):
-            raise ValueError(f"{run.folder} was trained to step {done}, and the comparison ends at {steps}. {mend}")
+            raise ValueError(f"{run.folder} was trained to step {done}, but the comparison ends at {steps}. {remedy}")
 
 
 def prepare(runs: Sequence[Run]) -> None:
-    """Writes the file of every run, and prepares their corpora once, before several processes ask for them.
+    """Write the file of every run and prepare each corpus once, before several processes need it.
 
-    Raises ValueError where there is no validation text, and as `tools.loading.token_data.prepared_data`.
+    Raises ValueError if there is no validation text, and as `tools.loading.token_data.prepared_data`.
     """
     from tools.loading.token_data import prepared_data
 
@@ -58,8 +63,8 @@ def prepare(runs: Sequence[Run]) -> None:
     for run in data.values():
         if prepared_data(run.config.data, run.config.model.vocab_size).validation is None:
             raise ValueError(
-                f"{run.name} has no validation text, by which models are compared: give data.validation beside data.train, "
-                "or data.validation_fraction above 0 with data.corpus"
+                f"{run.name} has no validation text, which the comparison needs: set data.validation with data.train, "
+                "or data.validation_fraction > 0 with data.corpus"
             )
 
 
@@ -72,22 +77,23 @@ def run_all(
     tune_kernels: bool = False,
     progress: bool = True,
 ) -> Outcome:
-    """Trains what is not complete.
+    """Train the runs that are not complete. A failed run is recorded and the others continue.
+
+    SIGINT and SIGTERM save and stop all runs.
 
     Args:
-        devices: "cpu", or numbers of GPUs. workers: processes on each.
-        minutes: after them every run saves and stops; the same call goes on from there.
+        devices: "cpu", or numbers of GPUs.
+        workers: processes per device.
+        minutes: time limit, after which every run saves and stops. The same call continues.
         tune_kernels: see `Comparison`.
-
-    A run that fails is noted and the others go on. SIGINT and SIGTERM save and stop.
     """
     outcome = Outcome()
     waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
-    left = _in_order([run for run in runs if not run.complete])
-    for run in left:
+    incomplete = _sorted_runs([run for run in runs if not run.complete])
+    for run in incomplete:
         waiting.put(run)
     stop = threading.Event()
-    slots = [_Slot(device, tune_kernels) for _ in range(workers) for device in devices][: len(left)]
+    slots = [_Slot(device, tune_kernels) for _ in range(workers) for device in devices][: len(incomplete)]
     threads_each = max(1, (os.cpu_count() or 1) // max(1, len(slots)))
 
     def serve(slot: _Slot) -> None:
@@ -103,10 +109,10 @@ def run_all(
         slot.close()
 
     def interrupted(number: int, _frame: object) -> None:
-        # No more than this: a handler must not wait for a lock that the loop below may hold.
+        # Only set a flag: a handler must not wait for a lock that the loop below may hold.
         outcome.stopped = signal.Signals(number).name
 
-    before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = [threading.Thread(target=serve, args=(slot,), daemon=True) for slot in slots]
     started = time.monotonic()
     total = sum(run.config.schedule.train_steps for run in runs)
@@ -120,11 +126,11 @@ def run_all(
                 thread.start()
             while any(thread.is_alive() for thread in threads):
                 if minutes is not None and time.monotonic() - started > 60 * minutes:
-                    outcome.stopped = outcome.stopped or f"the {minutes:g} minutes are over"
+                    outcome.stopped = outcome.stopped or f"the time limit of {minutes:g} minutes"
                 if outcome.stopped:
                     stop.set()
                     break
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                time.sleep(_POLL_SECONDS)
                 bar.update(_show(bar, runs, waiting.qsize) - bar.n)
             for slot in slots if stop.is_set() else ():
                 slot.interrupt()
@@ -133,21 +139,21 @@ def run_all(
                 thread.join(max(0.0, end - time.monotonic()))
             bar.update(_show(bar, runs, waiting.qsize) - bar.n)
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         for slot in slots:
             slot.kill()
     return outcome
 
 
-def _in_order(runs: Sequence[Run]) -> list[Run]:
-    """Seed by seed, the longest first: what is begun last is short, so that no device waits long for another."""
+def _sorted_runs(runs: Sequence[Run]) -> list[Run]:
+    """Sort by seed, then longest first: the last runs are short, so that no device waits long for another."""
     seeds = list(dict.fromkeys(run.seed for run in runs))
     return sorted(runs, key=lambda run: (seeds.index(run.seed), -run.parameters * run.config.schedule.train_steps))
 
 
 class _Slot:
-    """A place on a device, with its worker process."""
+    """Own one worker process on a device."""
 
     def __init__(self, device: str, tune_kernels: bool) -> None:
         self.device, self._options = device, [] if tune_kernels else ["--untuned"]
@@ -155,7 +161,7 @@ class _Slot:
         self._process: subprocess.Popen[str] | None = None
 
     def train(self, run: Run, threads: int) -> int:
-        """Trains one run and returns its exit status; a worker that died is replaced before the next."""
+        """Train one run and return its exit status. Start a new worker if the previous one has ended."""
         if self._process is None or self._process.poll() is not None:
             self._process = self._start(threads)
         process = self._process
@@ -164,26 +170,26 @@ class _Slot:
         try:
             process.stdin.write(f"{run.file}\n")
             process.stdin.flush()
-            if self._interrupted:  # before there was this process
+            if self._interrupted:  # before this process existed
                 process.terminate()
-            answer = process.stdout.readline()
+            status = process.stdout.readline()
         except BrokenPipeError:
-            answer = ""
-        return int(answer) if answer else process.wait()
+            status = ""
+        return int(status) if status else process.wait()
 
     def interrupt(self) -> None:
-        """The run that is under way, or about to be, saves and ends."""
+        """Make the current run, or the one about to start, save and end."""
         self._interrupted = True
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
     def close(self) -> None:
-        """No more runs: the worker ends."""
+        """Close the worker's input, so that it ends after its current run."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """Ends the worker if it has not ended by itself."""
+        """End the worker; kill it if it does not end within 10 seconds."""
         if self._process is None:
             return
         self.close()
@@ -203,12 +209,12 @@ class _Slot:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which tells the others
+            start_new_session=True,  # only this process receives Ctrl-C; it stops the workers
         )
 
 
 def steps_done(run: Run) -> int:
-    """Steps in the run's metrics."""
+    """Return the last step in the run's metrics, or 0."""
     file = run.folder / FILE_NAME
     if not file.is_file():
         return 0

@@ -1,4 +1,4 @@
-"""The width of the MLP that gives a model as many parameters as another."""
+"""Find the MLP width that gives a model as many parameters as another model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from models.config import ModelConfig
 from models.language_model import count_parameters
 
 
-def equal_width(config: ModelConfig, wanted: int, *, multiple: int = 16, tolerance: float = 0.01) -> int:
-    """The multiple of `multiple` nearest to `wanted` parameters, those of the embeddings left out.
+def equal_width(config: ModelConfig, target: int, *, multiple: int = 16, tolerance: float = 0.01) -> int:
+    """Return the MLP width, a multiple of `multiple`, whose parameter count without embeddings is nearest to `target`.
 
-    Raises ValueError where even that is further from `wanted` than `tolerance` of it.
+    Raises ValueError if the relative difference from `target` is larger than `tolerance`.
     """
     tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     sizes = [count_parameters(replace(config, intermediate_size=width)) - tables for width in (multiple, 2 * multiple)]
-    a_step = sizes[1] - sizes[0]  # the count is linear in the width
-    width = multiple * max(1, 1 + round((wanted - sizes[0]) / a_step))
-    reached = sizes[0] + (width // multiple - 1) * a_step
-    if abs(reached - wanted) > tolerance * wanted:
+    per_step = sizes[1] - sizes[0]  # the count is linear in the width
+    width = multiple * max(1, 1 + round((target - sizes[0]) / per_step))
+    reached = sizes[0] + (width // multiple - 1) * per_step
+    if abs(reached - target) > tolerance * target:
         raise ValueError(
-            f"{'+'.join(config.mixers)} with d = {config.hidden_size}: {wanted:,} parameters without embeddings are wanted; "
-            f"the nearest MLP, {width} wide, gives {reached:,}, which is not within {tolerance:.1%}. Lower "
+            f"{'+'.join(config.mixers)} with d = {config.hidden_size}: the target is {target:,} parameters without "
+            f"embeddings; the nearest MLP width {width} gives {reached:,}, which is not within {tolerance:.1%}. Lower "
             "equal_parameters.multiple, or give the reference a wider MLP"
         )
     return width

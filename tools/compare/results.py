@@ -1,4 +1,4 @@
-"""What the runs of a comparison reached: read from their metrics, joined over the seeds, as Markdown tables."""
+"""Read the results of a comparison's runs from their metrics, average over the seeds and write Markdown tables."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from tools.reporting.tables import markdown_table
 
 @dataclass(frozen=True)
 class Result:
-    """One run as it was validated: on the way (a part of the text), and at its end (the whole of it).
+    """Hold the validations of one run: on part of the validation text during training, on all of it at the end.
 
     Attributes:
-        course: lines of kind `validation` of the run's metrics. final: the last of a complete run.
+        curve: lines of kind `validation` of the run's metrics.
+        final: the last of these lines; None if the run is not complete.
     """
 
     run: Run
-    course: list[dict[str, Any]]
+    curve: list[dict[str, Any]]
     final: dict[str, Any] | None
     tokens: int
     seconds: float
@@ -31,10 +32,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """A model in a size, over its seeds.
+    """Hold the results of a model in one size over its seeds.
 
     Attributes:
-        values: metric -> its value of every seed, by seed.
+        values: metric -> {seed: value}.
     """
 
     model: str
@@ -47,43 +48,43 @@ class Row:
     def mean(self, metric: str) -> float:
         return statistics.mean(self.values[metric].values())
 
-    def spread(self, metric: str) -> float:
-        """Sample standard deviation over the seeds; nan for one, and where one diverged."""
+    def deviation(self, metric: str) -> float:
+        """Return the sample standard deviation over the seeds; nan for one seed or a diverged run."""
         return _deviation(list(self.values[metric].values()))
 
-    def less(self, other: Row, metric: str) -> tuple[float, float]:
-        """This model less another, paired by seed (the same order of samples): mean and standard error."""
-        mine, its = self.values[metric], other.values[metric]
-        pairs = [mine[seed] - its[seed] for seed in mine.keys() & its.keys()]
+    def difference(self, other: Row, metric: str) -> tuple[float, float]:
+        """Return mean and standard error of this model minus another, paired by seed (same order of samples)."""
+        values, other_values = self.values[metric], other.values[metric]
+        pairs = [values[seed] - other_values[seed] for seed in values.keys() & other_values.keys()]
         if not pairs:
             return math.nan, math.nan
         return statistics.mean(pairs), _deviation(pairs) / math.sqrt(len(pairs))
 
 
 def read_results(runs: Iterable[Run]) -> list[Result]:
-    """What the runs have logged so far; those that never began are left out."""
-    found = []
+    """Read the metrics of the runs that have begun."""
+    results = []
     for run in runs:
         if not (run.folder / FILE_NAME).is_file():
             continue
         lines = read_metrics(run.folder)
-        course = [line for line in lines if line["kind"] == "validation"]
+        curve = [line for line in lines if line["kind"] == "validation"]
         train = [line for line in lines if line["kind"] == "train"]
-        # The whole set was read at the end; a line before it may stand at the same step.
-        final = course[-1] if run.complete and course else None
+        # The last line is of the whole validation set; an earlier line may have the same step.
+        final = curve[-1] if run.complete and curve else None
         tokens = max((int(line["tokens"]) for line in lines if "tokens" in line), default=0)
-        # Of steps that were not logged, the mean of those that were.
+        # Steps without a logged time count with the mean of the logged steps.
         seconds = (
             statistics.mean(line["step_seconds"] for line in train) * max(line["step"] for line in lines)
             if train
             else 0.0
         )
-        found.append(Result(run, course, final, tokens, seconds))
-    return found
+        results.append(Result(run, curve, final, tokens, seconds))
+    return results
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
-    """The complete runs, joined over the seeds, in the order of the plan."""
+    """Return one row per model and size with the values of its complete runs, in the order of the plan."""
     rows: dict[tuple[str, str], Row] = {}
     for result in results:
         if result.final is None:
@@ -98,9 +99,9 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
 
 
 def tables(rows: Sequence[Row], reference: str | None = None) -> str:
-    """Markdown: a table a size, the lowest loss first, then the loss by source where it is known.
+    """Return Markdown: one table per size, lowest loss first, then one with the loss per source if there are several.
 
-    reference: the model whose difference from every other is shown, paired by seed; the first by default.
+    reference: the model that the others are compared with, paired by seed; default: the first.
     """
     parts = []
     for size in dict.fromkeys(row.size for row in rows):
@@ -112,18 +113,18 @@ def tables(rows: Sequence[Row], reference: str | None = None) -> str:
         sources = sorted({metric for row in here for metric in row.values if metric.startswith("loss/")})
         if len(sources) > 1:
             header = ["model", *(metric.removeprefix("loss/") for metric in sources)]
-            body = [[row.label, *(_with_spread(row, metric, 3) for metric in sources)] for row in ranked(here)]
+            body = [[row.label, *(_with_deviation(row, metric, 3) for metric in sources)] for row in ranked(here)]
             parts.append("Loss by source:\n\n" + markdown_table(header, body, aligned=True) + "\n")
     return "\n".join(parts)
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """The lowest loss first, those that diverged last."""
+    """Sort rows by loss, lowest first and diverged models last."""
     return sorted(rows, key=lambda row: (math.isnan(row.mean("loss")), row.mean("loss")))
 
 
 def plan_table(runs: Sequence[Run]) -> str:
-    """What is trained: every model in every size with its parameters."""
+    """Return a table of the models in each size with their parameters, tokens and seeds."""
     cells = {(run.size, run.model): run for run in runs}
     rows = []
     for run in cells.values():
@@ -147,43 +148,43 @@ def plan_table(runs: Sequence[Run]) -> str:
 
 
 def progress_note(runs: Sequence[Run]) -> str:
-    """What is not complete, in words; empty where all is."""
+    """Return a sentence about the runs that are not complete, or an empty text."""
     open_runs = [run for run in runs if not run.complete]
     if not open_runs:
         return ""
     steps = [(run, steps_done(run)) for run in open_runs]
     words = [f"{run.name} at step {at:,} of {run.config.schedule.train_steps:,}" for run, at in steps if at]
     if not_begun := sum(not at for _, at in steps):
-        words.append(f"{not_begun} not begun")
+        words.append(f"{not_begun} not started")
     return f"{len(open_runs)} of {len(runs)} runs are not complete: {', '.join(words)}."
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Sample standard deviation; nan for one value, and where one is not finite."""
+    """Return the sample standard deviation; nan for one value or if a value is not finite."""
     return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
 
 
 def _main_table(rows: Sequence[Row], base: Row) -> str:
     masked = any("accuracy" in row.values for row in rows)
-    header = ["model", "parameters", "without embeddings", "seeds", "validation loss", f"less {base.label}"]
-    header += ["tokens found, %"] if masked else []
+    header = ["model", "parameters", "without embeddings", "seeds", "validation loss", f"minus {base.label}"]
+    header += ["masked-token accuracy, %"] if masked else []
     header += ["bits per byte"] if any("bits_per_byte" in row.values for row in rows) else []
     body = []
     for row in rows:
-        change, error = row.less(base, "loss")
+        change, error = row.difference(base, "loss")
         shown = "-" if row is base else f"{change:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
         cells = [row.label, f"{row.parameters:,}", f"{row.body:,}", str(len(row.values["loss"]))]
-        cells += [_with_spread(row, "loss", 4), shown]
-        cells += [_with_spread(row, "accuracy", 2, 100.0)] if masked else []
-        cells += [_with_spread(row, "bits_per_byte", 4)] if "bits per byte" in header else []
+        cells += [_with_deviation(row, "loss", 4), shown]
+        cells += [_with_deviation(row, "accuracy", 2, 100.0)] if masked else []
+        cells += [_with_deviation(row, "bits_per_byte", 4)] if "bits per byte" in header else []
         body.append(cells)
     notes = "Mean ± sample standard deviation over the seeds; differences are paired by seed, ± standard error.\n"
     return markdown_table(header, body, aligned=True) + "\n\n" + notes
 
 
-def _with_spread(row: Row, metric: str, digits: int, scale: float = 1.0) -> str:
+def _with_deviation(row: Row, metric: str, digits: int, scale: float = 1.0) -> str:
     if metric not in row.values:
         return "-"
-    spread = row.spread(metric)
+    deviation = row.deviation(metric)
     text = f"{scale * row.mean(metric):.{digits}f}"
-    return text if math.isnan(spread) else f"{text} ± {scale * spread:.{digits}f}"
+    return text if math.isnan(deviation) else f"{text} ± {scale * deviation:.{digits}f}"

@@ -1,4 +1,4 @@
-"""From a comparison's YAML file to the configurations of its runs: every model in every size with every seed."""
+"""Read a comparison's YAML file and make the configuration of each run: every model in every size with every seed."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from tools.loading.vocab_size import vocabulary_override
 Tree = dict[str, Any]
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ComparedModel(_Part):
-    """A model: what tables call it, and what its configuration has of its own."""
+class ComparedModel(_Section):
+    """Hold a model's label in tables, its configuration files and its own configuration keys."""
 
     label: str | None = None
     files: tuple[str, ...] = ()
     config: Tree = {}
 
 
-class EqualParameters(_Part):
-    """The MLP's width of every model is solved for as many parameters as the reference has, embeddings left out."""
+class EqualParameters(_Section):
+    """Choose each model's MLP width so that its parameters without embeddings match those of the reference."""
 
     reference: str
     tolerance: float = Field(default=0.01, gt=0, lt=1)
     multiple: int = Field(default=16, ge=1)
 
 
-class Comparison(_Part):
-    """A comparison's file. Configurations are laid over one another in the order `files`, `data`, the model's files,
-    `config`, the size, the model's `config`, the values of the command line.
+class Comparison(_Section):
+    """Hold a comparison's file.
 
-    tune_kernels: without it flash-linear-attention's kernels run in one configuration each: timing the others takes
-    a minute for every shape, and longer where many processes do it at once.
+    Later settings override earlier ones in the order `files`, `data`, the model's `files`, `config`, the size, the model's
+    `config`, the command line. tune_kernels: autotune flash-linear-attention's kernels. Autotuning takes a minute per shape,
+    and longer in several processes at once; without it each kernel has one configuration.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
@@ -69,17 +69,18 @@ class Comparison(_Part):
 
     @property
     def folder(self) -> Path:
-        """Where its runs, tables and figures lie."""
+        """Return the folder of the runs, tables and figures."""
         return Path("runs") / self.name
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training of a comparison.
+    """Hold one training run of a comparison.
 
     Attributes:
-        text: its configuration file, which `python train.py` reads.
-        parameters: of the model; body: of them without the embeddings.
+        text: content of its configuration file, which `python train.py` reads.
+        parameters: of the whole model.
+        body: parameters without embedding and output projection.
     """
 
     model: str
@@ -98,29 +99,30 @@ class Run:
 
     @property
     def file(self) -> Path:
-        """Where `text` is written."""
+        """Return the path of the configuration file."""
         return self.folder / "run.yml"
 
     @property
     def complete(self) -> bool:
-        """Whether it was trained and validated to its end."""
+        """Return whether the run was trained and validated to its end."""
         return (self.folder / "summary.json").is_file()
 
 
 def read_comparison(path: Path) -> Comparison:
-    """Reads a comparison's file. Raises ValueError naming the key or the missing file, or OSError."""
+    """Read a comparison's file. Raises ValueError naming the key or the missing file, or OSError."""
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist: give a comparison's YAML file, such as configs/experiments/compare_lm.yml "
-            "(docs/guide/comparing.md says what one holds)"
+            "(docs/guide/comparing.md describes its keys)"
         )
-    found = read_as(Comparison, path)
-    reference = found.equal_parameters and found.equal_parameters.reference
-    if reference is not None and reference not in found.models:
+    comparison = read_as(Comparison, path)
+    reference = comparison.equal_parameters and comparison.equal_parameters.reference
+    if reference is not None and reference not in comparison.models:
         raise ValueError(
-            f"{path}: equal_parameters.reference = {reference}: no model of this file; there are {', '.join(found.models)}"
+            f"{path}: equal_parameters.reference = {reference} is not a model of this file; "
+            f"allowed are {', '.join(comparison.models)}"
         )
-    return found
+    return comparison
 
 
 def plan_runs(
@@ -131,14 +133,14 @@ def plan_runs(
     sizes: Sequence[str] = (),
     seeds: Sequence[int] = (),
 ) -> list[Run]:
-    """The runs of a comparison, or those of some of its models, sizes and seeds, seed by seed.
+    """Return the runs of a comparison seed by seed, restricted to the given models, sizes and seeds.
 
     Raises:
-        ValueError: an unknown model or size, two runs of one name, or no width that gives equal parameters.
-        ConfigError: a configuration that cannot run.
+        ValueError: an unknown model or size, two runs with one folder, or no width with equal parameters.
+        ConfigError: an invalid configuration.
     """
-    models = _chosen("models", models, list(comparison.models))
-    sizes = _chosen("sizes", sizes, list(comparison.sizes))
+    models = _selected("models", models, list(comparison.models))
+    sizes = _selected("sizes", sizes, list(comparison.sizes))
     names = dict.fromkeys((size, model) for size in sizes for model in models)
     cells = {(size, model): _cell(comparison, size, model, overrides) for size, model in names}
     equal = comparison.equal_parameters
@@ -148,26 +150,28 @@ def plan_runs(
             reference = cells.get((size, model)) or _cell(comparison, size, model, overrides)
             for name in models:
                 if name != equal.reference:
-                    cells[size, name] = _widened(cells[size, name], reference, equal)
+                    cells[size, name] = _with_equal_parameters(cells[size, name], reference, equal)
     runs: dict[Path, Run] = {}
     for seed, size, model in itertools.product(dict.fromkeys(seeds or comparison.seeds), sizes, models):
         run = _run(comparison, size, model, seed, *cells[size, model])
         if (other := runs.setdefault(run.folder, run)) is not run:
             raise ValueError(
                 f"models.{model} in size {size or '(none)'} and models.{other.model} in size {other.size or '(none)'} "
-                f"would both lie in {run.folder}: give one of them another name"
+                f"would both use the folder {run.folder}: rename one of them"
             )
     return list(runs.values())
 
 
 def differing_keys(run: Run) -> list[str]:
-    """The keys that the run's file on the disk, with what it includes, and its plan give different values, as
-    "key: ONE there, OTHER here"."""
-    there, here = map(configuration_facts, (read_sources([run.file]).tree, parse_yaml(run.text, "").tree))
+    """Return the keys whose values differ between the run's file, with its includes, and the plan.
+
+    Each entry reads "key: VALUE in the file, VALUE now".
+    """
+    saved, planned = map(configuration_facts, (read_sources([run.file]).tree, parse_yaml(run.text, "").tree))
     return [
-        f"{key}: {there.get(key, 'not given')} there, {here.get(key, 'not given')} here"
-        for key in {**there, **here}
-        if there.get(key) != here.get(key)
+        f"{key}: {saved.get(key, 'not given')} in the file, {planned.get(key, 'not given')} now"
+        for key in {**saved, **planned}
+        if saved.get(key) != planned.get(key)
     ]
 
 
@@ -175,11 +179,13 @@ _Cell = tuple[Tree, Config[ModelConfig]]
 
 
 def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]) -> _Cell:
-    """All values of a model in a size, those of the included files too (one that is edited later is another recipe), and
-    the configuration that they make."""
+    """Return all keys of a model in one size and the configuration that they make.
+
+    The keys include those of included files, so that a later edit of such a file is noticed.
+    """
     model = comparison.models[name]
     data = () if comparison.data is None else (comparison.data,)
-    files = [_found(file) for file in (*comparison.files, *data, *model.files)]
+    files = [_resolved(file) for file in (*comparison.files, *data, *model.files)]
     merged = Sources()
     for tree in (comparison.config, comparison.sizes[size], model.config, read_sources((), overrides).tree):
         for key, value in tree.items():
@@ -194,7 +200,7 @@ def _cell(comparison: Comparison, size: str, name: str, overrides: Sequence[str]
     return read_sources(files, words).tree, config
 
 
-def _widened(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
+def _with_equal_parameters(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
     tree, config = cell
     width = equal_width(config.model, _body(reference[1].model), multiple=equal.multiple, tolerance=equal.tolerance)
     merged = Sources(tree=json.loads(json.dumps(tree)))
@@ -205,8 +211,8 @@ def _widened(cell: _Cell, reference: _Cell, equal: EqualParameters) -> _Cell:
 def _run(comparison: Comparison, size: str, model: str, seed: int, tree: Tree, config: Config[ModelConfig]) -> Run:
     name = "-".join(filter(None, (model, size, f"seed{seed}")))
     folder = comparison.folder / name
-    own = {**tree, "run": {**tree.get("run", {}), "name": name, "directory": str(folder), "seed": seed}}
-    text = yaml.safe_dump(own, sort_keys=False, allow_unicode=True)
+    content = {**tree, "run": {**tree.get("run", {}), "name": name, "directory": str(folder), "seed": seed}}
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     return Run(
         model,
         comparison.models[model].label or model,
@@ -224,19 +230,22 @@ def _words(tree: Tree) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in tree.items()]
 
 
-def _found(file: str) -> str:
-    """A name relative to configs/ as it is, one of the working folder as an absolute path."""
+def _resolved(file: str) -> str:
+    """Return a name relative to configs/ unchanged, and a file of the working folder as an absolute path."""
     return file if (CONFIGS / file).is_file() or not Path(file).is_file() else str(Path(file).resolve())
 
 
 def _body(config: ModelConfig) -> int:
-    """Parameters without embedding and output projection."""
+    """Return the number of parameters without embedding and output projection."""
     tables = 1 if config.tie_embeddings else 2
     return count_parameters(config) - tables * config.vocab_size * config.hidden_size
 
 
-def _chosen(what: str, asked: Sequence[str], known: list[str]) -> list[str]:
-    for name in asked:
+def _selected(option: str, requested: Sequence[str], known: list[str]) -> list[str]:
+    for name in requested:
         if name not in known:
-            raise ValueError(f"--{what} {name}: the comparison has {', '.join(filter(None, known)) or 'one size'}")
-    return [name for name in known if name in asked] if asked else known
+            allowed = (
+                f"allowed are {', '.join(names)}" if (names := list(filter(None, known))) else "leave the option out"
+            )
+            raise ValueError(f"--{option} {name} is not in the comparison; {allowed}")
+    return [name for name in known if name in requested] if requested else known

@@ -1,8 +1,8 @@
-"""A process of a comparison: trains run after run on one device, as `python train.py FILE` would each.
+"""Train one run after another on one device, each as `python train.py FILE`.
 
-The interpreter, the packages and what the kernels' autotuning found serve all of its runs. It reads the names of run
-files from its standard input, a line each, and answers each with the exit status, or ends with it after an error that has a
-traceback; what a run prints goes to `train.log` beside its file. SIGTERM ends a run with a checkpoint, as it ends train.py.
+All runs share the interpreter, the imported packages and the kernels' autotuning results. The process reads one run file
+per line from standard input and writes the exit status per run to standard output. It ends after an error with a traceback.
+The output of a run goes to `train.log` in the run's folder. SIGTERM ends a run with a checkpoint, as in train.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    statuses = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     if "--untuned" in sys.argv:
         from tools.loading.triton_autotune import without_tuning
 
@@ -30,14 +30,14 @@ def main() -> int:
         try:
             status = run([file])
         except Exception:
-            # What it left on the device cannot be known. The end of this process is the answer: after one in words the
-            # next run would be given to a process that is about to end.
+            # The state of the device is unknown. The end of this process reports the failure: after a status line, the
+            # parent would give the next run to a process that is about to end.
             traceback.print_exc()
             return 1
         sys.stdout.flush()
         sys.stderr.flush()
-        answers.write(f"{status}\n")
-        answers.flush()
+        statuses.write(f"{status}\n")
+        statuses.flush()
         _release_memory()
     return 0
 

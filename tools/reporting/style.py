@@ -1,4 +1,4 @@
-"""The style of every figure, and how it is written."""
+"""Define the style of all figures and write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from data.atomic_io import atomic_write
 
-# Okabe and Ito (2008): told apart by every kind of colour vision, and in print.
+# Okabe and Ito (2008): distinguishable with every kind of colour vision, and in print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#000000")
 STYLE: dict[str, Any] = {
     "figure.dpi": 100,

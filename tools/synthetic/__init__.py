@@ -1,1 +1,5 @@
-"""Small models trained on generated tasks, MQAR, MAD and ListOps: `python eval.py --suite mqar`."""
+"""Train small models on generated tasks: MQAR, MAD and ListOps (`python eval.py --suite mqar`).
+
+Start with command.py (command line) and experiment.py (configuration). training.py trains the runs of one sweep together;
+workers.py distributes the groups over processes and devices.
+"""

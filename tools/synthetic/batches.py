@@ -1,4 +1,4 @@
-"""A task's examples on the device, with what is asked: generated once, read in batches without a host in between."""
+"""Generate a task's examples once and keep them on the device, so that batches need no copy from the host."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from .experiment import Run
 Batch = tuple[Tensor, Tensor | None, Tensor]
 
 
-def prepare(run: Run, device: torch.device) -> tuple[Asked, ...]:
-    """The examples of a run on the device, in whole batches but for those that training drops. Raises as `generate`."""
-    train, *evaluated = generate(run)
+def prepare(run: Run, device: torch.device) -> tuple[DeviceExamples, ...]:
+    """Return the training and evaluation examples of a run on the device.
+
+    Each set is padded to whole batches, except a training set whose incomplete last batch is dropped. Raises as `generate`.
+    """
+    train, *evaluation_sets = generate(run)
     size = batch_size(run)
     return (
-        on_device(train, device, multiple=1 if run.drop_last else size),
-        *(on_device(part, device, multiple=size) for part in evaluated),
+        to_device(train, device, multiple=1 if run.drop_last else size),
+        *(to_device(examples, device, multiple=size) for examples in evaluation_sets),
     )
 
 
 def check_data(run: Run) -> None:
-    """Draws one example of each kind. ValueError for numbers of examples that are none, and for what the generator refuses."""
+    """Generate one example per set. Raises ValueError for an invalid number of examples or generator argument."""
     counts = ["train_examples", "test_examples", *(["validation_examples"] if run.suite == "listops" else [])]
     for key in [*counts, "vocabulary"]:
         value = run.data.get(key)
@@ -40,23 +43,23 @@ def check_data(run: Run) -> None:
     try:
         generate(replace(run, data={**run.data, **dict.fromkeys(counts, 1)}))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"tasks: {run.task}: {error}; the keys of `data` are those of the task's generator") from None
+        raise ValueError(f"tasks: {run.task}: {error}; `data` holds the arguments of the task's generator") from None
 
 
 def batch_size(run: Run) -> int:
-    """Examples of a batch, of which there is one at least."""
+    """Return the examples per batch: at most as many as there are training examples."""
     return min(run.batch_size, int(run.data["train_examples"]))
 
 
 def data_key(run: Run) -> tuple[Any, ...]:
-    """Equal where `prepare` gives equal examples."""
+    """Return a key that is equal for runs with equal examples."""
     return (run.suite, run.task, run.length, run.seed, run.batch_size, tuple(sorted(run.data.items())))
 
 
 def generate(run: Run) -> tuple[Examples, ...]:
-    """Training and test examples of a run; of ListOps training, validation and test examples.
+    """Generate the training and test examples of a run; for ListOps training, validation and test examples.
 
-    Raises as the generators, and TypeError for an argument that they lack.
+    Raises what the task's generator raises, and TypeError for an argument that the generator does not have.
     """
     data: dict[str, Any] = {key: value for key, value in run.data.items() if not key.endswith("_examples")}
     counts = (int(run.data["train_examples"]), int(run.data["test_examples"]))
@@ -65,7 +68,7 @@ def generate(run: Run) -> tuple[Examples, ...]:
         return train, test
     if run.suite == "listops":
         if (vocabulary := data.pop("vocabulary")) != len(TOKENS):
-            raise ValueError(f"vocabulary = {vocabulary}: this task has {len(TOKENS)} ids")
+            raise ValueError(f"vocabulary = {vocabulary}: this task needs {len(TOKENS)}, its number of token ids")
         counts = (counts[0], int(run.data["validation_examples"]), counts[1])
         return tuple(listops(n, run.length, seed=[run.seed, i], **data) for i, n in enumerate(counts))
     task = run.task.partition("/")[0]
@@ -77,11 +80,13 @@ def generate(run: Run) -> tuple[Examples, ...]:
     return train, test
 
 
-class Asked(NamedTuple):
-    """Examples on a device.
+class DeviceExamples(NamedTuple):
+    """Hold examples on a device.
 
-    tokens: [examples, length], integers of any size. positions: [examples, asked] int64, or None where all positions may be
-    asked; labels: [examples, asked or length] int64, UNLABELLED counts nothing.
+    Attributes:
+        tokens: [examples, length], any integer type.
+        positions: [examples, labelled] int64, the positions to predict, or None for all positions.
+        labels: [examples, labelled or length] int64; labels equal to UNLABELLED are ignored.
     """
 
     tokens: Tensor
@@ -89,39 +94,39 @@ class Asked(NamedTuple):
     labels: Tensor
 
     def batch(self, rows: Tensor) -> Batch:
-        """The examples `rows` [batch] int64: tokens [batch, length], positions, labels."""
+        """Return tokens [batch, length], positions and labels of the examples `rows` ([batch] int64)."""
         positions = None if self.positions is None else self.positions.index_select(0, rows)
         return self.tokens.index_select(0, rows).long(), positions, self.labels.index_select(0, rows)
 
 
-def joined(parts: list[Asked]) -> Asked:
-    """Several sets one after the other."""
+def concatenate(parts: list[DeviceExamples]) -> DeviceExamples:
+    """Concatenate several sets along the examples."""
     if len(parts) == 1:
         return parts[0]
     tokens, labels = (torch.cat([getattr(part, key) for part in parts]) for key in ("tokens", "labels"))
     positions = [part.positions for part in parts if part.positions is not None]
-    return Asked(tokens, torch.cat(positions) if positions else None, labels)
+    return DeviceExamples(tokens, torch.cat(positions) if positions else None, labels)
 
 
-def on_device(examples: Examples, device: torch.device, multiple: int = 1) -> Asked:
-    """Examples with the asked positions set apart where these are fewer than half of all.
+def to_device(examples: Examples, device: torch.device, multiple: int = 1) -> DeviceExamples:
+    """Copy examples to the device. Store positions separately if at most half of the positions are labelled.
 
-    Rows without labels are added up to a multiple of `multiple` examples.
+    Rows without labels are appended until the number of examples is a multiple of `multiple`.
     """
     tokens, labels = examples
     short = -len(tokens) % multiple
     tokens = np.pad(tokens, ((0, short), (0, 0)))
     labels = np.pad(labels, ((0, short), (0, 0)), constant_values=UNLABELLED)
-    asked = labels != UNLABELLED
-    counts = asked.sum(1)
+    labelled = labels != UNLABELLED
+    counts = labelled.sum(1)
     most = int(counts.max())
     positions = None
     if 2 * most <= tokens.shape[1]:
         if (counts == most).all():
-            order = np.nonzero(asked)[1].reshape(len(tokens), most)
+            order = np.nonzero(labelled)[1].reshape(len(tokens), most)
         else:
-            # The asked positions in their order, then others to fill the row.
-            order = np.argsort(~asked, axis=1, kind="stable")[:, :most]
+            # Labelled positions first, in their order; other positions fill the row.
+            order = np.argsort(~labelled, axis=1, kind="stable")[:, :most]
         labels = np.take_along_axis(labels, order, 1)
         positions = torch.from_numpy(order).to(device)
-    return Asked(torch.from_numpy(tokens).to(device), positions, torch.from_numpy(labels).long().to(device))
+    return DeviceExamples(torch.from_numpy(tokens).to(device), positions, torch.from_numpy(labels).long().to(device))

@@ -16,43 +16,43 @@ if TYPE_CHECKING:  # --help answers at once
     from .workers import Group
 
 NAMES = ("mqar", "mad", "listops")
-# Between two words about progress where no bar can be shown.
+# Interval between two progress lines if no bar can be shown.
 LOG_SECONDS = 20.0
 
 EPILOG = """\
 examples:
-  python eval.py --suite mqar --dry-run                    the runs, and their steps
-  python eval.py --suite mqar --check                      a minute on a GPU: every model's steps, with and without graphs
-  python eval.py --suite mqar                              the paper's grid; the same command goes on where it was stopped
+  python eval.py --suite mqar --dry-run                    list the runs and their steps
+  python eval.py --suite mqar --check                      one minute on a GPU: 20 steps of every model
+  python eval.py --suite mqar                              the paper's grid; to resume, run the same command again
   python eval.py --suite mqar tasks=[256x16,512x64] widths=[64,128,256]
   python eval.py --suite mqar tasks=[512x80]               Table A7
   python eval.py --suite mqar tasks=[64x4] models=[metala] widths=[64] epochs=8 devices=[cpu] data.train_examples=20000
-  python eval.py --suite mad models=[metala]               six tasks, 66 settings, six runs each
+  python eval.py --suite mad models=[metala]               six tasks, 66 settings, six runs per setting
   python eval.py --suite mad tasks=[memorization,compression/baseline]
   python eval.py --suite listops                           nested operations on digits, 2000 tokens, ten classes
-  python eval.py --suite mqar --report                     tables and figure of what is there
+  python eval.py --suite mqar --report                     tables and figures of the finished runs
 
-Every run is a line of OUTPUT/results.jsonl, by its settings: what is there is not run again, and a sweep whose best run
-has reached the target is done. Beside it lie results.md, with the papers' numbers, and results.png. On CUDA the runs of a
-sweep are trained side by side, a step of all of them in one graph; several processes share the GPUs.
-docs/guide/synthetic.md has the definitions."""
+Each run writes one line to OUTPUT/results.jsonl. A run whose settings are already in this file is not run again. A sweep
+is complete when its best run reaches the target. The same folder gets results.md, with the papers' numbers, and
+results.png. On CUDA the runs of a sweep are trained together: one CUDA graph holds one step of all of them. Several
+processes share the GPUs. See docs/guide/synthetic.md for the definitions."""
 
 
 def synthetic_suite(words: Sequence[str]) -> str | None:
-    """Which of NAMES the words of a command line ask for with --suite, if any. ValueError where it is asked with others."""
-    for before, word in zip(["", *words], words, strict=False):
-        given = word if before == "--suite" else word.removeprefix("--suite=") if word.startswith("--suite=") else ""
-        names = given.split(",")
-        found = [name for name in names if name in NAMES]
-        if found and len(names) > 1:
-            raise ValueError(f"--suite {given}: {found[0]} trains models of its own; give it alone")
-        if found:
-            return found[0]
+    """Return the name in NAMES that --suite gives, or None. Raises ValueError if it is combined with other suites."""
+    for previous, word in zip(["", *words], words, strict=False):
+        value = word if previous == "--suite" else word.removeprefix("--suite=") if word.startswith("--suite=") else ""
+        names = value.split(",")
+        matches = [name for name in names if name in NAMES]
+        if matches and len(names) > 1:
+            raise ValueError(f"--suite {value}: {matches[0]} trains its own models; run it without other suites")
+        if matches:
+            return matches[0]
     return None
 
 
 def synthetic_command(words: Sequence[str]) -> int:
-    """The command line after `python eval.py`. Returns 1 where runs are left or a check found a difference."""
+    """Run the command line after `python eval.py`. Returns 1 if runs remain or a check fails, else 0."""
     options = _parser(synthetic_suite(words) or "mqar").parse_intermixed_args(list(words))
     from .batches import check_data, data_key
     from .experiment import load_experiment, plan, sweeps
@@ -63,13 +63,13 @@ def synthetic_command(words: Sequence[str]) -> int:
     precision, devices = _machine(experiment)
     results = Results(experiment.output / "results.jsonl")
     if options.report and experiment.precision == "auto" and results.lines:
-        # Tables are often made on another machine than the one with the GPUs.
+        # The tables may be made on a machine without the GPUs that trained.
         precision = next(reversed(results.lines.values()))["precision"]
     runs = plan(experiment, precision)
     grouped = sweeps(runs)
     if options.check:
         return _check(experiment, runs, devices)
-    # What cannot be drawn or built is said before anything is trained.
+    # Report data that cannot be generated and models that cannot be built before training begins.
     for run in {repr(data_key(sweep[0])): sweep[0] for sweep in grouped}.values():
         check_data(run)
     for sweep in grouped:
@@ -84,10 +84,10 @@ def synthetic_command(words: Sequence[str]) -> int:
     _report(experiment, runs, results)
     for text in failed:
         print(f"failed: {text}", file=sys.stderr)
-    left = sum(len(results.pending(sweep)) for sweep in grouped)
-    if left and not options.report:
-        print(f"{left} runs are left: the same command goes on with them", file=sys.stderr)
-    return 1 if left and not options.report else 0
+    remaining = sum(len(results.pending(sweep)) for sweep in grouped)
+    if remaining and not options.report:
+        print(f"{remaining} runs remain: run the same command again to continue", file=sys.stderr)
+    return 1 if remaining and not options.report else 0
 
 
 def _train(
@@ -102,39 +102,40 @@ def _train(
 
     from tqdm import tqdm
 
-    from .run_checkpoint import forget
+    from .run_checkpoint import remove_checkpoints
     from .workers import groups_of, train_groups
 
-    # Of a command that was killed between a run's line and this.
+    # A command that was killed after it wrote a result may have left the run's checkpoint.
     for sweep in all_sweeps:
-        left = results.pending(sweep)
-        forget(results.path.parent / "unfinished", [run for run in sweep if run not in left])
-    together = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
-    groups = groups_of(all_sweeps, results, together, len(devices))
+        pending = results.pending(sweep)
+        remove_checkpoints(results.path.parent / "unfinished", [run for run in sweep if run not in pending])
+    group_size = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
+    groups = groups_of(all_sweeps, results, group_size, len(devices))
     total = sum(group.steps for group in groups)
     done = sum(len(results.of(sweep)) for sweep in all_sweeps)
     print(f"{sum(len(g.runs) for g in groups)} runs to do, {total:,} steps at most; {done} are in {results.path}\n")
-    begin = told = time.monotonic()
+    begin = last_report = time.monotonic()
     with tqdm(
         total=total, unit="step", unit_scale=True, disable=not options.progress or not sys.stderr.isatty()
     ) as bar:
-        # A bar that is not shown does not count.
+        # A disabled bar does not count the steps.
         count = 0
 
         def show(steps: int, text: str) -> None:
-            nonlocal count, told
+            nonlocal count, last_report
             count += steps
             bar.update(steps)
             if text:
                 bar.set_postfix_str(text)
-            if bar.disable and options.progress and time.monotonic() - told > LOG_SECONDS:
-                told = time.monotonic()
-                print(f"{told - begin:,.0f} s: {count:,} of {total:,} steps, {text}", file=sys.stderr, flush=True)
+            if bar.disable and options.progress and time.monotonic() - last_report > LOG_SECONDS:
+                last_report = time.monotonic()
+                elapsed = last_report - begin
+                print(f"{elapsed:,.0f} s: {count:,} of {total:,} steps, {text}", file=sys.stderr, flush=True)
 
         def finished(group: Group, lines: list[Line]) -> None:
             best = max(lines, key=lambda line: line["accuracy"])
             note = f", {best['stopped']}" if best["stopped"] else ""
-            graph = "" if best["graph"] is True else f", no graph: {best['graph']}"
+            graph = "" if best["graph"] is True else f", no CUDA graph: {best['graph']}"
             tqdm.write(
                 f"{group.runs[0].name}: {100 * best['accuracy']:.1f} % at lr {best['lr']:g}{note}; {best['epochs']} epochs, "
                 f"{best['side_by_side']} x {best['steps_per_second']:,.0f} steps/s{graph}"
@@ -152,7 +153,7 @@ def _train(
 
 
 def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
-    """The first setting of every model (of every kind of task in MAD), a row each."""
+    """Check the first setting of each model (in MAD: of each model and task) and print one row per check."""
     from .experiment import sweeps
     from .preflight import check_sweeps
 
@@ -160,17 +161,17 @@ def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
     for sweep in sweeps(runs):
         kind = sweep[0].task.partition("/")[0] if experiment.suite == "mad" else ""
         chosen.setdefault((kind, sweep[0].model), sweep)
-    together = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
+    group_size = experiment.side_by_side or (None if devices[0].startswith("cuda") else 1)
     header = ["task", "model", "width", "runs", "one by one ms", "together ms", "seconds to prepare", "GiB", "loss"]
     header += ["difference", "float32", "graph", "problem"]
     print(" | ".join(header), flush=True)
-    wrong = 0
-    for row in check_sweeps([sweep[:together] for sweep in chosen.values()], devices, graph=experiment.graph):
-        wrong += bool(row["problem"])
+    failures = 0
+    for row in check_sweeps([sweep[:group_size] for sweep in chosen.values()], devices, graph=experiment.graph):
+        failures += bool(row["problem"])
         cells = [row.get(key, "") for key in header]
         print(" | ".join(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells), flush=True)
-    print(f"{len(chosen)} checked, {wrong} with a problem")
-    return 1 if wrong else 0
+    print(f"{len(chosen)} checked, {failures} with a problem")
+    return 1 if failures else 0
 
 
 def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
@@ -183,7 +184,7 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
     grouped = sweeps(runs)
     cells = cells_of(grouped, results)
     if not cells:
-        print(f"nothing of this grid is in {results.path} yet")
+        print(f"{results.path} has no result of this grid yet: train first (without --report)")
         return
     if experiment.suite == "mad":
         cells = mad_scores(experiment, cells, grouped)
@@ -202,33 +203,35 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
 
 
 def _listing(runs: list[Run], results: Results) -> str:
-    """A line a model of a task: what is swept, what is there, and the steps that are left at most."""
+    """Return one line per task and model: what is swept, how many runs are done, and the most steps that remain."""
     from .experiment import sweeps
 
     rows: dict[tuple[str, str], list[list[Run]]] = {}
     for sweep in sweeps(runs):
         rows.setdefault((sweep[0].task, sweep[0].model), []).append(sweep)
-    lines = [["task", "model", "widths", "runs", "in the file", "left", "steps a run", "steps left"]]
-    left = 0
-    for (task, model), own in rows.items():
-        pending = [run for sweep in own for run in results.pending(sweep)]
+    lines = [["task", "model", "widths", "runs", "done", "remaining", "steps per run", "remaining steps"]]
+    remaining_steps = 0
+    for (task, model), row_sweeps in rows.items():
+        pending = [run for sweep in row_sweeps for run in results.pending(sweep)]
         steps = sum(run.steps for run in pending)
-        left += steps
-        widths = ",".join(str(w) for w in dict.fromkeys(sweep[0].width for sweep in own))
-        there = sum(len(results.of(sweep)) for sweep in own)
-        counts = [sum(map(len, own)), there, len(pending)]
-        lines.append([task, model, widths, *map(str, counts), f"{own[0][0].steps:,}", f"{steps:,}"])
+        remaining_steps += steps
+        widths = ",".join(str(w) for w in dict.fromkeys(sweep[0].width for sweep in row_sweeps))
+        done = sum(len(results.of(sweep)) for sweep in row_sweeps)
+        counts = [sum(map(len, row_sweeps)), done, len(pending)]
+        lines.append([task, model, widths, *map(str, counts), f"{row_sweeps[0][0].steps:,}", f"{steps:,}"])
     size = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = "\n".join(
         "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, size, strict=True)))
         for line in lines
     )
     rates = ", ".join(f"{rate:g}" for rate in sorted({run.lr for run in runs}))
-    return f"{text}\n\n{len(runs)} runs, {left:,} steps left at most; learning rates {rates}; {results.path}"
+    return (
+        f"{text}\n\n{len(runs)} runs, at most {remaining_steps:,} steps remain; learning rates {rates}; {results.path}"
+    )
 
 
 def _machine(experiment: Experiment) -> tuple[str, list[str]]:
-    """Precision, and a device for every process."""
+    """Return the precision and one device name per process."""
     import torch
 
     names = list(experiment.devices) if experiment.devices != "auto" else []
@@ -239,27 +242,34 @@ def _machine(experiment: Experiment) -> tuple[str, list[str]]:
     if precision == "auto":
         precision = "bf16" if cuda else "fp32"
     workers = experiment.workers or (2 if cuda else 1)
-    # The devices in turn, so that the first sweeps are spread over all of them.
+    # List each device once before any device twice, so that the first sweeps use all devices.
     return precision, names * workers
 
 
 def _parser(suite: str) -> argparse.ArgumentParser:
     parser = command_line(
         f"python eval.py --suite {suite}",
-        "Train small models on generated tasks and measure what their mixers store and retrieve: mqar, "
-        "multi-query associative recall; mad, six tasks of token manipulation; listops, nested operations on digits.",
+        "Train small models on generated tasks to measure what their mixers store and retrieve. mqar: "
+        "multi-query associative recall. mad: six tasks of token manipulation. listops: nested operations on digits.",
         EPILOG,
     )
-    parser.add_argument("override", nargs="*", metavar="key=value", help=f"values of configs/experiments/{suite}.yml")
+    parser.add_argument(
+        "override", nargs="*", metavar="key=value", help=f"override keys of configs/experiments/{suite}.yml"
+    )
     parser.add_argument("--suite", choices=NAMES, required=True, help=argparse.SUPPRESS)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="another experiment instead")
-    parser.add_argument("--dry-run", action="store_true", help="list the runs and their steps, train nothing")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="read this experiment file instead")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs and their steps, without training")
     parser.add_argument(
-        "--check", action="store_true", help="20 steps of every model with and without graphs; writes nothing"
+        "--check",
+        action="store_true",
+        help="train 20 steps of every model, with and without CUDA graphs; write no results",
     )
-    parser.add_argument("--report", action="store_true", help="tables and figure of what is there, train nothing")
+    parser.add_argument("--report", action="store_true", help="write the tables and figures, without training")
     parser.add_argument(
-        "--minutes", type=above_zero, metavar="M", help="end after M minutes, with the report; the same command goes on"
+        "--minutes",
+        type=above_zero,
+        metavar="M",
+        help="stop after M minutes and write the report; the same command continues the training",
     )
-    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar")
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="hide the progress bar")
     return parser

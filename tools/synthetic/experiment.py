@@ -1,4 +1,4 @@
-"""What is trained: a grid of tasks, models, widths and learning rates in one YAML file, and the runs that it means."""
+"""Read an experiment (a grid of tasks, models, widths and learning rates in one YAML file) and list its runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Section(BaseModel):
 
 
 class MoreRates(_Section):
-    """Learning rates beside `lrs` for some models on some tasks."""
+    """Add learning rates to `lrs` for some models on some tasks."""
 
     tasks: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
@@ -37,21 +37,21 @@ class MoreRates(_Section):
 
 
 class Only(_Section):
-    """The part of the grid that a task keeps; null keeps all."""
+    """Restrict the grid of a task; null does not restrict."""
 
     models: tuple[str, ...] | None = None
     widths: tuple[int, ...] | None = None
 
 
 class MadTask(_Section):
-    """Settings of a MAD task, and the single changes that it is repeated with."""
+    """Hold the baseline settings of a MAD task and the single changes to them that make its other settings."""
 
     baseline: dict[str, Any] = Field(default_factory=dict)
     changes: dict[str, tuple[int | float, ...]] = Field(default_factory=dict)
 
 
 class PaperRow(_Section):
-    """A published number: percent of a task, at a width where the task has several."""
+    """Hold a published accuracy in percent; `width` is given if the task has several widths."""
 
     model: str
     task: str
@@ -60,14 +60,14 @@ class PaperRow(_Section):
 
 
 class Paper(_Section):
-    """Published numbers to stand beside."""
+    """Hold published numbers for comparison."""
 
     source: str = ""
     rows: tuple[PaperRow, ...] = ()
 
 
 class Experiment(_Section):
-    """One of configs/experiments/*.yml, where every key is explained."""
+    """Hold an experiment file; configs/experiments/*.yml explain each key."""
 
     suite: Literal["mqar", "mad", "listops"]
     title: str
@@ -104,10 +104,11 @@ class Experiment(_Section):
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: everything that its result depends on.
+    """Hold all settings that the result of one training run depends on.
 
-    data: arguments of the task's generator beside `length`, and train_examples, test_examples. network: keys of
-    `models.config.ModelConfig`.
+    Attributes:
+        data: arguments of the task's generator except `length`, and the numbers of examples.
+        network: keys of `models.config.ModelConfig` and of `tools.synthetic.network`.
     """
 
     suite: str
@@ -134,50 +135,51 @@ class Run:
 
     @cached_property
     def id(self) -> str:
-        """12 hexadecimal digits; another one with any other setting."""
+        """Return 12 hexadecimal digits that identify the settings."""
         return _digest(self._settings())
 
     @cached_property
     def sweep(self) -> str:
-        """What is the same for all learning rates and weight decays, of which the best counts."""
+        """Return an id without learning rate and weight decay: the best run of a sweep is its result."""
         return _digest({key: value for key, value in self._settings().items() if key not in ("lr", "weight_decay")})
 
     def _settings(self) -> dict[str, Any]:
-        """What has a default counts where it is another: results of runs from before these keys stay theirs."""
+        """Return the settings that are not defaults, so that a new key with a default keeps the ids of old results."""
         defaults = {field.name: field.default for field in fields(self)}
         return {key: value for key, value in asdict(self).items() if value != defaults[key]}
 
     @property
     def steps_per_epoch(self) -> int:
-        """With drop_last whole batches: what is left over is another part of the examples in every epoch."""
+        """Return optimizer steps per epoch. drop_last leaves an incomplete batch out, of other examples each epoch."""
         examples = int(self.data["train_examples"])
         return max(1, examples // self.batch_size) if self.drop_last else -(-examples // self.batch_size)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps where nothing ends the run early."""
+        """Return the optimizer steps of a run that does not stop early."""
         return self.steps_per_epoch * self.epochs
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return a name for messages."""
         return f"{self.task} {self.model} d={self.width}"
 
 
 def load_experiment(suite: str, overrides: Sequence[str] = (), path: Path | None = None) -> Experiment:
-    """configs/experiments/<suite>.yml, or `path`, with `key=value` over it. ConfigError lists what cannot be."""
+    """Read configs/experiments/<suite>.yml, or `path`, with `key=value` overrides. Raises ConfigError listing all errors."""
     return read_as(Experiment, path or FOLDER / f"{suite}.yml", overrides, suite=suite)
 
 
 def plan(experiment: Experiment, precision: str) -> list[Run]:
-    """The runs of an experiment, each once, a sweep's runs next to one another. ValueError for what cannot be and for no run
-    at all.
+    """Return the distinct runs of an experiment, with the runs of one sweep adjacent.
 
-    precision: what the models compute in, "bf16" or "fp32".
+    precision: "bf16" or "fp32", in which the models compute. Raises ValueError for an invalid value or an empty grid.
     """
     for model in experiment.models:
         if model not in experiment.definitions:
-            raise ValueError(f"models: {model!r} is not defined; {nearest_names(model, experiment.definitions)}")
+            raise ValueError(
+                f"models: {model!r} is not in `definitions`; {nearest_names(model, experiment.definitions)}"
+            )
     runs = []
     for name in experiment.tasks:
         for task, length, data in _settings_of(experiment, name):
@@ -216,44 +218,44 @@ def plan(experiment: Experiment, precision: str) -> list[Run]:
                     )
     if not runs:
         raise ValueError(
-            f"no run is left of tasks = {list(experiment.tasks)}, models = {list(experiment.models)}, widths = "
-            f"{list(experiment.widths)}; what tasks keep of models and widths stands in `only`: "
+            f"no run remains of tasks = {list(experiment.tasks)}, models = {list(experiment.models)}, widths = "
+            f"{list(experiment.widths)}; `only` restricts the models and widths of these tasks, change it or the lists: "
             f"{ {name: only.model_dump(exclude_none=True) for name, only in experiment.only.items()} }"
         )
     return list({run.id: run for run in runs}.values())
 
 
 def sweeps(runs: Iterable[Run]) -> list[list[Run]]:
-    """The runs of which the best counts, together."""
+    """Group adjacent runs by sweep."""
     return [list(group) for _, group in groupby(runs, key=lambda run: run.sweep)]
 
 
 def _settings_of(experiment: Experiment, name: str) -> list[tuple[str, int, dict[str, Any]]]:
-    """A task's settings: full name, length, arguments of its generator."""
+    """Return (full name, length, generator arguments) for each setting of a task."""
     if experiment.suite == "mqar":
         length, _, pairs = name.partition("x")
         if not (length.isdecimal() and pairs.isdecimal()):
-            raise ValueError(f"tasks: {name!r}: LENGTHxPAIRS is expected, for example 256x16")
+            raise ValueError(f"tasks: {name!r}: allowed is LENGTHxPAIRS, for example 256x16")
         return [(name, int(length), {**experiment.data, "pairs": int(pairs)})]
     if experiment.suite == "listops":
         if name != "listops":
-            raise ValueError(f"tasks: {name!r} is unknown; the suite listops has one task, listops")
+            raise ValueError(f"tasks: {name!r} is unknown; the only task of the suite listops is listops")
         data = dict(experiment.data)
         return [(name, int(data.pop("length")), data)]
-    base, _, wanted = name.partition("/")
+    base, _, setting = name.partition("/")
     if base not in experiment.mad:
         raise ValueError(f"tasks: {name!r} is unknown; {nearest_names(name, experiment.mad)}")
     task = experiment.mad[base]
-    found = {base: task.baseline}
-    found |= {f"{base}/{key}={v}": {**task.baseline, key: v} for key, values in task.changes.items() for v in values}
-    if wanted == "baseline":
-        found = {base: task.baseline}
-    elif wanted:
-        if name not in found:
-            raise ValueError(f"tasks: {name!r} is unknown; {nearest_names(name, [*found, f'{base}/baseline'])}")
-        found = {name: found[name]}
+    named = {base: task.baseline}
+    named |= {f"{base}/{key}={v}": {**task.baseline, key: v} for key, values in task.changes.items() for v in values}
+    if setting == "baseline":
+        named = {base: task.baseline}
+    elif setting:
+        if name not in named:
+            raise ValueError(f"tasks: {name!r} is unknown; {nearest_names(name, [*named, f'{base}/baseline'])}")
+        named = {name: named[name]}
     settings = []
-    for full, values in found.items():
+    for full, values in named.items():
         data = {**experiment.data, **values}
         settings.append((full, int(data.pop("length")), data))
     return settings
@@ -264,7 +266,7 @@ def _batch_size(experiment: Experiment, length: int) -> int:
         return experiment.batch_size
     if length not in experiment.batch_size:
         raise ValueError(
-            f"batch_size has none for length {length}: add batch_size.{length}=N; there are {experiment.batch_size}"
+            f"batch_size = {experiment.batch_size} has no value for length {length}: add batch_size.{length}=N"
         )
     return experiment.batch_size[length]
 

@@ -1,4 +1,4 @@
-"""The model of a run: the project's layers, asked at some positions only, and MAD's decoder for its compression task."""
+"""Build the model of a run: the project's layers with logits at some positions only, and MAD's decoder for compression."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from models.options import nearest_names
 
 from .experiment import Run
 
-# How matrices begin. model: by the keys `init_method` and `output_init_method`. mad_lab: as `_begin_as_mad_lab` says;
-# mad_lab_gla: with mixers as its gated linear attention. pytorch: as PyTorch's modules begin, which a harness for Long Range
-# Arena leaves as they are.
+# Initialization of matrices. model: by the keys `init_method` and `output_init_method`. mad_lab: see `_init_as_mad_lab`;
+# mad_lab_gla: the mixers as in MAD-Lab's gated linear attention. pytorch: PyTorch's defaults, as in code for Long Range Arena.
 FIRST_WEIGHTS = ("model", "mad_lab", "mad_lab_gla")
 FIRST_WEIGHTS_LISTOPS = ("model", "pytorch")
-# Shares of what training sets to zero: elements of embeddings, weights of softmax attention.
+# Dropout probabilities: of the elements of embeddings and of the weights of softmax attention.
 DROPOUTS = ("embedding_dropout", "attention_dropout")
-# Keys of a model here: those of `model` that a run does not set by itself, and of these models alone.
+# Keys of `network` and `definitions`: those of `model` that a run does not set itself, and those of this module.
 KEYS = (
     *(key.name for key in fields(ModelConfig) if key.name not in ("vocab_size", "hidden_size", "max_positions")),
     *("head_dim", "first_weights", *DROPOUTS, "head_bias", "fp32_residual_connection"),
@@ -38,7 +37,7 @@ KEYS = (
 
 
 def model_config(run: Run) -> ModelConfig:
-    """The shape of a run's model. ValueError naming the key of `network` or `definitions` that cannot be."""
+    """Return the configuration of a run's model. Raises ValueError naming the invalid key of `network` or `definitions`."""
     keys = dict(run.network)
     for key in keys:
         if key not in KEYS:
@@ -51,30 +50,33 @@ def model_config(run: Run) -> ModelConfig:
         )
     for key in DROPOUTS:
         dropout = keys.pop(key, 0.0)
-        never = listops and key == "attention_dropout"
-        if not (isinstance(dropout, int | float) and 0 <= dropout < 1) or (dropout and never):
-            allowed_here = "0 alone in this suite" if never else "numbers from 0 to below 1"
-            raise ValueError(f"definitions.{run.model} or network: {key} = {dropout!r}: allowed are {allowed_here}")
+        only_zero = listops and key == "attention_dropout"
+        if not (isinstance(dropout, int | float) and 0 <= dropout < 1) or (dropout and only_zero):
+            values = "allowed is only 0 in this suite" if only_zero else "allowed are numbers >= 0 and < 1"
+            raise ValueError(f"definitions.{run.model} or network: {key} = {dropout!r}: {values}")
     if not isinstance(bias := keys.pop("head_bias", False), bool) or (bias and listops):
         raise ValueError(
-            f"definitions.{run.model} or network: head_bias = {bias!r}: allowed are true and false, in listops false alone"
+            f"definitions.{run.model} or network: head_bias = {bias!r}: allowed are true and false, in listops only false"
         )
-    if not isinstance(wide := keys.pop("fp32_residual_connection", False), bool):
+    if not isinstance(fp32_residual := keys.pop("fp32_residual_connection", False), bool):
         raise ValueError(
-            f"definitions.{run.model} or network: fp32_residual_connection = {wide!r}: allowed are true and false"
+            f"definitions.{run.model} or network: fp32_residual_connection = {fp32_residual!r}: "
+            "allowed are true and false"
         )
     if without_mlp(run):
         if listops:
-            raise ValueError(f"definitions.{run.model} or network: mlp = 'identity': allowed in mqar and mad alone")
-        # Built as small as can be, and taken out.
+            raise ValueError(
+                f"definitions.{run.model} or network: mlp = 'identity': allowed only in the suites mqar and mad"
+            )
+        # `Network` replaces this smallest MLP.
         keys |= {"mlp": "gelu", "mlp_bias": False, "intermediate_size": 1}
     if "head_dim" in keys:
-        channels = keys.pop("head_dim")
-        if not isinstance(channels, int) or channels < 1:
+        head_dim = keys.pop("head_dim")
+        if not isinstance(head_dim, int) or head_dim < 1:
             raise ValueError(
-                f"definitions.{run.model} or network: head_dim = {channels!r}: allowed are whole numbers from 1 on"
+                f"definitions.{run.model} or network: head_dim = {head_dim!r}: allowed are whole numbers >= 1"
             )
-        keys["num_heads"] = max(1, run.width // channels)
+        keys["num_heads"] = max(1, run.width // head_dim)
     if keys.get("positions") == "learned":
         keys["max_positions"] = run.length
     if listops and keys.get("positions") == "sinusoidal":
@@ -86,35 +88,36 @@ def model_config(run: Run) -> ModelConfig:
 
 
 def without_mlp(run: Run) -> bool:
-    """Whether every block adds what its second norm yields instead of an MLP's output, as Zoology's published models."""
+    """Return whether the identity replaces the MLP: each block adds its second norm's output, as in Zoology's models."""
     return run.network.get("mlp") == "identity"
 
 
-class Dropping(nn.Module):
-    """A network of which training sets shares to zero, the others growing by as much.
+class WithDropout(nn.Module):
+    """Apply inverted dropout to embeddings and attention weights during training.
 
     Attributes:
-        embedding_dropout, attention_dropout: share of the embeddings' elements, and of the weights of softmax attention.
-        dropped: what is drawn from, the default generator where it is None.
+        embedding_dropout: dropout probability of the embeddings' elements.
+        attention_dropout: dropout probability of the weights of softmax attention.
+        dropout_generator: random generator; None for PyTorch's default generator.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.embedding_dropout, self.attention_dropout = (float(run.network.get(key, 0.0)) for key in DROPOUTS)
-        self.dropped: torch.Generator | None = None
-        self._dropping = False
+        self.dropout_generator: torch.Generator | None = None
+        self._dropout_active = False
 
-    def _drop(self, x: Tensor, share: float) -> Tensor:
-        if not (self._dropping and share):
+    def _dropout(self, x: Tensor, p: float) -> Tensor:
+        if not (self._dropout_active and p):
             return x
-        return x * torch.empty_like(x).bernoulli_(1 - share, generator=self.dropped) / (1 - share)
+        return x * torch.empty_like(x).bernoulli_(1 - p, generator=self.dropout_generator) / (1 - p)
 
 
-class Network(Dropping):
-    """A language model that answers at some positions.
+class Network(WithDropout):
+    """Compute a language model's logits at some positions only.
 
     Attributes:
-        fp32_residual_connection: whether the residual stream is float32 between the blocks, whatever their weights are.
+        fp32_residual_connection: keep the residual stream in float32 between the blocks, whatever type the weights have.
     """
 
     def __init__(self, run: Run) -> None:
@@ -137,46 +140,51 @@ class Network(Dropping):
             self.decoder = build_layer(spec, config.num_layers + 2, run.seed)
         first = run.network.get("first_weights", "model")
         if first != "model":
-            _begin_as_mad_lab(self, run.seed, small_mixers=first == "mad_lab_gla")
+            _init_as_mad_lab(self, run.seed, small_mixers=first == "mad_lab_gla")
 
-    def rows(self, tokens: Tensor, positions: Tensor | None, *, dropping: bool = False) -> Tensor:
-        """tokens: [batch, length] -> what the head reads at positions [batch, asked], or everywhere: [batch, asked, d]."""
-        self._dropping = dropping
-        x = self._drop(self.model.embedding(tokens), self.embedding_dropout)
+    def rows(self, tokens: Tensor, positions: Tensor | None, *, dropout: bool = False) -> Tensor:
+        """Return the hidden vectors [batch, labelled, d] that the head reads.
+
+        tokens: [batch, length]. positions: [batch, labelled], or None for all positions.
+        """
+        self._dropout_active = dropout
+        x = self._dropout(self.model.embedding(tokens), self.embedding_dropout)
         x = _through(self.model.blocks, x, fp32_residual_connection=self.fp32_residual_connection)
         if self.decoder is not None:
             x = self.decoder(x[:, -1])
         return x if positions is None else x.gather(1, positions.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     def loss(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> Tensor:
-        """Mean cross entropy over the labels [batch, asked] that are not IGNORED_LABEL."""
-        total = self.model.head(self.rows(tokens, positions, dropping=True), labels=labels)
+        """Return the mean cross entropy over the labels [batch, labelled] that are not IGNORED_LABEL."""
+        total = self.model.head(self.rows(tokens, positions, dropout=True), labels=labels)
         return total / (labels != IGNORED_LABEL).sum()
 
     def logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """[batch, asked, vocabulary] in float32: in 16 bits the largest would often be equal."""
+        """Return logits [batch, labelled, vocabulary] in float32: in 16 bits the largest logits would often be equal."""
         head = self.model.head
         hidden = head.norm(self.rows(tokens, positions))
         return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
-        """As `models.mixers.attention.dot_product`. With dropout in plain steps: PyTorch's own draws from the default generator,
-        which runs side by side share."""
-        if not self._dropping:
+        """Compute `models.mixers.attention.dot_product`, with dropout during training.
+
+        PyTorch's attention dropout uses the default generator, which the runs of a group would share.
+        """
+        if not self._dropout_active:
             return dot_product(q, k, v, allowed, is_causal)
         scores = q.float() @ k.float().transpose(-1, -2) * q.shape[-1] ** -0.5
         if is_causal:
             allowed = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
-        return self._drop(scores.softmax(-1).to(v.dtype), self.attention_dropout) @ v
+        return self._dropout(scores.softmax(-1).to(v.dtype), self.attention_dropout) @ v
 
 
-class Classifier(Dropping):
-    """A class for a whole sequence: the mean of the last block's output over its tokens, after a norm, and a linear map.
+class Classifier(WithDropout):
+    """Classify a whole sequence: a norm, the mean over the tokens of the last block's output, and a projection.
 
-    Positions are not asked; the id after the last token's stands for padding. With `positions: sinusoidal` fixed sines and
-    cosines are added to the embeddings.
+    `positions` is ignored. The largest token id is padding. With `positions: sinusoidal` fixed sines and cosines are added
+    to the embeddings.
     """
 
     def __init__(self, run: Run, classes: int) -> None:
@@ -195,23 +203,23 @@ class Classifier(Dropping):
         sines = _sines(run.length, config.hidden_size) if run.network.get("positions") == "sinusoidal" else None
         self.register_buffer("positions", sines, persistent=False)
         if run.network.get("first_weights") == "pytorch":
-            _begin_as_pytorch(self, run.seed)
+            _init_as_pytorch(self, run.seed)
 
     def loss(self, tokens: Tensor, positions: Tensor | None, labels: Tensor) -> Tensor:
-        """Mean cross entropy of the labels [batch, 1] that are not IGNORED_LABEL."""
-        logits = self.logits(tokens, positions, dropping=True)
+        """Return the mean cross entropy over the labels [batch, 1] that are not IGNORED_LABEL."""
+        logits = self.logits(tokens, positions, dropout=True)
         return F.cross_entropy(logits[:, 0], labels[:, 0], ignore_index=IGNORED_LABEL)
 
-    def logits(self, tokens: Tensor, positions: Tensor | None, *, dropping: bool = False) -> Tensor:
-        """tokens: [batch, length] -> [batch, 1, classes] in float32."""
-        self._dropping = dropping
+    def logits(self, tokens: Tensor, positions: Tensor | None, *, dropout: bool = False) -> Tensor:
+        """Return logits [batch, 1, classes] in float32 for tokens [batch, length]."""
+        self._dropout_active = dropout
         real, x = tokens != self.pad, self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions[: tokens.shape[1]]
-        x = self._drop(x, self.embedding_dropout)
+        x = self._dropout(x, self.embedding_dropout)
         x = _through(self.blocks, x, real, fp32_residual_connection=self.fp32_residual_connection)
         x = self.norm(x).float().masked_fill(~real.unsqueeze(-1), 0.0)
-        # A row of padding alone fills a last batch; its label is ignored.
+        # Rows of padding only fill the last batch. Their labels are ignored.
         mean = x.sum(1) / real.sum(1, keepdim=True).clamp_min(1)
         return F.linear(mean, self.output.weight.float()).unsqueeze(1)
 
@@ -219,54 +227,57 @@ class Classifier(Dropping):
 def _through(
     blocks: Iterable[nn.Module], x: Tensor, mask: Tensor | None = None, *, fp32_residual_connection: bool
 ) -> Tensor:
-    """x after the blocks. With fp32_residual_connection (Megatron-LM's name) the sum of their parts, and the norms of it, are
-    float32: what enters a mixer or an MLP is rounded to x's dtype, and so is the end."""
+    """Return x after the blocks.
+
+    With fp32_residual_connection (Megatron-LM's name) the residual stream and its norms are float32. The inputs of mixers
+    and MLPs, and the returned tensor, have x's dtype.
+    """
     if not fp32_residual_connection:
         for block in blocks:
             x = block(x, mask=mask)
         return x
-    narrow, x = x.dtype, x.float()
+    input_dtype, x = x.dtype, x.float()
     for block in blocks:
-        normed, first = _wide_norm(block.norm1, x), x
-        x = x + block.mixer(normed.to(narrow), mask=mask)
-        read = _wide_norm(block.norm2, first if block.parallel_residual else x)
-        x = x + block.mlp(read.to(narrow))
-    return x.to(narrow)
+        normed, first = _float32_norm(block.norm1, x), x
+        x = x + block.mixer(normed.to(input_dtype), mask=mask)
+        normed = _float32_norm(block.norm2, first if block.parallel_residual else x)
+        x = x + block.mlp(normed.to(input_dtype))
+    return x.to(input_dtype)
 
 
 class _WithoutMLP(nn.Module):
-    """The identity, as an MLP is called (`models/layers/mlp.py`)."""
+    """Apply the identity with the call signature of `models/layers/mlp.py`."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return x if residual is None else residual + x
 
 
-def _wide_norm(norm: nn.Module, x: Tensor) -> Tensor:
+def _float32_norm(norm: nn.Module, x: Tensor) -> Tensor:
     weights = {name: weight.to(x.dtype) for name, weight in norm.named_parameters()}
     return torch.func.functional_call(norm, weights, (x,))
 
 
 @torch.no_grad()
-def _begin_as_mad_lab(network: Network, seed: int, *, small_mixers: bool) -> None:
-    """MAD-Lab's first weights (mad/model/language_model.py, auto_encoder.py): embeddings N(0, 0.02), linear maps PyTorch's
-    default but for Mamba's dt; under the decoder all of them N(0, 0.02), their biases 0.
+def _init_as_mad_lab(network: Network, seed: int, *, small_mixers: bool) -> None:
+    """Initialize weights as MAD-Lab does (mad/model/language_model.py, auto_encoder.py).
 
-    small_mixers: those of mixers Xavier-uniform with gain 2^-2.5 without the decoder, as MAD-Lab's and flash-linear-attention's
-    gated linear attention.
+    Embeddings are N(0, 0.02). Projections have PyTorch's default, except Mamba's dt. With the decoder all projections are
+    N(0, 0.02) and their biases 0. small_mixers: without the decoder, mixers are Xavier-uniform with gain 2^-2.5, as in the
+    gated linear attention of MAD-Lab and flash-linear-attention.
     """
     generator = torch.Generator().manual_seed(seed)
     nn.init.normal_(network.model.embedding.weight, std=0.02, generator=generator)
-    maps = [(name, module.weight) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
-    # Mixers hold some maps as they are, those of all heads or groups in one.
+    projections = [(name, module.weight) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    # Mixers hold some projections as bare parameters, with all heads or groups in one tensor.
     bare = (
         ("select_weight", "decay_weight") if network.decoder is None else ("select_weight", "decay_weight", "dt_weight")
     )
     for name, parameter in network.named_parameters():
         if name.endswith(bare):
-            maps.append((name, parameter.view(-1, parameter.shape[-1])))
+            projections.append((name, parameter.view(-1, parameter.shape[-1])))
         elif network.decoder is not None and name.endswith("dt_bias"):
             nn.init.zeros_(parameter)
-    for name, weight in [*maps, ("model.head", network.model.head.weight)]:
+    for name, weight in [*projections, ("model.head", network.model.head.weight)]:
         if network.decoder is not None:
             nn.init.normal_(weight, std=0.02, generator=generator)
         elif small_mixers and ".mixer." in name:
@@ -276,8 +287,8 @@ def _begin_as_mad_lab(network: Network, seed: int, *, small_mixers: bool) -> Non
 
 
 @torch.no_grad()
-def _begin_as_pytorch(network: Classifier, seed: int) -> None:
-    """nn.Embedding's and nn.Linear's own first weights: N(0, 1), and uniform up to 1 / sqrt(inputs)."""
+def _init_as_pytorch(network: Classifier, seed: int) -> None:
+    """Initialize as nn.Embedding and nn.Linear do: N(0, 1), and uniform up to 1 / sqrt(inputs)."""
     generator = torch.Generator().manual_seed(seed)
     nn.init.normal_(network.embedding.weight, generator=generator)
     for module in network.modules():
@@ -286,7 +297,7 @@ def _begin_as_pytorch(network: Classifier, seed: int) -> None:
 
 
 def _look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
-    """Tokens of these tasks are few ids, and most of them one filler."""
+    """Look up embeddings with a kernel for often repeated tokens: most tokens of these tasks are one filler id."""
     if is_supported(weight):
         from models.kernels.embedding_backward import look_up_repeated
 
@@ -295,16 +306,16 @@ def _look_up(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
 
 
 def _sines(length: int, size: int) -> Tensor:
-    """Fixed sines and cosines of positions, as MAD-Lab and fairseq have them: [length, size]."""
+    """Return the fixed sines and cosines of positions [length, size], as in MAD-Lab and fairseq."""
     frequency = torch.exp(-math.log(10_000) * torch.arange(size // 2) / (size // 2 - 1))
     angle = torch.arange(length)[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], 1)
 
 
 class Decoder(nn.Module):
-    """All positions of a sequence from one vector, the last position's, as MAD-Lab's autoencoder does it.
+    """Decode all positions of a sequence from the last position's vector, as MAD-Lab's autoencoder.
 
-    GELU(W2 norm(GELU(W1 norm(x + p_i)))) for position i, with fixed sines and cosines p.
+    Position i is GELU(W2 norm(GELU(W1 norm(x + p_i)))) with fixed sines and cosines p.
     """
 
     def __init__(self, config: ModelConfig, length: int) -> None:
@@ -316,5 +327,5 @@ class Decoder(nn.Module):
         self.register_buffer("positions", _sines(length, size), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, hidden_size] -> [batch, length, hidden_size]."""
+        """Return [batch, length, hidden_size] for x [batch, hidden_size]."""
         return self.layers(x.unsqueeze(1) + self.positions)

@@ -1,4 +1,4 @@
-"""Before hours of training: every model's steps as they are and as CUDA graphs, and what a step takes."""
+"""Check every model for a few steps before hours of training: with and without CUDA graphs, with times per step."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from .training import SideBySide, training_device
 from .workers import prepare_kernels
 
 STEPS = 20
-# Sums are formed in another order in every run of some kernels; over 20 steps from the same start this is what is left.
+# Relative. Some kernels sum in a varying order; after 20 steps from equal weights the losses differ by less than this.
 TOLERANCE = 0.02
 
 
 def check_sweeps(
     sweeps: Sequence[Sequence[Run]], devices: Sequence[str], *, graph: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """`check_sweep` of each, a process a device named there, as they are ready; one device alone is used by this process.
+    """Yield the row of `check_sweep` for each sweep, in order of completion.
 
-    What fails is a row with its reason as `problem`.
+    devices: one process per entry; a single device is used in this process. A check that raises yields a row with the
+    reason as `problem`.
     """
     if len(devices) == 1:
-        _take_device(devices[0])
+        _use_device(devices[0])
         for sweep in sweeps:
             yield _row(sweep, graph)
         return
@@ -37,7 +38,7 @@ def check_sweeps(
     names = context.SimpleQueue()
     for device in devices:
         names.put(device)
-    with ProcessPoolExecutor(len(devices), context, _take_device_of, (names,)) as pool:
+    with ProcessPoolExecutor(len(devices), context, _use_next_device, (names,)) as pool:
         rows = {pool.submit(_row, sweep, graph): sweep for sweep in sweeps}
         for future in as_completed(rows):
             error = future.exception()
@@ -47,14 +48,14 @@ def check_sweeps(
 _device = torch.device("cpu")
 
 
-def _take_device(name: str) -> None:
+def _use_device(name: str) -> None:
     global _device
     _device = training_device(name)
     prepare_kernels(_device)
 
 
-def _take_device_of(names: Any) -> None:
-    _take_device(names.get())
+def _use_next_device(names: Any) -> None:
+    _use_device(names.get())
 
 
 def _row(sweep: Sequence[Run], graph: bool) -> dict[str, Any]:
@@ -75,10 +76,11 @@ def _failed(sweep: Sequence[Run], error: BaseException) -> dict[str, Any]:
 
 
 def check_sweep(runs: Sequence[Run], device: torch.device, *, graph: bool = True) -> dict[str, Any]:
-    """One sweep for 20 steps, side by side and alone, as graphs and not, and in float32: the losses should agree.
+    """Train the runs of one sweep for 20 steps, together and alone, with and without graphs, and compare the losses.
 
-    Returns a row of a table; `problem` says what is wrong, or is empty. `difference`: largest relative difference of a loss
-    with graphs from the same run alone without. `float32`: of the first loss from the one that plain PyTorch computes.
+    Returns a row of a table. `problem` is empty or names what differs. `difference`: largest relative difference of the first
+    run's losses between together with graphs and alone without. `float32`: relative difference of the first loss from plain
+    PyTorch in float32.
     """
     first = runs[0]
     size = batch_size(first)
@@ -94,32 +96,31 @@ def check_sweep(runs: Sequence[Run], device: torch.device, *, graph: bool = True
     together = SideBySide(runs, examples, device, graph=graph)
     row["graph"] = together.graph
     row["seconds to prepare"] = round(time.perf_counter() - begin, 1)
-    got = together.losses_of_steps(STEPS)
+    losses = together.losses_of_steps(STEPS)
     row["together ms"], accuracies = _speed(together)
     row["loss"] = expected[0][0]
-    row["difference"] = max(_relative(a[0], b[0]) for a, b in zip(got, expected, strict=True))
+    row["difference"] = max(_relative(a[0], b[0]) for a, b in zip(losses, expected, strict=True))
     row["float32"] = _relative(expected[0][0], reference[0][0])
     if device.type == "cuda":
         row["GiB"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
-    wrong = [f"{key} {row[key]:.3g}" for key in ("difference", "float32") if not row[key] <= TOLERANCE]
-    if any(got[0][0] != got[0][i] for i in range(1, len(runs))) and not all(
-        _relative(got[0][0], other) <= TOLERANCE for other in got[0]
-    ):
-        wrong.append(f"first losses {got[0]} of runs that begin alike")
+    problems = [f"{key} {row[key]:.3g} > {TOLERANCE}" for key in ("difference", "float32") if not row[key] <= TOLERANCE]
+    if not all(loss == losses[0][0] or _relative(losses[0][0], loss) <= TOLERANCE for loss in losses[0]):
+        problems.append(f"first losses {losses[0]} differ, although the runs have equal first weights")
     if not all(0 <= accuracy <= 1 for accuracy in accuracies):
-        wrong.append(f"accuracies {accuracies}")
-    row["problem"] = "; ".join(wrong)
+        problems.append(f"accuracies {accuracies} are not between 0 and 1")
+    row["problem"] = "; ".join(problems)
     return row
 
 
 def _speed(steps: SideBySide) -> tuple[float, list[float]]:
-    """Milliseconds of a step of all lanes, and their accuracies after an epoch."""
+    """Return milliseconds per step of all runs together, and their accuracies after an epoch."""
     steps.train_epoch(0)
     steps.evaluate()
     begin = time.perf_counter()
     steps.train_epoch(0)
-    found, _ = steps.evaluate()
-    return round((time.perf_counter() - begin) / STEPS * 1e3, 3), [evaluated.accuracy for evaluated in found]
+    evaluations, _ = steps.evaluate()
+    milliseconds = (time.perf_counter() - begin) / STEPS * 1e3
+    return round(milliseconds, 3), [evaluation.accuracy for evaluation in evaluations]
 
 
 def _relative(value: float, reference: float) -> float:

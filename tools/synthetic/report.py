@@ -1,4 +1,4 @@
-"""Tables and figures of measured runs, beside the papers' numbers."""
+"""Write tables and figures of the results next to the papers' numbers."""
 
 from __future__ import annotations
 
@@ -16,66 +16,65 @@ from .results import Results
 
 @dataclass(frozen=True)
 class Cell:
-    """The best of a sweep, over seeds their mean.
+    """Hold the best result of a sweep, averaged over the seeds.
 
     Attributes:
         accuracy: in percent.
-        spread: standard deviation over seeds, None for one.
-        lr: of the best run (of the first seed).
-        complete: whether all runs of the sweep are there, or one has reached the target.
+        deviation: sample standard deviation over the seeds; None for one seed.
+        lr: learning rate of the first seed's best run.
+        complete: whether all runs of the sweep are finished, or one has reached the target.
     """
 
     accuracy: float
-    spread: float | None
+    deviation: float | None
     lr: float | None
     complete: bool
 
     def text(self) -> str:
-        spread = "" if self.spread is None else f" ± {self.spread:.1f}"
-        return f"{self.accuracy:.1f}{spread}{'' if self.complete else ' *'}"
+        deviation = "" if self.deviation is None else f" ± {self.deviation:.1f}"
+        return f"{self.accuracy:.1f}{deviation}{'' if self.complete else ' *'}"
 
 
 Cells = dict[tuple[str, str, int], Cell]
 
 
 def cells_of(sweeps: Sequence[Sequence[Run]], results: Results) -> Cells:
-    """(task, model, width) -> its cell, of sweeps of which at least one run is there."""
+    """Return the cell of each (task, model, width) with at least one finished run."""
     seeds: dict[tuple[str, str, int], list[tuple[float, float, bool]]] = {}
-    wanted: dict[tuple[str, str, int], int] = {}
+    expected: dict[tuple[str, str, int], int] = {}
     for sweep in sweeps:
         first = sweep[0]
         key = (first.task, first.model, first.width)
-        wanted[key] = wanted.get(key, 0) + 1
+        expected[key] = expected.get(key, 0) + 1
         lines = results.of(sweep)
         if lines:
             best = max(lines, key=lambda line: line["accuracy"])
             seeds.setdefault(key, []).append((100 * best["accuracy"], best["lr"], not results.pending(sweep)))
     return {
         key: Cell(
-            statistics.mean(accuracy for accuracy, _, _ in found),
-            statistics.stdev(accuracy for accuracy, _, _ in found) if len(found) > 1 else None,
-            found[0][1],
-            len(found) == wanted[key] and all(complete for _, _, complete in found),
+            statistics.mean(accuracy for accuracy, _, _ in results_of_seeds),
+            statistics.stdev(accuracy for accuracy, _, _ in results_of_seeds) if len(results_of_seeds) > 1 else None,
+            results_of_seeds[0][1],
+            len(results_of_seeds) == expected[key] and all(complete for _, _, complete in results_of_seeds),
         )
-        for key, found in seeds.items()
+        for key, results_of_seeds in seeds.items()
     }
 
 
 def mad_scores(experiment: Experiment, cells: Cells, sweeps: Sequence[Sequence[Run]]) -> Cells:
-    """A task's score: the mean over its settings; "average": over the tasks, where a model has them all."""
+    """Return the MAD scores: per task the mean over its settings; "average" is the mean over all tasks, if complete."""
     settings: dict[tuple[str, str, int], set[str]] = {}
     for sweep in sweeps:
         first = sweep[0]
         settings.setdefault((first.task.partition("/")[0], first.model, first.width), set()).add(first.task)
     scores: Cells = {}
-    for (task, model, width), wanted in settings.items():
-        found = [cells[name, model, width] for name in wanted if (name, model, width) in cells]
-        if found:
-            whole = len(found) == len(wanted) and all(cell.complete for cell in found)
-            scores[task, model, width] = Cell(statistics.mean(cell.accuracy for cell in found), None, None, whole)
+    for (task, model, width), expected in settings.items():
+        present = [cells[name, model, width] for name in expected if (name, model, width) in cells]
+        if present:
+            complete = len(present) == len(expected) and all(cell.complete for cell in present)
+            scores[task, model, width] = Cell(statistics.mean(cell.accuracy for cell in present), None, None, complete)
     for model, width in {(model, width) for _, model, width in settings}:
-        own = [scores.get((task, model, width)) for task in experiment.mad]
-        present = [cell for cell in own if cell is not None]
+        present = [scores[task, model, width] for task in experiment.mad if (task, model, width) in scores]
         if len(present) == len(experiment.mad):
             mean = statistics.mean(cell.accuracy for cell in present)
             scores["average", model, width] = Cell(mean, None, None, all(cell.complete for cell in present))
@@ -83,16 +82,18 @@ def mad_scores(experiment: Experiment, cells: Cells, sweeps: Sequence[Sequence[R
 
 
 def markdown(experiment: Experiment, cells: Cells) -> str:
-    """One table a task of MQAR, by width; one table of MAD, by task. A star: runs of the sweep are missing."""
+    """Return the results page: one table per MQAR task, or one table for MAD or ListOps. A star marks incomplete sweeps."""
     parts = [f"# {experiment.title}"]
     if experiment.suite == "mqar":
         for task in dict.fromkeys(task for task, _, _ in cells):
-            own = {(model, width): cell for (name, model, width), cell in cells.items() if name == task}
-            columns = sorted({width for _, width in own})
+            of_task = {(model, width): cell for (name, model, width), cell in cells.items() if name == task}
+            columns = sorted({width for _, width in of_task})
             length, _, pairs = task.partition("x")
             parts.append(f"Length {length}, {pairs} pairs: test accuracy in percent, best learning rate in brackets.")
             parts.append(
-                markdown_table(["model", *(f"d = {w}" for w in columns)], _mqar_rows(experiment, task, own, columns))
+                markdown_table(
+                    ["model", *(f"d = {w}" for w in columns)], _mqar_rows(experiment, task, of_task, columns)
+                )
             )
     elif experiment.suite == "listops":
         parts.append("Test accuracy in percent, ten classes, after the last epoch.")
@@ -100,7 +101,7 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
         parts.append(markdown_table(["model", "accuracy"], rows))
     else:
         tasks = [task for task in [*experiment.mad, "average"] if any(name == task for name, _, _ in cells)]
-        parts.append("Mean over a task's settings of the best test accuracy of a sweep, in percent.")
+        parts.append("Best test accuracy of a sweep in percent, averaged over the settings of a task.")
         rows = [
             [_labelled(cells, model, width), *(_text(cells.get((task, model, width))) for task in tasks)]
             for model, width in dict.fromkeys((model, width) for _, model, width in cells)
@@ -108,14 +109,14 @@ def markdown(experiment: Experiment, cells: Cells) -> str:
         rows += _paper_rows(experiment, tasks)
         parts.append(markdown_table(["model", *(task.replace("_", " ") for task in tasks)], rows))
     if any(not cell.complete for cell in cells.values()):
-        parts.append("\\* runs of the sweep are missing.")
+        parts.append("\\* Some runs of the sweep are not finished.")
     if experiment.paper.source:
         parts.append(f"Paper: {experiment.paper.source}.")
     return "\n\n".join(parts) + "\n"
 
 
 def figure(experiment: Experiment, cells: Cells, out: Path) -> None:
-    """MQAR: a panel a task, accuracy against the width, a line a model. MAD: a group of bars a task, a bar a model."""
+    """Draw the results. MQAR: accuracy against width, one panel per task. MAD: bars per task and model."""
     from tools.reporting.style import STYLE, pyplot, save_figure
 
     plt = pyplot()
@@ -138,7 +139,7 @@ def _lines(plt: Any, experiment: Experiment, cells: Cells) -> Any:
             axes.errorbar(
                 [w for w, _ in points],
                 [cell.accuracy for _, cell in points],
-                yerr=[c.spread or 0.0 for _, c in points] if any(c.spread for _, c in points) else None,
+                yerr=[c.deviation or 0.0 for _, c in points] if any(c.deviation for _, c in points) else None,
                 label=model.replace("_", " "),
                 **_style(number),
             )
@@ -153,10 +154,10 @@ def _lines(plt: Any, experiment: Experiment, cells: Cells) -> Any:
         axes.set(title=f"length {length}, {pairs} pairs", xlabel="width d", ylim=(-3, 104))
     panels[0, 0].set_ylabel("test accuracy, percent")
     handles, labels = panels[0, 0].get_legend_handles_labels()
-    known = dict(zip(labels, handles, strict=True))
+    handle_of = dict(zip(labels, handles, strict=True))
     for axes in panels[0, 1:]:
-        known |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    drawn.legend(known.values(), known.keys(), loc="outside right upper", fontsize=8)
+        handle_of |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    drawn.legend(handle_of.values(), handle_of.keys(), loc="outside right upper", fontsize=8)
     return drawn
 
 
@@ -184,7 +185,7 @@ def _bars(plt: Any, experiment: Experiment, cells: Cells) -> Any:
             x, heights = zip(*shown, strict=True)
             axes.bar(x, heights, 0.92 * width, label=label, color=COLORS[number % len(COLORS)], alpha=alpha)
     axes.set_xticks(range(len(tasks)), [task.replace("_", " ") for task in tasks], fontsize=8)
-    axes.set(title="MAD: mean over a task's settings of the best test accuracy", ylabel="percent", ylim=(0, 104))
+    axes.set(title="MAD: best test accuracy, averaged over the settings of a task", ylabel="percent", ylim=(0, 104))
     axes.grid(axis="x", visible=False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     return drawn
@@ -204,12 +205,12 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def _mqar_rows(
-    experiment: Experiment, task: str, own: dict[tuple[str, int], Cell], columns: Sequence[int]
+    experiment: Experiment, task: str, cells: dict[tuple[str, int], Cell], columns: Sequence[int]
 ) -> list[list[str]]:
     rows = []
-    for model in dict.fromkeys(model for model, _ in own):
-        found = [own.get((model, width)) for width in columns]
-        rows.append([model.replace("_", " "), *("-" if c is None else f"{c.text()} ({c.lr:.2g})" for c in found)])
+    for model in dict.fromkeys(model for model, _ in cells):
+        row_cells = [cells.get((model, width)) for width in columns]
+        rows.append([model.replace("_", " "), *("-" if c is None else f"{c.text()} ({c.lr:.2g})" for c in row_cells)])
     for name in dict.fromkeys(row.model for row in experiment.paper.rows if row.task == task):
         values = {row.width: row.accuracy for row in experiment.paper.rows if (row.model, row.task) == (name, task)}
         rows.append([name, *(f"{values[width]:.1f}" if width in values else "-" for width in columns)])
@@ -226,7 +227,7 @@ def _paper_rows(experiment: Experiment, tasks: Sequence[str]) -> list[list[str]]
 
 
 def _labelled(cells: Cells, model: str, width: int) -> str:
-    """A model's name, and its width where there are several."""
+    """Return the model's name, with its width if the results have several widths."""
     several = len({w for _, _, w in cells}) > 1
     return model.replace("_", " ") + (f", d = {width}" if several else "")
 

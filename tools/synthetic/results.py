@@ -1,4 +1,4 @@
-"""What has been measured: a line of JSON a run, in one file that grows by whole lines."""
+"""Read and write the results file: one line of JSON per run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Line = dict[str, Any]
 
 
 class Results:
-    """The lines of a results file, by the id of their run. Lines are added inside `writing`.
+    """Hold the lines of a results file by run id. Add lines inside `writing` only.
 
-    Raises ValueError for a line that is no result; an unfinished last line, of a process that was killed, is cut off when
-    the next one is written. Whole lines that others append in between stay.
+    An incomplete last line, written by a process that was killed, is removed when the next line is added. Complete lines
+    that other processes append stay. Raises ValueError for a line that is not a result.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,21 +30,21 @@ class Results:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Keeps the file for this process; lines that others have added since are read. ValueError where another has it."""
+        """Lock the file for this process and read lines added since. Raises ValueError if another process holds the lock."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.with_suffix(".lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ValueError(
-                    f"{self.path} is being written by another command: wait for its end, or set output=FOLDER"
+                    f"{self.path} is locked by another command: wait until it ends, or set output=FOLDER"
                 ) from None
             if self.path.is_file():
                 self._read()
             yield
 
     def add(self, line: Line) -> None:
-        """Appends a line; it is on the disk when this returns."""
+        """Append a line and wait until it is on the disk."""
         with self.path.open("a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
@@ -54,18 +54,18 @@ class Results:
         self.lines[line["id"]] = line
 
     def of(self, runs: Iterable[Run]) -> list[Line]:
-        """The lines of those of the runs that were finished."""
+        """Return the lines of the finished runs."""
         return [self.lines[run.id] for run in runs if run.id in self.lines]
 
     def reached(self, sweep: Iterable[Run]) -> bool:
-        """Whether one of a sweep's runs has reached the target, so that the rest need not run."""
+        """Return whether one run of the sweep has reached the target, so that the other runs are not needed."""
         return any(
             run.target is not None and run.id in self.lines and self.lines[run.id]["best_accuracy"] >= run.target
             for run in sweep
         )
 
     def pending(self, sweep: Iterable[Run]) -> list[Run]:
-        """What a sweep still needs."""
+        """Return the runs of the sweep that are still needed."""
         runs = list(sweep)
         return [] if self.reached(runs) else [run for run in runs if run.id not in self.lines]
 
@@ -78,12 +78,12 @@ class Results:
             except (ValueError, TypeError, KeyError):
                 shown = text[:80].decode(errors="replace")
                 raise ValueError(
-                    f"{self.path}:{number} is no result of a run: {shown!r}; take the line out, or set output=FOLDER"
+                    f"{self.path}:{number} is not a result of a run: {shown!r}; remove the line, or set output=FOLDER"
                 ) from None
 
 
-def line_of(run: Run, found: Mapping[str, Any], about: Mapping[str, Any]) -> Line:
-    """A run's settings, then what was found, then about what it ran on."""
+def result_line(run: Run, measured: Mapping[str, Any], environment: Mapping[str, Any]) -> Line:
+    """Return a line with the run's settings, the measured values and the environment (device, date, versions)."""
     settings = {
         "id": run.id,
         "suite": run.suite,
@@ -95,6 +95,6 @@ def line_of(run: Run, found: Mapping[str, Any], about: Mapping[str, Any]) -> Lin
         "seed": run.seed,
     }
     rest = {"batch_size": run.batch_size, "precision": run.precision, "network": run.network, "data": run.data}
-    # Half of a line would be digits of accuracies that no test set tells apart.
-    history = [round(accuracy, 5) for accuracy in found["history"]]
-    return {**settings, **found, "history": history, **rest, **about}
+    # Further digits are below the resolution of the test sets.
+    history = [round(accuracy, 5) for accuracy in measured["history"]]
+    return {**settings, **measured, "history": history, **rest, **environment}

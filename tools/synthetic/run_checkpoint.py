@@ -1,4 +1,4 @@
-"""Runs that were interrupted: a file each with weights, moments and accuracies at the end of an epoch, to go on from."""
+"""Save and load one checkpoint per run at the end of an epoch: weights, optimizer moments and accuracies."""
 
 from __future__ import annotations
 
@@ -14,38 +14,44 @@ from data.atomic_io import atomic_write
 from .experiment import Run
 
 SECONDS_BETWEEN = 60.0
-# Writing takes one part in so many of the time.
-_SHARE = 20.0
+# Training time per writing time, at least.
+_MIN_TRAINING_PER_WRITING = 20.0
 
 
-class Evaluated(NamedTuple):
-    """What an evaluation found of a run.
+class Evaluation(NamedTuple):
+    """Hold the result of evaluating a run once.
 
     Attributes:
-        accuracy, perplexity: on the first set of examples that is not trained on; perplexity is a batch's, then the mean.
-        tested: accuracy on the last such set, which may be the same.
+        accuracy: on the first evaluation set.
+        perplexity: on the first evaluation set, averaged over its batches.
+        test_accuracy: on the last evaluation set, which may be the first.
     """
 
     accuracy: float
     perplexity: float
-    tested: float
+    test_accuracy: float
 
 
-class Unfinished(NamedTuple):
-    """The runs of a group after an epoch. lanes: of `Lane.state`; history: what every evaluation found, a list a run."""
+class GroupState(NamedTuple):
+    """Hold the state of a group of runs after an epoch.
+
+    Attributes:
+        history: all evaluations so far, one list per run.
+        model_runs: `ModelRun.state` of each run.
+    """
 
     epoch: int
     seconds: float
-    history: list[list[Evaluated]]
-    lanes: list[dict[str, Any]]
+    history: list[list[Evaluation]]
+    model_runs: list[dict[str, Any]]
 
 
 class TimeUpError(Exception):
-    """What was trained is kept and goes on another time."""
+    """Report that the time limit has passed; the state is saved."""
 
 
-class Keeper:
-    """Writes a group's state now and then. folder None: never, and there is none."""
+class CheckpointStore:
+    """Save and load a group's state. With folder None nothing is saved or loaded."""
 
     def __init__(self, folder: Path | None, runs: Sequence[Run]) -> None:
         self._folder, self._runs = folder, runs
@@ -55,35 +61,37 @@ class Keeper:
     def due(self) -> bool:
         return self._folder is not None and time.monotonic() >= self._next
 
-    def keep(self, state: Unfinished) -> None:
-        """A file a run, so that they may go on in other groups."""
+    def save(self, state: GroupState) -> None:
+        """Write one file per run, so that the runs can continue in other groups."""
         if self._folder is None:
             return
         begin = time.monotonic()
         self._folder.mkdir(parents=True, exist_ok=True)
-        for run, history, lane in zip(self._runs, state.history, state.lanes, strict=True):
-            evaluations = [tuple(evaluated) for evaluated in history]
-            one = {"epoch": state.epoch, "seconds": state.seconds, "history": evaluations, "lane": lane}
+        for run, history, model_run in zip(self._runs, state.history, state.model_runs, strict=True):
+            evaluations = [tuple(evaluation) for evaluation in history]
+            content = {"epoch": state.epoch, "seconds": state.seconds, "history": evaluations, "lane": model_run}
             with atomic_write(_file(self._folder, run)) as file:
-                torch.save(one, file)
+                torch.save(content, file)
         end = time.monotonic()
-        self._next = end + max(SECONDS_BETWEEN, _SHARE * (end - begin))
+        self._next = end + max(SECONDS_BETWEEN, _MIN_TRAINING_PER_WRITING * (end - begin))
 
-    def kept(self) -> Unfinished | None:
-        """What was kept of the runs, where they are all after the same epoch. ValueError for a file that cannot be read."""
+    def load(self) -> GroupState | None:
+        """Return the saved state, or None unless all runs were saved after the same epoch.
+
+        Raises ValueError for a file that cannot be read.
+        """
         if self._folder is None or not all(_file(self._folder, run).is_file() for run in self._runs):
             return None
-        found = [_read(_file(self._folder, run)) for run in self._runs]
-        if len({one["epoch"] for one in found}) > 1:
+        saved = [_read(_file(self._folder, run)) for run in self._runs]
+        first = saved[0]
+        if any(content["epoch"] != first["epoch"] for content in saved):
             return None
-        first = found[0]
-        return Unfinished(
-            first["epoch"], first["seconds"], [one["history"] for one in found], [one["lane"] for one in found]
-        )
+        histories, model_runs = ([content[key] for content in saved] for key in ("history", "lane"))
+        return GroupState(first["epoch"], first["seconds"], histories, model_runs)
 
 
-def forget(folder: Path, runs: Iterable[Run]) -> None:
-    """Runs that are finished, or not needed."""
+def remove_checkpoints(folder: Path, runs: Iterable[Run]) -> None:
+    """Remove the files of runs that are finished or no longer needed."""
     for run in runs:
         _file(folder, run).unlink(missing_ok=True)
 
@@ -95,8 +103,10 @@ def _file(folder: Path, run: Run) -> Path:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        content["history"] = [Evaluated(*evaluated) for evaluated in content["history"]]
+        content["history"] = [Evaluation(*values) for values in content["history"]]
         return content
-    except Exception as error:  # what is damaged ends the unpickler in many ways
+    except Exception as error:  # the unpickler raises many types for a damaged file
         reason = (str(error).strip() or "it ends early").splitlines()[0]
-        raise ValueError(f"{path} cannot be read ({reason}): remove it, and the run starts anew") from None
+        raise ValueError(
+            f"{path} cannot be read ({reason}): remove it, and the run starts from the beginning"
+        ) from None

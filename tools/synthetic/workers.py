@@ -1,4 +1,4 @@
-"""Runs over several processes: a parent that hands out sweeps and writes results, workers that train."""
+"""Distribute groups of runs over processes: the parent assigns groups and writes results, the workers train."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from .experiment import Run
-from .results import Line, Results, line_of
-from .run_checkpoint import TimeUpError, forget
+from .results import Line, Results, result_line
+from .run_checkpoint import TimeUpError, remove_checkpoints
 
-# A worker's message: what it is about, and what it says.
+# A worker's message: its kind ("progress", "done", "failed", "stopped") and its content.
 Message = tuple[str, Any]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one sweep that are trained side by side."""
+    """Hold runs of one sweep that are trained together."""
 
     runs: tuple[Run, ...]
     sweep: tuple[Run, ...]
@@ -39,10 +39,10 @@ class Group:
 
     @property
     def work(self) -> int:
-        """Grows with the time that it takes at most."""
+        """Return a number that grows with the longest training time."""
         return sum(run.steps * run.batch_size * run.length * run.width for run in self.runs)
 
-    def halves(self) -> list[Group]:
+    def split(self) -> list[Group]:
         middle = len(self.runs) // 2
         return [Group(self.runs[:middle], self.sweep), Group(self.runs[middle:], self.sweep)]
 
@@ -55,31 +55,31 @@ class Group:
 def groups_of(
     sweeps: Sequence[Sequence[Run]], results: Results, side_by_side: int | None, workers: int = 1
 ) -> list[Group]:
-    """What is left to do, row by row of the table: seed by seed, the widths in their order, the tasks in theirs; within a row
-    the longest first.
+    """Return the groups of all pending runs, sorted by seed, width and task as in the table, then longest first.
 
-    side_by_side: at most so many runs a group; None for a sweep's all, or fewer where there are not enough sweeps for as
-    many workers.
+    side_by_side: most runs per group. None puts a whole sweep in one group, and splits groups until there is one per worker.
     """
-    found = []
+    groups = []
     for sweep in sweeps:
         pending = results.pending(sweep)
         size = side_by_side or max(1, len(pending))
         for start in range(0, len(pending), size):
-            found.append(Group(tuple(pending[start : start + size]), tuple(sweep)))
+            groups.append(Group(tuple(pending[start : start + size]), tuple(sweep)))
     while (
-        side_by_side is None and len(found) < workers and (several := [group for group in found if len(group.runs) > 1])
+        side_by_side is None
+        and len(groups) < workers
+        and (divisible := [group for group in groups if len(group.runs) > 1])
     ):
-        longest = max(several, key=lambda group: group.work)
-        found.remove(longest)
-        found += longest.halves()
+        longest = max(divisible, key=lambda group: group.work)
+        groups.remove(longest)
+        groups += longest.split()
     rows = [_row(sweep[0]) for sweep in sweeps]
-    places = [list(dict.fromkeys(values)) for values in zip(*rows, strict=True)]
-    return sorted(found, key=lambda group: (*map(list.index, places, _row(group.runs[0])), -group.work))
+    orders = [list(dict.fromkeys(values)) for values in zip(*rows, strict=True)]
+    return sorted(groups, key=lambda group: (*map(list.index, orders, _row(group.runs[0])), -group.work))
 
 
 def _row(run: Run) -> tuple[int, int, str]:
-    """What the results of a row of the table have in common: they are compared when all of them are there."""
+    """Return the seed, width and task that the results in one row of the table share."""
     return run.seed, run.width, run.task.partition("/")[0]
 
 
@@ -93,16 +93,18 @@ def train_groups(
     progress: Callable[[int, str], None] = lambda steps, text: None,
     finished: Callable[[Group, list[Line]], None] = lambda group, lines: None,
 ) -> list[str]:
-    """Trains the groups on `devices`, one process a device named there (a device may be named twice), and adds results.
+    """Train the groups and add their results. Return one line with the reason per failed group; the others continue.
 
-    One device alone is used by this process. When `seconds` have passed, what is not finished is given up (in one process:
-    at the end of an epoch). progress is told steps done, or no longer needed, and how far they are.
-    Returns what failed, a line each with its reason; the other groups go on.
+    Args:
+        devices: one process per entry; a device may appear twice. A single device is used in this process.
+        seconds: time limit. Groups that are not finished stop (in a single process: at the end of an epoch).
+        progress: called with the steps that were done or are no longer needed, and a status text.
+        finished: called with each finished group and its result lines.
     """
     todo = list(groups)
     end = time.monotonic() + seconds
     failed: list[str] = []
-    unfinished = results.path.parent / "unfinished"
+    checkpoint_folder = results.path.parent / "unfinished"
 
     def next_group() -> Group | None:
         while todo and time.monotonic() < end:
@@ -112,11 +114,11 @@ def train_groups(
             progress(group.steps, "")
         return None
 
-    def take(group: Group, told: list[int], message: Message) -> bool:
-        """Whether the group has ended with this message."""
+    def receive(group: Group, reported: list[int], message: Message) -> bool:
+        """Process a message and return whether the group has ended. reported: [steps] so far, updated."""
         kind, content = message
         if kind == "progress":
-            told[0] += content[0]
+            reported[0] += content[0]
             progress(*content)
             return False
         if kind == "failed":
@@ -126,19 +128,19 @@ def train_groups(
                 results.add(line)
             finished(group, content)
         if kind != "stopped" or results.reached(group.sweep):
-            progress(group.steps - told[0], "")
+            progress(group.steps - reported[0], "")
         if results.reached(group.sweep):
-            forget(unfinished, group.sweep)
+            remove_checkpoints(checkpoint_folder, group.sweep)
         elif kind == "done":
-            forget(unfinished, group.runs)
+            remove_checkpoints(checkpoint_folder, group.runs)
         return True
 
     if len(devices) == 1:
-        trainer = Trainer(devices[0], graph, 1, unfinished, end)
+        trainer = Trainer(devices[0], graph, 1, checkpoint_folder, end)
         while (group := next_group()) is not None:
-            trainer.train(group, partial(take, group, [0]))
+            trainer.train(group, partial(receive, group, [0]))
         return failed
-    with _worker_processes(devices, graph, unfinished) as workers:
+    with _worker_processes(devices, graph, checkpoint_folder) as workers:
         busy: dict[Any, tuple[Group, list[int]]] = {}
         idle = list(workers)
         while True:
@@ -152,47 +154,52 @@ def train_groups(
             if not ready:
                 return failed
             for connection in ready:
-                group, told = busy[connection]
+                group, reported = busy[connection]
                 try:
                     message = connection.recv()
                 except EOFError:
-                    message = ("failed", f"its process ended with status {_status(workers[connection])}")
+                    message = ("failed", f"its worker process ended with status {_status(workers[connection])}")
                     del workers[connection]
-                if take(group, told, message):
+                if receive(group, reported, message):
                     del busy[connection]
                     if connection in workers:
                         idle.append(connection)
-                    for other, (theirs, _) in busy.items():
-                        if theirs.sweep == group.sweep and results.reached(group.sweep):
+                    for other, (other_group, _) in busy.items():
+                        if other_group.sweep == group.sweep and results.reached(group.sweep):
                             other.send(None)
             if not workers:
-                return [*failed, *(f"{group.name}: no process is left to train it" for group in todo)]
+                return [*failed, *(f"{group.name}: not trained, because all worker processes ended" for group in todo)]
 
 
 class NotNeededError(Exception):
-    """Another group of the sweep has reached the target."""
+    """Report that another group of the sweep has reached the target."""
 
 
 class Trainer:
-    """Trains groups on one device and keeps the examples of the last one. end: of `train_together`."""
+    """Train groups on one device. Reuse the examples of the previous group if they are equal."""
 
-    def __init__(self, device: str, graph: bool, processes: int, unfinished: Path, end: float = math.inf) -> None:
+    def __init__(
+        self, device: str, graph: bool, processes: int, checkpoint_folder: Path, end: float = math.inf
+    ) -> None:
         import torch
 
         from .training import training_device
 
         self._device = training_device(device)
         self._graph = graph
-        self._unfinished = unfinished
+        self._unfinished = checkpoint_folder
         self._end = end
         self._examples: tuple[Any, Any] | None = None
         if processes > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
         prepare_kernels(self._device)
 
-    def train(self, group: Group, tell: Callable[[Message], object]) -> None:
-        """Tells ("progress", (steps, text)) now and then, then ("done", lines), ("failed", reason) or, where telling has
-        raised NotNeededError or time is up, ("stopped", None)."""
+    def train(self, group: Group, send: Callable[[Message], object]) -> None:
+        """Train a group. Send ("progress", (steps, text)) messages and one final message.
+
+        The final message is ("done", lines), ("failed", reason), or ("stopped", None) if `send` raised NotNeededError or
+        the time is up.
+        """
         from .batches import data_key, prepare
 
         try:
@@ -200,20 +207,21 @@ class Trainer:
             if self._examples is None or self._examples[0] != key:
                 self._examples = None
                 self._examples = (key, prepare(group.runs[0], self._device))
-            found = self._together(list(group.runs), self._examples[1], tell)
+            measured = self._together(list(group.runs), self._examples[1], send)
         except (NotNeededError, TimeUpError):
-            tell(("stopped", None))
+            send(("stopped", None))
             return
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            tell(("failed", f"{type(error).__name__}: {reason} ({os.path.relpath(place.filename)}:{place.lineno})"))
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            send(("failed", f"{type(error).__name__}: {reason} ({os.path.relpath(frame.filename)}:{frame.lineno})"))
             return
-        about = self._about()
-        tell(("done", [line_of(run, one, about) for run, one in zip(group.runs, found, strict=True)]))
+        environment = self._environment()
+        lines = [result_line(run, values, environment) for run, values in zip(group.runs, measured, strict=True)]
+        send(("done", lines))
 
-    def _together(self, runs: list[Run], examples: Any, tell: Callable[[Message], object]) -> list[dict[str, Any]]:
-        """Side by side, or where memory does not suffice for all, first one half of them and then the other."""
+    def _together(self, runs: list[Run], examples: Any, send: Callable[[Message], object]) -> list[dict[str, Any]]:
+        """Train the runs together. If memory does not suffice, train one half after the other."""
         import torch
 
         from .training import train_together
@@ -224,8 +232,8 @@ class Trainer:
                 examples,
                 self._device,
                 graph=self._graph,
-                progress=partial(_tell_progress, tell),
-                unfinished=self._unfinished,
+                progress=partial(_send_progress, send),
+                checkpoint_folder=self._unfinished,
                 end=self._end,
             )
         except torch.OutOfMemoryError:
@@ -234,21 +242,21 @@ class Trainer:
         finally:
             self._free_memory()
         half = len(runs) // 2
-        return [one for part in (runs[:half], runs[half:]) for one in self._together(part, examples, tell)]
+        return self._together(runs[:half], examples, send) + self._together(runs[half:], examples, send)
 
     def _free_memory(self) -> None:
-        """What a group held is for the other processes on the device too."""
+        """Release cached memory, which other processes on the device need too."""
         import gc
 
         import torch
 
         if self._device.type == "cuda":
             gc.collect()
-            # After a capture that failed the allocator refuses.
+            # The allocator raises after a failed capture.
             with suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
-    def _about(self) -> dict[str, Any]:
+    def _environment(self) -> dict[str, Any]:
         import torch
 
         from megatron_lite.checkpoint.storage import versions
@@ -259,7 +267,7 @@ class Trainer:
 
 
 def prepare_kernels(device: Any) -> None:
-    """On CUDA one configuration of every FLA kernel: timing them all takes minutes for every shape, and more in chorus."""
+    """On CUDA use one configuration per flash-linear-attention kernel: autotuning takes minutes per shape and process."""
     if device.type == "cuda":
         from tools.loading.triton_autotune import without_tuning
 
@@ -268,28 +276,28 @@ def prepare_kernels(device: Any) -> None:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes that are started here ignore interrupts of the keyboard from their first import on: these are for the
-    parent, which ends its workers."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Start processes that ignore SIGINT (Ctrl-C) from the beginning; the parent handles it and ends its workers."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 @contextmanager
-def _worker_processes(devices: Sequence[str], graph: bool, unfinished: Path) -> Iterator[dict[Any, Any]]:
-    """A process a device, each by the connection to it; ended when left."""
+def _worker_processes(devices: Sequence[str], graph: bool, checkpoint_folder: Path) -> Iterator[dict[Any, Any]]:
+    """Start one process per device and yield {connection: process}. End the processes at exit."""
     context = multiprocessing.get_context("spawn")
     workers: dict[Any, Any] = {}
     try:
         for device in devices:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, device, graph, len(devices), unfinished), daemon=True)
+            parent_end, worker_end = context.Pipe()
+            arguments = (worker_end, device, graph, len(devices), checkpoint_folder)
+            process = context.Process(target=_work, args=arguments, daemon=True)
             with _without_interrupts():
                 process.start()
-            theirs.close()
-            workers[ours] = process
+            worker_end.close()
+            workers[parent_end] = process
         yield workers
     finally:
         for connection, process in workers.items():
@@ -299,11 +307,11 @@ def _worker_processes(devices: Sequence[str], graph: bool, unfinished: Path) -> 
             process.kill()
 
 
-def _work(connection: Connection, device: str, graph: bool, processes: int, unfinished: Path) -> None:
+def _work(connection: Connection, device: str, graph: bool, processes: int, checkpoint_folder: Path) -> None:
     trainer: Trainer | None = None
 
-    def tell(message: Message) -> None:
-        # While a group is trained nothing comes but None: it is not needed any more.
+    def send(message: Message) -> None:
+        # During training the parent sends only None: the group is no longer needed.
         if message[0] == "progress" and connection.poll():
             connection.recv()
             raise NotNeededError
@@ -314,18 +322,18 @@ def _work(connection: Connection, device: str, graph: bool, processes: int, unfi
             group = connection.recv()
         except EOFError:
             return
-        if group is None:  # came too late
+        if group is None:  # sent after the group had ended
             continue
         try:
-            trainer = trainer or Trainer(device, graph, processes, unfinished)
+            trainer = trainer or Trainer(device, graph, processes, checkpoint_folder)
         except Exception as error:
             connection.send(("failed", f"{type(error).__name__}: {error}"))
             continue
-        trainer.train(group, tell)
+        trainer.train(group, send)
 
 
-def _tell_progress(tell: Callable[[Message], object], steps: int, text: str) -> None:
-    tell(("progress", (steps, text)))
+def _send_progress(send: Callable[[Message], object], steps: int, text: str) -> None:
+    send(("progress", (steps, text)))
 
 
 def _status(process: Any) -> Any:

@@ -15,8 +15,8 @@ from tools.compare.results import Result, Row, tables
 from tools.reporting.tables import markdown_table
 
 
-def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Courses: mean and range of the seeds; scaling: parameters without embeddings; sources: less the reference, largest size."""
+def test_figures_show_the_values_that_their_labels_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves: mean and range of the seeds; scaling: parameters without embeddings; sources: minus the reference, largest size."""
     drawn: dict[str, Any] = {}
 
     def keep(figure: Any, out: Path) -> None:
@@ -31,8 +31,8 @@ def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) 
             rows.append(Row(model, model.upper(), size, 1000 + body, body, values))
             for seed, end in ends.items():
                 run: Any = SimpleNamespace(model=model, size=size)
-                course = [{"tokens": 10, "loss": 9.0 + seed}, {"tokens": 20, "loss": end}]
-                results.append(Result(run, course, course[-1], 20, 1.0))
+                curve = [{"tokens": 10, "loss": 9.0 + seed}, {"tokens": 20, "loss": end}]
+                results.append(Result(run, curve, curve[-1], 20, 1.0))
     draw(results, rows, Path(), "T", "a")
     (scaling,) = drawn["scaling"].axes
     found = {container.get_label(): container for container in scaling.containers}
@@ -63,9 +63,9 @@ def test_the_figures_show_what_their_words_say(monkeypatch: pytest.MonkeyPatch) 
     colors = {line.get_label(): line.get_color() for line in drawn["results"].axes[3].lines}
     assert [line.get_color() for line in legend.get_lines()] == [colors[name] for name in "BAC"]
     assert len(set(colors.values())) == 3
-    course = next(line for line in drawn["results"].axes[2].lines if line.get_label() == "A")
-    assert course.get_xdata().tolist() == [10, 20]
-    assert course.get_ydata().tolist() == pytest.approx([10.5, 2.3])
+    curve = next(line for line in drawn["results"].axes[2].lines if line.get_label() == "A")
+    assert curve.get_xdata().tolist() == [10, 20]
+    assert curve.get_ydata().tolist() == pytest.approx([10.5, 2.3])
     seeds = [line for line in drawn["results"].axes[0].lines if line.get_marker() == "o"]
     assert [line.get_xdata().tolist() for line in seeds] == [pytest.approx([1.1, 1.5]), pytest.approx([2.1, 2.5])]
 
@@ -82,15 +82,15 @@ def test_the_ends_and_the_way_there_of_masked_models(monkeypatch: pytest.MonkeyP
             for seed, end in ends.items():
                 run: Any = SimpleNamespace(model=model, size=size)
                 points = {1: (10, 20, 30), 2: (20, 25, 30)}[seed] if model == "a" else (30,)
-                course = [{"tokens": at, "loss": 9.0, "accuracy": end * at / 30} for at in points]
-                results.append(Result(run, course, course[-1], 30, 1.0))
+                curve = [{"tokens": at, "loss": 9.0, "accuracy": end * at / 30} for at in points]
+                results.append(Result(run, curve, curve[-1], 30, 1.0))
             results.append(Result(run, [{"tokens": 20, "accuracy": 0.0}], None, 20, 1.0))
     draw(results, rows, Path(), "T", "a")
     assert set(drawn) == {"results", "scaling"}
     top, way = drawn["results"].axes[0], drawn["results"].axes[2]
     assert [label.get_text() for label in top.get_yticklabels()] == ["B", "A"]
     assert top.get_ylim()[0] > top.get_ylim()[1]
-    assert top.get_xlabel() == "masked tokens found, %; circles: seeds"
+    assert top.get_xlabel() == "masked-token accuracy, %; circles: seeds"
     assert [line.get_xdata() for line in top.lines if line.get_marker() == "|"] == [[12.5], [37.5]]
     (line,) = way.lines  # of b there is the end alone
     assert line.get_xdata().tolist() == [20, 30]
@@ -120,8 +120,8 @@ def test_the_table_of_one_size_and_one_source() -> None:
         "without embeddings": "1,234",
         "seeds": "2",
         "validation loss": "2.5000 ± 0.7071",
-        "less A": "-",
-        "tokens found, %": "50.00 ± 35.36",
+        "minus A": "-",
+        "masked-token accuracy, %": "50.00 ± 35.36",
     }
     assert "#" not in text
     assert "by source" not in text
@@ -148,9 +148,9 @@ def test_differences_are_paired_by_seed() -> None:
         Row(name, name, "", 1, 1, {"loss": values})
         for name, values in (("a", {1: 2.0, 2: 3.0, 3: 5.0}), ("b", {1: 1.0, 4: 0.0, 2: 1.0}), ("c", {3: 4.0}))
     )
-    assert one.less(other, "loss") == pytest.approx((1.5, statistics.stdev([1, 2]) / math.sqrt(2)))
-    assert other.less(one, "loss")[0] == -1.5
-    change, error = one.less(third, "loss")
+    assert one.difference(other, "loss") == pytest.approx((1.5, statistics.stdev([1, 2]) / math.sqrt(2)))
+    assert other.difference(one, "loss")[0] == -1.5
+    change, error = one.difference(third, "loss")
     assert change == 1.0
     assert math.isnan(error)
-    assert all(map(math.isnan, other.less(third, "loss")))
+    assert all(map(math.isnan, other.difference(third, "loss")))

@@ -78,7 +78,9 @@ def test_two_runs_of_one_name_are_refused() -> None:
     """They would train in one folder, and each be read as both."""
     models = {name: {"config": {"model": {"mixers": [name[:3]]}}} for name in ("gla", "gla-m")}
     sizes: dict[str, dict] = {"": {}, "m": {}}
-    with pytest.raises(ValueError, match=r"models.gla in size m and models.gla-m in size \(none\) would both lie in"):
+    with pytest.raises(
+        ValueError, match=r"models.gla in size m and models.gla-m in size \(none\) would both use the folder"
+    ):
         plan_runs(comparison(models=models, sizes=sizes))
     assert len(plan_runs(comparison(models=models, sizes=sizes), sizes=["m"])) == 4
 
@@ -137,7 +139,7 @@ def test_the_width_leaves_both_tables_of_untied_embeddings_out() -> None:
     tied = ModelConfig(**TINY, mixers=("retnet",))
     body = count_parameters(tied) - 320 * 64
     assert equal_width(replace(tied, tie_embeddings=False), body) == equal_width(tied, body) == tied.mlp_width
-    with pytest.raises(ValueError, match="the nearest MLP, 16 wide"):
+    with pytest.raises(ValueError, match="the nearest MLP width 16 gives"):
         equal_width(tied, 1)
 
 
@@ -161,7 +163,7 @@ def test_equal_parameters_of_every_model_and_size() -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
-    with pytest.raises(ValueError, match="--models gla: the comparison has metala, retnet"):
+    with pytest.raises(ValueError, match="--models gla is not in the comparison; allowed are metala, retnet"):
         plan_runs(comparison(), models=["gla"])
     with pytest.raises(ConfigError, match=r"optimizer.lrr"):
         plan_runs(comparison(), overrides=["optimizer.lrr=1"])
@@ -169,7 +171,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
         plan_runs(comparison(), overrides=["optimizer.lr=[1"])
     file = tmp_path / "bad.yml"
     file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a: {}}\nequal_parameters: {reference: b}\n")
-    with pytest.raises(ValueError, match=r"equal_parameters.reference = b: no model of this file; there are a"):
+    with pytest.raises(ValueError, match=r"equal_parameters.reference = b is not a model of this file; allowed are a"):
         read_comparison(file)
     file.write_text("name: x\ntitle: x\nseeds: [1]\nmodels: {a: {colour: red}}\n")
     with pytest.raises(
@@ -195,8 +197,8 @@ def test_differing_keys_are_named(tmp_path: Path) -> None:
     old = run()
     old.file.write_text("include: rate.yml\n" + old.text.replace("lr: 0.001", "eps: 1.0e-06"))
     assert set(differing_keys(old)) == {
-        "optimizer.lr: 0.25 there, 0.001 here",
-        "optimizer.eps: 1e-06 there, not given here",
+        "optimizer.lr: 0.25 in the file, 0.001 now",
+        "optimizer.eps: 1e-06 in the file, not given now",
     }
     old.file.write_text(old.text)
     assert not differing_keys(run(config=dict(reversed(CONFIG.items()))))

@@ -184,19 +184,19 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     assert (run / "checkpoints" / f"step_{stopped:08d}").is_dir()
     # Another number of steps under the same name is refused before anything starts.
     assert main([*words, "schedule.train_steps=8"]) == 2
-    assert f"schedule.train_steps: {steps} there, 8 here" in capsys.readouterr().err
+    assert f"schedule.train_steps: {steps} in the file, 8 now" in capsys.readouterr().err
     # So it is without training, and where a file that is included has been edited.
     assert main([*words, "schedule.train_steps=8", "--table"]) == 2
     data = (place / "toy.yml").read_text()
     (place / "toy.yml").write_text(data + "optimizer: {weight_decay: 0.3}\n")
     assert main([*words, f"schedule.train_steps={steps}"]) == 2
-    assert "optimizer.weight_decay: not given there, 0.3 here" in capsys.readouterr().err
+    assert "optimizer.weight_decay: not given in the file, 0.3 now" in capsys.readouterr().err
     (place / "toy.yml").write_text(data)
     # The table of what is there trains nothing.
     assert main([*words, f"schedule.train_steps={steps}", "--table"]) == 1
     assert read_metrics(run)[-1]["step"] == stopped
     assert main([*words, f"schedule.train_steps={steps}", "--minutes", "0.0001"]) == 1
-    assert "the 0.0001 minutes are over" in capsys.readouterr().err
+    assert "the time limit of 0.0001 minutes" in capsys.readouterr().err
     assert main([*words, f"schedule.train_steps={steps}"]) == 0
     lines = [line["step"] for line in read_metrics(run) if line["kind"] == "train"]
     assert lines == list(range(1, steps + 1))
@@ -204,7 +204,7 @@ def test_a_stopped_comparison_goes_on(place: Path, monkeypatch, capsys) -> None:
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"kind": "train", "step": steps + 4}) + "\n")
     assert main([*words, f"schedule.train_steps={steps}", "--table"]) == 2
-    assert f"was trained to step {steps + 4}, and the comparison ends at {steps}" in capsys.readouterr().err
+    assert f"was trained to step {steps + 4}, but the comparison ends at {steps}" in capsys.readouterr().err
 
 
 def test_run_that_diverged_fails_and_spoils_no_other(place: Path, monkeypatch, capsys) -> None:
@@ -215,8 +215,8 @@ def test_run_that_diverged_fails_and_spoils_no_other(place: Path, monkeypatch, c
     content["config"]["schedule"]["train_steps"] = 8
     (place / "wild.yml").write_text(yaml.safe_dump(content))
     assert main(["wild.yml", "--name", "wild", "--devices", "cpu", "--sizes", "small"]) == 1
-    said = capsys.readouterr()
-    assert "metala-small" in said.err + said.out
+    output = capsys.readouterr()
+    assert "metala-small" in output.err + output.out
     complete = {path.parent.name for path in Path("runs/wild").glob("*/summary.json")}
     assert complete
     assert all(name.startswith("softmax") for name in complete)
@@ -273,11 +273,11 @@ def test_a_worker_has_its_device_and_its_share_of_the_cores(monkeypatch) -> None
 def test_the_plan_trains_nothing(place: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
     assert main(["tiny.yml", "--name", "planned", "--plan", "schedule.train_steps=50000"]) == 0
-    said = capsys.readouterr().out
-    assert "Two tiny models: 8 runs in runs/planned\n" in said
+    output = capsys.readouterr().out
+    assert "Two tiny models: 8 runs in runs/planned\n" in output
     for run in plan_runs(read_comparison(Path("tiny.yml"))):
         cells = [run.label, run.size, f"{run.parameters:,}", f"{run.body:,}", "3.2 M", "1, 2"]
-        assert any(all(f" {cell} " in line for cell in cells) for line in said.splitlines()), cells
+        assert any(all(f" {cell} " in line for cell in cells) for line in output.splitlines()), cells
     assert not Path("runs/planned").exists()
 
 

@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 import eval as evaluation
 from tools.synthetic.command import synthetic_suite
 from tools.synthetic.experiment import Experiment, load_experiment, plan, sweeps
-from tools.synthetic.learning_curves import _draw, draw_curves
+from tools.synthetic.learning_curves import _draw_model, draw_curves
 from tools.synthetic.report import Cell, _bars, _lines, cells_of, figure, mad_scores, markdown
-from tools.synthetic.results import Results, line_of
+from tools.synthetic.results import Results, result_line
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["data.train_examples=128", "data.test_examples=64", "epochs=1"]
@@ -36,7 +36,7 @@ def test_which_suites_are_meant() -> None:
     assert synthetic_suite(["epochs=3", "--suite=mad"]) == "mad"
     assert synthetic_suite(["runs/a", "--suite", "superglue,commonsense"]) is None
     assert synthetic_suite(["runs/mqar"]) is None
-    with pytest.raises(ValueError, match="mqar trains models of its own; give it alone"):
+    with pytest.raises(ValueError, match="mqar trains its own models; run it without other suites"):
         synthetic_suite(["--suite", "superglue,mqar"])
 
 
@@ -58,7 +58,7 @@ def test_from_words_to_a_table(words: list[str], tmp_path: Path, capsys: pytest.
     assert evaluation.main([*command, "--dry-run"]) == 0
     listed = capsys.readouterr().out
     assert listed.splitlines()[1].split() == ["8x2", "metala", "32", "2", "0", "2", "2", "4"]
-    assert "4 runs, 8 steps left at most; learning rates 0.001, 0.005" in listed
+    assert "4 runs, at most 8 steps remain; learning rates 0.001, 0.005" in listed
     assert not (tmp_path / "out").exists()
     assert evaluation.main(command) == 0
     printed = capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_from_words_to_a_table(words: list[str], tmp_path: Path, capsys: pytest.
     assert "0 runs to do" in printed.out
     assert printed.err == ""
     assert evaluation.main([*command, "seeds=[1]", "--minutes", "1e-9"]) == 1
-    assert capsys.readouterr().err == "4 runs are left: the same command goes on with them\n"
+    assert capsys.readouterr().err == "4 runs remain: run the same command again to continue\n"
     assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
 
 
@@ -102,12 +102,12 @@ def test_what_another_machine_computed_is_reported(
     results = Results(tmp_path / "out" / "results.jsonl")
     with results.writing():
         for run in plan(load_experiment("mqar", words), "bf16"):
-            results.add(line_of(run, {"accuracy": 0.5, "best_accuracy": 0.5, "history": [0.5]}, {}))
+            results.add(result_line(run, {"accuracy": 0.5, "best_accuracy": 0.5, "history": [0.5]}, {}))
     assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
-    said = one_space(capsys.readouterr().out)
-    assert "| metala | 50.0 (0.005) |" in said
+    output = one_space(capsys.readouterr().out)
+    assert "| metala | 50.0 (0.005) |" in output
     assert (tmp_path / "out" / "courses.png").is_file()
-    assert "courses.png" in said
+    assert "courses.png" in output
 
 
 def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,12 +127,12 @@ def test_a_check_finds_nothing_wrong(words: list[str], tmp_path: Path, capsys: p
 
 def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluation.main(["--suite", "mqar", *words, "models=[metalla]"]) == 2
-    assert capsys.readouterr().err == "error: models: 'metalla' is not defined; did you mean metala?\n"
+    assert capsys.readouterr().err == "error: models: 'metalla' is not in `definitions`; did you mean metala?\n"
     assert evaluation.main(["--suite", "mqar", *words, "definitions.metala.num_heads=5"]) == 2
     assert "model.num_heads = 5 does not divide" in capsys.readouterr().err
     assert evaluation.main(["--suite", "mqar,superglue"]) == 2
     assert evaluation.main(["--suite", "mqar", *words, "--report"]) == 0
-    assert "nothing of this grid is in" in capsys.readouterr().out
+    assert "has no result of this grid yet" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_one_line(words: list[str], capsys: pytest.CaptureFixt
         ("mqar", "data.test_examples=0", "data.test_examples = 0: whole number >= 1 is allowed"),
         ("mqar", "data.train_examples=null", "data.train_examples = null: whole number >= 1 is allowed"),
         ("mad", "mad.compression.baseline.copied=3", "tasks: compression: compression() got an unexpected"),
-        ("listops", "data.vocabulary=32", "tasks: listops: vocabulary = 32: this task has 16 ids"),
+        ("listops", "data.vocabulary=32", "tasks: listops: vocabulary = 32: this task needs 16"),
         ("listops", "data.validation_examples=0.5", "data.validation_examples = 0.5: whole number >= 1"),
     ],
 )
@@ -164,19 +164,19 @@ def test_data_that_cannot_be_drawn_are_refused_at_once(
 
 def test_a_run_that_fails_ends_with_1(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run,) = plan(load_experiment("mqar", words), "fp32")
-    kept = tmp_path / "out" / "unfinished" / f"{run.id}.pt"
-    kept.parent.mkdir(parents=True)
-    kept.write_bytes(b"torn")
+    checkpoint = tmp_path / "out" / "unfinished" / f"{run.id}.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(b"torn")
     assert evaluation.main(["--suite", "mqar", *words]) == 1
     errors = capsys.readouterr().err
-    assert f"failed: 8x2 metala d=32 lr 0.005: ValueError: {kept} cannot be read" in errors
-    assert "1 runs are left" in errors
+    assert f"failed: 8x2 metala d=32 lr 0.005: ValueError: {checkpoint} cannot be read" in errors
+    assert "1 runs remain" in errors
     # What was left beside a run that has its line is no more than that.
-    kept.rename(tmp_path / "kept.pt")
+    checkpoint.rename(tmp_path / "checkpoint.pt")
     assert evaluation.main(["--suite", "mqar", *words]) == 0
-    (tmp_path / "kept.pt").rename(kept)
+    (tmp_path / "checkpoint.pt").rename(checkpoint)
     assert evaluation.main(["--suite", "mqar", *words]) == 0
-    assert not kept.exists()
+    assert not checkpoint.exists()
 
 
 def test_an_interrupted_experiment_goes_on(
@@ -231,7 +231,7 @@ def measured(small: Callable[..., Experiment], tmp_path: Path) -> Callable[..., 
         runs = plan(experiment, "fp32")
         for number, run in enumerate(runs[: len(runs) - without]):
             value = accuracy(number)
-            results.add(line_of(run, {"accuracy": value, "best_accuracy": value, "history": [value]}, {}))
+            results.add(result_line(run, {"accuracy": value, "best_accuracy": value, "history": [value]}, {}))
         return experiment, results
 
     return fill
@@ -244,22 +244,22 @@ def test_the_table_stands_beside_the_paper(small: Callable[..., Experiment], mea
     _, results = measured(experiment, lambda number: [0.2, 0.4, 0.9, 0.95][number], without=1)
     cells = cells_of(sweeps(plan(experiment, "fp32")), results)
     assert cells["512x80", "metala", 64].accuracy == pytest.approx(30)
-    assert cells["512x80", "metala", 64].spread == pytest.approx(14.142, abs=1e-3)
+    assert cells["512x80", "metala", 64].deviation == pytest.approx(14.142, abs=1e-3)
     text = one_space(markdown(experiment, cells))
     assert "| metala | 30.0 ± 14.1 (0.001) | 90.0 * (0.001) |" in text
     assert "| MetaLA (paper) | 28.5 | 90.4 |" in text
-    assert "runs of the sweep are missing" in text
+    assert "runs of the sweep are not finished" in text
     figure(experiment, cells, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_the_last_evaluation_stands_at_the_last_epoch(small: Callable[..., Experiment]) -> None:
     axes = Figure().subplots()
-    _draw(axes, [[0.1, 0.2, 0.4], [0.3, 0.4, 0.8]], small("epochs=5", "evaluate_every=2"), 0, "metala")
+    _draw_model(axes, [[0.1, 0.2, 0.4], [0.3, 0.4, 0.8]], small("epochs=5", "evaluate_every=2"), 0, "metala")
     assert axes.lines[0].get_xdata().tolist() == [2, 4, 5]
     assert axes.lines[0].get_ydata().tolist() == pytest.approx([20, 30, 60])
     # A seed that reached the target early does not cut the others short.
-    _draw(axes, [[0.2, 0.9], [0.1, 0.2, 0.5]], small("epochs=5", "evaluate_every=2"), 1, "gla")
+    _draw_model(axes, [[0.2, 0.9], [0.1, 0.2, 0.5]], small("epochs=5", "evaluate_every=2"), 1, "gla")
     assert axes.lines[1].get_xdata().tolist() == [2, 4, 5]
     assert axes.lines[1].get_ydata().tolist() == pytest.approx([15, 55, 70])
 
@@ -306,7 +306,7 @@ def test_the_figures_show_the_cells(small: Callable[..., Experiment]) -> None:
     plt.close(shown)
 
 
-def test_the_courses_are_of_the_best_runs(
+def test_training_curves_show_the_best_runs(
     small: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment = small("lrs=[1e-3,2e-3]", "seeds=[0,1]", "epochs=3")
@@ -315,7 +315,7 @@ def test_the_courses_are_of_the_best_runs(
         for run in plan(experiment, "fp32"):
             value = run.lr * 100 + run.seed / 10
             found = {"accuracy": value, "best_accuracy": value, "history": [value / 4, value / 2, value]}
-            results.add(line_of(run, found, {}))
+            results.add(result_line(run, found, {}))
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     draw_curves(experiment, sweeps(plan(experiment, "fp32")), results, tmp_path / "courses.png")

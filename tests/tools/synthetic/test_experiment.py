@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_lite.config.files import ConfigError
-from tools.synthetic.batches import generate, on_device
+from tools.synthetic.batches import generate, to_device
 from tools.synthetic.experiment import Run, load_experiment, plan, sweeps
 from tools.synthetic.network import Network, model_config
 
@@ -91,7 +91,7 @@ def test_every_defined_model_trains(suite: str) -> None:
         every = list({(run.model, run.task.partition("/")[0]): run for run in every}.values())
     for run in every:
         run = replace(run, data={**run.data, "train_examples": 4, "test_examples": 2})
-        data = on_device(generate(run)[0], torch.device("cpu"))
+        data = to_device(generate(run)[0], torch.device("cpu"))
         network = Network(run)
         loss = network.loss(*data.batch(torch.arange(4)))
         loss.backward()
@@ -138,10 +138,13 @@ def test_steps_are_whole_batches(runs: Callable[..., list[Run]]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["models=[metalla]"], r"models: 'metalla' is not defined; did you mean metala"),
-        (["tasks=[64-4]"], r"tasks: '64-4': LENGTHxPAIRS is expected"),
-        (["tasks=[100x4]", "batch_size={64: 512}"], r"batch_size has none for length 100: add batch_size\.100=N"),
-        (["tasks=[512x80]", "models=[gla]"], r"no run is left of .*'512x80': \{'models': \('metala',\)"),
+        (["models=[metalla]"], r"models: 'metalla' is not in `definitions`; did you mean metala"),
+        (["tasks=[64-4]"], r"tasks: '64-4': allowed is LENGTHxPAIRS"),
+        (
+            ["tasks=[100x4]", "batch_size={64: 512}"],
+            r"batch_size = .* has no value for length 100: add batch_size\.100=N",
+        ),
+        (["tasks=[512x80]", "models=[gla]"], r"no run remains of .*'512x80': \{'models': \('metala',\)"),
         (["epoch=3"], r"epoch is an unknown key; did you mean epochs"),
         (["batch_size=0"], r"batch_size = 0: whole number >= 1, or mapping to: whole number >= 1 is allowed"),
         (["batch_size={64: 0}"], r"whole number >= 1 is allowed"),
@@ -172,7 +175,7 @@ def test_what_cannot_be_in_mad_and_in_models(runs: Callable[..., list[Run]]) -> 
         model_config(runs("network.dropout=0.1")[0])
     with pytest.raises(ValueError, match="hidden_size is an unknown key"):  # `widths` sets it
         model_config(runs("network.hidden_size=64")[0])
-    with pytest.raises(ValueError, match="head_dim = 0: allowed are whole numbers from 1 on"):
+    with pytest.raises(ValueError, match="head_dim = 0: allowed are whole numbers >= 1"):
         model_config(runs("definitions.metala.head_dim=0")[0])
     with pytest.raises(ValueError, match=r"model\.num_heads = 5 does not divide"):
         model_config(runs("definitions.metala.num_heads=5")[0])

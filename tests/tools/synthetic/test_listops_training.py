@@ -17,7 +17,7 @@ import eval as evaluation
 from data.synthetic.listops import CLASSES, PAD
 from tools.synthetic.batches import generate, prepare
 from tools.synthetic.experiment import Run, _digest, load_experiment, plan
-from tools.synthetic.model_run import Lane
+from tools.synthetic.model_run import ModelRun
 from tools.synthetic.network import Classifier
 from tools.synthetic.training import SideBySide, train_together
 
@@ -106,12 +106,12 @@ def test_the_embeddings_of_harnesses_for_long_range_arena() -> None:
     torch.testing.assert_close(
         sines, torch.cat([expected.sin(), expected.cos()], 1).expand_as(sines), rtol=0, atol=1e-4
     )
-    lanes = [Lane(replace(run, seed=seed), torch.device("cpu")) for seed in (0, 0, 1)]
+    model_runs = [ModelRun(replace(run, seed=seed), torch.device("cpu")) for seed in (0, 0, 1)]
     losses = []
-    for lane in lanes:
-        lane.network.load_state_dict(network.state_dict())
-        lane.begin_epoch(0)
-        losses.append(lane.network.loss(tokens, None, labels).item())
+    for model_run in model_runs:
+        model_run.network.load_state_dict(network.state_dict())
+        model_run.begin_epoch(0)
+        losses.append(model_run.network.loss(tokens, None, labels).item())
     assert losses[0] == losses[1] != losses[2]
 
 
@@ -141,13 +141,13 @@ def test_a_class_is_read_from_the_mean_of_the_tokens(model: str) -> None:
 
 def test_the_rate_grows_then_follows_the_cosine() -> None:
     (run,) = runs_of("models=[attention]", "warmup_steps=10", "epochs=4")
-    lane = Lane(run, CPU)
+    model_run = ModelRun(run, CPU)
     rates = []
     for epoch in range(4):
-        lane.begin_epoch(epoch)
+        model_run.begin_epoch(epoch)
         for step in range(8 * epoch, 8 * epoch + 8):
-            lane.warm_up(step)
-            rates.append(lane._optimizer.param_groups[0]["lr"])
+            model_run.warm_up(step)
+            rates.append(model_run._optimizer.param_groups[0]["lr"])
     cosine = [run.lr * (1 + np.cos(np.pi * epoch / 4)) / 2 for epoch in range(4) for _ in range(8)]
     expected = [rate * min(1, (step + 1) / 10) for step, rate in enumerate(cosine)]
     assert rates == pytest.approx(expected)
@@ -157,7 +157,9 @@ def test_the_warmup_goes_on_in_a_later_epoch(monkeypatch: pytest.MonkeyPatch) ->
     (run,) = runs_of("models=[attention]", "warmup_steps=12", "epochs=4")
     steps = SideBySide([run], prepare(run, CPU), CPU)
     rates: list[float] = []
-    monkeypatch.setattr(Lane, "train", lambda lane, *batch: rates.append(lane._optimizer.param_groups[0]["lr"]))
+    monkeypatch.setattr(
+        ModelRun, "train", lambda model_run, *batch: rates.append(model_run._optimizer.param_groups[0]["lr"])
+    )
     steps.train_epoch(1)  # the steps 8 to 15
     assert rates == pytest.approx([run.lr * (1 + np.cos(np.pi / 4)) / 2 * min(1, (n + 1) / 12) for n in range(8, 16)])
 
@@ -199,4 +201,4 @@ def test_the_command_trains_and_learns(tmp_path: Path, capsys) -> None:
     assert evaluation.main(words) == 0
     assert "0 runs to do" in capsys.readouterr().out
     assert evaluation.main([*words, "tasks=[listop]"]) == 2
-    assert "one task, listops" in capsys.readouterr().err
+    assert "the only task of the suite listops is listops" in capsys.readouterr().err

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.synthetic.batches import generate, on_device, prepare
+from tools.synthetic.batches import generate, prepare, to_device
 from tools.synthetic.experiment import Run, load_experiment, plan
-from tools.synthetic.model_run import Lane
+from tools.synthetic.model_run import ModelRun
 from tools.synthetic.network import Network
 from tools.synthetic.training import SideBySide, train_together
 
@@ -41,15 +41,15 @@ def test_dropout_on_embeddings(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
     words = ["epochs=3", "data.train_examples=640", "target=null", "network.embedding_dropout=0.25", "seeds=[0,1]"]
     run, other_seed = runs(*words)
     examples = prepare(run, CPU)
-    (lane,) = SideBySide([run], examples, CPU).lanes
-    assert isinstance(lane.network, Network)
+    (model_run,) = SideBySide([run], examples, CPU).model_runs
+    assert isinstance(model_run.network, Network)
     tokens = torch.arange(16).repeat(500, 1)
     seen: list[Tensor] = []
-    lane.network.model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model_run.network.model.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     for epoch in (0, 0, 1):
-        lane.begin_epoch(epoch)
-        lane.network.loss(tokens, None, tokens)
-    lane.network.logits(tokens, None)
+        model_run.begin_epoch(epoch)
+        model_run.network.loss(tokens, None, tokens)
+    model_run.network.logits(tokens, None)
     first, same, next_epoch, whole = seen
     assert torch.equal(first, same)
     assert not torch.equal(first, next_epoch)
@@ -59,12 +59,12 @@ def test_dropout_on_embeddings(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
     (expected,) = train_together([run], examples, CPU)
     (without,) = train_together(runs(*words, "network.embedding_dropout=0")[:1], examples, CPU)
     assert expected["loss"] != without["loss"]
-    lane_of_other = Lane(other_seed, CPU)
-    assert lane_of_other.dropped is not None
-    assert lane.dropped is not None
-    lane_of_other.begin_epoch(1)
-    assert lane_of_other.dropped.initial_seed() != lane.dropped.initial_seed()
-    for name in ("SECONDS_BETWEEN", "_SHARE"):
+    model_run_of_other = ModelRun(other_seed, CPU)
+    assert model_run_of_other.dropout_generator is not None
+    assert model_run.dropout_generator is not None
+    model_run_of_other.begin_epoch(1)
+    assert model_run_of_other.dropout_generator.initial_seed() != model_run.dropout_generator.initial_seed()
+    for name in ("SECONDS_BETWEEN", "_MIN_TRAINING_PER_WRITING"):
         monkeypatch.setattr(f"tools.synthetic.run_checkpoint.{name}", 0.0)
 
     def stop(steps: int, text: str) -> None:
@@ -72,8 +72,8 @@ def test_dropout_on_embeddings(runs: Runs, tmp_path: Path, monkeypatch: pytest.M
             raise _StopError
 
     with pytest.raises(_StopError):
-        train_together([run], examples, CPU, progress=stop, unfinished=tmp_path)
-    (found,) = train_together([run], examples, CPU, unfinished=tmp_path)
+        train_together([run], examples, CPU, progress=stop, checkpoint_folder=tmp_path)
+    (found,) = train_together([run], examples, CPU, checkpoint_folder=tmp_path)
     assert found["loss"] == expected["loss"]
 
 
@@ -81,12 +81,12 @@ def test_dropout_of_attention(runs: Runs) -> None:
     """Of weights after the softmax, in training alone, by numbers of the seed and the epoch."""
     words = ["models=[attention]", "definitions.attention.attention_dropout=0.25"]
     run, without = *runs(*words), *runs(*words, "definitions.attention.attention_dropout=0")
-    lane, lane_without = Lane(run, CPU), Lane(without, CPU)
-    assert isinstance(lane.network, Network)
+    model_run, model_run_without = ModelRun(run, CPU), ModelRun(without, CPU)
+    assert isinstance(model_run.network, Network)
     tokens = torch.randint(16, (300, 8))
     shown: list[Tensor] = []
     # Values of one 1 each, of 8 channels: what comes out of the mixer's sum are the weights.
-    mixer = lane.network.model.blocks[0].mixer
+    mixer = model_run.network.model.blocks[0].mixer
     attend = mixer.dot_product
 
     def weights(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool) -> Tensor:
@@ -95,9 +95,9 @@ def test_dropout_of_attention(runs: Runs) -> None:
 
     mixer.dot_product = weights
     for epoch in (0, 0, 1):
-        lane.begin_epoch(epoch)
-        lane.network.loss(tokens, None, tokens)
-    logits = lane.network.logits(tokens, None)
+        model_run.begin_epoch(epoch)
+        model_run.network.loss(tokens, None, tokens)
+    logits = model_run.network.logits(tokens, None)
     first, same, next_epoch, whole = shown
     assert torch.equal(first, same)
     assert not torch.equal(first, next_epoch)
@@ -106,16 +106,16 @@ def test_dropout_of_attention(runs: Runs) -> None:
     kept = first > 0
     assert kept.sum() / (whole > 0).sum() == pytest.approx(0.75, abs=0.02)
     torch.testing.assert_close(first[kept], whole[kept] / 0.75)
-    torch.testing.assert_close(logits, lane_without.network.logits(tokens, None))
+    torch.testing.assert_close(logits, model_run_without.network.logits(tokens, None))
 
 
 def test_attention_in_plain_steps() -> None:
-    """With a share of nearly nothing what is dropped are no weights: the library's attention, with masks of every kind."""
+    """A dropout probability near 0 gives the library's attention, with every kind of mask."""
     run = plan(load_experiment("mqar", ["models=[attention]", "definitions.attention.attention_dropout=1e-9"]), "fp32")[
         0
     ]
     network = Network(run)
-    network._dropping = True
+    network._dropout_active = True
     q, k, v = torch.randn(3, 2, 4, 6, 8)
     for allowed, is_causal in [(None, True), (None, False), (torch.rand(2, 1, 6, 6) > 0.4, False)]:
         if allowed is not None:
@@ -127,7 +127,7 @@ def test_attention_in_plain_steps() -> None:
 @pytest.mark.parametrize("key", ["embedding_dropout", "attention_dropout"])
 @pytest.mark.parametrize("value", ["1.0", "-0.1", "much"])
 def test_a_dropout_that_cannot_be_is_refused(runs: Runs, key: str, value: str) -> None:
-    with pytest.raises(ValueError, match=rf"{key} = .*: allowed are numbers from 0 to below 1"):
+    with pytest.raises(ValueError, match=rf"{key} = .*: allowed are numbers >= 0 and < 1"):
         Network(runs(f"network.{key}={value}")[0])
 
 
@@ -160,7 +160,7 @@ def test_the_compression_model_reads_the_last_position_alone() -> None:
     words = ["models=[metala]", "widths=[32]", "lrs=[5e-3]", "weight_decays=[0]", "tasks=[compression/baseline]"]
     (run,) = plan(load_experiment("mad", words), "fp32")
     network = Network(run)
-    data = on_device(generate(replace(run, data={**run.data, "train_examples": 2}))[0], CPU)
+    data = to_device(generate(replace(run, data={**run.data, "train_examples": 2}))[0], CPU)
     seen: list[Tensor] = []
     assert network.decoder is not None
     network.decoder.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))

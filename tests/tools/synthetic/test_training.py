@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.synthetic.examples import UNLABELLED, Examples
-from tools.synthetic.batches import generate, on_device, prepare
+from tools.synthetic.batches import generate, prepare, to_device
 from tools.synthetic.experiment import Run, load_experiment, plan
-from tools.synthetic.model_run import Lane, _macro
+from tools.synthetic.model_run import ModelRun, _macro_accuracy
 from tools.synthetic.network import Network
-from tools.synthetic.run_checkpoint import Evaluated
+from tools.synthetic.run_checkpoint import Evaluation
 from tools.synthetic.training import SideBySide, train_together, training_device
 
 CPU = torch.device("cpu")
@@ -29,13 +29,13 @@ Runs = Callable[..., list[Run]]
 
 def test_metala_learns_and_stops_at_the_target(runs: Runs) -> None:
     (run,) = runs("epochs=8")
-    told: list[int] = []
-    (found,) = train_together([run], prepare(run, CPU), CPU, progress=lambda steps, text: told.append(steps))
+    reported: list[int] = []
+    (found,) = train_together([run], prepare(run, CPU), CPU, progress=lambda steps, text: reported.append(steps))
     assert found["accuracy"] == found["best_accuracy"] == found["history"][-1] >= 0.99
     assert found["history"][0] < 0.9
     assert found["stopped"] == "99 % was reached"
     assert found["epochs"] == len(found["history"]) < 8
-    assert found["steps"] == 40 * found["epochs"] == sum(told)
+    assert found["steps"] == 40 * found["epochs"] == sum(reported)
     assert found["graph"] == "CPU"
 
 
@@ -52,7 +52,7 @@ def test_side_by_side_is_each_alone(runs: Runs) -> None:
 
 
 def test_a_run_that_diverges_touches_no_other(runs: Runs) -> None:
-    """It neither ends those beside it nor changes them; with dropout, whose numbers are a lane's own."""
+    """It neither ends nor changes the other runs; each model run draws its own dropout masks."""
     words = ["epochs=3", "data.train_examples=320", "target=null", "network.embedding_dropout=0.1"]
     wild, good = runs(*words, "lrs=[1e30,5e-3]")[::-1]
     examples = prepare(good, CPU)
@@ -72,18 +72,18 @@ class _StopError(Exception):
 def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    for name in ("SECONDS_BETWEEN", "_SHARE"):  # at every epoch, however long writing takes
+    for name in ("SECONDS_BETWEEN", "_MIN_TRAINING_PER_WRITING"):  # at every epoch, however long writing takes
         monkeypatch.setattr(f"tools.synthetic.run_checkpoint.{name}", 0.0)
     both = runs("lrs=[1e-3,5e-3]", "epochs=4", "data.train_examples=640", "target=null")
     both = [replace(run, precision=precision) for run in both]
     examples = prepare(both[0], CPU)
     expected = train_together(both, examples, CPU)
-    told: list[int] = []
+    reported: list[int] = []
     kept: list[bytes] = []
 
     def until(epoch: int) -> Callable[[int, str], None]:
         def progress(steps: int, text: str) -> None:
-            told.append(steps)
+            reported.append(steps)
             if f"epoch {epoch} " in text:
                 raise _StopError
 
@@ -91,31 +91,31 @@ def test_an_interrupted_sweep_goes_on_as_if_nothing_had_been(
 
     for epoch in (2, 4):  # at the end of which it had been kept as it was an epoch before
         with pytest.raises(_StopError):
-            train_together(both, examples, CPU, progress=until(epoch), unfinished=tmp_path)
+            train_together(both, examples, CPU, progress=until(epoch), checkpoint_folder=tmp_path)
         kept.append((tmp_path / f"{both[1].id}.pt").read_bytes())
-    told.clear()
-    found = train_together(both, examples, CPU, progress=until(0), unfinished=tmp_path)
-    assert told == [2 * 10 * 3, 2 * 10]
+    reported.clear()
+    found = train_together(both, examples, CPU, progress=until(0), checkpoint_folder=tmp_path)
+    assert reported == [2 * 10 * 3, 2 * 10]
     for one, other in zip(found, expected, strict=True):
         for key in ("history", "loss", "accuracy", "perplexity", "epochs", "steps"):
             assert one[key] == other[key]
     # Where they are not after the same epoch, they begin anew together.
     (tmp_path / f"{both[1].id}.pt").write_bytes(kept[0])
-    told.clear()
-    found = train_together(both, examples, CPU, progress=until(0), unfinished=tmp_path)
-    assert told == [2 * 10] * 4
+    reported.clear()
+    found = train_together(both, examples, CPU, progress=until(0), checkpoint_folder=tmp_path)
+    assert reported == [2 * 10] * 4
     assert [one["history"] for one in found] == [one["history"] for one in expected]
     # One of them alone, too, its seconds those before and after; and where it cannot be read, that is said.
     file = tmp_path / f"{both[1].id}.pt"
     assert torch.load(file)["seconds"] > 0
     torch.save({**torch.load(file), "seconds": 1000.0}, file)
-    (alone,) = train_together(both[1:], examples, CPU, unfinished=tmp_path)
+    (alone,) = train_together(both[1:], examples, CPU, checkpoint_folder=tmp_path)
     assert alone["history"] == expected[1]["history"]
     assert 1000 < alone["seconds"] < 1100
     assert alone["steps_per_second"] <= 0.1
     (tmp_path / f"{both[0].id}.pt").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=rf"{both[0].id}\.pt cannot be read .*: remove it, and the run starts anew"):
-        train_together(both, examples, CPU, unfinished=tmp_path)
+    with pytest.raises(ValueError, match=rf"{both[0].id}\.pt cannot be read .*: remove it, and the run starts from"):
+        train_together(both, examples, CPU, checkpoint_folder=tmp_path)
 
 
 def test_it_is_the_plain_loop(runs: Runs) -> None:
@@ -178,15 +178,15 @@ def test_every_epoch_sees_every_example_once_in_a_new_order(runs: Runs) -> None:
 
 def test_the_rate_is_a_cosine_over_epochs(runs: Runs) -> None:
     (run,) = runs("epochs=4", "min_lr=1e-4")
-    lane = Lane(run, CPU)
+    model_run = ModelRun(run, CPU)
     rates = []
     for epoch in range(4):
-        lane.begin_epoch(epoch)
-        rates += [group["lr"] for group in lane._optimizer.param_groups]
+        model_run.begin_epoch(epoch)
+        rates += [group["lr"] for group in model_run._optimizer.param_groups]
     assert rates == pytest.approx([1e-4 + (5e-3 - 1e-4) * (1 + math.cos(math.pi * e / 4)) / 2 for e in range(4)])
-    lane = Lane(replace(run, schedule="constant"), CPU)
-    lane.begin_epoch(3)
-    assert {group["lr"] for group in lane._optimizer.param_groups} == {5e-3}
+    model_run = ModelRun(replace(run, schedule="constant"), CPU)
+    model_run.begin_epoch(3)
+    assert {group["lr"] for group in model_run._optimizer.param_groups} == {5e-3}
 
 
 def test_a_last_smaller_batch(runs: Runs) -> None:
@@ -215,9 +215,11 @@ def test_a_last_smaller_batch(runs: Runs) -> None:
 
 def test_what_is_decayed(runs: Runs) -> None:
     def decays(run: Run) -> dict[float, int]:
-        lane = Lane(run, CPU)
-        assert [g["weight_decay"] for g in lane._optimizer.param_groups] == [flat.decay for flat in lane.flats]
-        return {flat.decay: len(flat) for flat in lane.flats}
+        model_run = ModelRun(run, CPU)
+        assert [g["weight_decay"] for g in model_run._optimizer.param_groups] == [
+            flat.decay for flat in model_run.flats
+        ]
+        return {flat.decay: len(flat) for flat in model_run.flats}
 
     (run,) = runs()
     count = len(list(Network(run).parameters()))
@@ -240,11 +242,11 @@ def test_bf16_keeps_float32_weights(runs: Runs) -> None:
     rounded = steps.losses_of_steps(10)
     assert rounded != exact
     assert np.allclose(rounded, exact, rtol=0.03)
-    (lane,) = steps.lanes
-    assert {p.dtype for p in lane.network.parameters()} == {torch.bfloat16}
-    assert {flat.master.dtype for flat in lane.flats} == {torch.float32}
+    (model_run,) = steps.model_runs
+    assert {p.dtype for p in model_run.network.parameters()} == {torch.bfloat16}
+    assert {flat.master.dtype for flat in model_run.flats} == {torch.float32}
     exact_start = Network(replace(run, precision="fp32")).state_dict()
-    for name, weight in lane.network.state_dict().items():
+    for name, weight in model_run.network.state_dict().items():
         assert torch.equal(weight, exact_start[name].bfloat16()), name
         assert weight.data_ptr() % 16 == 0
 
@@ -283,7 +285,7 @@ def test_what_is_memorized_is_of_the_seed_and_not_of_the_set() -> None:
 def test_asked_positions_are_the_labelled_ones(runs: Runs) -> None:
     (run,) = runs("tasks=[16x2]", "data.train_examples=6")
     examples = generate(run)[0]
-    few = on_device(examples, CPU, multiple=4)
+    few = to_device(examples, CPU, multiple=4)
     assert few.positions is not None
     assert few.labels.shape == few.positions.shape == (8, 2)
     assert (few.labels[6:] == UNLABELLED).all()
@@ -291,7 +293,7 @@ def test_asked_positions_are_the_labelled_ones(runs: Runs) -> None:
         asked = np.nonzero(examples.labels[row] != UNLABELLED)[0]
         assert few.positions[row].tolist() == asked.tolist()
         assert few.labels[row].tolist() == examples.labels[row, asked].tolist()
-    everywhere = on_device(Examples(examples.tokens, examples.tokens), CPU)
+    everywhere = to_device(Examples(examples.tokens, examples.tokens), CPU)
     assert everywhere.positions is None
     network = Network(run)
     dense = network.loss(torch.from_numpy(examples.tokens).long(), None, torch.from_numpy(examples.labels).long())
@@ -315,7 +317,7 @@ def test_the_score_of_looking_up_and_of_guessing(runs: Runs, monkeypatch: pytest
     generator = torch.Generator().manual_seed(0)
     monkeypatch.setattr(Network, "logits", look_up)
     (found,), _ = steps.evaluate()
-    assert found.accuracy == found.tested == 1.0
+    assert found.accuracy == found.test_accuracy == 1.0
     assert found.perplexity == pytest.approx(1 + 63 * math.exp(-9))
     monkeypatch.setattr(Network, "logits", guess)
     (found,), _ = steps.evaluate()
@@ -330,7 +332,7 @@ def test_macro_accuracy_is_the_mean_over_classes() -> None:
     labels[labels == 3] = 2
     answers = torch.where(torch.rand(4, 10, generator=generator) < 0.5, labels.clamp_min(0), 7)
     counted = labels != UNLABELLED
-    mean, batches = _macro(answers, labels, (answers == labels) & counted, counted, 9).tolist()
+    mean, batches = _macro_accuracy(answers, labels, (answers == labels) & counted, counted, 9).tolist()
     expected = [((answers == c) & (labels == c)).sum() / (labels == c).sum() for c in (0, 1, 2, 4)]
     # Class 7 is answered and never right; 3, 5, 6 and 8 do not occur.
     assert mean == pytest.approx(float(sum(expected)) / 5)
@@ -352,7 +354,7 @@ def test_which_weights_are_scored(
 ) -> None:
     """The first evaluation of least perplexity on the first set, by the accuracy on the last one."""
     of_epochs = [(0.8, math.nan, 0.4), (0.9, 3.0, 0.5), (0.1, 2.0, 0.6), (0.2, math.nan, 0.7)]
-    found = iter([Evaluated(*one) for one in of_epochs])
+    found = iter([Evaluation(*one) for one in of_epochs])
     monkeypatch.setattr(SideBySide, "evaluate", lambda steps: ([next(found)], [1.0]))
     words = ["epochs=8", "evaluate_every=2", "data.train_examples=64", "target=null", f"scored={scored}"]
     (run,) = runs(*words)
@@ -360,7 +362,7 @@ def test_which_weights_are_scored(
     assert (line["scored_epoch"], line["accuracy"], line["best_accuracy"]) == (epoch, accuracy, 0.9)
     assert line["perplexity"] == (2.0 if epoch == 6 else None)
     (short,) = runs(*words, "epochs=3")
-    found = iter([Evaluated(0.1, 2.0, 0.3), Evaluated(0.2, 1.0, 0.6)])
+    found = iter([Evaluation(0.1, 2.0, 0.3), Evaluation(0.2, 1.0, 0.6)])
     (last,) = train_together([short], prepare(short, CPU), CPU)
     assert (len(last["history"]), last["scored_epoch"], last["accuracy"]) == (2, 3, 0.6), "the last epoch too"
     assert (run.id == runs(*words[:-1])[0].id) is (scored == "last"), "results of the last weights stay what they are"

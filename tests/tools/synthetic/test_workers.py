@@ -15,9 +15,9 @@ import torch
 
 from tools.synthetic.batches import prepare
 from tools.synthetic.experiment import Run, sweeps
-from tools.synthetic.model_run import Lane
-from tools.synthetic.results import Line, Results, line_of
-from tools.synthetic.run_checkpoint import Evaluated, Keeper, Unfinished
+from tools.synthetic.model_run import ModelRun
+from tools.synthetic.results import Line, Results, result_line
+from tools.synthetic.run_checkpoint import CheckpointStore, Evaluation, GroupState
 from tools.synthetic.training import train_together
 from tools.synthetic.workers import Group, groups_of, train_groups
 
@@ -26,7 +26,7 @@ QUICK = ("data.train_examples=128", "data.test_examples=64", "epochs=1")
 
 
 def line(run: Run, accuracy: float = 0.5, best: float = 0.0) -> Line:
-    return line_of(run, {"accuracy": accuracy, "best_accuracy": best or accuracy, "history": [accuracy]}, {})
+    return result_line(run, {"accuracy": accuracy, "best_accuracy": best or accuracy, "history": [accuracy]}, {})
 
 
 def test_a_torn_line_is_cut_off_by_the_next(runs: Runs, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_lines_that_others_append_meanwhile_stay(runs: Runs, tmp_path: Path) -> 
 def test_a_line_that_is_no_result_is_named(tmp_path: Path, text: bytes, shown: str) -> None:
     path = tmp_path / "results.jsonl"
     path.write_bytes(b'{"id": "a"}\n' + text + b"\n")
-    with pytest.raises(ValueError, match=rf"results\.jsonl:2 is no result of a run: '{shown}'"):
+    with pytest.raises(ValueError, match=rf"results\.jsonl:2 is not a result of a run: '{shown}'"):
         Results(path)
 
 
@@ -75,7 +75,7 @@ def test_two_commands_do_not_write_one_file(runs: Runs, tmp_path: Path) -> None:
     first, second = runs("lrs=[1e-3,2e-3]")
     one, other = (Results(tmp_path / "results.jsonl") for _ in range(2))
     with one.writing():
-        with pytest.raises(ValueError, match=r"results\.jsonl is being written by another command"), other.writing():
+        with pytest.raises(ValueError, match=r"results\.jsonl is locked by another command"), other.writing():
             pass
         one.add(line(first))
     with other.writing():
@@ -117,13 +117,13 @@ def test_a_row_of_the_table_is_whole_before_the_next(runs: Runs, tmp_path: Path)
 
 
 def train(groups: list[Group], results: Results, devices: list[str]) -> tuple[list[str], int]:
-    told = [0]
+    reported = [0]
     results.path.parent.mkdir(exist_ok=True)
 
     def progress(steps: int, text: str) -> None:
-        told[0] += steps
+        reported[0] += steps
 
-    return train_groups(groups, results, devices, progress=progress), told[0]
+    return train_groups(groups, results, devices, progress=progress), reported[0]
 
 
 def test_finished_runs_are_skipped_and_progress_adds_up(runs: Runs, tmp_path: Path) -> None:
@@ -154,8 +154,8 @@ def test_a_sweep_ends_in_every_process(runs: Runs, tmp_path: Path) -> None:
     slow, quick = runs("lrs=[5e-3,1e-9]", "epochs=1000", "target=0.9")
     results = Results(tmp_path / "results.jsonl")
     for run in (slow, quick):
-        state = Unfinished(1, 2.0, [[Evaluated(0.1, 2.0, 0.1)]], [Lane(run, torch.device("cpu")).state()])
-        Keeper(tmp_path / "unfinished", [run]).keep(state)
+        state = GroupState(1, 2.0, [[Evaluation(0.1, 2.0, 0.1)]], [ModelRun(run, torch.device("cpu")).state()])
+        CheckpointStore(tmp_path / "unfinished", [run]).save(state)
     (tmp_path / "unfinished" / "another.pt").touch()
     groups = groups_of([[slow, quick]], results, None, 2)
     assert len(groups) == 2
@@ -173,7 +173,7 @@ class _EndsTheProcess(dict[str, Any]):
         return os._exit, (9,)
 
 
-def test_what_fails_is_told_and_the_rest_goes_on(runs: Runs, tmp_path: Path) -> None:
+def test_a_failed_group_is_reported_and_the_others_continue(runs: Runs, tmp_path: Path) -> None:
     good, also_good = runs(*QUICK, "widths=[16,32]")
     bad = replace(good, data={**good.data, "pairs": 3})
     results = Results(tmp_path / "results.jsonl")
@@ -185,7 +185,7 @@ def test_what_fails_is_told_and_the_rest_goes_on(runs: Runs, tmp_path: Path) -> 
     assert list(results.lines) == [good.id]
     deadly = replace(good, network={**good.network, "mlp": _EndsTheProcess()})
     failed, _ = train([Group((run,), (run,)) for run in (deadly, also_good)], results, ["cpu", "cpu"])
-    assert failed == ["8x2 metala d=16 lr 0.005: its process ended with status 9"]
+    assert failed == ["8x2 metala d=16 lr 0.005: its worker process ended with status 9"]
     assert list(results.lines) == [good.id, also_good.id]
 
 
@@ -199,15 +199,18 @@ def test_time_is_up(runs: Runs, tmp_path: Path) -> None:
     assert time.monotonic() - begin < 30
     assert train_groups(groups, results, ["cpu"], seconds=0) == []
     assert not (tmp_path / "unfinished").exists()
-    told: list[str] = []
+    reported: list[str] = []
     for _ in range(2):
         begin = time.monotonic()
-        assert train_groups(groups, results, ["cpu"], seconds=0.5, progress=lambda steps, text: told.append(text)) == []
+        assert (
+            train_groups(groups, results, ["cpu"], seconds=0.5, progress=lambda steps, text: reported.append(text))
+            == []
+        )
         assert time.monotonic() - begin < 30
     assert not results.lines
     assert [path.name for path in (tmp_path / "unfinished").iterdir()] == [f"{long[0].id}.pt"]
-    (goes_on,) = [text for text in told if "goes on" in text]
-    assert goes_on == f"8x2 metala d=16 goes on after epoch {told.index(goes_on)}"
+    (resumed,) = [text for text in reported if "resumes" in text]
+    assert resumed == f"8x2 metala d=16 resumes after epoch {reported.index(resumed)}"
     # The last epoch is the end, whenever it is over.
     (short,) = runs(*QUICK)
     found = train_together([short], prepare(short, torch.device("cpu")), torch.device("cpu"), end=0.0)
@@ -224,9 +227,9 @@ def test_every_run_has_the_examples_of_its_task_and_seed(runs: Runs, tmp_path: P
         assert results.lines[run.id]["loss"] == alone["loss"]
 
 
-def test_a_finished_run_leaves_nothing_unfinished(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_leaves_no_checkpoint(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.synthetic.run_checkpoint.SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr("tools.synthetic.run_checkpoint._SHARE", 0.0)
+    monkeypatch.setattr("tools.synthetic.run_checkpoint._MIN_TRAINING_PER_WRITING", 0.0)
     (run,) = runs("data.train_examples=128", "data.test_examples=64", "epochs=3", "target=null")
     seen: list[list[Path]] = []
     results = Results(tmp_path / "results.jsonl")
