@@ -30,7 +30,8 @@ _TRAINING = ("operators.cross_entropy",)
 
 def flat_source(mixers: Collection[str]) -> dict[str, str]:
     """Return file name to text: `modeling_metalion.py` and every file of `models/` that it imports, for these mixers."""
-    of_mixers, _ = _follow("mixers", mixers, _TRAINING)
+    # The backend only asks whether the kernels are there.
+    of_mixers, _ = _follow("mixers", mixers, (*_TRAINING, "backend"))
     kernels = any(module.startswith("kernels.") for module in of_mixers)
     texts, imports = _follow(ENTRY, mixers, _TRAINING if kernels else (*_TRAINING, "kernels"))
     for entry in (ENTRY, CONFIG_ENTRY):
