@@ -1,8 +1,8 @@
 """Residual sum and norm in one kernel, and their gradients in one. Reference: `models.layers.norm.Norm`.
 
     h = x + d      y = norm(h) * weight + bias      dx = dd = dh + (gradient of the norm for dy)
-Statistics and products in float32. The gradients of weight and bias are summed by every program over its own rows, and over
-programs afterwards, so that they do not depend on the programs' order.
+All arithmetic is in float32. Every program sums the gradients of weight and bias over its rows. A second kernel sums over
+programs in a fixed order, so the result does not depend on timing.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -26,14 +26,14 @@ try:
 except ImportError as error:
     raise ImportError("the norm's kernels need Triton: pip install triton") from error
 
-# Of the backward pass, for every multiprocessor of the largest devices: four, and of long rows the three that fit at once.
+# Programs of the backward pass: four per multiprocessor of an H200, three for long rows, of which no more fit.
 _PROGRAMS, _PROGRAMS_LONG = 528, 396
 
 
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    """h = x + delta (x itself where delta is None) and y, both of x's shape [..., size] and dtype."""
+    """Return h = x + delta (x if delta is None) and y, both in x's shape [..., size] and dtype."""
     return _AddNorm.apply(x, delta, weight, bias, eps, centred)
 
 
@@ -56,7 +56,7 @@ class _AddNorm(torch.autograd.Function):
             _forward_launch(*case, x.numel(), x.shape[-1], delta is not None)(x, delta, weight, bias, h, y)
         ctx.save_for_backward(h, weight, bias)
         ctx.case, ctx.added = case, delta is not None
-        # Nothing is added where nobody goes on with h.
+        # If nothing reads h, its gradient is None and is not added.
         ctx.set_materialize_grads(False)
         return h, y
 
@@ -103,13 +103,13 @@ def _backward_launch(
 
 
 def _tile(size: int) -> tuple[int, int]:
-    """Rows that a program has at a time, several where they are short, and the channels of each."""
+    """Return the rows per tile (several if they are short) and the channels per row."""
     block = triton.next_power_of_2(size)
     return max(1, 1024 // block), block
 
 
 def _programs(rows: int, size: int) -> int:
-    """Of the backward pass."""
+    """Return the number of programs of the backward pass."""
     tile = _tile(size)
     return min(triton.cdiv(rows, tile[0]), _PROGRAMS_LONG if tile[1] >= 2048 else _PROGRAMS)
 
@@ -120,7 +120,7 @@ def _warps(tile: tuple[int, int]) -> int:
 
 @triton.jit
 def _normalised(h, inside, size, eps, CENTRED: tl.constexpr):
-    """Rows before weight and bias, 0 outside; and 1 / the deviation of each."""
+    """Return the normalised rows before weight and bias, 0 outside, and 1 / the standard deviation of each."""
     if CENTRED:
         h = tl.where(inside, h - tl.sum(h, 1)[:, None] / size, 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(h * h, 1) / size + eps)[:, None]
@@ -140,7 +140,7 @@ def _add_norm_forward(
     row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         row += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        # The norm is that of the sum as it is stored.
+        # Normalise the sum after rounding, as it is stored.
         rounded = row.to(h.dtype.element_ty)
         tl.store(h + at, rounded, mask=inside)
         row = rounded.to(tl.float32)
@@ -158,7 +158,7 @@ def _add_norm_backward(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
     THROUGH: tl.constexpr,
 ):  # fmt: skip
-    """partial: [weight, bias, of those that there are][program][channel]."""
+    """Compute all gradients. partial: [weight and bias, those that exist][program][channel]."""
     i = tl.arange(0, BLOCK)
     if WEIGHT:
         scale = tl.load(weight + i, mask=i < size, other=0.0).to(tl.float32)[None, :]
@@ -175,7 +175,7 @@ def _add_norm_backward(
         row, d = next_h.to(tl.float32), next_dy.to(tl.float32)
         if THROUGH:
             through = next_dh.to(tl.float32)
-        # Loaded a turn ahead, so that memory answers while this turn computes.
+        # Prefetch for the next iteration.
         r = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         next_r = r + tl.num_programs(0) * ROWS
         there = (next_r < rows)[:, None] & (i < size)[None, :]

@@ -1,10 +1,8 @@
-"""The depthwise causal convolution with its SiLU: one kernel forward, one backward, each reading its inputs once.
+"""The depthwise causal convolution with its SiLU: one kernel forward, one backward, each reads its inputs once.
 
-Definition and the form in plain PyTorch: `models/layers/short_convolution.py`. torch's own depthwise convolution wants
-the channels
-before the tokens, which costs two copies each way, and leaves the activation to another kernel. The gradient of the
-weight is summed by every program over its own tokens, and over programs afterwards, so that it does not depend on their
-order.
+Reference: `models/layers/short_convolution.py`. PyTorch's depthwise convolution needs the channels before the tokens, which
+costs two copies per pass, and a separate kernel for the activation. Every program sums the gradient of the weight over its
+tokens. A second kernel sums over programs in a fixed order.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -28,17 +26,17 @@ try:
 except ImportError as error:
     raise ImportError("the convolution's kernels need Triton: pip install triton") from error
 
-# Tokens and channels of a program, forward and backward; tokens of a tile forward. Backward with the three tokens after its
-# own, which it goes over too, a multiple of the four that it loads at once.
+# Tokens and channels per program, forward and backward, and tokens per tile forward. Backward a program also reads the three
+# tokens after its own; together they are a multiple of the four that it loads at once.
 _FORWARD, _BACKWARD = (64, 128), (61, 256)
 _TILE = 8
 
 
 def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-    """y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}), computed in float32.
+    """Return y_t = f(sum_j weight[:, j] x_{t - kernel + 1 + j}) in x's shape and dtype, computed in float32.
 
-    before: [batch, kernel - 1, channels], the inputs before x: [batch, length, channels], None for zeros; weight:
-    [channels, kernel <= 4]; f is SiLU or the identity. Returns y in x's shape and dtype.
+    x: [batch, length, channels]. before: [batch, kernel - 1, channels], the inputs before x, None for zeros. weight:
+    [channels, kernel] with kernel at most 4. f is SiLU or the identity.
     """
     return _Convolution.apply(before, x, weight, silu)
 
@@ -83,7 +81,7 @@ def _launches(
     silu: bool,
     history: bool,
 ) -> tuple[Launch, Launch]:
-    """Forward and backward for x of this shape."""
+    """Return the forward and the backward launch for x of this shape."""
     batch, length, channels = shape
     values = length, channels, kernel, silu, history
     tokens, columns = _FORWARD
@@ -91,20 +89,19 @@ def _launches(
     forward = Launch(_convolution_forward, grid, *values, tokens, _TILE, columns, num_warps=4)
     tokens, columns = _BACKWARD
     grid = _programs(shape, kernel, history), triton.cdiv(channels, columns), batch
-    # With a few registers more, a multiprocessor would hold seven programs instead of eight.
+    # With a few more registers per thread, a multiprocessor holds seven programs instead of eight.
     registers = None if history else 128
     return forward, Launch(_convolution_backward, grid, *values, tokens, columns, num_warps=2, maxnreg=registers)
 
 
 def _programs(shape: torch.Size, kernel: int, history: bool) -> int:
-    """Of the backward pass, along the sequence. The tokens before x are tokens of the same problem: they take part in the sums
-    and have a gradient."""
+    """Return the programs of the backward pass along the sequence. The tokens before x have a gradient too."""
     return triton.cdiv(shape[1] + (kernel - 1 if history else 0), _BACKWARD[0])
 
 
 @triton.jit
 def _token(x, before, t, column, length, channels, KERNEL: tl.constexpr, HISTORY: tl.constexpr):
-    """Input t of a sequence, from -(KERNEL - 1) on, zero outside, float32."""
+    """Return input t of a sequence in float32, for t from -(KERNEL - 1) on; zero outside."""
     known = column < channels
     place = tl.cast(t, tl.int64) * channels
     value = tl.load(x + place + column, mask=known & (t >= 0) & (t < length), other=0.0).to(tl.float32)
@@ -116,14 +113,14 @@ def _token(x, before, t, column, length, channels, KERNEL: tl.constexpr, HISTORY
 
 @triton.jit
 def _both(x, dy, before, t, column, length, channels, KERNEL: tl.constexpr, HISTORY: tl.constexpr):
-    """Input t and the gradient of output t."""
+    """Return input t and the gradient of output t."""
     value = _token(x, before, t, column, length, channels, KERNEL, HISTORY)
     return value, _token(dy, before, t, column, length, channels, KERNEL, False)
 
 
 @triton.jit
 def _tap(weight, column, channels, J: tl.constexpr, KERNEL: tl.constexpr):
-    """The weight of the input J tokens back."""
+    """Return the weight of the input J tokens earlier."""
     if J < KERNEL:
         return tl.load(weight + column * KERNEL + (KERNEL - 1 - J), mask=column < channels, other=0.0).to(tl.float32)
     return tl.zeros((column.shape[0],), tl.float32)
@@ -165,7 +162,7 @@ def _convolution_backward(
     dy, before, x, weight, d_before, dx, partial, length, channels,
     KERNEL: tl.constexpr, SILU: tl.constexpr, HISTORY: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Token by token, with the last three inputs and the last three gradients of the sums at hand."""
+    """Compute all gradients token by token, with the last three inputs and output gradients in registers."""
     batch = tl.program_id(2).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     known = column < channels
@@ -188,7 +185,7 @@ def _convolution_backward(
     xd, dd = _both(x, dy, before, first + 3, column, length, channels, KERNEL, HISTORY)
     for n in range(0, TOKENS + 3, 4):
         t = first + n
-        # Loaded a turn ahead, so that memory answers while this turn computes.
+        # Prefetch for the next iteration.
         next_xa, next_da = _both(x, dy, before, t + 4, column, length, channels, KERNEL, HISTORY)
         next_xb, next_db = _both(x, dy, before, t + 5, column, length, channels, KERNEL, HISTORY)
         next_xc, next_dc = _both(x, dy, before, t + 6, column, length, channels, KERNEL, HISTORY)
@@ -200,13 +197,13 @@ def _convolution_backward(
                 total = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
                 gate = sigmoid(total)
                 d0 *= gate * (1.0 + total * (1.0 - gate))
-            # Sums of the three tokens after the program's own are its neighbour's to count.
+            # The next program counts the three tokens after this program's own.
             counted = d0 * tl.where(n + step < TOKENS, 1.0, 0.0)
             of_w0 += counted * x0
             of_w1 += counted * x1
             of_w2 += counted * x2
             of_w3 += counted * x3
-            # The input three tokens back has met all the sums that it is part of.
+            # All outputs that depend on the input three tokens earlier are complete.
             back = t + step - 3
             d_input = w0 * d3 + w1 * d2 + w2 * d1 + w3 * d0
             place = tl.cast(back, tl.int64) * channels

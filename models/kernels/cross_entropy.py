@@ -1,9 +1,8 @@
-"""Softmax of rows of logits: what the loss needs to know of each, and the gradient in place of the logits.
+"""Kernels of the cross entropy: statistics of each row of logits, and the gradient in place of the logits.
 
-Reference: `models.operators.cross_entropy`. The logits, of 16 bits, are read once and once again from the cache; PyTorch's
-kernels would write
-them out in float32 and pass over them six times. The two halves are apart because a vocabulary that is cut over several
-processes is joined between them.
+Reference: `models.operators.cross_entropy`. Both kernels read the 16-bit logits; PyTorch's kernels would write them in float32
+and read or write them six times. They are two kernels because a vocabulary-parallel loss combines the statistics of all ranks
+in between.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -24,17 +23,17 @@ try:
 except ImportError as error:
     raise ImportError("the kernels of the cross entropy need Triton: pip install triton") from error
 
-# Logits of a row that are read at once, at most: a vocabulary of a few ids, as of generated tasks, needs no more lanes than ids.
+# The most logits of a row that a program reads at once. A smaller vocabulary has a smaller block.
 _BLOCK = 4096
 
 
 def row_statistics(
     logits: Tensor, bias: Tensor | None, label: Tensor, first: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Of each row of z = logits + bias: max_j z_j, the first j that has it, sum_j exp(z_j - max), z[label].
+    """Return four statistics of each row of z = logits + bias: max_j z_j, its first index, sum_j exp(z_j - max), z[label].
 
-    logits: [rows, vocab], bias: [vocab] or None, contiguous; label: int64 [rows], 0 <= label < vocab, which nobody
-    checks; first=False: None in place of that j. Returns float32 [rows] each, the second int64.
+    logits: [rows, vocab], bias: [vocab] or None, contiguous. label: int64 [rows], 0 <= label < vocab, not checked.
+    first: False returns None instead of the index. The results are float32 [rows], the index int64.
     """
     rows = len(logits)
     largest, mass, chosen = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
@@ -45,16 +44,16 @@ def row_statistics(
 
 
 def gradient_in_place(logits: Tensor, bias: Tensor | None, label: Tensor, log_sum: Tensor, weight: Tensor) -> None:
-    """logits <- weight (exp(z - log_sum) - [j == label]), z = logits + bias, in logits' dtype.
+    """Replace logits by weight (exp(z - log_sum) - [j == label]) with z = logits + bias, in logits' dtype.
 
-    log_sum, weight: float32 [rows]; label: int64 [rows], negative for a row whose label stands elsewhere.
+    log_sum, weight: float32 [rows]; label: int64 [rows], negative if the label is in another vocabulary shard.
     """
     if len(logits):
         _launches(*_case(logits, bias))[1](logits, bias, label, log_sum, weight)
 
 
-def add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """total += x y, total in float32, x and y of 16 bits: not rounded in between, and without a pass of its own."""
+def add_matmul(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add the matmul x y to total in place. total: float32; x, y: 16 bits. The matmul is not rounded to 16 bits."""
     if total.device.type == "cuda" and total.dtype != x.dtype:
         torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
     else:
@@ -62,7 +61,7 @@ def add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times a float32 scalar of the device, computed in float32, in one pass."""
+    """Return x times `factor`, a float32 scalar on the device, in `dtype`. One kernel computes it in float32."""
     x = aligned(x)
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
@@ -78,8 +77,8 @@ def _case(logits: Tensor, bias: Tensor | None) -> tuple[torch.device, torch.dtyp
 def _launches(
     device: torch.device, dtype: torch.dtype, bias: torch.dtype | None, rows: int, vocab: int, first: bool = False
 ) -> tuple[Launch, Launch]:
-    """Statistics and gradient."""
-    # The statistics take four blocks in a turn.
+    """Return the launches of the statistics and of the gradient."""
+    # The statistics read four blocks per iteration.
     part = min(_BLOCK // 2, max(32, triton.next_power_of_2(-(-vocab // 4))))
     block = min(_BLOCK, max(32, triton.next_power_of_2(vocab)))
     statistics = Launch(_logit_statistics, (rows,), vocab, bias is not None, first, part, num_warps=max(1, part // 256))
@@ -93,7 +92,7 @@ def _scale_launch(device: torch.device, dtype: torch.dtype, to: torch.dtype, num
 
 @triton.jit
 def _exp(x):
-    """`tl.exp` without what it does for results under 2^-126."""
+    """Return exp(x) without the denormal handling of `tl.exp`."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -113,12 +112,12 @@ def _logit_statistics(
 ):  # fmt: skip
     row = tl.program_id(0)
     logits += row.to(tl.int64) * vocab
-    # One value a lane, joined at the end: a lane's maximum needs no other.
+    # One running maximum per lane, combined at the end.
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     place = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab, 4 * BLOCK):
-        # Four at once, which need one exponential of what was before.
+        # Four blocks at once need one rescaling of the previous sum.
         ja, za = _row(logits, bias, start, vocab, BIAS, BLOCK)
         jb, zb = _row(logits, bias, start + BLOCK, vocab, BIAS, BLOCK)
         jc, zc = _row(logits, bias, start + 2 * BLOCK, vocab, BIAS, BLOCK)
@@ -129,7 +128,7 @@ def _logit_statistics(
             at = tl.where(za == high, ja, tl.where(zb == high, jb, tl.where(zc == high, jc, jd)))
             place = tl.where(high > top, at, place)
         new = tl.maximum(top, high)
-        # -inf minus itself is nan: lanes that saw nothing yet, and logits of -inf, count nothing.
+        # -inf - (-inf) is nan. Lanes without a value yet, and logits of -inf, add 0.
         than = tl.where(new == float("-inf"), 0.0, new)
         total = total * _exp(top - than) + _exp(za - than) + _exp(zb - than) + _exp(zc - than) + _exp(zd - than)
         top = new

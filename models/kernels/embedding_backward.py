@@ -1,9 +1,8 @@
-"""The look-up of embeddings whose gradient is formed without sorting the tokens: for small vocabularies and many repetitions.
+"""Embedding look-up whose gradient does not sort the tokens: for small vocabularies with many repetitions.
 
-Tokens of a tile that are the same are summed by a product with the matrix of what is equal, so that memory sees one
-addition an id and tile, in float32; the order of these additions, and so the last bits, depend on timing. PyTorch's own
-gradient sorts all tokens and then sums those of an id one after the other: of a text of which most is one filler, as the
-generated tasks', that took a sixth of a training step.
+In a tile, a matmul with the matrix of equal tokens sums the gradients of each id. Memory then receives one float32 atomic
+addition per id and tile. The order of these additions depends on timing, and so do the last bits. PyTorch's gradient sorts all
+tokens and sums each id's tokens sequentially, which is slow if one id is most of the text, as in the synthetic tasks.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -25,14 +24,14 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise ImportError("the kernel of embeddings' gradients needs Triton: pip install triton") from error
+    raise ImportError("the kernel of the embedding's gradient needs Triton: pip install triton") from error
 
-# Tokens and channels of a tile.
+# Tokens and channels per tile.
 _TOKENS, _CHANNELS = 64, 64
 
 
 def look_up_repeated(tokens: Tensor, weight: Tensor, vectors: Tensor | None) -> Tensor:
-    """As `models.layers.embedding.look_up`: the rows of weight [vocab_size, hidden_size] for tokens, plus vectors."""
+    """Return the rows of weight [vocab_size, hidden_size] for tokens, plus vectors, as `models.layers.embedding.look_up`."""
     rows = _LookUp.apply(tokens, weight)
     return rows if vectors is None else rows + vectors
 
@@ -66,7 +65,7 @@ def _launch(device: torch.device, dtype: torch.dtype, ids: torch.dtype, number: 
 def _look_up_gradient(tokens, grad, out, N, D, BT: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):
     i, c = tl.arange(0, BT), tl.program_id(1) * BD + tl.arange(0, BD)
     t = tl.program_id(0).to(tl.int64) * BT + i
-    # Those beyond the last are like no other.
+    # Positions after the last token are equal to no other.
     own = tl.load(tokens + t, mask=t < N, other=-1)
     same = own[:, None] == tl.load(tokens + t, mask=t < N, other=-2)[None, :]
     rows = tl.load(grad + t[:, None] * D + c[None, :], mask=(t < N)[:, None] & (c < D)[None, :], other=0.0)

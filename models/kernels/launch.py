@@ -1,8 +1,8 @@
-"""A kernel's launch for one case of sizes, prepared once.
+"""Kernel launches with fixed arguments, prepared once.
 
-Triton looks at every argument of every launch, and then for the device, its stream, hooks and scratch memory, which
-takes the host longer than a short kernel takes the device. What it would find is fixed by the case here, so from the
-second time on the C function that starts the compiled kernel is called with addresses alone.
+For every launch Triton inspects all arguments, the device, its stream, hooks and scratch memory. On the host this takes longer
+than a short kernel takes on the device. A `Launch` fixes all of these. From its second call on it calls the C function that
+starts the compiled kernel, with addresses only.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 
 
 class Launch:
-    """kernel[grid](*pointers, *values, **options) with all but the pointers fixed.
+    """Call kernel[grid](*pointers, *values, **options) with everything fixed except the pointers.
 
-    The pointers' dtypes, which of them are None, and the device must be the same at every call, the first one not None:
-    whoever keeps a Launch keeps it by what decides these. The kernel starts on that device's current stream. On "meta"
-    nothing starts.
+    The device, the pointers' dtypes and which of them are None must be the same at every call. The first pointer must not be
+    None. A cache of launches therefore needs all of these in its key. The kernel starts on the current stream of the device.
+    On "meta" no kernel starts.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
         self._kernel, self._grid, self._values, self._options = kernel, (*grid, 1, 1)[:3], values, options
         self._device = -1
-        # By the pointers that are no multiples of 16 bytes: Triton reads vectors from those that are. A model's
-        # parameters lie one after the other in a trainer's memory, anywhere.
+        # The key is the pointers that are not multiples of 16 bytes: Triton reads vectors from the others. A parameter in a
+        # trainer's flat memory may have any address.
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
         self._hooks: Any = None
 
@@ -39,21 +39,21 @@ class Launch:
         for address in addresses:
             if address is not None:
                 low |= address
-        odd = tuple(i for i, x in enumerate(addresses) if x is not None and x & 15) if low & 15 else ()
-        prepared = self._prepared.get(odd)
+        unaligned = tuple(i for i, x in enumerate(addresses) if x is not None and x & 15) if low & 15 else ()
+        prepared = self._prepared.get(unaligned)
         if prepared is None:
-            self._first(odd, pointers)
+            self._first(unaligned, pointers)
         elif torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 self(*pointers)
-        elif prepared.straight is None or _hooked(self._hooks):
-            prepared.ordinary(*addresses, *self._values)
+        elif prepared.direct is None or _hooked(self._hooks):
+            prepared.launcher(*addresses, *self._values)
         else:
-            start, before, after = prepared.straight
+            start, before, after = prepared.direct
             stream = torch._C._cuda_getCurrentRawStream(self._device)
             start(*before, stream, *after, *addresses, *self._values)
 
-    def _first(self, odd: tuple[int, ...], pointers: tuple[Tensor | None, ...]) -> None:
+    def _first(self, unaligned: tuple[int, ...], pointers: tuple[Tensor | None, ...]) -> None:
         assert pointers[0] is not None
         if pointers[0].is_meta:
             return
@@ -68,22 +68,22 @@ class Launch:
             if compiled is not None:
                 self._hooks = _runtime()
                 count = len(pointers) + len(self._values)
-                found = None if self._hooks is None else straight(compiled, self._grid, count)
-                self._prepared[odd] = _Prepared(compiled[self._grid], found)
+                direct = None if self._hooks is None else direct_launch(compiled, self._grid, count)
+                self._prepared[unaligned] = _Prepared(compiled[self._grid], direct)
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A compiled kernel: Triton's own launcher, and the C function behind it with what stands around the stream."""
+    """Hold Triton's launcher of a compiled kernel, and the result of `direct_launch`."""
 
-    ordinary: Callable[..., None]
-    straight: tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]] | None
+    launcher: Callable[..., None]
+    direct: tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]] | None
 
 
 def over_elements(*kernels: Any, block: int) -> Callable[[torch.device, torch.dtype, int], tuple[Launch, ...]]:
-    """(device, dtype, number of elements) -> a launch of each kernel, kept for the next time.
+    """Return a cached function (device, dtype, number of elements) -> one launch per kernel.
 
-    The kernels take pointers to tensors of so many elements, that number, and how many of them a program takes.
+    The kernels' arguments are pointers to tensors of this number of elements, the number, and the elements per program.
     """
 
     @lru_cache(4096)
@@ -94,34 +94,35 @@ def over_elements(*kernels: Any, block: int) -> Callable[[torch.device, torch.dt
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x contiguous and at an address that vectors of 16 bytes may be read from."""
+    """Return x, or a copy that is contiguous and begins at a multiple of 16 bytes, for vector loads."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def straight(
+def direct_launch(
     compiled: Any, grid: tuple[int, ...], count: int
 ) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]] | None:
-    """The C function behind a compiled kernel of `count` arguments, and its own before and after the stream.
+    """Return the C function that starts a compiled kernel, and its fixed arguments before and after the stream.
 
-    Triton's releases differ in them, so its launcher is called once with that function replaced, to see what it passes
-    on. None where that is not a stream among fixed values and then the kernel's arguments one by one (Triton 3.7 packs
-    them), or where the kernel wants scratch memory, which every launch has to allocate.
+    count: the number of the kernel's arguments. Triton's releases pass different fixed arguments, so this calls Triton's
+    launcher once with a recorder in place of the C function. Returns None if the recorded call is not fixed values around one
+    stream, followed by the kernel's arguments (Triton 3.7 packs them). Returns None also for a kernel with scratch memory,
+    which every launch must allocate.
     """
     launcher = compiled.run
     start = getattr(launcher, "launch", None)
     if start is None or any(getattr(launcher, f"{kind}_scratch_size", 0) for kind in ("global", "profile")):
         return None
-    seen: list[Any] = []
+    recorded: list[Any] = []
     stream, arguments = object(), [object() for _ in range(count)]
     recorder = copy.copy(launcher)
-    recorder.launch = lambda *passed: seen.extend(passed)
+    recorder.launch = lambda *passed: recorded.extend(passed)
     try:
         recorder(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
     except (AttributeError, TypeError):
         return None
-    fixed, last = seen[: len(seen) - count], seen[len(seen) - count :]
-    if len(seen) < count or any(x is not y for x, y in zip(last, arguments, strict=True)):
+    fixed, last = recorded[: len(recorded) - count], recorded[len(recorded) - count :]
+    if len(recorded) < count or any(x is not y for x, y in zip(last, arguments, strict=True)):
         return None
     places = [i for i, x in enumerate(fixed) if x is stream]
     if len(places) != 1:
@@ -130,7 +131,7 @@ def straight(
 
 
 def _runtime() -> Any:
-    """Where Triton keeps a profiler's hooks; None before 3.4, which kept them elsewhere."""
+    """Return the object that holds a profiler's hooks, or None before Triton 3.4."""
     try:
         from triton import knobs
     except ImportError:
@@ -139,7 +140,7 @@ def _runtime() -> Any:
 
 
 def _hooked(runtime: Any) -> bool:
-    """Whether a profiler wants to hear of launches; Triton 3.4 has one hook or None, later ones have chains."""
+    """Return whether a profiler has set launch hooks. Triton 3.4 has one hook or None, later releases have chains."""
     return bool(
         getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
         or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)

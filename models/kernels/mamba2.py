@@ -1,7 +1,7 @@
-"""What stands around Mamba-2's recurrence, a kernel forward and one backward each, computed in float32.
+"""The steps before and after Mamba-2's recurrence, one kernel forward and one backward each, computed in float32.
 
     v = dt u        y = w x / rms_head(x)  with x = (o + D u) SiLU(z)
-By PyTorch's kernels some thirty float32 tensors are written and read in between. Reference: `models/mixers/mamba2.py`.
+PyTorch's kernels would write and read about thirty float32 tensors in between. Reference: `models/mixers/mamba2.py`.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -25,19 +25,19 @@ try:
 except ImportError as error:
     raise ImportError("Mamba-2's kernels need Triton: pip install triton") from error
 
-# Elements of a tile, and programs of all heads in the backward pass.
+# Elements per tile, and programs of all heads in the backward pass.
 _ELEMENTS, _PROGRAMS = 2048, 1056
 
 
 def stepped(dt: Tensor, u: Tensor) -> Tensor:
-    """dt u: dt float32 [batch, length, heads], u [batch, length, heads, head_dim] -> u's shape and dtype."""
+    """Return dt * u in u's shape and dtype. dt: float32 [batch, length, heads]; u: [batch, length, heads, head_dim]."""
     return _Stepped.apply(dt, u)
 
 
 def gated_norm(o: Tensor, u: Tensor, skip: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """o, u: [batch, length, heads, head_dim]; skip: [heads]; z: [batch, length, heads * head_dim]; weight: [heads * head_dim].
+    """Return y in o's dtype and z's shape.
 
-    Returns y in o's dtype and z's shape.
+    o, u: [batch, length, heads, head_dim]; skip: [heads]; z: [batch, length, heads * head_dim]; weight: [heads * head_dim].
     """
     return _GatedNorm.apply(o, u, skip, z, weight, eps)
 
@@ -108,13 +108,13 @@ def _norm_launches(
 
 
 def _tile(dim: int) -> tuple[int, int]:
-    """Rows and channels."""
+    """Return the rows and channels of a tile."""
     block = triton.next_power_of_2(dim)
     return max(1, _ELEMENTS // block), block
 
 
 def _programs(shape: torch.Size) -> int:
-    """A head, of the backward pass."""
+    """Return the programs per head of the backward pass."""
     batch, length, heads, dim = shape
     return min(triton.cdiv(batch * length, _tile(dim)[0]), max(1, _PROGRAMS // heads))
 
@@ -159,7 +159,7 @@ def _mamba2_norm_backward(
     dy, o, u, skip, z, weight, do, du, dz, of_skip, of_weight, N, H, eps,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """of_skip: [programs, heads], of_weight: [programs, heads, D], sums over the tokens of a program."""
+    """Compute all gradients. of_skip: [programs, heads], of_weight: [programs, heads, D], sums over a program's tokens."""
     program, h, c = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
     through = tl.load(skip + h).to(tl.float32)
     scale = tl.load(weight + h * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :]

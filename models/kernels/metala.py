@@ -1,13 +1,13 @@
-"""MetaLA's kernels: decay and key, epilogue, and the layer's core, which is both around GLA in one autograd node.
+"""MetaLA's kernels: decay and key, epilogue, and the layer's core, which is both and GLA in one autograd node.
 
     g = logsigmoid(a) / 16      k = 1 - exp(g)      da = (dg - dk exp(g)) sigmoid(-a) / 16
 
 a has 16 bits, g float32. PyTorch's own kernels would read and write the float32 values in between six times.
 GLA and the self-augmentation both read q, k and v, and k and g are functions of a. The kernel of GLA's gradients
-(`models/kernels/gla/chunk_output.py`) adds the gradients that meet, and computes that of a. The gradients of q, a, v and the
-output gate lie side by side, so that one matmul can take them.
+(`models/kernels/gla/chunk_output.py`) accumulates both gradients of q, k and v, and computes that of a. The gradients of q, a, v
+and the output gate are adjacent in memory, so that one matmul can take them.
 The epilogue reads its inputs once per pass; its backward pass recomputes everything from them. Every program sums the
-gradient of the augmentation weight over its own tokens; the sum over programs follows, in a fixed order.
+gradient of the augmentation weight over its tokens. A second kernel sums over programs in a fixed order.
 Reference: `models/operators/metala.py`.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..recompute import recomputable
-from .gla.gla import Case, backward, case_of, forward
+from .gla.gla import GLACase, backward, case_of, forward
 from .launch import Launch, aligned, over_elements
 from .primitives import sigmoid, sum_parts
 
@@ -69,16 +69,16 @@ class _MetaLACore(torch.autograd.Function):
         gate: Tensor,
         initial: Tensor | None,
         cu_seqlens: Tensor | None,
-        case: Case,
+        case: GLACase,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         q, a, v, gate = (aligned(x) for x in (q, a, v, gate))
         g, k = decay_and_key(a)
         recomputable((g, k), decay_and_key, a)
-        o, final, kept = forward(case, q, k, v, g, initial, cu_seqlens)
-        y = forward_apart(o, q, k, v, aug_weight, gate, eps)
-        recomputable(y, forward_apart, o, q, k, v, aug_weight, gate, eps)
-        ctx.save_for_backward(o, aug_weight, gate, q, k, v, g, initial, *kept)
+        o, final, saved = forward(case, q, k, v, g, initial, cu_seqlens)
+        y = epilogue_forward(o, q, k, v, aug_weight, gate, eps)
+        recomputable(y, epilogue_forward, o, q, k, v, aug_weight, gate, eps)
+        ctx.save_for_backward(o, aug_weight, gate, q, k, v, g, initial, *saved)
         ctx.case, ctx.eps = case, eps
         ctx.set_materialize_grads(False)
         return y, final
@@ -89,11 +89,11 @@ class _MetaLACore(torch.autograd.Function):
         o, aug_weight, gate, *saved = ctx.saved_tensors
         q, k, v, g = saved[:4]
         dy = torch.zeros_like(gate) if dy is None else aligned(dy)
-        keys, values = q.shape[2] * q.shape[3], gate.shape[2]
-        side_by_side = q.new_empty(*q.shape[:2], 2 * (keys + values))
-        dq, da, dv, d_gate = side_by_side.split([keys, keys, values, values], dim=-1)
-        do, d_strength, d_weight = backward_apart(dy, o, q, k, v, aug_weight, gate, ctx.eps, dv, d_gate)
-        dg = torch.empty_like(g)  # where a chunk is strong
+        key_dim, value_dim = q.shape[2] * q.shape[3], gate.shape[2]
+        gradients = q.new_empty(*q.shape[:2], 2 * (key_dim + value_dim))
+        dq, da, dv, d_gate = gradients.split([key_dim, key_dim, value_dim, value_dim], dim=-1)
+        do, d_strength, d_weight = epilogue_backward(dy, o, q, k, v, aug_weight, gate, ctx.eps, dv, d_gate)
+        dg = torch.empty_like(g)  # scratch for chunks of the exact form
         d_initial = backward(ctx.case, do, d_final, dq, da, dv, dg, (d_strength, aug_weight), *saved)
         heads = q.shape[2]
         dq, da, dv = (x.unflatten(-1, (heads, -1)) for x in (dq, da, dv))
@@ -128,7 +128,7 @@ class _DecayAndKey(torch.autograd.Function):
 @triton.jit
 def _log_decay(a):
     z = tl.exp2(tl.abs(a) * -1.4426950408889634)
-    # log(1 + z) as 2 artanh(z / (2 + z)), to full relative precision: z is at most 1, the series' next term under 2e-8.
+    # log(1 + z) = 2 artanh(z / (2 + z)), to full relative precision: z is at most 1, the next term below 2e-8.
     x = z / (2.0 + z)
     y = x * x
     series = 1.0 + y * (1.0 / 3 + y * (0.2 + y * (1.0 / 7 + y * (1.0 / 9 + y * (1.0 / 11 + y * (1.0 / 13))))))
@@ -140,7 +140,7 @@ def _decay_and_key_forward(a, log_decay, key, N, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = _log_decay(tl.load(a + i, mask=i < N, other=0.0).to(tl.float32))
     tl.store(log_decay + i, g, mask=i < N)
-    # 1 - exp(g) loses its digits where g is small; the series ends where the next term is under 1e-8 of the sum.
+    # 1 - exp(g) cancels for small g. The next term of the series is below 1e-8 of the sum.
     series = -g * (1.0 + g * (0.5 + g * (1.0 / 6 + g * (1.0 / 24 + g * (1.0 / 120 + g * (1.0 / 720))))))
     k = tl.where(g > -0.125, series, 1.0 - tl.exp2(g * 1.4426950408889634))
     tl.store(key + i, k.to(key.dtype.element_ty), mask=i < N)
@@ -195,21 +195,23 @@ class _Epilogue(torch.autograd.Function):
         return do, dq, dk, dv, d_weight, dgate, None
 
 
-def forward_apart(o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+def epilogue_forward(
+    o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, eps: float
+) -> Tensor:
     """Compute `epilogue` of contiguous tensors, without autograd."""
     y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
     _launches(o.device, o.dtype, aug_weight.dtype, o.shape, q.shape[-1], eps)[0](o, q, k, v, aug_weight, gate, y)
     return y
 
 
-def backward_apart(
+def epilogue_backward(
     dy: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, aug_weight: Tensor, gate: Tensor, eps: float, dv: Tensor,
     dgate: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of o, of s, float32 [batch, length, heads], and of aug_weight. That of gate, and that of v from the
-    augmentation, are written to dgate and dv, [batch, length, heads * head_dim_v] with one stride from token to token.
+    """Return the gradients of o, of s (float32 [batch, length, heads]) and of aug_weight.
 
-    With ds, q and k have dq_tc = ds_t w_c k_tc and dk_tc = ds_t w_c q_tc, which are added where more of them is at hand.
+    The gradient of gate, and that of v from the augmentation, are written to dgate and dv. Both are [batch, length, heads *
+    head_dim_v] with one stride between tokens. The caller adds dq_tc = ds_t w_c k_tc and dk_tc = ds_t w_c q_tc.
     """
     do = torch.empty_like(o)
     d_strength = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
@@ -230,7 +232,10 @@ def _launches(
     eps: float,
     apart: int = 0,
 ) -> tuple[Launch, Launch]:
-    """Return the forward and the backward launch for o of this shape; apart: the stride of dgate for `backward_apart`, or 0."""
+    """Return the forward and the backward launch for o of this shape.
+
+    apart: the stride between tokens of dgate in `epilogue_backward`, else 0.
+    """
     batch, length, heads, dim_v = shape
     sizes = batch * length, heads, eps, dim_k, dim_v, triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v)
 
@@ -244,14 +249,14 @@ def _launches(
     )
 
 
-# Elements of a tile, programs in all, warps: measured on an H200. The backward pass keeps so much of a token that one warp
-# with one of them is the fastest (165 us; 183 with two, 245 with eight in four warps).
+# Elements per tile, programs, warps: the fastest measured on an H200. The backward pass needs so many registers per token that
+# one warp with one token is the fastest.
 _FORWARD = 512, 4096, 1
 _BACKWARD = 128, 16384, 1
 
 
 def _programs(shape: torch.Size, elements: int, programs: int) -> tuple[int, int]:
-    """Return rows of a tile and programs per head; the latter are constant while there are tokens for all."""
+    """Return rows per tile and programs per head. The latter are constant if there are enough tokens for all."""
     batch, length, heads, dim_v = shape
     rows = max(1, elements // triton.next_power_of_2(dim_v))
     return rows, min(triton.cdiv(batch * length, rows), max(1, programs // heads))

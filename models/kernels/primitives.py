@@ -1,4 +1,4 @@
-"""Functions that several kernels share: the logistic function, and sums over programs in a fixed order."""
+"""Functions that several kernels share: the sigmoid, and sums over programs in a fixed order."""
 
 # Kernels take pointers and scalars that have no Python type.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise ImportError("the kernels need Triton: pip install triton") from error
 
-# Parts and columns of a tile.
+# Parts and columns per tile.
 _PARTS, _COLUMNS = 128, 8
 
 

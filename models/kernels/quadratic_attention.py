@@ -1,15 +1,15 @@
-"""Quadratic linear attention for short sequences: flash attention's tiles, with weights other than an exponential's.
+"""Quadratic linear attention for short sequences: flash attention's tiles, with other weights than an exponential.
 
     a_ij = p(scale q_i k_j) exp(c_i - c_j) for j <= i      p(s) = s, or with `taylor` 1 + s + s^2 / 2
-    y_i = sum_j a_ij v_j, or with `normalized` that over (sum_j a_ij + eps)
+    y_i = sum_j a_ij v_j, with `normalized` divided by (sum_j a_ij + eps)
 c are running sums of log decays, so no factor exceeds 1 and nothing needs rescaling. It is the quadratic form of gated linear
-attention with one decay per head: the faster form for a few hundred tokens, and the only one here in which Based's map needs
-none of its features. Reference: `models.operators.gla.gated_linear_attention` with form="parallel".
+attention with one decay per head, the faster one for a few hundred tokens. It computes Based's Taylor polynomial without
+features. Reference: `models.operators.gla.gated_linear_attention` with form="parallel".
 
 Backward, with P = a / den, dP = dY V^T and delta_i = dy_i . y_i:
     da_ij = (dP_ij - delta_i) / den_i    dV = P^T dY    ds = da p'(s) exp(c_i - c_j)    dQ = scale ds K    dK = scale ds^T Q
     dc_i = sum_j W_ij - W_ji with W = da * a
-dK and dV are formed transposed, as in `tile.py`.
+dK and dV are computed transposed, as in `lion/tile.py`.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -35,7 +35,7 @@ except ImportError as error:
     raise ImportError("the kernels of quadratic attention need Triton: pip install triton") from error
 
 LARGEST_KEY, LARGEST_VALUE = 128, 128
-# Queries and keys of a tile.
+# Queries and keys per tile.
 _TILE = 64
 
 
@@ -52,16 +52,17 @@ def quadratic_attention(
     """Return y [batch, length, heads, head_dim_v] of causal attention with the decayed attention matrix, in v's dtype.
 
     q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], of one dtype. log_decay: [batch, length, heads], at most
-    0, bounded by -80; or None. Heads may share q and k (an expanded axis), which are not copied then.
-    Raises ValueError for heads larger than the kernels take.
+    0, bounded by -80; or None. Heads may share q and k (an expanded axis), which are then not copied.
+    Raises ValueError for heads larger than the kernels support.
     """
     if q.shape[-1] > LARGEST_KEY or v.shape[-1] > LARGEST_VALUE:
         raise ValueError(
-            f"head_dim_k {q.shape[-1]}, head_dim_v {v.shape[-1]}: the kernels take {LARGEST_KEY} and {LARGEST_VALUE} at most"
+            f"head_dim_k {q.shape[-1]}, head_dim_v {v.shape[-1]}: the kernels support at most {LARGEST_KEY} and "
+            f"{LARGEST_VALUE}; use gated_linear_attention"
         )
     sums = None
     if log_decay is not None:
-        # The kernels count in powers of 2.
+        # The kernels use exp2.
         sums = log_decay.float().clamp_min(-80.0).transpose(1, 2).cumsum(-1) / log(2)
     return _QuadraticAttention.apply(q, k, v, sums, scale, taylor, normalized)
 
@@ -118,7 +119,7 @@ class _QuadraticAttention(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x as it is where its rows lie as the kernels read them, else contiguous."""
+    """Return x itself if the kernels can read its rows (contiguous, or shared by all heads), else a contiguous copy."""
     length, dim = x.shape[1], x.shape[3]
     shared = x.stride() == (length * dim, dim, 0, 1)
     return aligned(x) if not shared or x.data_ptr() % 16 else x
@@ -220,7 +221,7 @@ def _quadratic_attention_backward(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, B: tl.constexpr,
     DECAYED: tl.constexpr, TAYLOR: tl.constexpr, NORMALIZED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of tokens, first as queries (dq), then as keys (dk, dv); both halves of dc."""
+    """Compute the gradients of one tile of tokens, first as queries (dq), then as keys (dk, dv), and both terms of dc."""
     start, bh = tl.program_id(0) * B, tl.program_id(1)
     row, head = (bh // H).to(tl.int64), bh % H
     t, ck, cv = start + tl.arange(0, B), tl.arange(0, BK), tl.arange(0, BV)
@@ -285,5 +286,5 @@ def _quadratic_attention_backward(
     _store_columns(dk, d_key, t, ck, T, H * K, K, BK)
     _store_columns(dv, d_value, t, cv, T, H * V, V, BV)
     if DECAYED:
-        # That of the exponent to base 2.
+        # The sums are to base 2.
         tl.store(dc + of_tokens + t, (dc_queries + dc_keys) * 0.6931471805599453, mask=t < T)

@@ -1,6 +1,6 @@
 """SiLU(gate) * up as one kernel forward and one backward, computed in float32. Reference: `models.layers.mlp.swiglu`.
 
-The gradients of gate and up lie side by side, so that the products with the weights behind them can be one
+The gradients of gate and up are adjacent in memory, so that one matmul can take both
 (`megatron_lite/parallel/fused_projections.py`).
 """
 
@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU(gate) * up, of one shape and dtype."""
+    """Return SiLU(gate) * up for gate and up of one shape and dtype."""
     return _SwiGLU.apply(gate, up)
 
 
@@ -46,10 +46,10 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         width = gate.shape[-1]
-        side_by_side = gate.new_empty(*gate.shape[:-1], 2 * width)
+        gradients = gate.new_empty(*gate.shape[:-1], 2 * width)
         if up.numel():
-            _backward_launch(up.device, up.dtype, up.numel(), width)(aligned(dy), gate, up, side_by_side)
-        dgate, dup = side_by_side.split(width, dim=-1)
+            _backward_launch(up.device, up.dtype, up.numel(), width)(aligned(dy), gate, up, gradients)
+        dgate, dup = gradients.split(width, dim=-1)
         return dgate, dup
 
 
@@ -78,7 +78,7 @@ def _swiglu_backward(dy, gate, up, side_by_side, N, WIDTH: tl.constexpr, VECTOR:
     a = tl.load(gate + i, mask=i < N, other=0.0).to(tl.float32)
     b = tl.load(up + i, mask=i < N, other=0.0).to(tl.float32)
     s = sigmoid(a)
-    # Rows end between vectors, which the compiler cannot see.
+    # A row never ends inside a vector; the compiler needs this hint.
     at = tl.max_contiguous(tl.multiple_of(i + i // WIDTH * WIDTH, VECTOR), VECTOR)
     dgate, dup = d * b * s * (1.0 + a * (1.0 - s)), d * a * s
     tl.store(side_by_side + at, dgate.to(side_by_side.dtype.element_ty), mask=i < N)

@@ -123,9 +123,9 @@ class _CrossEntropySum(torch.autograd.Function):
         kernels = True
         ctx.triton = is_supported(hidden)
         if ctx.triton:
-            from ..kernels.cross_entropy import add_product, gradient_in_place, row_statistics
+            from ..kernels.cross_entropy import add_matmul, gradient_in_place, row_statistics
         elif (native := cpu_kernel("cross_entropy")) is not None and native.supports_cross_entropy(hidden, weight):
-            add_product, gradient_in_place = native.add_product, native.gradient_in_place
+            add_matmul, gradient_in_place = native.add_matmul, native.gradient_in_place
             row_statistics = native.row_statistics
         else:
             kernels = False
@@ -197,7 +197,7 @@ class _CrossEntropySum(torch.autograd.Function):
                 torch.mm(logits, weight, out=d_hidden[rows])
             if d_weight is not None:
                 if kernels:
-                    add_product(d_weight, logits.t(), x)
+                    add_matmul(d_weight, logits.t(), x)
                 else:
                     d_weight += logits.t() @ x
         ctx.save_for_backward(d_hidden, d_weight, d_bias, unit, every_nll)

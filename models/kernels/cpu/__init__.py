@@ -1,7 +1,6 @@
-"""Kernels in C++ for CPUs, each a file of C++ beside the Python that calls it, compiled at its first use and kept.
+"""C++ kernels for CPUs. `build.py` compiles each at its first use, for this processor, in less than a second, and caches it.
 
-In PyTorch's operators every elementwise step reads and writes all of its tensors, and on a CPU that is most of a small model's
-time. A kernel takes less than a second to compile, for this machine's processor and with sizes as constants, without
-PyTorch's headers. Where there is no compiler (`c++` or $CXX) or no source, as in exported models, the plain PyTorch beside
-which a kernel is called runs instead; so it does with METALION_NATIVE=0.
+On a CPU most of a small model's time is elementwise operators that read and write whole tensors; the kernels fuse them.
+Plain PyTorch runs instead without a compiler (`c++` or $CXX), without the sources (exported models), and with
+METALION_NATIVE=0.
 """

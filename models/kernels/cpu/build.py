@@ -1,4 +1,4 @@
-"""From a file of C++ to functions that take tensors."""
+"""Compile C++ kernels and call them with tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ from torch import Tensor
 
 _SOURCES = Path(__file__).parent
 _REALS = {torch.float32: "float", torch.bfloat16: "bf16"}
-# nan and inf stay what they are: a step with such a gradient must be told. Own threads are those of PyTorch, whose OpenMP
-# is in the process already.
+# No -ffast-math: nan and inf must reach the check for finite gradients. The threads are those of PyTorch's OpenMP.
 _FLAGS = ["-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 
 
 def is_supported(*tensors: Tensor) -> bool:
-    """Whether kernels compute with these: of one dtype, float32 or bfloat16, in a CPU's memory, and not while torch.compile
-    reads the code."""
+    """Return whether kernels support these tensors: on a CPU, all float32 or all bfloat16, and torch.compile is not tracing."""
     first = tensors[0]
     if first.device.type != "cpu" or first.dtype not in _REALS or torch.compiler.is_compiling():
         return False
@@ -37,7 +35,7 @@ def is_supported(*tensors: Tensor) -> bool:
 
 @cache
 def shared_object(name: str, dtype: torch.dtype, **constants: int) -> ctypes.CDLL | None:
-    """`name`.cpp compiled for numbers of this type, REAL there, and these constants; None where it cannot be."""
+    """Return `name`.cpp compiled with REAL = dtype and these constants. None without compiler or source, or if it fails."""
     source, compiler = _SOURCES / f"{name}.cpp", _compiler()
     if compiler is None or not source.is_file():
         return None
@@ -47,26 +45,31 @@ def shared_object(name: str, dtype: torch.dtype, **constants: int) -> ctypes.CDL
     texts = [path.read_text(encoding="utf-8") for path in (source, _SOURCES / "vectors.h")]
     key = hashlib.sha256("\n".join([compiler, _processor(), *flags, *texts]).encode()).hexdigest()[:16]
     try:
-        kept = _folder() / f"{name}-{key}.so"
-        if not _is_own_file(kept):
-            # Beside its place, then renamed: other processes see all of it or nothing.
-            with tempfile.TemporaryDirectory(dir=kept.parent) as aside:
-                built = Path(aside) / "built.so"
+        library = _folder() / f"{name}-{key}.so"
+        if not _is_own_file(library):
+            # Compiled to a temporary file, then renamed: other processes never see a part of it.
+            with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
+                built = Path(temporary) / "built.so"
                 subprocess.run(
                     [compiler, *flags, str(source), "-o", str(built)], check=True, capture_output=True, text=True
                 )
                 built.chmod(0o700)
-                built.replace(kept)
-        return ctypes.CDLL(str(kept))
+                built.replace(library)
+        return ctypes.CDLL(str(library))
     except (OSError, subprocess.CalledProcessError) as error:
         why = getattr(error, "stderr", None) or error
-        warnings.warn(f"{name}: {compiler} does not make a kernel of it, so PyTorch's are used: {why}", stacklevel=2)
+        warnings.warn(
+            f"{name}.cpp: {compiler} did not compile it, so PyTorch's slower operators run instead: {why}", stacklevel=2
+        )
         return None
 
 
 def run(compiled: ctypes.CDLL | None, name: str, *arguments: Tensor | int | float | None) -> None:
-    """Call the function `name` of a library that is there. Tensors, contiguous or with strides that it is told, go as
-    pointers, None as a null pointer, integers as int64, other numbers as float, and PyTorch's number of threads comes last."""
+    """Call the function `name` of a compiled library, with PyTorch's number of threads as a last argument.
+
+    Tensors are passed as pointers (contiguous, unless the function has arguments for strides), None as a null pointer, integers
+    as int64, other numbers as float.
+    """
     getattr(compiled, name)(*map(_converted, arguments), ctypes.c_int64(torch.get_num_threads()))
 
 
@@ -87,7 +90,7 @@ def _compiler() -> str | None:
 
 @cache
 def _processor() -> str:
-    """What code for this machine may use: a folder of the user's may be shared by several."""
+    """Return the processor's model and features, part of the cache key: machines may share the user's folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -98,7 +101,7 @@ def _processor() -> str:
 
 @cache
 def _folder() -> Path:
-    """Return the folder of compiled kernels. Nobody else can write it: code in it is loaded into this process."""
+    """Return the cache folder. Only this user can write it, because this process loads code from it."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "metalion" / "native"
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,22 +115,22 @@ def _folder() -> Path:
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """Whether the folder belongs to this user, to whom alone it is open afterwards."""
+    """Return whether the folder belongs to this user. If so, remove all access for others."""
     if folder.stat().st_uid == os.geteuid():
         folder.chmod(0o700)
         return os.access(folder, os.W_OK)
     remedy = "set XDG_CACHE_HOME to a folder of your own"
-    warnings.warn(f"{folder} belongs to another user: kernels are compiled anew per process; {remedy}", stacklevel=2)
+    warnings.warn(f"{folder} belongs to another user: every process compiles its kernels; {remedy}", stacklevel=2)
     return False
 
 
-def _is_own_file(kept: Path) -> bool:
-    """Whether a compiled kernel is there that nobody but this user can have written."""
+def _is_own_file(library: Path) -> bool:
+    """Return whether the file exists and only this user can have written it."""
     try:
-        found = kept.lstat()
+        status = library.lstat()
     except FileNotFoundError:
         return False
-    is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
     if not is_own:
-        warnings.warn(f"{kept} belongs to another user, or others can write it: it is compiled again", stacklevel=2)
+        warnings.warn(f"{library} belongs to another user, or others can write it: it is compiled again", stacklevel=2)
     return is_own

@@ -1,5 +1,7 @@
-"""The causal convolution with its activation in C++, one pass forward and one backward. Reference:
-`models.layers.short_convolution`."""
+"""The causal convolution with its activation in C++, in one pass forward and one backward.
+
+Reference: `models.layers.short_convolution`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from .build import is_supported, run, shared_object
 
 
 def supports_convolution(x: Tensor, weight: Tensor) -> bool:
-    """Whether `causal_convolution` computes with these."""
+    """Return whether `causal_convolution` supports these: a multiple of 16 channels, a kernel of at most 8, a compiler."""
     fits = is_supported(x, weight) and x.shape[-1] % 16 == 0 and weight.shape[1] <= 8 and x.numel() > 0
     return fits and _shared_object(x, weight, True) is not None
 
 
 def causal_convolution(before: Tensor | None, x: Tensor, weight: Tensor, silu: bool) -> Tensor:
-    """before: [batch, kernel - 1, channels] or None for zeros, x: [batch, length, channels], weight: [channels, kernel] ->
-    x's shape."""
+    """Return the convolution in x's shape [batch, length, channels].
+
+    before: [batch, kernel - 1, channels], the inputs before x, or None for zeros. weight: [channels, kernel].
+    """
     if before is None:
         before = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[2])
     return _Convolution.apply(before, x, weight, silu)

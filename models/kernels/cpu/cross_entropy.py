@@ -1,6 +1,6 @@
-"""Softmax of rows of logits in C++: as `models/kernels/cross_entropy.py` on CUDA. Reference: `models.operators.cross_entropy`.
+"""Kernels of the cross entropy in C++, as `models/kernels/cross_entropy.py` on CUDA.
 
-In PyTorch's operators float32 copies of the logits are read and written six times.
+Reference: `models.operators.cross_entropy`. PyTorch's operators read or write float32 copies of the logits six times.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .build import is_supported, run, shared_object
 
 
 def supports_cross_entropy(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the functions below compute with hidden weight^T."""
+    """Return whether the functions below support the logits hidden weight^T: a multiple of 16 rows of weight, a compiler."""
     return (
         is_supported(hidden, weight)
         and weight.shape[0] % 16 == 0
@@ -23,10 +23,10 @@ def supports_cross_entropy(hidden: Tensor, weight: Tensor) -> bool:
 def row_statistics(
     logits: Tensor, bias: Tensor | None, label: Tensor, first: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Of each row of z = logits + bias: max_j z_j, the first j that has it (None unless `first`), sum_j exp(z_j - max), z[label].
+    """Return four statistics of each row of z = logits + bias: max_j z_j, its first index, sum_j exp(z_j - max), z[label].
 
-    logits: [rows, vocab], bias: [vocab] or None, contiguous; label: int64 [rows], 0 <= label < vocab, which nobody checks.
-    Returns float32 [rows] each, the second int64.
+    logits: [rows, vocab], bias: [vocab] or None, contiguous. label: int64 [rows], 0 <= label < vocab, not checked.
+    first: False returns None instead of the index. The results are float32 [rows], the index int64.
     """
     largest, mass, chosen = logits.new_empty(3, len(logits), dtype=torch.float32)
     best = torch.empty(len(logits), dtype=torch.int64) if first else None
@@ -36,15 +36,15 @@ def row_statistics(
 
 
 def gradient_in_place(logits: Tensor, bias: Tensor | None, label: Tensor, log_sum: Tensor, weight: Tensor) -> None:
-    """logits <- weight (exp(z - log_sum) - [j == label]), z = logits + bias.
+    """Replace logits by weight (exp(z - log_sum) - [j == label]) with z = logits + bias.
 
-    log_sum, weight: float32 [rows]; label: int64 [rows], negative for a row whose label stands elsewhere.
+    log_sum, weight: float32 [rows]; label: int64 [rows], negative if the label is in another vocabulary shard.
     """
     bias = None if bias is None else bias.float()
     rows = [x.contiguous() for x in (label, log_sum, weight)]
     run(shared_object("cross_entropy", logits.dtype), "gradient", logits, bias, *rows, *logits.shape)
 
 
-def add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
-    """total += x y."""
+def add_matmul(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add the matmul x y to total in place."""
     total += x @ y

@@ -1,8 +1,8 @@
 """The core of a MetaLA layer in C++ on a CPU: decay and key, gated linear attention and epilogue in one step.
 
-It works token by token, not in chunks: with heads of some ten channels that is less arithmetic than matmuls in chunks,
-correct for every decay, and a head's state stays in the first cache. The backward pass starts from the states at every
-32nd token. Reference: the three steps in `models/operators/metala.py`. On CUDA: `models/kernels/metala.py`.
+It works token by token. With small heads this is less arithmetic than matmuls in chunks, correct for every decay, and a head's
+state stays in the L1 cache. The backward pass starts from the states at every 32nd token. Reference: the three steps in
+`models/operators/metala.py`. On CUDA: `models/kernels/metala.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from .build import is_supported, run, shared_object
 
 _CHUNK = 32
-# Largest state of a head: the states of a chunk lie on a thread's stack.
+# Largest state of a head, in elements: the states of a chunk are on a thread's stack.
 _LARGEST = 8192
 
 
@@ -44,8 +44,8 @@ def metala_core(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the final states in float32 of `models.operators.metala.metala`, whose caller checks the shapes.
 
-    q, a: [batch, length, heads, head_dim_k]. The gradients of q, a, v and gate lie side by side, so that the matmuls with
-    their weights can be one.
+    q, a: [batch, length, heads, head_dim_k]. The gradients of q, a, v and gate are adjacent in memory, so that one matmul can
+    take them.
     """
     batch, length, heads, head_dim_k = q.shape
     if cu_seqlens is None:
@@ -100,8 +100,8 @@ class _MetaLACore(torch.autograd.Function):
         shape = sequences, heads, head_dim_k, head_dim_v
         d_state = starts.new_zeros(shape) if d_final is None else d_final.clone(memory_format=torch.contiguous_format)
         widths = [heads * head_dim_k, heads * head_dim_k, heads * head_dim_v, heads * head_dim_v]
-        side_by_side = q.new_empty(*q.shape[:2], sum(widths))
-        dq, da, dv, d_gate = side_by_side.split(widths, -1)
+        gradients = q.new_empty(*q.shape[:2], sum(widths))
+        dq, da, dv, d_gate = gradients.split(widths, -1)
         d_weight = starts.new_empty(sequences, heads * head_dim_k)
         compiled = _shared_object(q.dtype, head_dim_k, head_dim_v)
         run(

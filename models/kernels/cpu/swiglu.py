@@ -1,4 +1,4 @@
-"""SiLU(gate) * up in C++, one pass forward and one backward. Reference: `models.layers.mlp`."""
+"""SiLU(gate) * up in C++, in one pass forward and one backward. Reference: `models.layers.mlp`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .build import is_supported, run, shared_object
 
 
 def supports_swiglu(gate: Tensor, up: Tensor) -> bool:
-    """Whether `swiglu` computes with these."""
+    """Return whether `swiglu` supports these: a multiple of 16 channels, and a compiler is installed."""
     return (
         is_supported(gate, up)
         and up.shape[-1] % 16 == 0
@@ -22,7 +22,7 @@ def supports_swiglu(gate: Tensor, up: Tensor) -> bool:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up: [..., width] -> the same shape. The gradients lie side by side in one matrix."""
+    """Return SiLU(gate) * up for gate and up [..., width]. Their gradients are adjacent in one matrix."""
     return _SwiGLU.apply(gate, up)
 
 

@@ -1,13 +1,13 @@
-"""GLA inside one chunk, from the state before it and (backward) the gradient of the state after it.
+"""GLA outputs and gradients of one chunk, from the state before it and (backward) the gradient of the state after it.
 
 With g to base 2, b its running sum in the chunk, B its total, m = B/2, Q = scale q e^(b - m), K = k e^(m - b):
     A = tril(Q K^T)    o = A v + Q (e^m S)           dA = tril(do v^T)    dv = A^T do + K (e^(B - m) dS')
     dQ = dA K + e^m do S^T      dK = dA^T Q + e^(B - m) v dS'^T      dq = scale e^(b - m) dQ      dk = e^(m - b) dK
     dg = reverse cumsum of (Q dQ - K dK) + e^B sum_v S dS' + sum_j K_j (e^(B - m) v_j dS'^T)
-The products in dg are of the numbers that the tensor cores were given, so that what cancels there cancels exactly; its
-last two terms are the gradient of B, taken apart so that what a chunk gives to later ones cancels so too.
-In a chunk that needs the exact form (`tiles.py`), A and dA are left out here, and Q, K are relative to 0 and B.
-Triton 3.4 to 3.7.0 forms products of a transposed accumulator wrongly on Hopper: A^T and dA^T are products of their own.
+dg uses the rounded Q and K, as the tensor cores do, so that equal terms cancel exactly. Its last two terms are the gradient of
+B, computed separately so that terms of later chunks cancel too.
+In a chunk that needs the exact form (`tiles.py`), A and dA are 0 here, and Q and K are relative to 0 and B.
+Triton 3.4 to 3.7.0 miscompiles a matmul with a transposed accumulator on Hopper: A^T and dA^T are separate matmuls.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -60,7 +60,7 @@ def chunk_output_forward_kernel(
     if start == end:
         return
     t = start + row
-    # All loads at once, those that go to other threads first last: a load between two products waits for memory alone.
+    # All loads come first: a load between two matmuls is not overlapped. Loads that move between threads are the last ones.
     decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
     reached = load_triangle(triangle, C)
     value = load(place(v, bh, T, H, V), t, cv, end, H, V, BV, EVEN).to(rounded)
@@ -102,7 +102,7 @@ def chunk_output_backward_kernel(
     if start == end:
         return
     t = start + row
-    # As forward; the first block of values, which for most heads is all, is loaded once.
+    # As forward. The first block of values is loaded once; most heads have no second one.
     decay = load(place(g, bh, T, H, K), t, ck, end, H, K, BK, EVEN)
     reached = load_triangle(triangle, C)
     value = load(v, t, cv, end, H, V, BV, EVEN).to(rounded)
@@ -116,7 +116,7 @@ def chunk_output_backward_kernel(
 
     total = tl.sum(decay, 0)
     until = running_sum(decay, reached, False, exact)
-    # As forward decided, and as `exact_form.py` reads.
+    # The decision of the forward pass, which `exact_form.py` also reads.
     fits = 1 - tl.load(needs_exact + bh * N + n)
     near_q, near_k = references(total, fits)
     upper = (row[:, None] <= row[None, :]) & (fits == 1)
@@ -128,8 +128,8 @@ def chunk_output_backward_kernel(
     a = tl.dot(key, tl.trans(query), input_precision=PRECISION)
     a = tl.where(upper, a, 0.0).to(rounded)
     reach = (key.to(tl.float32) * to_end).to(rounded)
-    # In a layer, dv has that of the augmentation already. Addresses with a zero that the compiler does not know, or it keeps
-    # those of above in registers.
+    # In a layer, dv already contains the gradient from the augmentation. The zero, unknown to the compiler, keeps it from holding
+    # the earlier addresses in registers.
     zero = tl.load(triangle + 1).to(tl.int32)
     d_value = _begun(dv, t, cv, end, LAYER, C, BV, STRIDE_V, V, EVEN)
     d_value = tl.dot(reach, d_state, d_value, input_precision=PRECISION)
@@ -156,8 +156,8 @@ def chunk_output_backward_kernel(
     d_key = tl.dot(tl.where(upper, da_chunk, 0.0).to(rounded), query, d_key, input_precision=PRECISION)
     d_decay = -key.to(tl.float32) * d_key
     if LAYER:
-        # dq = ds w k and dk = ds w q of the augmentation: with one reference for q and k they are parts of dQ and dK. A
-        # chunk of the exact form has two, and leaves them to `exact_form.py` too.
+        # Add dq = ds w k and dk = ds w q of the augmentation to dQ and dK, which have one reference. In a chunk of the exact
+        # form they have two, and `exact_form.py` adds them.
         share, weight = _share(d_strength, aug_weight, bh, t + zero, end, fits, scale, ck, T, H, K)
         d_key += (query.to(tl.float32) * share[:, None]) * weight[None, :]
     d_key *= tl.exp2(-(until - near_k[None, :]))
@@ -176,22 +176,22 @@ def chunk_output_backward_kernel(
     d_query = tl.dot(tl.where(lower, da_chunk, 0.0).to(rounded), key, d_query, input_precision=PRECISION)
     d_decay += query.to(tl.float32) * d_query
     if LAYER:
-        # Read again, and not kept.
+        # Loaded a second time to save registers.
         share, weight = _share(d_strength, aug_weight, bh, t + zero, end, fits, scale, ck, T, H, K)
         d_query += (key.to(tl.float32) * weight[None, :]) * share[:, None]
-    # Written otherwise than above, or the compiler keeps the exponentials of above in registers.
+    # Another expression than above, so that the compiler does not hold the earlier exponentials in registers.
     d_query *= tl.exp2(-(near_q[None, :] - until)) * scale
     store_apart(dq, d_query, t, ck, end, STRIDE_K, K, EVEN)
     d_decay = running_sum(d_decay, tl.trans(reached), True, exact) + d_total[None, :]
     if LAYER:
         if fits == 1:
-            # What has been written is read again, from the cache: it would not stay in registers until here.
+            # Load dk from the cache, where this program stored it: it does not fit in registers until here.
             tl.debug_barrier()
             decay = clamped(load(place(g, bh, T, H, K), t + zero, ck, end, H, K, BK, EVEN))
             d_key = load_apart(dk, t + zero, ck, end, STRIDE_K, K, EVEN).to(tl.float32)
             store_apart(dk, of_gate(d_decay, d_key, decay), t + zero, ck, end, STRIDE_K, K, EVEN)
         else:
-            # `exact_form.py` goes on with them.
+            # `exact_form.py` completes them.
             store(dg, d_decay, t, ck, end, H, K, BK, EVEN)
     else:
         store(dg, d_decay, t, ck, end, H, K, BK, EVEN)

@@ -1,8 +1,8 @@
-"""GLA states before chunks, from the left (k, v), and gradients of those after them, from the right (q, do).
+"""GLA states before every chunk, from k and v, and gradients of the states after every chunk, from q and do.
 
     S_(n+1) = e^B S_n + sum_j e^(B - b_j) k_j v_j^T        dS_n = e^B dS_(n+1) + sum_i scale e^(b_i) q_i do_i^T
-Few long sequences are cut into stretches, each scanned from nothing; then its states get what the ends of those before it
-bring to them.
+With few long sequences, each is divided into splits that are scanned in parallel from a zero state. A second kernel adds the
+incoming state of each split to its states.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -26,22 +26,22 @@ def chunk_states_kernel(
     CUT: tl.constexpr, EDGE: tl.constexpr, LEAVE: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan one stretch. Where sequences are CUT, it starts from a zero state."""
+    """Scan one split. If sequences are CUT, every split starts from a zero state."""
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     exact: tl.constexpr = x.dtype.element_ty == tl.float32
     rounded: tl.constexpr = tl.float32 if exact else tl.bfloat16
     bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
-    stretch, bh = tl.program_id(1), tl.program_id(2)
+    split, bh = tl.program_id(1), tl.program_id(2)
     ck, cv, row = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV), tl.arange(0, C)
     inside = (ck < K)[:, None] & (cv < V)[None, :]
     x, y, g = place(x, bh, T, H, K), place(y, bh, T, H, V), place(g, bh, T, H, K)
-    begin, count = _stretch(table, stretch, N, S, PACKED)
+    begin, count = _split_bounds(table, split, N, S, PACKED)
     state = tl.zeros([BK, BV], tl.float32)
     if EDGE and not PACKED:
-        first = stretch == (S - 1 if BACKWARD else 0)
+        first = split == (S - 1 if BACKWARD else 0)
         state = tl.load(state_at(edge, bh, ck, cv, V, K), mask=inside & first, other=0.0)
     through = tl.zeros([BK], tl.float32)
-    # Sums over the tokens up to one, or forward over those after it.
+    # Backward: sums over the tokens up to each. Forward: over the tokens after each.
     reached = load_triangle(triangle, C, not BACKWARD)
     if BACKWARD:
         reached = tl.trans(reached)
@@ -49,7 +49,7 @@ def chunk_states_kernel(
         n = begin + (count - 1 - step if BACKWARD else step)
         start, end = chunk_of(table, n, T, C, PACKED)
         if PACKED:
-            # A sequence's states come in at its first chunk and go out at its last; backward it is the other way.
+            # The initial state enters at a sequence's first chunk, and the final state leaves at its last; backward reversed.
             sequence, flags = tl.load(table + n * 4 + 2), tl.load(table + n * 4 + 3)
             comes, goes = flags & 1, flags & 2
             if BACKWARD:
@@ -77,7 +77,7 @@ def chunk_states_kernel(
         value = load(y, t, cv, end, H, V, BV, EVEN).to(rounded)
         state = tl.dot(weighted, value, state * tl.exp2(total)[:, None], input_precision=PRECISION)
         if CUT:
-            # By one program of those of other values: the others' stores are masked, as a branch would end the pipeline.
+            # Only the first block of values stores. The stores of the others are masked: a branch would end the pipeline.
             place_of, own = between + (bh * N + n) * ((1 + PACKED) * K) + ck, (ck < K) & (bv == 0)
             tl.store(place_of, through, mask=own)
             if PACKED:
@@ -89,36 +89,36 @@ def chunk_states_kernel(
         at_end = (begin == 0 if BACKWARD else begin + count == N) & (count > 0)
         tl.store(state_at(leave, bh, ck, cv, V, K), state, mask=inside & at_end)
     if CUT:
-        tl.store(state_at(ends, bh * S + stretch, ck, cv, V, K), state, mask=inside)
+        tl.store(state_at(ends, bh * S + split, ck, cv, V, K), state, mask=inside)
         if bv == 0:
-            tl.store(decays + (bh * S + stretch) * K + ck, through, mask=ck < K)
+            tl.store(decays + (bh * S + split) * K + ck, through, mask=ck < K)
 
 
 @triton.jit
-def _stretch(table, stretch, N, S, PACKED: tl.constexpr):
-    """Return the first chunk of a stretch and its number of chunks."""
+def _split_bounds(table, split, N, S, PACKED: tl.constexpr):
+    """Return the first chunk of a split and its number of chunks."""
     chunks = N
     if PACKED:
         chunks = tl.load(table + N * 4)
     size = (chunks + S - 1) // S
-    begin = stretch * size
+    begin = split * size
     return begin, tl.maximum(tl.minimum(size, chunks - begin), 0)
 
 
 @triton.jit
-def join_stretches_kernel(
+def merge_splits_kernel(
     ends, decays, between, table, states, leave, H: tl.constexpr, N, S,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GROUP: tl.constexpr, BACKWARD: tl.constexpr,
     LEAVE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the state from the stretches before to the states of some chunks of a stretch."""
+    """Add the incoming state of a split to the states of some of its chunks."""
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
-    stretch, group, bh = tl.program_id(1) % S, tl.program_id(1) // S, tl.program_id(2)
+    split, group, bh = tl.program_id(1) % S, tl.program_id(1) // S, tl.program_id(2)
     ck, cv = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV)
     inside = (ck < K)[:, None] & (cv < V)[None, :]
-    begin, count = _stretch(table, stretch, N, S, PACKED)
-    before = S - 1 - stretch if BACKWARD else stretch
+    begin, count = _split_bounds(table, split, N, S, PACKED)
+    before = S - 1 - split if BACKWARD else split
     last = tl.minimum(group * GROUP + GROUP, count)
     if (before > 0) & (group * GROUP < last):
         state = tl.zeros([BK, BV], tl.float32)
@@ -131,18 +131,18 @@ def join_stretches_kernel(
         for step in range(group * GROUP, last):
             n = begin + step
             own = next_state.to(tl.float32)
-            # Loaded a turn ahead, so that memory answers while this turn computes.
+            # Prefetch for the next iteration.
             there = inside & (step + 1 < last)
             next_state = tl.load(state_at(states, bh * N + n + 1, ck, cv, V, K), mask=there, other=0.0)
             place_of = between + (bh * N + n) * ((1 + PACKED) * K) + ck
             decay = tl.load(place_of, mask=ck < K, other=-float("inf"))
-            # Packed, a sequence that begins here has nothing before it.
+            # A packed sequence that begins in this split has no incoming state.
             if tl.max(decay, 0) != -float("inf"):
                 here = state_at(states, bh * N + n, ck, cv, V, K)
                 tl.store(here, (own + state * tl.exp2(decay)[:, None]).to(states.dtype.element_ty), mask=inside)
                 if LEAVE:
                     of, goes = bh, n == (0 if BACKWARD else N - 1)
-                    behind = decays + (bh * S + stretch) * K + ck
+                    behind = decays + (bh * S + split) * K + ck
                     if PACKED:
                         behind = place_of + K
                         of = tl.load(table + n * 4 + 2) * H + bh % H

@@ -1,7 +1,7 @@
-"""The exact form inside a chunk: the part between its own tokens, for every decay, added to what the other kernels compute.
+"""The exact form: the terms between tokens of one chunk, correct for every decay, added to the results of the other kernels.
 
-A chunk is cut into blocks of 16. For j in an earlier block than i, exp(b_i - b_j) is exp(b_i - r) exp(r - b_j) with r the
-sum up to the block of i. Both factors are at most 1, and if one of them underflows, so does the product. Inside a block
+A chunk has blocks of 16 tokens. For j in an earlier block than i, exp(b_i - b_j) is exp(b_i - r) exp(r - b_j) with r the
+sum up to the block of i. Both factors are at most 1, and if one of them underflows, exp(b_i - b_j) does too. Inside a block
 whose decay fits the matmul form, r is half of the block's total. Else the sums over j < t <= i are added, one j of every
 block at a time.
 """
@@ -155,7 +155,7 @@ def _backward_of(
     a = tl.zeros([C, C], tl.float32)
     d_query = tl.zeros([C, BK], tl.float32)
     d_key = tl.zeros([C, BK], tl.float32)
-    # Of the numbers that the products were given, as in `chunk_output.py`: most of it cancels.
+    # From the rounded factors, as in `chunk_output.py`: most terms cancel.
     d_decay = tl.zeros([C, BK], tl.float32)
     if least >= -MATMUL_LIMIT:
         growth, shrink = tl.exp2(near), tl.exp2(-near)

@@ -1,4 +1,4 @@
-"""Gated linear attention with one decay per channel on Triton kernels, with its gradients: everything on the host.
+"""Gated linear attention with one decay per channel on Triton kernels, with its gradients: the host code.
 
     S_t = diag(exp(g_t)) S_(t-1) + k_t v_t^T      o_t = scale q_t S_t
 One pass computes the states between chunks (`chunk_state.py`), a second one the outputs or the gradients of every chunk
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from ...recompute import recomputable
 from ..launch import Launch, aligned
 from .chunk_output import chunk_output_backward_kernel, chunk_output_forward_kernel
-from .chunk_state import chunk_states_kernel, join_stretches_kernel
+from .chunk_state import chunk_states_kernel, merge_splits_kernel
 from .exact_form import exact_backward_kernel, exact_forward_kernel
 from .tiles import find_chunks
 
@@ -29,24 +29,24 @@ except ImportError as error:
     raise ImportError("the GLA kernels need Triton: pip install triton") from error
 
 CHUNK = 64
-# exp(40) on either side of the middle, to base 2.
+# To base 2: both factors are then at most exp(40).
 MATMUL_LIMIT = 115.0
 
 
-# Chunks of a program that joins stretches, and tokens of a block of the exact form.
+# Chunks per program that merges splits, and tokens per block of the exact form.
 _GROUP, _SUB = 8, 16
-# Not float32 on CUDA: as Triton 3.6 compiles it for an H200, a product of the backward pass (the second of dv) reads beyond its
-# shared memory for keys of 128 and values of 16 channels; compute-sanitizer finds nothing in the other shapes, nor in 16 bits.
-# float32 has the plain form, and Triton's interpreter runs the kernels in it.
+# Not float32 on CUDA: Triton 3.6 compiles a matmul of the backward pass (the second of dv) for an H200 so that it reads beyond
+# its shared memory, with head_dim_k 128 and head_dim_v 16. compute-sanitizer reports no other shape, and none in 16 bits.
+# float32 uses the plain form. Triton's interpreter runs the kernels in float32.
 _DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_KEY, LARGEST_VALUE = 128, 256
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class GLACase:
     """Hold everything that decides how the kernels are compiled and launched.
 
-    segments: entries of cu_seqlens but one, 0 for unpacked sequences. initial: whether a state comes in. layer: whether
+    segments: the number of packed segments, 0 for unpacked sequences. initial: whether there is an initial state. layer: whether
     the backward pass is that of a whole MetaLA layer (`models/kernels/metala.py`).
     """
 
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def _narrowest(self) -> int:
-        # Triton 3.6 and 3.7 let Hopper's products of 32 columns read outside of their memory.
+        # Triton 3.6 and 3.7 compile matmuls of 32 columns for Hopper so that they read outside of their memory.
         return 16 if self.dtype == torch.float32 else 64
 
     @property
@@ -102,15 +102,15 @@ class Case:
     def gradient_strides(self) -> tuple[int, int]:
         """Return the elements from one token to the next in the gradients of keys and of values.
 
-        In a layer the gradients of q, a, v and the output gate lie side by side.
+        In a layer the gradients of q, a, v and the output gate are adjacent in memory.
         """
         if self.layer:
             return (self.heads * 2 * (self.dim_k + self.dim_v),) * 2
         return self.heads * self.dim_k, self.heads * self.dim_v
 
     @property
-    def kept(self) -> torch.dtype:
-        """Return the dtype of states between chunks, to which tensor cores would round them."""
+    def state_dtype(self) -> torch.dtype:
+        """Return the dtype of stored states: bfloat16, as the tensor cores read them, or float32."""
         return torch.float32 if self.dtype == torch.float32 else torch.bfloat16
 
     @property
@@ -132,8 +132,8 @@ def gla(
 
     q, k and v have one dtype. Log decays below -80 count as -80.
 
-    Raises ValueError for more channels than the kernels take, for other dtypes (float32 is for Triton's interpreter) and
-    where there is no token.
+    Raises ValueError for more channels than the kernels support, for other dtypes than float16 and bfloat16 (float32 runs in
+    Triton's interpreter only), and without tokens.
     """
     if not scale > 0:
         q, scale = q * scale, 1.0
@@ -145,22 +145,22 @@ def gla(
 def case_of(
     q: Tensor, k: Tensor, v: Tensor, scale: float, initial_state: Tensor | None, cu_seqlens: Tensor | None,
     layer: bool = False,
-) -> Case:  # fmt: skip
+) -> GLACase:  # fmt: skip
     """Return the case of these arguments. Raises ValueError as `gla`."""
     batch, length, heads, dim_k = q.shape
     dim_v = v.shape[-1]
     if dim_k > LARGEST_KEY or dim_v > LARGEST_VALUE:
         raise ValueError(
-            f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels take {LARGEST_KEY} and {LARGEST_VALUE} at most; use "
+            f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels support at most {LARGEST_KEY} and {LARGEST_VALUE}; use "
             "form='chunked'"
         )
-    taken = _DTYPES if v.is_cuda else (*_DTYPES, torch.float32)
-    if v.dtype not in taken or q.dtype != v.dtype or k.dtype != v.dtype:
-        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: the kernels take one dtype of {taken}")
+    supported = _DTYPES if v.is_cuda else (*_DTYPES, torch.float32)
+    if v.dtype not in supported or q.dtype != v.dtype or k.dtype != v.dtype:
+        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: q, k and v must have one dtype of {supported}")
     segments = 0 if cu_seqlens is None else len(cu_seqlens) - 1
     if length == 0 or v.numel() == 0:
-        raise ValueError("no tokens: use form='chunked'")
-    return Case(
+        raise ValueError(f"v {list(v.shape)} has no tokens: use form='chunked'")
+    return GLACase(
         q.get_device(), batch, length, heads, dim_k, dim_v, v.dtype, float(scale), segments, initial_state is not None,
         layer,
     )  # fmt: skip
@@ -176,11 +176,11 @@ class _GLA(torch.autograd.Function):
         g: Tensor,
         initial: Tensor | None,
         cu_seqlens: Tensor | None,
-        case: Case,
+        case: GLACase,
     ) -> tuple[Tensor, Tensor]:
         q, k, v, g = (aligned(x) for x in (q, k, v, g))
-        o, final, kept = forward(case, q, k, v, g, initial, cu_seqlens)
-        ctx.save_for_backward(q, k, v, g, initial, *kept)
+        o, final, saved = forward(case, q, k, v, g, initial, cu_seqlens)
+        ctx.save_for_backward(q, k, v, g, initial, *saved)
         ctx.case = case
         ctx.set_materialize_grads(False)
         return o, final
@@ -194,15 +194,14 @@ class _GLA(torch.autograd.Function):
         return dq, dk, dv, dg, backward(ctx.case, do, d_final, dq, dk, dv, dg, (None, None), *saved), None, None
 
 
-# What `backward` takes from `forward`: the states before every chunk, which chunks need the exact form, the chunks of packed
-# sequences.
-Kept = tuple[Tensor, Tensor, Tensor | None]
+# Saved for `backward`: the states before every chunk, which chunks need the exact form, and the chunks of packed sequences.
+Saved = tuple[Tensor, Tensor, Tensor | None]
 
 
 def forward(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor, Kept]:
-    """Return o, the final states, and what `backward` needs."""
+    case: GLACase, q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Saved]:
+    """Return o, the final states, and the tensors that `backward` needs."""
     initial = None if initial is None else aligned(initial)
     table = None if cu_seqlens is None else _table(case, cu_seqlens)
     final = _states(case, initial, v)
@@ -218,7 +217,7 @@ def forward(
 
 
 def backward(
-    case: Case,
+    case: GLACase,
     do: Tensor,
     d_final: Tensor | None,
     dq: Tensor,
@@ -237,8 +236,8 @@ def backward(
 ) -> Tensor | None:
     """Write the gradients of q, k, v and g, and return that of the initial states.
 
-    Of a layer, the gradient of a is written in place of k's, g's is scratch, and dv holds what v has from the augmentation;
-    augmentation: ds, float32 [batch, length, heads], and the weight of `models.kernels.metala.backward_apart`.
+    In a layer, dk receives the gradient of a, dg is scratch, and dv already contains the gradient from the augmentation.
+    augmentation: ds, float32 [batch, length, heads], and aug_weight of `models.kernels.metala.epilogue_backward`.
     """
     initial = None if initial is None else aligned(initial)
     d_final = None if d_final is None else aligned(d_final)
@@ -252,7 +251,7 @@ def backward(
     return d_initial
 
 
-def _states(case: Case, of_empty: Tensor | None, like: Tensor) -> Tensor:
+def _states(case: GLACase, of_empty: Tensor | None, like: Tensor) -> Tensor:
     """Allocate one state per sequence. Empty sequences keep `of_empty`, or zeros; the kernels write the others."""
     shape = case.sequences, case.heads, case.dim_k, case.dim_v
     if not case.segments:
@@ -262,7 +261,7 @@ def _states(case: Case, of_empty: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=like.device)
 
 
-def _table(case: Case, cu_seqlens: Tensor) -> Tensor:
+def _table(case: GLACase, cu_seqlens: Tensor) -> Tensor:
     table = torch.empty(case.chunks + 1, 4, dtype=torch.int32, device=cu_seqlens.device)
     _find(case.device, case.segments, case.chunks, cu_seqlens.dtype)(aligned(cu_seqlens), table)
     return table
@@ -276,72 +275,72 @@ def _find(device: int, segments: int, chunks: int, dtype: torch.dtype) -> Launch
 
 
 def scan(
-    case: Case, backward: bool, x: Tensor, y: Tensor, g: Tensor, edge: Tensor | None, table: Tensor | None,
+    case: GLACase, backward: bool, x: Tensor, y: Tensor, g: Tensor, edge: Tensor | None, table: Tensor | None,
     leave: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return the state before (backward: its gradient after) every chunk, `case.kept` [batch * heads, chunks, dk, dv].
+    """Return the state before (backward: its gradient after) every chunk, [batch * heads, chunks, dk, dv] in state_dtype.
 
-    x, y: k and v, or q and do for `backward`; edge: float32 [sequences, heads, head_dim_k, head_dim_v], the initial
-    states or the gradients of the final ones, zero if None; leave: of the same shape, where the states at the other end
-    are written for all sequences that have a token, or None.
+    x, y: k and v, or q and do for `backward`. edge: float32 [sequences, heads, head_dim_k, head_dim_v], the initial states or
+    the gradients of the final ones, zero if None. leave: the same shape or None; receives the states at the other end of all
+    sequences that have a token.
     """
-    stretches = stretches_of(case)
-    states = x.new_empty(case.rows, case.chunks, case.dim_k, case.dim_v, dtype=case.kept)
+    splits = splits_of(case)
+    states = x.new_empty(case.rows, case.chunks, case.dim_k, case.dim_v, dtype=case.state_dtype)
     between: tuple[Tensor | None, ...] = (None, None, None)
-    if stretches > 1:
-        # End states and log decays of every stretch; the log decays from its start until every chunk, packed behind it too.
+    if splits > 1:
+        # Per split: end state and total log decay. Per chunk: the log decay from the split's start; packed, also after the chunk.
         sides = 2 if case.segments else 1
         between = tuple(
             x.new_empty(case.rows, *shape, dtype=torch.float32)
             for shape in (
-                (stretches, case.dim_k, case.dim_v),
-                (stretches, case.dim_k),
+                (splits, case.dim_k, case.dim_v),
+                (splits, case.dim_k),
                 (case.chunks, sides, case.dim_k),
             )
         )
     scanned, joined = _state_launches(case, backward, edge is not None, leave is not None)
     scanned(x, y, g, edge, table, triangle(x.device), states, leave, *between)
-    if stretches > 1:
+    if splits > 1:
         joined(*between, table, states, leave)
     return states
 
 
 @lru_cache(4096)
-def stretches_of(case: Case) -> int:
-    """Return the number of stretches per sequence. A second pass pays from four on; 256 programs were fastest on an H200."""
+def splits_of(case: GLACase) -> int:
+    """Return the splits per sequence. A second pass is worth its time from four on; 256 programs were fastest on an H200."""
     block_k, block_v, _, _ = scan_config(case)
     blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
-    stretches = min(256 // (case.rows * blocks), case.chunks // 8)
-    return stretches if stretches >= 4 else 1
+    splits = min(256 // (case.rows * blocks), case.chunks // 8)
+    return splits if splits >= 4 else 1
 
 
-def scan_config(case: Case) -> tuple[int, int, int, int]:
+def scan_config(case: GLACase) -> tuple[int, int, int, int]:
     """Return block of keys, block of values, warps and pipeline stages."""
     return min(case.block_k, 64), min(case.block_v, 128), 4, 3 if case.dtype != torch.float32 else 1
 
 
 @lru_cache(4096)
-def _state_launches(case: Case, backward: bool, edge: bool, leave: bool) -> tuple[Launch, Launch]:
-    """Return the launches of the scan and of the join of stretches."""
-    stretches = stretches_of(case)
+def _state_launches(case: GLACase, backward: bool, edge: bool, leave: bool) -> tuple[Launch, Launch]:
+    """Return the launches of the scan and of the merge of splits."""
+    splits = splits_of(case)
     block_k, block_v, warps, stages = scan_config(case)
     blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
-    sizes = case.chunks, stretches, case.dim_k, case.dim_v, block_k, block_v
+    sizes = case.chunks, splits, case.dim_k, case.dim_v, block_k, block_v
     scanned = Launch(
-        chunk_states_kernel, (blocks, stretches, case.rows),
-        case.length, case.heads, case.scale if backward else 1.0, *sizes, CHUNK, backward, stretches > 1, edge, leave,
+        chunk_states_kernel, (blocks, splits, case.rows),
+        case.length, case.heads, case.scale if backward else 1.0, *sizes, CHUNK, backward, splits > 1, edge, leave,
         *case.flags, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    groups = triton.cdiv(triton.cdiv(case.chunks, stretches), _GROUP)
+    groups = triton.cdiv(triton.cdiv(case.chunks, splits), _GROUP)
     joined = Launch(
-        join_stretches_kernel, (blocks, stretches * groups, case.rows),
+        merge_splits_kernel, (blocks, splits * groups, case.rows),
         case.heads, *sizes, _GROUP, backward, leave, case.segments > 0, num_warps=4,
     )  # fmt: skip
     return scanned, joined
 
 
 @lru_cache(4096)
-def chunk_launches(case: Case) -> tuple[Launch, Launch]:
+def chunk_launches(case: GLACase) -> tuple[Launch, Launch]:
     """Return the forward and the backward launch."""
     sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v
     (warps, registers), (backward_warps, backward_registers) = chunk_config(case)
@@ -356,15 +355,15 @@ def chunk_launches(case: Case) -> tuple[Launch, Launch]:
     return forward, backward
 
 
-def chunk_config(case: Case) -> tuple[tuple[int, int | None], tuple[int, int | None]]:
+def chunk_config(case: GLACase) -> tuple[tuple[int, int | None], tuple[int, int | None]]:
     """Return warps and the register limit per thread, forward and backward."""
     return ((4, None), (4, None)) if case.block_k <= 64 else ((8, None), (8, None))
 
 
 @lru_cache(4096)
-def exact_launches(case: Case) -> tuple[Launch, Launch]:
+def exact_launches(case: GLACase) -> tuple[Launch, Launch]:
     """Return the forward and the backward launch."""
-    # Most programs find nothing to do: one for each chunk would take longer to start than they take.
+    # Most chunks do not need the exact form. One program per chunk would take longer to start than to run.
     together = min(16, triton.next_power_of_2(max(1, case.chunks * case.rows // 512)))
     grid = -(-case.chunks // together), case.rows
     sizes = case.length, case.heads, case.chunks, case.scale, case.dim_k, case.dim_v, case.block_k, case.block_v

@@ -2,9 +2,8 @@
 
 A chunk is up to CHUNK tokens of one sequence. Inside it, with b the running sum and B the total of the log decays (base
 2 here), the matmul form computes exp(b_i - b_j) as the product of exp(b_i - B/2) and exp(B/2 - b_j). It fits where no channel
-decays by more than MATMUL_LIMIT over the chunk: the factors then stay far inside bfloat16. A chunk in which one does needs
-the exact form: `exact_form.py` computes the part between its tokens, and the rest takes exp(b_i) and exp(B - b_j), which are
-at most 1.
+decays by more than MATMUL_LIMIT over the chunk: the factors then stay far inside bfloat16's range. Any other chunk needs the
+exact form: `exact_form.py` computes the terms between its tokens. The other terms have exp(b_i) and exp(B - b_j), at most 1.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -21,7 +20,7 @@ except ImportError as error:
 
 @triton.jit
 def find_chunks(cu_seqlens, table, N, SEQUENCES, C: tl.constexpr, BS: tl.constexpr, B: tl.constexpr):
-    """Write table [N + 1, 4] int32: start, end, sequence, 1 for its first chunk + 2 for its last; at last their number."""
+    """Write table [N + 1, 4] int32: start, end, sequence, 1 for its first chunk + 2 for its last. Last row: their number."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     s = tl.arange(0, BS)
     start = tl.load(cu_seqlens + s, mask=s < SEQUENCES, other=0).to(tl.int32)
@@ -117,7 +116,7 @@ def clamped(x):
 def of_gate(d_decay, d_key, decay):
     """Return da of a = logit(exp(16 g)), k = 1 - exp(g): (dg - dk exp(g)) (1 - exp(16 g)) / 16, with g to base 2."""
     x = decay * (16.0 * 0.6931471805599453)
-    # 1 - exp(x) loses its digits where x is small.
+    # 1 - exp(x) cancels for small x.
     near = -x * (1.0 + x * (0.5 + x * (1.0 / 6.0)))
     closed = tl.where(x > -0.03, near, 1.0 - tl.exp2(16.0 * decay))
     return (d_decay - d_key * tl.exp2(decay)) * closed * 0.0625

@@ -1,14 +1,14 @@
-"""LION for long sequences, linear in length: one pass forms the states between chunks, a second one the outputs.
+"""LION for long sequences, linear in length: one pass computes the states between chunks, a second one the outputs.
 
 With b, B a chunk's running sum and total of the log decay, v~ = [v, 1], F and G the states from the left and from the
-right (`models.operators.lion.bidirectional_attention`, which is also the reference, form="chunked"):
+right (reference: `models.operators.lion.bidirectional_attention` with form="chunked"):
     forward     o_i = e^(b_i) q_i F + e^(B - b_i) q_i G + sum_j e^(-|b_i - b_j|) (q_i . k_j) v~_j
     backward    the same operator with its arguments permuted. With u_i = [dy_i, -(dy_i . y_i)] / den_i and F', G' the
                 states of q and u instead of k and v~:
                 dq = LION(u, v~, k) from F, G     dk = LION(v~, u, q) from F', G'     dv = LION(k, q, u) from F', G'
-                d log decay_t sums W_ij = dA_ij A_ij over the pairs on both sides of t. They are taken apart by where
-                their ends lie: both in this chunk; one here and one to the left or right, from the parts of dq and dk
-                that F, G, F', G' gave; none here, e^B (<F, G'> + <F', G>). So no sum runs over more than a chunk.
+                d log decay_t sums W_ij = dA_ij A_ij over the pairs on both sides of t. There are three kinds of pairs:
+                both tokens in this chunk; one token in it, from the terms of dq and dk with F, G, F', G'; none in it,
+                e^B (<F, G'> + <F', G>). So no sum is longer than a chunk.
 The first pass is `chunk_state.py`.
 """
 
@@ -35,8 +35,8 @@ from .chunk_state import (
 )
 from .common import (
     NO_GATE,
-    Case,
     Kernel,
+    LionCase,
     base,
     block,
     decay_factor,
@@ -58,13 +58,13 @@ except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
 
-def chunk(case: Case) -> int | None:
-    """As `lion_tile.chunk`."""
+def chunk(case: LionCase) -> int | None:
+    """Return the tokens after which the running sums restart."""
     return chunk_size(case.dtype)
 
 
 def forward(
-    case: Case,
+    case: LionCase,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -73,16 +73,16 @@ def forward(
     b: Tensor | None,
     segments: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """As `lion_tile.forward`.
+    """Compute y as `tile.forward`.
 
-    The states are kept for the backward pass where they are no larger than k and v, and else formed again.
+    The backward pass saves the states if they are no larger than k and v, else recomputes them.
     """
     running, outputs = _forward_launches(case)
     if case.mode != NO_GATE and b is None:
         b = per_token(case, q)
         running(b, gate, bias)
     states, sums = states_between_chunks(case, False, k, v, b, segments)
-    # Allocated only now: for short sequences the device waits for the host's way to the launches.
+    # Allocated after the first launches: with short sequences the device waits for the host.
     y = torch.empty_like(v)
     den = per_token(case, q) if case.scaled else None
     outputs(q, k, v, b, segments, states, sums, y, den)
@@ -91,7 +91,7 @@ def forward(
 
 
 def backward(
-    case: Case,
+    case: LionCase,
     dy: Tensor,
     q: Tensor,
     k: Tensor,
@@ -102,7 +102,7 @@ def backward(
     y: Tensor,
     saved: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `lion_tile.backward`."""
+    """Compute all gradients as `tile.backward`."""
     den, b, states, sums = saved
     delta = None if den is None else torch.empty_like(den)
     if states is None:
@@ -117,7 +117,7 @@ def backward(
 
 
 @lru_cache(4096)
-def _forward_launches(case: Case) -> tuple[Launch, Launch]:
+def _forward_launches(case: LionCase) -> tuple[Launch, Launch]:
     size, largest, warps, registers = _config(case.dim_k, case.dim_v, case.dtype)
     block_k, block_v = block(case.dim_k, largest), block(case.dim_v, largest)
     outputs = Launch(
@@ -129,7 +129,7 @@ def _forward_launches(case: Case) -> tuple[Launch, Launch]:
 
 
 @lru_cache(4096)
-def _backward_launch(case: Case) -> Launch:
+def _backward_launch(case: LionCase) -> Launch:
     size, largest, warps, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
     return Launch(
         _lion_chunk_backward, (-(-case.length // size), case.batch * case.heads),
@@ -139,7 +139,7 @@ def _backward_launch(case: Case) -> Launch:
 
 
 def _config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
-    """Tokens of a chunk, most channels of a tile, warps, most registers of a thread."""
+    """Return the tokens per chunk, the largest channels per tile, warps, and the register limit per thread."""
     size = chunk_size(dtype)
     if dtype != torch.bfloat16:
         return size, 64, 4, None
@@ -147,7 +147,7 @@ def _config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, 
 
 
 def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int | None]:
-    """As `_config`, with chunks of the same size."""
+    """Return `_config` of the backward pass, with the same chunk size."""
     return chunk_size(dtype), 64, 4, None
 
 
@@ -210,7 +210,7 @@ def _lion_chunk_backward(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of a chunk. Tiles of pairs are [queries, keys]; dk and dv from inside are formed transposed."""
+    """Compute all gradients of a chunk. Tiles of pairs are [queries, keys]; terms of dk and dv inside are transposed."""
     n, bh = tl.program_id(0), tl.program_id(1)
     t, ck, cv = n * C + tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
     q, k, v, dy = base(q, bh, T, H, K), base(k, bh, T, H, K), base(v, bh, T, H, V), base(dy, bh, T, H, V)

@@ -1,8 +1,8 @@
-"""LION's states between chunks: the first pass of the chunk kernels, in both directions, and how the second reads them.
+"""LION's states between chunks in both directions: the first pass of the chunk kernels, and loads for the second one.
 
     forward     F_(n+1) = e^B F_n + sum_j e^(B - b_j) k_j v~_j        G_(n-1) = e^B G_n + sum_j e^(b_j) k_j v~_j
-    backward    the same of q and u_i = [dy_i, -(dy_i . y_i)] / den_i
-They are stored as bfloat16 for bfloat16 inputs (what the tensor cores would round them to) and float32 otherwise.
+    backward    the same with q and u_i = [dy_i, -(dy_i . y_i)] / den_i
+They are stored in bfloat16 for bfloat16 inputs, as the tensor cores read them, and else in float32.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..launch import Launch
 from .common import (
     NO_GATE,
-    Case,
+    LionCase,
     base,
     block,
     load_columns,
@@ -37,12 +37,12 @@ except ImportError as error:
 
 
 def chunk_size(dtype: torch.dtype) -> int:
-    """Tokens of a chunk."""
+    """Return the tokens per chunk."""
     return 32 if dtype == torch.float32 else 64
 
 
 def states_between_chunks(
-    case: Case,
+    case: LionCase,
     backward: bool,
     x: Tensor,
     y: Tensor,
@@ -52,10 +52,10 @@ def states_between_chunks(
     den: Tensor | None = None,
     delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """States before each chunk from the left [0] and from the right [1]: of k and [v, 1], or (backward) of q and u.
+    """Return the states before each chunk from the left [0] and from the right [1]: of k and [v, 1], or (backward) q and u.
 
-    Backward also fills delta, dy . y a row.
-    Returns [2, batch * heads, chunks, head_dim_k, head_dim_v] and, when scaled, the last column of v~ or u, float32
+    Backward also fills delta with dy . y per row.
+    Returns [2, batch * heads, chunks, head_dim_k, head_dim_v], and if scaled the normalizer's column of the states, float32
     [2, batch * heads, chunks, head_dim_k].
     """
     scan = _scan(case, backward)
@@ -63,12 +63,12 @@ def states_between_chunks(
     sums = x.new_empty(scan.shape, dtype=torch.float32) if case.scaled else None
     if scan.inner is not None:
         scan.inner(y, out, delta)
-    if scan.stretches == 1:
+    if scan.splits == 1:
         scan.launches[0](x, y, b, segments, out, den, delta, None, None, states, sums)
         return states, sums
-    stretches, words = (*scan.shape[:2], scan.stretches), case.dim_k * (case.dim_v + 1)
-    ends = x.new_empty((*stretches, words), dtype=torch.float32)
-    passing = x.new_empty(stretches, dtype=torch.float32)
+    splits, words = (*scan.shape[:2], scan.splits), case.dim_k * (case.dim_v + 1)
+    ends = x.new_empty((*splits, words), dtype=torch.float32)
+    passing = x.new_empty(splits, dtype=torch.float32)
     first, carry, second = scan.launches
     first(x, y, b, segments, out, den, delta, ends, passing, None, None)
     carry(ends, passing)
@@ -77,64 +77,66 @@ def states_between_chunks(
 
 
 class _Scan(NamedTuple):
-    """Of one pass of one case: stretches of a sequence, shape of the states but for values, their dtype, delta's launch
-    where no program of the state kernel can form it, and the state kernels' launches."""
+    """Hold one pass of one case: splits per sequence, shape of the states without head_dim_v, their dtype, and launches.
 
-    stretches: int
+    inner: the launch that computes delta if the state kernel cannot. launches: those of the state kernels.
+    """
+
+    splits: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     inner: Launch | None
     launches: tuple[Launch, ...]
 
 
-def _inner_inside(case: Case) -> bool:
-    """Whether a program of the state kernel sees all channels of dy, and so can form delta."""
+def _inner_inside(case: LionCase) -> bool:
+    """Return whether a program of the state kernel reads all channels of dy, and so can compute delta."""
     return case.dim_v <= _state_config(case.dim_k, case.dim_v, case.dtype)[1]
 
 
-def _stretches(chunks: int, programs: int) -> int:
-    """Reading everything twice pays from four stretches on; 512 programs fill an H200."""
-    stretches = min(512 // programs, chunks // 8)
-    return stretches if stretches >= 4 else 1
+def _splits(chunks: int, programs: int) -> int:
+    """Return the splits per sequence. A second pass is worth its time from four on; 512 programs fill an H200."""
+    splits = min(512 // programs, chunks // 8)
+    return splits if splits >= 4 else 1
 
 
 @lru_cache(4096)
-def _scan(case: Case, backward: bool) -> _Scan:
-    """A sequence is cut into stretches, so that few long ones fill the device too.
+def _scan(case: LionCase, backward: bool) -> _Scan:
+    """Return the launches that scan all chunks. Few long sequences are divided into splits, to fill the device.
 
-    With one stretch that is a scan over its chunks. With more, each is scanned from nothing for its end state, the end
-    states are carried from stretch to stretch, and each is scanned again from what came to it.
+    With several splits, a first kernel scans each from a zero state for its end state. A second kernel computes the incoming
+    state of each split. A third one scans each split from its incoming state.
     """
     size = chunk_size(case.dtype)
     block_k, block_v, warps, stages, registers = _state_config(case.dim_k, case.dim_v, case.dtype)
     blocks = -(-case.dim_k // block_k) * -(-case.dim_v // block_v)
     chunks, programs = -(-case.length // size), 2 * case.batch * case.heads
-    stretches = _stretches(chunks, programs * blocks)
+    splits = _splits(chunks, programs * blocks)
     mode, *flags = case.flags()
     inside = backward and _inner_inside(case)
 
     def scan(ends: bool, inner: bool) -> Launch:
         return Launch(
-            _lion_states, (blocks, 2 * stretches, case.batch * case.heads),
-            *case.sizes(), chunks, stretches, case.dim_k, case.dim_v, block_k, block_v, size, stretches > 1, ends,
+            _lion_states, (blocks, 2 * splits, case.batch * case.heads),
+            *case.sizes(), chunks, splits, case.dim_k, case.dim_v, block_k, block_v, size, splits > 1, ends,
             backward, inner, mode != NO_GATE, *flags, num_warps=warps, num_stages=stages, maxnreg=registers,
         )  # fmt: skip
 
     launches: tuple[Launch, ...] = (scan(False, inside),)
-    if stretches > 1:
+    if splits > 1:
         words, heads = case.dim_k * (case.dim_v + 1), case.batch * case.heads
-        carry = Launch(_lion_states_carry, (-(-words // 512), programs), stretches, words, heads, 512, num_warps=4)
+        carry = Launch(_lion_states_carry, (-(-words // 512), programs), splits, words, heads, 512, num_warps=4)
         launches = scan(True, inside), carry, scan(False, False)
     dtype = torch.bfloat16 if case.dtype == torch.bfloat16 else torch.float32
     inner = row_inner(case) if backward and case.scaled and not inside else None
-    return _Scan(stretches, (2, case.batch * case.heads, chunks, case.dim_k), dtype, inner, launches)
+    return _Scan(splits, (2, case.batch * case.heads, chunks, case.dim_k), dtype, inner, launches)
 
 
 def _state_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int, int | None]:
-    """Block of keys, block of values, warps, pipeline stages, most registers of a thread.
+    """Return block of keys, block of values, warps, pipeline stages, and the register limit per thread.
 
-    A scan is a chain of waits: with 128 registers, which spill next to nothing, four share a multiprocessor, with the
-    175 that the compiler would take two.
+    A scan mostly waits for memory. With 128 registers four programs share a multiprocessor; with the compiler's choice of 175,
+    two.
     """
     if dtype == torch.bfloat16:
         return block(dim_k, 64), block(dim_v, 128), 4, *((2, 128) if dim_v <= 64 else (3, None))
@@ -148,13 +150,15 @@ def _lion_states(
     ENDS: tl.constexpr, BACKWARD: tl.constexpr, INNER: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr,
     SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One direction of one of S stretches of N chunks. ENDS: its end state alone, from nothing. Otherwise its states,
-    from nothing or, where a sequence is CUT, from what came to the stretch, which then stands in `ends`.
+    """Scan one of S splits of N chunks in one direction.
+
+    ENDS: compute its end state only, from a zero state. Otherwise compute its states, from zero or, if a sequence is CUT, from
+    the incoming state in `ends`.
     """
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     rounded: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
     bk, bv = tl.program_id(0) // blocks_v, tl.program_id(0) % blocks_v
-    from_right, stretch, bh = tl.program_id(1) // S, tl.program_id(1) % S, tl.program_id(2)
+    from_right, split, bh = tl.program_id(1) // S, tl.program_id(1) % S, tl.program_id(2)
     ck, cv = bk * BK + tl.arange(0, BK), bv * BV + tl.arange(0, BV)
     x, y = base(x, bh, T, H, K), base(y, bh, T, H, V)
     if INNER and SCALED:
@@ -169,9 +173,9 @@ def _lion_states(
     begin, count = 0, N
     if CUT:
         size = (N + S - 1) // S
-        begin = stretch * size
+        begin = split * size
         count = tl.minimum(size, N - begin)
-        ends += (direction * S + stretch) * (K * V + K)
+        ends += (direction * S + split) * (K * V + K)
         if not ENDS:
             state = tl.load(ends + ck[:, None] * V + cv[None, :], mask=inside, other=0.0)
             column = tl.load(ends + K * V + ck, mask=ck < K, other=0.0)
@@ -202,7 +206,7 @@ def _lion_states(
             weight = tl.exp2(tl.where(from_right == 0, total - until, until))
             keep = tl.exp2(total)
         if SEGMENTS:
-            # A state belongs to the segment at its chunk's edge, and dies where that segment ends.
+            # A state contains only the segment at the edge of its chunk, and is cleared where that segment ends.
             edge = tl.load(segments + tl.where(from_right == 0, last, first))
             outer = tl.where(from_right == 0, first - 1, last + 1)
             neighbour = tl.load(segments + outer, mask=(outer >= 0) & (outer < T), other=-1)
@@ -225,12 +229,12 @@ def _lion_states(
         tl.store(ends + ck[:, None] * V + cv[None, :], state, mask=inside)
         if bv == 0:
             tl.store(ends + K * V + ck, column, mask=ck < K)
-            tl.store(passing + direction * S + stretch, through)
+            tl.store(passing + direction * S + split, through)
 
 
 @triton.jit
 def _lion_states_carry(ends, passing, S, N, BH, B: tl.constexpr):
-    """End states of N words, [directions * BH, S, N] -> what comes to each stretch, in place."""
+    """Replace end states of N numbers, [directions * BH, S, N], by the incoming state of each split."""
     direction = tl.program_id(1)
     i = tl.program_id(0) * B + tl.arange(0, B)
     state = tl.zeros([B], tl.float32)

@@ -1,4 +1,4 @@
-"""What LION's tile and chunk kernels share: tiles in memory, log decays, and the sums of the backward pass."""
+"""Functions that LION's tile and chunk kernels share: loads and stores of tiles, log decays, row statistics."""
 
 # Kernels take pointers and scalars that have no Python type.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -22,14 +22,14 @@ try:
 except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
-# Where the decay comes from: there is none, its logarithm is given, or log decay = logsigmoid(gate [+ bias of the head]),
-# or that of the bias alone, every token's.
+# Source of the decay: none; its logarithm; log decay = logsigmoid(gate), or logsigmoid(gate + bias of the head); or
+# logsigmoid(bias) for every token.
 NO_GATE, LOG_DECAY, LOGITS, BIASED_LOGITS, BIAS = 0, 1, 2, 3, 4
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Case:
-    """All that decides how the kernels are compiled and launched. One object a case, so that it is found by identity."""
+class LionCase:
+    """Hold everything that decides how the kernels are compiled and launched. Cached, so that identity is equality."""
 
     device: int
     batch: int
@@ -47,29 +47,32 @@ class Case:
         return self.length, self.heads, NORMALIZER_EPS
 
     def flags(self) -> tuple[int, bool, bool, str]:
-        """mode, scaled, packed, and how products of float32 are formed: in float32, since a gate's gradient is a running sum
-        of differences that nearly cancel and three TF32 products show there."""
+        """Return mode, scaled, packed, and the precision of float32 matmuls.
+
+        It is float32: a gate's gradient is a running sum of differences that nearly cancel, too imprecise with three TF32
+        matmuls.
+        """
         return self.mode, self.scaled, self.packed, "ieee" if self.dtype == torch.float32 else "tf32"
 
 
 class Kernel(NamedTuple):
-    """What `lion` asks of one of its two kernels: tokens of its running sums, the forward and the backward pass."""
+    """Hold one of the two kernels of `lion`: tokens after which its running sums restart, forward and backward pass."""
 
-    chunk: Callable[[Case], int | None]
+    chunk: Callable[[LionCase], int | None]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
 
 @triton.jit
 def base(x, bh, T, H, D):
-    """Address of token 0 of batch element and head `bh` in x: [batch, T, H, D]."""
+    """Return the address of token 0 of batch element and head `bh` in x: [batch, T, H, D]."""
     b = (bh // H).to(tl.int64)
     return x + (b * T * H + bh % H) * D
 
 
 @triton.jit
 def load_rows(x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr = False):
-    """A tile [tokens, dims] at tokens t and channels d; x is a `base`; 0 outside. EVEN: all of it lies inside."""
+    """Load a tile [tokens, channels] at tokens t and channels d; 0 outside. x: a `base`. EVEN: the tile is inside."""
     if EVEN:
         return tl.load(x + t[:, None] * (H * D) + d[None, :])
     mask = (t < T)[:, None]
@@ -80,7 +83,7 @@ def load_rows(x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def load_columns(x, t, d, T, H, D: tl.constexpr, BD: tl.constexpr):
-    """The same tile transposed, [dims, tokens]."""
+    """Load the same tile transposed, [channels, tokens]."""
     mask = (t < T)[None, :]
     if D % BD != 0:
         mask = mask & (d < D)[:, None]
@@ -124,7 +127,7 @@ def _load_gate(gate, bias, bh, t, T, H, GATE: tl.constexpr):
 
 @triton.jit
 def log_decay(x, GATE: tl.constexpr):
-    """Log decay to base 2 of what the gate says, float32."""
+    """Return the log decay to base 2 in float32 of gate values x."""
     if GATE >= 2:
         x = tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
     return tl.maximum(x, -100.0) * 1.4426950408889634
@@ -132,13 +135,13 @@ def log_decay(x, GATE: tl.constexpr):
 
 @triton.jit
 def load_log_decay(gate, bias, bh, t, T, H, GATE: tl.constexpr):
-    """`log_decay` of tokens t; 0 outside."""
+    """Return `log_decay` of tokens t; 0 outside."""
     return tl.where(t < T, log_decay(_load_gate(gate, bias, bh, t, T, H, GATE), GATE), 0.0)
 
 
 @triton.jit
 def store_gate_gradient(dgate, gate, bias, bh, d_log_decay, t, T, H, GATE: tl.constexpr, part=0, parts=1):
-    """Of tokens t; of a bias alone their sum, which is that of one part of the sequence."""
+    """Store the gate's gradient at tokens t. For a bias alone, store their sum as one part of the sequence."""
     if GATE >= 2:
         d_log_decay = d_log_decay * tl.sigmoid(-_load_gate(gate, bias, bh, t, T, H, GATE))
     if GATE == 4:
@@ -150,14 +153,14 @@ def store_gate_gradient(dgate, gate, bias, bh, d_log_decay, t, T, H, GATE: tl.co
 
 @triton.jit
 def row_scale(den, bh, t, T, eps):
-    """1 / (row sum + eps) of each row, 0 for a row of padding."""
+    """Return 1 / (row sum + eps) per row, 0 for padding."""
     total = tl.load(den + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
     return tl.where(total != 0.0, 1.0 / (total + eps), 0.0)
 
 
 @triton.jit
 def load_scale(den, delta, bh, t, T, eps, SCALED: tl.constexpr):
-    """Of each row: `row_scale` and dy . y."""
+    """Return `row_scale` and dy . y per row."""
     if SCALED:
         scale = row_scale(den, bh, t, T, eps)
         inner = tl.load(delta + bh.to(tl.int64) * T + t, mask=t < T, other=0.0)
@@ -169,7 +172,7 @@ def load_scale(den, delta, bh, t, T, eps, SCALED: tl.constexpr):
 
 @triton.jit
 def load_sums(c, t, T, GATE: tl.constexpr):
-    """Running sums at tokens t, c: address of this head's first; 0 outside and without a gate."""
+    """Return running sums at tokens t; 0 outside and without a gate. c: the address of this head's first sum."""
     if GATE != 0:
         return tl.load(c + t, mask=t < T, other=0.0)
     return tl.where(t < T, 0.0, 0.0)
@@ -177,7 +180,7 @@ def load_sums(c, t, T, GATE: tl.constexpr):
 
 @triton.jit
 def decay_factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """M at [a, b]: 2^-|c_a - c_b| inside a segment, 0 between segments; any number beyond T, where q, k, v are 0."""
+    """Return M at [a, b]: 2^-|c_a - c_b|, 0 between segments. Undefined beyond T, where q, k and v are 0."""
     if GATE != 0:
         factor = tl.exp2(-tl.abs(c_a[:, None] - c_b[None, :]))
     else:
@@ -189,7 +192,7 @@ def decay_factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.c
 
 @triton.jit
 def inside_segments(factor, segments, a, b, T):
-    """factor where tokens a and b are of one segment, 0 elsewhere."""
+    """Return factor if tokens a and b are in one segment, else 0."""
     s_a = tl.load(segments + a, mask=a < T, other=-1)
     s_b = tl.load(segments + b, mask=b < T, other=-2)
     return tl.where(s_a[:, None] == s_b[None, :], factor, 0.0)
@@ -197,7 +200,7 @@ def inside_segments(factor, segments, a, b, T):
 
 @triton.jit
 def signed(w, a, b):
-    """sign(a - b) w for w at [a, b]."""
+    """Return sign(a - b) w for w at [a, b]."""
     return tl.where(a[:, None] > b[None, :], w, tl.where(a[:, None] < b[None, :], -w, 0.0))
 
 
@@ -224,30 +227,33 @@ def _lion_running_sum(c, gate, bias, T, H, GATE: tl.constexpr, RESTART: tl.const
 
 
 @lru_cache(4096)
-def row_inner(case: Case) -> Launch:
-    """(dy, y, delta): dy . y a row; two [batch, length, heads, dim_v] -> float32 [batch, heads, length]."""
+def row_inner(case: LionCase) -> Launch:
+    """Return the launch (dy, y, delta): delta = dy . y per row.
+
+    dy, y: [batch, length, heads, dim_v]; delta: float32 [batch, heads, length].
+    """
     grid = -(-case.length // 64), case.batch * case.heads
     return Launch(_lion_row_inner, grid, case.length, case.heads, case.dim_v, block(case.dim_v), 64, num_warps=4)
 
 
 @lru_cache(4096)
-def running_sum(case: Case, chunk: int | None = None) -> Launch:
-    """(c, gate, bias): sums of the base 2 log decay up to each token, float32 [batch, heads, length].
+def running_sum(case: LionCase, chunk: int | None = None) -> Launch:
+    """Return the launch (c, gate, bias): c receives running sums of the log decay to base 2, float32 [batch, heads, length].
 
-    With `chunk`, a power of two, they start again after every that many tokens.
+    chunk: a power of two; the sums restart after every `chunk` tokens.
     """
     size = chunk or 256
     grid = -(-case.length // size) if chunk else 1, case.batch * case.heads
     return Launch(_lion_running_sum, grid, case.length, case.heads, case.mode, chunk is not None, size, num_warps=1)
 
 
-def per_token(case: Case, like: Tensor) -> Tensor:
-    """An empty float32 [batch, heads, length] on the device of `like`."""
+def per_token(case: LionCase, like: Tensor) -> Tensor:
+    """Return an uninitialised float32 [batch, heads, length] on the device of `like`."""
     return like.new_empty((case.batch, case.heads, case.length), dtype=torch.float32)
 
 
-def empty_gate_gradient(case: Case, q: Tensor, gate: Tensor | None, parts: int = 1) -> Tensor | None:
-    """What `store_gate_gradient` fills, with so many parts of every sequence."""
+def empty_gate_gradient(case: LionCase, q: Tensor, gate: Tensor | None, parts: int = 1) -> Tensor | None:
+    """Return the uninitialised tensor that `store_gate_gradient` fills, with `parts` parts per sequence."""
     if case.mode == BIAS:
         return q.new_empty((case.batch * parts, case.heads), dtype=torch.float32)
     return None if gate is None else torch.empty_like(gate)
@@ -255,5 +261,5 @@ def empty_gate_gradient(case: Case, q: Tensor, gate: Tensor | None, parts: int =
 
 @lru_cache
 def block(dim: int, largest: int = 256) -> int:
-    """Channels a tile holds: a power of two that tensor cores take."""
+    """Return the channels per tile: a power of two that tensor cores support."""
     return min(max(16, 1 << (dim - 1).bit_length()), largest)

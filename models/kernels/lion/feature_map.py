@@ -1,9 +1,8 @@
 """LION's feature map of queries and keys, one kernel forward and one backward, computed in float32.
 
     s = SiLU(x) + 1/2, or SiLU(x + 1/2)      y = s / |s|      dx = (dy - (y . dy) y) / |s| s'(x)
-Reference: `models.operators.lion.feature_map`. By PyTorch's kernels the float32 values in between are read and written
-some ten times.
-Applied within LION's kernels to what they read it was the slower: they compute as long as memory takes, these wait for it.
+Reference: `models.operators.lion.feature_map`. PyTorch's kernels would read or write float32 values about ten times. It is not
+part of LION's kernels, which are limited by arithmetic: there it was slower.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -26,19 +25,19 @@ try:
 except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton)") from error
 
-# By the names of `models.operators.lion.feature_map`; 0 means none.
+# Codes of the names of `models.operators.lion.feature_map`; 0 means none.
 PHI = {"silu": 1, "silu_paper": 2}
-# Elements of a program.
+# Elements per program.
 _BLOCK = 2048
 
 
 def normalised_silu(x: Tensor, phi: str, dtype: torch.dtype) -> Tensor:
-    """x: [..., head_dim] -> the same shape in `dtype`. phi: a key of `PHI`."""
+    """Return the feature map of x [..., head_dim], in the same shape and `dtype`. phi: a key of `PHI`."""
     return _NormalisedSiLU.apply(x, PHI[phi], dtype)
 
 
 def both(q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
-    """Of two tensors of one shape and dtype as `aligned` makes them, without gradients. phi: a value of `PHI`."""
+    """Return the feature maps of q and k, of one shape and dtype, both `aligned`; no autograd. phi: a value of `PHI`."""
     y, z = torch.empty_like(q), torch.empty_like(k)
     if q.numel():
         _launches(q.device, q.dtype, q.dtype, q.numel(), q.shape[-1], phi, 2)[0](q, y, k, z)
@@ -46,7 +45,7 @@ def both(q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
 
 
 def both_gradients(dy: Tensor, dz: Tensor, q: Tensor, k: Tensor, phi: int) -> tuple[Tensor, Tensor]:
-    """Those of `both`'s q and k, in the place of dy and dz."""
+    """Replace dy and dz, the gradients of the results of `both`, by those of q and k, and return them."""
     if q.numel():
         _launches(q.device, q.dtype, q.dtype, q.numel(), q.shape[-1], phi, 2)[1](dy, q, dy, dz, k, dz)
     return dy, dz
@@ -78,7 +77,7 @@ class _NormalisedSiLU(torch.autograd.Function):
 def _launches(
     device: torch.device, dtype: torch.dtype, out: torch.dtype, numel: int, dim: int, phi: int, tensors: int
 ) -> tuple[Launch, Launch]:
-    """Forward and backward."""
+    """Return the forward and the backward launch."""
     rows, block = numel // dim, triton.next_power_of_2(dim)
     tile = max(1, _BLOCK // block)
     values = rows, dim, block, tile, phi
@@ -91,7 +90,7 @@ def _launches(
 
 @triton.jit
 def _tile(rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Addresses of the program's rows and which of them exist."""
+    """Return the addresses of the program's rows, and their mask."""
     row, channel = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK)
     mask = (row < rows)[:, None]
     if dim != BLOCK:
@@ -101,11 +100,11 @@ def _tile(rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _silu(x, mask, PHI: tl.constexpr):
-    """s, 0 outside the rows, its derivative, and 1 / |s| a row."""
+    """Return s (0 outside the rows), its derivative, and 1 / |s| per row."""
     x = x.to(tl.float32)
     if PHI == 2:
         x += 0.5
-    # The sigmoid in a GPU's fewest instructions.
+    # The sigmoid, as `primitives.sigmoid`.
     root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
     gate = root * root
     s = x * gate
@@ -120,7 +119,7 @@ def _silu(x, mask, PHI: tl.constexpr):
 def _normalised_silu_forward(
     x, y, x_2, y_2, rows, dim: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PHI: tl.constexpr
 ):
-    """Of x, and of x_2 by the programs of a second row."""
+    """Compute y of x, and by the programs of the second grid row y_2 of x_2."""
     if x_2 is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if tl.program_id(1) == 1:
             x, y = x_2, y_2

@@ -1,8 +1,8 @@
-"""LION-s' gate from the layer's input: its projection and the running sum of its log decay in one kernel, and backward.
+"""LION-s' decay logits: their projection from the layer's input and running sums in one kernel, and the gradients.
 
     gate = x W^T (+ b)      dx = dgate W      dW = dgate^T x      db = sum of dgate
-The projection to a few heads moves x once and computes next to nothing; so does each direction here. dW and db are
-summed by every program over its own tokens and over programs afterwards: their order does not depend on timing.
+The projection to a few heads is limited by memory: each kernel reads x once. Every program sums dW and db over its tokens. A
+further kernel sums over programs in a fixed order.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..launch import Launch
-from .common import Case, block, log_decay, per_token
+from .common import LionCase, block, log_decay, per_token
 
 try:
     import triton
@@ -24,14 +24,17 @@ try:
 except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
-# Channels of a tile; programs over which the tokens of the backward pass are spread.
+# Channels per tile; programs that share the tokens of the backward pass.
 _CHANNELS, _PROGRAMS = 128, 32
 
 
 def project(
-    case: Case, chunk: int | None, x: Tensor, weight: Tensor, bias: Tensor | None
+    case: LionCase, chunk: int | None, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """gate [batch, length, heads] in x's dtype; with `chunk`, a power of two, also `lion_common.running_sum` of it."""
+    """Return decay logits [batch, length, heads] in x's dtype, and with `chunk` also their `common.running_sum`.
+
+    chunk: a power of two or None. x: [batch, length, size]; weight: [heads, size]; bias: [heads] or None.
+    """
     gate = x.new_empty((case.batch, case.length, case.heads))
     sums = None if chunk is None else per_token(case, x)
     _project_launch(case, chunk, x.shape[-1])(x, weight, bias, gate, sums)
@@ -39,9 +42,9 @@ def project(
 
 
 def project_backward(
-    case: Case, dgate: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    case: LionCase, dgate: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, weight and bias."""
+    """Return the gradients of x, weight and bias."""
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
     gradients, reduce, programs = _backward_launches(case, x.shape[-1])
@@ -52,7 +55,7 @@ def project_backward(
 
 
 @lru_cache(4096)
-def _project_launch(case: Case, chunk: int | None, size: int) -> Launch:
+def _project_launch(case: LionCase, chunk: int | None, size: int) -> Launch:
     rows = chunk or 64
     return Launch(
         _lion_gate_forward, (-(-case.length // rows), case.batch), case.length, case.heads, size, block(case.heads),
@@ -62,7 +65,7 @@ def _project_launch(case: Case, chunk: int | None, size: int) -> Launch:
 
 
 @lru_cache(4096)
-def _backward_launches(case: Case, size: int) -> tuple[Launch, Launch, int]:
+def _backward_launches(case: LionCase, size: int) -> tuple[Launch, Launch, int]:
     tokens, rows, channels = case.batch * case.length, 64, min(_CHANNELS, block(size))
     programs = min(-(-tokens // rows), _PROGRAMS)
     gradients = Launch(
@@ -74,7 +77,7 @@ def _backward_launches(case: Case, size: int) -> tuple[Launch, Launch, int]:
     return gradients, reduce, programs
 
 
-def _sixteen_bits(case: Case) -> bool:
+def _sixteen_bits(case: LionCase) -> bool:
     return case.gate_dtype is not None and case.gate_dtype.itemsize == 2
 
 
@@ -108,7 +111,7 @@ def _lion_gate_backward(
     dgate, x, weight, dx, partial, N, H, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """partial: [program][of the weight, of the bias], the latter filled by the programs of the first channels."""
+    """Compute dx and partial sums. partial: [program][weight, bias]; the programs of the first channels fill the latter."""
     h, s = tl.arange(0, BH), tl.program_id(1) * BS + tl.arange(0, BS)
     of_weight = (h < H)[:, None] & (s < S)[None, :]
     w = tl.load(weight + h[:, None] * S + s[None, :], mask=of_weight, other=0.0)

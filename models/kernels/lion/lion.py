@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...recompute import recomputable
 from .chunk import CHUNK
-from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_GATE, Case, Kernel
+from .common import BIAS, BIASED_LOGITS, LOG_DECAY, LOGITS, NO_GATE, Kernel, LionCase
 from .feature_map import PHI, both, both_gradients, normalised_silu
 from .gate import project, project_backward
 from .tile import TILE
@@ -37,7 +37,7 @@ def lion(
 ) -> Tensor:
     """Return (Q K^T * M) V as `models.operators.lion.bidirectional_attention.bidirectional_linear_attention`, in v's dtype.
 
-    Matmuls are of that dtype, sums of float32.
+    Matmuls have this dtype and accumulate in float32.
     q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], both dims at most 256, float32, float16 or bfloat16.
     decay: [batch, length, heads] log decay, or with `logits` its decay logits. Instead of decay logits: `projection`
     (x, weight), x weight^T + bias with x [batch, length, size], weight [heads, size] of x's dtype, bias [heads] or None.
@@ -65,7 +65,7 @@ def lion(
         kernel, q.get_device(), q.shape, v.shape[-1], v.dtype, None if gate is None else gate.dtype, logits, bias is not None,
         alone, scaled, segments is not None,
     )  # fmt: skip
-    # Padding, where keys are 0, is put in after the feature map.
+    # Padded keys are set to 0 after the feature map.
     if phi is not None and not (mask is None and q.dtype == k.dtype == v.dtype):
         q, k, phi = normalised_silu(q, phi, v.dtype), normalised_silu(k, phi, v.dtype), None
     if mask is not None:
@@ -89,16 +89,21 @@ def _case(
     alone: bool,
     scaled: bool,
     packed: bool,
-) -> tuple[Kernel, Case]:
+) -> tuple[Kernel, LionCase]:
     batch, length, heads, dim_k = shape
     if length * heads * max(dim_k, dim_v) >= 2**31:
-        raise ValueError(f"{length} tokens of {heads} heads overflow 32-bit addresses; use form='chunked' or fewer")
+        raise ValueError(
+            f"{length} tokens with {heads} heads of {max(dim_k, dim_v)} channels overflow 32-bit addresses: use "
+            "form='chunked', or shorter sequences"
+        )
     mode = LOG_DECAY if gate_dtype is not None else NO_GATE
     if alone:
         mode = BIAS
     elif gate_dtype is not None and logits:
         mode = BIASED_LOGITS if biased else LOGITS
-    return _KERNELS[kernel], Case(device, batch, length, heads, dim_k, dim_v, dtype, gate_dtype, mode, scaled, packed)
+    return _KERNELS[kernel], LionCase(
+        device, batch, length, heads, dim_k, dim_v, dtype, gate_dtype, mode, scaled, packed
+    )
 
 
 class _Lion(torch.autograd.Function):
@@ -115,7 +120,7 @@ class _Lion(torch.autograd.Function):
         segments: Tensor | None,
         phi: int,
         kernel: Kernel,
-        case: Case,
+        case: LionCase,
     ) -> Tensor:
         dtype = case.dtype
         q, k, v = _aligned(q, dtype), _aligned(k, dtype), _aligned(v, dtype)
@@ -155,7 +160,7 @@ class _Lion(torch.autograd.Function):
 
 
 def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x contiguous, of `dtype`, at an address that vectors of 16 bytes may be read from."""
+    """Return x in `dtype`, contiguous and at a multiple of 16 bytes, for vector loads."""
     if x.dtype != dtype:
         return x.to(dtype).contiguous()
     if not x.is_contiguous():

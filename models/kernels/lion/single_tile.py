@@ -1,6 +1,6 @@
-"""LION for sequences of up to 128 tokens in 16-bit numbers: one program takes a whole sequence of a head.
+"""LION for sequences of up to 128 tokens in 16 bits: one program computes one head of a whole sequence.
 
-Log decay and its running sum are formed inside. Notation, equations and reference: `lion_tile`.
+It also computes the log decay and its running sum. Notation, equations and reference: `tile.py`.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..launch import Launch
 from .common import (
-    Case,
+    LionCase,
     base,
     block,
     inside_segments,
@@ -35,21 +35,21 @@ except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
 LONGEST = 128
-# Bytes of shared memory that hold the next sequence's tiles beside this one's, forward and backward.
+# Bytes of shared memory for the tiles of this sequence and the next, forward and backward.
 _TWO_FORWARD, _TWO_BACKWARD = 120 * 1024, 184 * 1024
-# Keys of a tile of the backward pass where it does not take all pairs at once. Blocks of 32 are right with 8 warps and
-# heads up to 64; with 4 warps, or with heads of 128, Triton 3.6 compiled them to something else on an H200.
+# Keys per tile of the backward pass by keys. Triton 3.6 compiles blocks of 32 correctly with 8 warps and heads up to 64, but
+# wrongly with 4 warps or heads of 128 (H200).
 _KEYS = 32
 
 
-def takes_whole(case: Case) -> bool:
-    """Whether the case is one that these kernels were measured right and faster for."""
+def supports_single_tile(case: LionCase) -> bool:
+    """Return whether these kernels were measured to be correct and faster for this case."""
     return case.length <= LONGEST and max(case.dim_k, case.dim_v) <= 64 and case.dtype != torch.float32
 
 
 @lru_cache(4096)
-def forward_whole(case: Case) -> Launch:
-    """(q, k, v, gate, bias, c, segments, y, den). Programs stay on the device and take one sequence after the other."""
+def single_tile_forward(case: LionCase) -> Launch:
+    """Return the launch (q, k, v, gate, bias, c, segments, y, den). Its programs are persistent, over all sequences."""
     sequences, rows = case.batch * case.heads, block(case.length)
     multiprocessors, memory = _device(case.device)
     return Launch(
@@ -59,8 +59,8 @@ def forward_whole(case: Case) -> Launch:
     )  # fmt: skip
 
 
-def backward_whole(
-    case: Case,
+def single_tile_backward(
+    case: LionCase,
     dy: Tensor,
     q: Tensor,
     k: Tensor,
@@ -76,19 +76,19 @@ def backward_whole(
     dv: Tensor,
     dgate: Tensor | None,
 ) -> None:
-    """Fills dq, dk, dv and dgate."""
+    """Write dq, dk, dv and dgate."""
     of_keys = None if c is None or all_pairs_at_once(case) else torch.empty_like(c)
     _backward_launch(case)(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)
 
 
-def all_pairs_at_once(case: Case) -> bool:
-    """Whether the backward pass takes a sequence's pairs at once, as is faster for no more tokens than a head has channels."""
+def all_pairs_at_once(case: LionCase) -> bool:
+    """Return whether the backward pass computes all pairs of a sequence at once: faster if tokens <= channels of a head."""
     return max(_KEYS, block(case.length)) <= max(block(case.dim_k), block(case.dim_v))
 
 
 @lru_cache(4096)
-def _backward_launch(case: Case) -> Launch:
-    """(dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)."""
+def _backward_launch(case: LionCase) -> Launch:
+    """Return the launch (dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate, of_keys)."""
     sequences, rows = case.batch * case.heads, max(_KEYS, block(case.length))
     sizes = *case.sizes(), sequences, case.dim_k, case.dim_v, block(case.dim_k), block(case.dim_v), rows
     if all_pairs_at_once(case):
@@ -103,14 +103,14 @@ def _backward_launch(case: Case) -> Launch:
     )  # fmt: skip
 
 
-def _even(case: Case, rows: int) -> bool:
-    """Whether tokens and channels fill their tiles."""
+def _even(case: LionCase, rows: int) -> bool:
+    """Return whether tokens and channels fill their tiles."""
     return case.length == rows and case.dim_k == block(case.dim_k) and case.dim_v == block(case.dim_v)
 
 
 @lru_cache
 def _device(device: int) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a program can have."""
+    """Return the number of multiprocessors, and the bytes of shared memory per program."""
     if device < 0:
         # Triton's interpreter computes on the CPU.
         return 1, 0
@@ -120,7 +120,7 @@ def _device(device: int) -> tuple[int, int]:
 
 @triton.jit
 def _factor(c_a, c_b, segments, a, b, T, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """`lion_common.decay_factor` for the device's fastest instructions here: a product with -1 is an operand's sign."""
+    """Return `common.decay_factor`, with a multiplication by -1 that the compiler turns into an operand's sign."""
     if GATE != 0:
         factor = tl.exp2(tl.abs(c_a[:, None] - c_b[None, :]) * -1.0)
     else:
@@ -137,7 +137,7 @@ def _lion_whole_forward(
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every num_programs-th of N sequences, the next one's tiles on their way while one is computed."""
+    """Compute every num_programs-th of N sequences, and prefetch the tiles of the next one."""
     t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     for step in tl.range(0, tl.cdiv(N - tl.program_id(0), tl.num_programs(0)), num_stages=STAGES):
         bh = tl.program_id(0) + step * tl.num_programs(0)
@@ -165,7 +165,7 @@ def _lion_whole_backward(
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `_lion_whole_forward`; of_keys is not used."""
+    """Compute the gradients of sequences as `_lion_whole_forward`; of_keys is not used."""
     t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     for step in tl.range(0, tl.cdiv(N - tl.program_id(0), tl.num_programs(0)), num_stages=STAGES):
         bh = tl.program_id(0) + step * tl.num_programs(0)
@@ -189,7 +189,7 @@ def _lion_whole_backward(
         d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
         store_columns(base(dv, bh, T, H, V), d_value, t, cv, T, H, V, BV, EVEN)
         if GATE != 0:
-            # The diagonal takes part in both sums and cancels.
+            # The diagonal is in both sums and cancels.
             w = a * ds
             w = tl.where(t[:, None] >= t[None, :], w, w * -1.0)
             dc = tl.cumsum(tl.sum(w, 1) - tl.sum(w, 0), 0, reverse=True)
@@ -207,7 +207,7 @@ def _lion_whole_backward_by_keys(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """All queries of a sequence at once, its keys BN at a time. of_keys: their part of dc on its way to rows."""
+    """Compute all queries of a sequence at once, BN keys at a time. of_keys: scratch for the terms of dc from keys."""
     bh = tl.program_id(0)
     t, ck, cv = tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     k, dk, v, dv = base(k, bh, T, H, K), base(dk, bh, T, H, K), base(v, bh, T, H, V), base(dv, bh, T, H, V)
@@ -227,7 +227,7 @@ def _lion_whole_backward_by_keys(
     d_query = tl.zeros([BM, BK], tl.float32)
     for begin in range(0, BM if EVEN else T, BN):
         u = begin + tl.arange(0, BN)
-        # Loaded a turn ahead, so that memory answers while this turn computes; the last turn's is not used.
+        # Prefetch for the next iteration; the last prefetch is not used.
         after = (begin + BN) % BM + tl.arange(0, BN) if EVEN else u + BN
         next_key, next_value = load_rows(k, after, ck, T, H, K, BK, EVEN), load_rows(v, after, cv, T, H, V, BV, EVEN)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
@@ -240,7 +240,7 @@ def _lion_whole_backward_by_keys(
         ds *= factor
         d_value = tl.dot(tl.trans(grad), p, input_precision=PRECISION)
         if GATE != 0:
-            # The diagonal takes part in both sums and cancels.
+            # The diagonal is in both sums and cancels.
             w = a * ds
             w = tl.where(t[:, None] >= u[None, :], w, w * -1.0)
             dc += tl.sum(w, 1)

@@ -1,14 +1,14 @@
 """LION for short sequences: tiles of (Q K^T * M) V, like flash attention without its running maximum.
 
-Every factor of M is at most 1, so nothing needs rescaling, and tiles whose largest factor is under e^-20 are skipped.
-Up to 128 tokens take one kernel forward, log decay and its running sum included; those of `lion_whole` one backward too.
+Every factor of M is at most 1, so nothing needs rescaling, and tiles whose largest factor is below e^-20 are skipped.
+Up to 128 tokens, one forward kernel also computes the log decay and its running sum. `single_tile.py` has one backward kernel.
 Reference: `models.operators.lion.bidirectional_attention` with form="parallel".
 
 Backward, with A = Q K^T * M, P = A / den, dP = dY V^T and delta_i = dy_i . y_i:
     dA_ij = (dP_ij - delta_i) / den_i       dV = P^T dY       dQ = (dA * M) K       dK = (dA * M)^T Q
     dc_i = sum_j sign(i - j) (W_ij + W_ji)  with W = dA * A;  d log decay = reverse running sum of dc
-Tiles of pairs are [queries, keys]: sums over keys then stay within a warp. dK and dV are formed transposed, because
-the product of a transposed accumulator, which dK = dS^T Q would need, is miscompiled by Triton on Hopper.
+Tiles of pairs are [queries, keys]: sums over keys then stay within a warp. dK and dV are computed transposed, because Triton
+miscompiles a matmul with a transposed accumulator on Hopper, which dK = dS^T Q would need.
 """
 
 # Kernels take pointers and scalars that have no Python type.
@@ -24,8 +24,8 @@ from torch import Tensor
 from ..launch import Launch
 from .common import (
     NO_GATE,
-    Case,
     Kernel,
+    LionCase,
     base,
     block,
     decay_factor,
@@ -42,7 +42,7 @@ from .common import (
     store_gate_gradient,
     store_rows,
 )
-from .single_tile import backward_whole, forward_whole, takes_whole
+from .single_tile import single_tile_backward, single_tile_forward, supports_single_tile
 
 try:
     import triton
@@ -50,19 +50,19 @@ try:
 except ImportError as error:
     raise ImportError("LION's kernels need Triton (pip install triton); form='chunked' works without") from error
 
-# Up to this many tokens every program of the forward pass forms the running sums of its sequence itself.
+# Up to this many tokens every program of the forward pass computes the running sums of its sequence.
 _WHOLE = 128
-# Tokens of a turn of the kernel that forms the gate's gradient.
+# Tokens per iteration of the kernel of the gate's gradient.
 _GATE_BLOCK = 256
 
 
-def chunk(case: Case) -> int | None:
-    """Tokens after which the running sums that `forward` takes start again; None where it takes none."""
+def chunk(case: LionCase) -> int | None:
+    """Return the tokens after which the running sums for `forward` restart; None because it uses none."""
     return None
 
 
 def forward(
-    case: Case,
+    case: LionCase,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -71,17 +71,17 @@ def forward(
     sums: Tensor | None,
     segments: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """y, and what `backward` needs to know: row sums without eps, running sums of the log decay, and so on.
+    """Return y and the tensors that `backward` needs: normalizers without eps and running sums of the log decay.
 
-    Contiguous q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], gate: [batch, length, heads], bias:
-    [heads]. How gate is read: `lion_common`; sums: its running sums over `chunk` tokens where they are already formed.
-    segments: int32 [length], rising segment numbers (batch 1).
+    q, k: [batch, length, heads, head_dim_k], v: [..., head_dim_v], gate: [batch, length, heads], bias: [heads], contiguous.
+    case.mode says how gate is read (`common.py`). sums: running sums over `chunk` tokens, or None. segments: int32 [length],
+    rising segment numbers (batch 1).
     """
     y = torch.empty_like(v)
     den = per_token(case, q) if case.scaled else None
     c = None if case.mode == NO_GATE else per_token(case, q)
-    if takes_whole(case):
-        forward_whole(case)(q, k, v, gate, bias, c, segments, y, den)
+    if supports_single_tile(case):
+        single_tile_forward(case)(q, k, v, gate, bias, c, segments, y, den)
         return y, (den, c)
     running, outputs = _forward_launches(case)
     if running is not None:
@@ -91,7 +91,7 @@ def forward(
 
 
 def backward(
-    case: Case,
+    case: LionCase,
     dy: Tensor,
     q: Tensor,
     k: Tensor,
@@ -102,13 +102,13 @@ def backward(
     y: Tensor,
     saved: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and gate; of a bias alone those of its parts, [parts, heads]."""
+    """Return the gradients of q, k, v and gate; for a bias alone, those of its parts, [parts, heads]."""
     den, c = saved
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    parts = 1 if takes_whole(case) else -(-case.length // _GATE_BLOCK)
+    parts = 1 if supports_single_tile(case) else -(-case.length // _GATE_BLOCK)
     dgate = empty_gate_gradient(case, q, gate, parts)
-    if takes_whole(case):
-        backward_whole(case, dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate)
+    if supports_single_tile(case):
+        single_tile_backward(case, dy, q, k, v, gate, bias, c, segments, y, den, dq, dk, dv, dgate)
         return dq, dk, dv, dgate
     dc = None if c is None else torch.empty_like(c)
     gradients, gate_gradient = _backward_launches(case)
@@ -122,7 +122,7 @@ def backward(
 
 
 @lru_cache(4096)
-def _forward_launches(case: Case) -> tuple[Launch | None, Launch]:
+def _forward_launches(case: LionCase) -> tuple[Launch | None, Launch]:
     rows, columns, warps, stages = _forward_config(case.dim_k, case.dim_v, case.dtype)
     whole = block(case.length) if case.length <= _WHOLE else 0
     running = None if whole or case.mode == NO_GATE else running_sum(case)
@@ -135,7 +135,7 @@ def _forward_launches(case: Case) -> tuple[Launch | None, Launch]:
 
 
 @lru_cache(4096)
-def _backward_launches(case: Case) -> tuple[Launch, Launch]:
+def _backward_launches(case: LionCase) -> tuple[Launch, Launch]:
     rows, columns, warps, stages, registers = _backward_config(case.dim_k, case.dim_v, case.dtype)
     programs = case.batch * case.heads
     gradients = Launch(
@@ -149,7 +149,7 @@ def _backward_launches(case: Case) -> tuple[Launch, Launch]:
 
 
 def _forward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Queries and keys of a tile, warps, pipeline stages."""
+    """Return queries and keys per tile, warps, and pipeline stages."""
     dim = max(block(dim_k), block(dim_v))
     if dtype == torch.float32:
         return (64, 64, 4, 1) if dim <= 64 else (32, 32, 4, 1)
@@ -159,7 +159,7 @@ def _forward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, in
 
 
 def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, int, int, int, int | None]:
-    """As forward; and the most registers of a thread, which sets how many programs share a multiprocessor."""
+    """Return the same and the register limit per thread, which sets how many programs share a multiprocessor."""
     dim = max(block(dim_k), block(dim_v))
     if dtype == torch.float32:
         return (64, 32, 4, 1, None) if dim <= 64 else (32, 32, 4, 1, None)
@@ -168,9 +168,9 @@ def _backward_config(dim_k: int, dim_v: int, dtype: torch.dtype) -> tuple[int, i
 
 @triton.jit
 def _reach(c, segments, start, T, BM: tl.constexpr, BN: tl.constexpr, GATE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """First and one past the last token that the tile of tokens start .. start + BM - 1 must visit.
+    """Return the first and one past the last token that the tile of tokens start .. start + BM - 1 must visit.
 
-    Beyond them every factor is under e^-20 = 2^-28.9 or belongs to another segment. c: running sums of this head.
+    All other factors are below e^-20 = 2^-28.9 or of another segment. c: running sums of this head.
     """
     low = 0
     high = T
@@ -200,7 +200,7 @@ def _lion_tile_forward(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     WHOLE: tl.constexpr, GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries. WHOLE: every program forms the running sums of its sequence, up to that many tokens, itself."""
+    """Compute a tile of queries. WHOLE: up to this many tokens the program computes the running sums of its sequence."""
     start, bh = tl.program_id(0) * BM, tl.program_id(1)
     t, ck, cv = start + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     k, v = base(k, bh, T, H, K), base(v, bh, T, H, V)
@@ -225,7 +225,7 @@ def _lion_tile_forward(
         if WHOLE == 0:
             key, value = load_rows(k, u, ck, T, H, K, BK), load_rows(v, u, cv, T, H, V, BV)
         else:
-            # Loaded a turn ahead: too few turns for the compiler's pipeline to pay.
+            # Prefetch for the next iteration: the loop is too short for the compiler's pipeline.
             next_key, next_value = load_rows(k, u + BN, ck, T, H, K, BK), load_rows(v, u + BN, cv, T, H, V, BV)
         a = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         a *= decay_factor(c_t, load_sums(c, u, T, GATE), segments, t, u, T, GATE, SEGMENTS)
@@ -245,7 +245,7 @@ def _lion_tile_backward(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     GATE: tl.constexpr, SCALED: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens, first as queries (dq), then as keys (dk, dv); both halves of dc."""
+    """Compute the gradients of one tile of tokens, first as queries (dq), then as keys (dk, dv), and both terms of dc."""
     start, bh = tl.program_id(0) * BM, tl.program_id(1)
     t, ck, cv = start + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, BV)
     q, k, v, dy = base(q, bh, T, H, K), base(k, bh, T, H, K), base(v, bh, T, H, V), base(dy, bh, T, H, V)
@@ -262,7 +262,7 @@ def _lion_tile_backward(
     d_query = tl.zeros([BM, BK], tl.float32)
     for begin in range(low, high, BN):
         u = begin + tl.arange(0, BN)
-        # Loaded a turn ahead, so that memory answers while this turn computes.
+        # Prefetch for the next iteration.
         next_key, next_value = load_rows(k, u + BN, ck, T, H, K, BK), load_rows(v, u + BN, cv, T, H, V, BV)
         ds = tl.dot(grad, tl.trans(value_u), input_precision=PRECISION)
         ds = (ds - inner[:, None]) * scale[:, None]

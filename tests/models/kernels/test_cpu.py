@@ -117,7 +117,7 @@ def test_metala_core(dtype, shape, kind, cu_seqlens):
 
 
 @needs_compiler
-def test_gradients_of_the_core_lie_side_by_side():
+def test_gradients_of_the_core_are_adjacent_in_memory():
     """Those of q, a, v and gate, in this order: one matrix for the products with the weights behind them."""
     leaves = [torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(3)]
     gate, weight = torch.randn(1, 20, 32, requires_grad=True), torch.randn(32)
@@ -310,9 +310,9 @@ def test_without_a_compiler_it_is_pytorch(new_build, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("false") is None, reason="needs a command that fails")
-def test_a_compiler_that_fails_is_told_once(new_build, monkeypatch):
+def test_failing_compiler_warns_once(new_build, monkeypatch):
     monkeypatch.setenv("CXX", "false")
-    with pytest.warns(UserWarning, match=r"swiglu: .*false does not make a kernel of it, so PyTorch's are used"):
+    with pytest.warns(UserWarning, match=r"swiglu\.cpp: .*false did not compile it, so PyTorch's slower operators"):
         assert not supports_swiglu(torch.ones(16), torch.ones(16))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -365,7 +365,7 @@ def test_cache_folder_of_another_user_is_not_used(compiled, monkeypatch, tmp_pat
     (tmp_path / "metalion" / "native").mkdir(parents=True)
     other = os.geteuid() + 1
     monkeypatch.setattr(build.os, "geteuid", lambda: other)
-    with pytest.warns(UserWarning, match="belongs to another user: kernels are compiled anew per process; set XDG"):
+    with pytest.warns(UserWarning, match="belongs to another user: every process compiles its kernels; set XDG"):
         assert not build._folder().is_relative_to(tmp_path)
 
 

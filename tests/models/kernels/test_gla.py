@@ -1,4 +1,4 @@
-"""The Triton kernels of the recurrence with a decay a channel against the float64 reference, in float32."""
+"""The Triton kernels of gated linear attention with one decay per channel against the float64 reference, in float32."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_as_many_chunks_as_packed_sequences_can_have(device: str) -> None:
 
 @pytest.mark.parametrize(("length", "group"), [(384, 1), (400, 8)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_sequences_cut_into_stretches(
+def test_sequences_in_several_splits(
     device: str, packed: bool, length: int, group: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """What few long sequences take, here with 7 chunks in stretches of two, which one program joins or two; of 6 chunks the
@@ -135,7 +135,7 @@ def test_sequences_cut_into_stretches(
 
     request.addfinalizer(kernels._state_launches.cache_clear)
     kernels._state_launches.cache_clear()
-    monkeypatch.setattr(kernels, "stretches_of", lambda _: 4)
+    monkeypatch.setattr(kernels, "splits_of", lambda _: 4)
     monkeypatch.setattr(kernels, "_GROUP", group)
     bounds = [0, 90, 90, 230, length] if packed else None
     # Packed, a final state is to hold what comes from another stretch.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from models.kernels.launch import straight
+from models.kernels.launch import direct_launch
 
 GRID = (7, 3, 1)
 
@@ -69,7 +69,7 @@ def compiled(launcher: type[Launcher], calls: list[tuple[Any, ...]]) -> Any:
 def test_a_straight_call_passes_what_the_launcher_would(launcher: type[Launcher]) -> None:
     calls: list[tuple[Any, ...]] = []
     kernel = compiled(launcher, calls)
-    found = straight(kernel, GRID, 5)
+    found = direct_launch(kernel, GRID, 5)
     assert calls == []
     assert found is not None
     start, before, after = found
@@ -83,7 +83,7 @@ def test_a_straight_call_passes_what_the_launcher_would(launcher: type[Launcher]
 def test_another_launcher_is_left_alone(launcher: type[Launcher]) -> None:
     calls: list[tuple[Any, ...]] = []
     kernel = compiled(launcher, calls)
-    assert straight(kernel, GRID, 5) is None
+    assert direct_launch(kernel, GRID, 5) is None
     assert calls == []
 
 
@@ -91,4 +91,4 @@ def test_a_launcher_without_that_function_is_left_alone() -> None:
     def run(*arguments: Any) -> None:
         raise AssertionError("launched")
 
-    assert straight(SimpleNamespace(run=run, function=1, packed_metadata=()), GRID, 2) is None
+    assert direct_launch(SimpleNamespace(run=run, function=1, packed_metadata=()), GRID, 2) is None

@@ -79,7 +79,7 @@ def test_a_whole_sequence_in_one_program(
     from models.kernels.lion import tile as lion_tile
 
     request.addfinalizer(lion_whole._backward_launch.cache_clear)
-    monkeypatch.setattr(lion_tile, "takes_whole", lambda _: True)
+    monkeypatch.setattr(lion_tile, "supports_single_tile", lambda _: True)
     monkeypatch.setattr(lion_whole, "all_pairs_at_once", lambda _: at_once)
     lion_whole._backward_launch.cache_clear()
     for length in (2, 20, 50, 64):
@@ -108,10 +108,10 @@ def test_all_pairs_at_once_where_it_was_the_faster(
 ) -> None:
     """As docs/results/kernels.md has it: the kernel that is started, not the answer of the function that chooses."""
     from models.kernels.lion import single_tile as lion_whole
-    from models.kernels.lion.common import LOGITS, Case
+    from models.kernels.lion.common import LOGITS, LionCase
 
     monkeypatch.setattr(lion_whole, "_device", lambda _: (132, 227 * 1024))
-    case = Case(0, 2, length, 2, dim, dim, torch.bfloat16, torch.bfloat16, LOGITS, True, False)
+    case = LionCase(0, 2, length, 2, dim, dim, torch.bfloat16, torch.bfloat16, LOGITS, True, False)
     launch = lion_whole._backward_launch(case)
     assert launch._kernel is (lion_whole._lion_whole_backward if at_once else lion_whole._lion_whole_backward_by_keys)
 
@@ -129,11 +129,11 @@ def test_all_pairs_at_once_where_it_was_the_faster(
 def test_a_sequence_is_taken_whole_where_that_was_measured_right(
     device: str, length: int, dim: int, dtype: torch.dtype, whole: bool
 ) -> None:
-    from models.kernels.lion.common import LOGITS, Case
-    from models.kernels.lion.single_tile import takes_whole
+    from models.kernels.lion.common import LOGITS, LionCase
+    from models.kernels.lion.single_tile import supports_single_tile
 
     for dims in ((dim, 64), (64, dim)):
-        assert takes_whole(Case(0, 2, length, 2, *dims, dtype, dtype, LOGITS, True, False)) is whole
+        assert supports_single_tile(LionCase(0, 2, length, 2, *dims, dtype, dtype, LOGITS, True, False)) is whole
 
 
 @pytest.mark.parametrize("form", KERNELS)
@@ -149,14 +149,14 @@ def test_the_feature_map(device: str, form: str, phi: str, masked: bool) -> None
 
 
 @pytest.mark.parametrize(("decay", "scaled"), [(None, True), ("gate", True), ("gate", False)])
-def test_sequences_cut_into_stretches(
+def test_sequences_in_several_splits(
     device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """What long sequences take, here with 5 chunks in stretches of two, of which the fourth is left empty."""
     from models.kernels.lion import chunk_state as lion_states
 
     request.addfinalizer(lion_states._scan.cache_clear)
-    monkeypatch.setattr(lion_states, "_stretches", lambda *_: 4)
+    monkeypatch.setattr(lion_states, "_splits", lambda *_: 4)
     lion_states._scan.cache_clear()
     cu_seqlens = torch.tensor([0, 30, 31, 64, 150], device=device) if scaled else None
     check(device, "triton_chunk", (1, 150, 1, 16, 24), decay=decay, scaled=scaled)

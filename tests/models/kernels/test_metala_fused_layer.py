@@ -102,7 +102,7 @@ def test_a_loss_on_the_final_states_alone(device: str) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_gradients_lie_side_by_side(device: str) -> None:
+def test_gradients_are_adjacent_in_memory(device: str) -> None:
     """Those of q, a, v and gate, in this order: one matrix for the products with the weights behind them."""
     from models.kernels.metala import metala_core
 

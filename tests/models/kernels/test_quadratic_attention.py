@@ -132,5 +132,7 @@ def test_heads_that_are_too_large_are_refused(device: str, dim_k: int, dim_v: in
     from models.kernels.quadratic_attention import quadratic_attention
 
     q, v = (torch.zeros(1, 2, 1, dim, device=device) for dim in (dim_k, dim_v))
-    with pytest.raises(ValueError, match=f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels take 128 and 128"):
+    with pytest.raises(
+        ValueError, match=f"head_dim_k {dim_k}, head_dim_v {dim_v}: the kernels support at most 128 and 128"
+    ):
         quadratic_attention(q, q, v, None, taylor=True, normalized=True)
