@@ -1,7 +1,7 @@
-"""Model FLOPs, and the peak FLOP/s that they are measured against.
+"""Count the model FLOPs of a training step, and find the peak FLOP/s of a device for MFU.
 
-MFU = tokens/s x training FLOPs a token / (peak FLOP/s of one device x devices), as PaLM defines it (Chowdhery et al.
-2022, appendix B): FLOPs that the model needs; what activation checkpointing computes again does not count.
+MFU = tokens/s x training FLOPs per token / (peak FLOP/s of one device x devices), as in PaLM (Chowdhery et al. 2022,
+appendix B). Recomputation by activation checkpointing does not count.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import torch
 
 
 class Layer(Protocol):
-    """A layer that knows its cost."""
+    """A layer that reports its FLOPs."""
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs a token in a sequence of `length` tokens, two a multiply-add."""
+        """Return the forward FLOPs per token in a sequence of `length` tokens. A multiply-add is two FLOPs."""
         ...
 
 
 def training_flops_per_token(layers: Iterable[Layer], length: int, predicted_fraction: float = 1.0) -> float:
-    """FLOPs a token of one training step at sequence length `length`: the forward pass, and twice it backward.
+    """Return the training FLOPs per token at sequence length `length`: three times the forward pass.
 
-    The backward pass multiplies once for the gradient of the input and once for the gradient of the weight (or of the
-    other operand) for each product of the forward pass. predicted_fraction: as in `forward_flops`.
+    The backward pass has two matmuls per forward matmul, one for the gradient of each operand.
+    predicted_fraction: as in `forward_flops`.
     """
     return 3 * sum(forward_flops(layers, length, predicted_fraction))
 
 
 def forward_flops(layers: Iterable[Layer], length: int, predicted_fraction: float = 1.0) -> list[float]:
-    """Forward FLOPs a token of every layer.
+    """Return the forward FLOPs per token of every layer.
 
     Args:
-        predicted_fraction: of the tokens at which a token is to be predicted. The last layer, the head, is needed there alone.
+        layers: all layers; the last one is the language model head.
+        predicted_fraction: fraction of the positions that have a label. The head runs at these positions only.
     """
     *body, head = (float(layer.flops_per_token(length)) for layer in layers)
     return [*body, head * predicted_fraction]
 
 
 def peak_flops(device: torch.device, dtype: str) -> float:
-    """Peak FLOP/s of one device.
+    """Return the peak FLOP/s of one device.
 
-    A GPU in `PEAK_TERAFLOPS` has its data sheet's dense figure; "fp32" there is the TF32 figure when
-    `torch.set_float32_matmul_precision` allows TF32. Any other device (a CPU, a GPU that is not in the table or is a
-    slice of one) is measured: the best of a few matrix products in half a second. Its MFU is then against what this
-    machine's matrix products reach, which is less than its data sheet would say.
+    For a GPU in `PEAK_TERAFLOPS` this is the dense figure of the data sheet. "fp32" is the TF32 figure if
+    `torch.set_float32_matmul_precision` allows TF32. For any other device (CPU, unlisted GPU, GPU slice) it is measured with
+    `measure_peak_flops`. A measured peak is lower than a data sheet figure, so the MFU is higher.
 
     Args:
         device: "cpu" or "cuda".
@@ -63,34 +63,35 @@ def peak_flops(device: torch.device, dtype: str) -> float:
 
 
 def listed_peak_flops(device_name: str, dtype: str) -> float | None:
-    """The table's FLOP/s for a name as `torch.cuda.get_device_name` gives it, or None.
+    """Return the FLOP/s in the table for a name of `torch.cuda.get_device_name`, or None.
 
-    The entry with the most words wins, each of which the name must hold: "H100 PCIe" before "H100". dtype: "bf16",
-    "fp16", "tf32" or "fp32".
+    An entry matches if the name holds all its words. The entry with the most words wins: "H100 PCIe" before "H100".
+    dtype: "bf16", "fp16", "tf32" or "fp32".
     """
     words = set(re.split(r"[\s\-]+", device_name.lower()))
     if words & _OTHER_CHIPS:
         return None
-    fitting = [key for key in PEAK_TERAFLOPS if set(key.lower().split()) <= words]
-    if not fitting:
+    matches = [key for key in PEAK_TERAFLOPS if set(key.lower().split()) <= words]
+    if not matches:
         return None
-    figures = PEAK_TERAFLOPS[max(fitting, key=lambda key: len(key.split()))]
+    figures = PEAK_TERAFLOPS[max(matches, key=lambda key: len(key.split()))]
     value = figures.get(dtype)
     return None if value is None else value * 1e12
 
 
 @functools.cache
 def measure_peak_flops(device: torch.device, dtype: str, seconds: float = 0.5) -> float:
-    """FLOP/s of the fastest of the square matrix products that fit into `seconds` (at least two); measured once a process.
+    """Return the FLOP/s of the fastest of several square matmuls. Measured once per process.
 
     Args:
         dtype: "bf16", "fp16" or "fp32".
+        seconds: duration of the measurement; at least two matmuls run.
     """
     size = 8192 if device.type == "cuda" else 1024
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    # Random, because a GPU multiplies constants faster; of a stream of its own, so that the run's stays where it is.
-    stream = torch.Generator(device).manual_seed(0)
-    a, b = (torch.rand(size, size, device=device, generator=stream).to(kind) for _ in range(2))
+    # Random, because a GPU multiplies constants faster. An own generator leaves the random state of the run unchanged.
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.rand(size, size, device=device, generator=generator).to(kind) for _ in range(2))
     fastest = float("inf")
     runs, end = 0, time.perf_counter() + seconds
     while runs < 2 or time.perf_counter() < end:
@@ -108,8 +109,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# Dense TFLOP/s (no structured sparsity; tensor or matrix cores with float32 accumulation, but for fp32) from the
-# vendors' data sheets, which print the sparse figure for most of the newer chips: half of it is given here.
+# Dense TFLOP/s from the data sheets of the vendors: tensor or matrix cores with float32 accumulation, except fp32. Data
+# sheets give the sparse figure for most newer chips; the table holds half of it.
 #   V100, T4               NVIDIA data sheets "V100 Tensor Core GPU" (2020), "T4" (2019); no bf16
 #   A100, A800, A30        "NVIDIA A100 Tensor Core GPU" (2021), "A30" (2022)
 #   A10, A40, RTX A6000    "NVIDIA A10", "A40", "RTX A6000" data sheets (2021)
@@ -118,7 +119,7 @@ def _synchronize(device: torch.device) -> None:
 #   L4, L40, L40S, 6000 Ada  NVIDIA data sheets (2023)
 #   H100, H800, H200, H20, GH200  "NVIDIA H100 Tensor Core GPU", "H200", "GH200" data sheets; Hopper whitepaper
 #   B100, B200, GB200      NVIDIA Blackwell architecture technical brief (2024), HGX and NVL72 tables
-#   MI250X                 AMD "Instinct MI250X" data sheet; one device is one of its two dies, hence half
+#   MI250X                 AMD "Instinct MI250X" data sheet; one device is one of its two dies, so half
 #   MI300X, MI325X, MI355X AMD "Instinct MI300X", "MI325X", "MI355X" data sheets
 PEAK_TERAFLOPS: dict[str, dict[str, float]] = {
     "V100": {"fp16": 125.0, "fp32": 15.7},
@@ -152,5 +153,5 @@ PEAK_TERAFLOPS: dict[str, dict[str, float]] = {
     "MI325X": {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4},
     "MI355X": {"bf16": 2516.6, "fp16": 2516.6, "fp32": 157.3},
 }
-# Words that make a name another chip, or a part of one, than the entry that it also holds.
+# Words in a device name that rule out a match: another chip, or a slice of one.
 _OTHER_CHIPS = {"laptop", "mobile", "max", "mig", "d", "ti", "super"}

@@ -119,16 +119,16 @@ def test_layers_on_the_device_meta():
     tokens = 2 * 512 * 256 * 2  # bytes of hidden states
     assert whole[1].parameters == pytest.approx(2 * cut[1].parameters, rel=0.02)
     # What is cut halves; norms, residual streams and the convolution before the cut stay, or are shared out as well.
-    assert whole[1].kept / 2 < split[1].kept < cut[1].kept < whole[1].kept
+    assert whole[1].saved / 2 < split[1].saved < cut[1].saved < whole[1].saved
     # What is exchanged over the sequence are states, and the sums of decays; the core is not one step there, and keeps a too.
-    assert 1 < costs(context=2)[1].kept / (whole[1].kept / 2) < 1.06
-    assert costs("full")[1].kept == tokens  # its output alone
-    assert costs("full")[1].backward > whole[1].kept - tokens
-    assert tokens < costs("selective")[1].kept < costs("elementwise")[1].kept < whole[1].kept
+    assert 1 < costs(context=2)[1].saved / (whole[1].saved / 2) < 1.06
+    assert costs("full")[1].saved == tokens  # its output alone
+    assert costs("full")[1].backward > whole[1].saved - tokens
+    assert tokens < costs("selective")[1].saved < costs("elementwise")[1].saved < whole[1].saved
     # The kernel keeps its inputs and output; the plain form would keep 512 x 512 weights a head.
-    assert costs(mixers=("attention",))[1].kept < 30 * tokens
+    assert costs(mixers=("attention",))[1].saved < 30 * tokens
     for name in ("lion", "mamba2", "hgrn2", "retnet"):
-        assert costs(mixers=(name,))[1].kept > tokens
+        assert costs(mixers=(name,))[1].saved > tokens
 
 
 # GiB of the fullest process, torch.cuda.max_memory_allocated over all steps of `tools.benchmark layouts`: MetaLA 1.4B, bf16,
@@ -177,10 +177,10 @@ def test_every_kernel_counts_as_itself():
     output, epilogue = d, d
     mlp = 3 * width
     kept = norms_and_sums + convolution + projections + decay + key + states + output + epilogue + mlp
-    assert costs()[1].kept == pytest.approx(2 * 2 * 512 * kept, rel=0.01)
+    assert costs()[1].saved == pytest.approx(2 * 2 * 512 * kept, rel=0.01)
     # Decay and key are made again from a, which is kept in their place.
     forgotten = 2 * d + convolution + decay + key - d // 2 + states + epilogue + width
-    assert costs("elementwise")[1].kept == pytest.approx(2 * 2 * 512 * (kept - forgotten), rel=0.01)
+    assert costs("elementwise")[1].saved == pytest.approx(2 * 2 * 512 * (kept - forgotten), rel=0.01)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
@@ -209,13 +209,13 @@ def test_fused_projections_are_counted_as_the_engine_sets_them(monkeypatch):
 
 
 def test_the_peak_of_a_step_is_at_its_fullest_moment():
-    layer = LayerCost(parameters=100, largest=100, kept=1e6, forward=1e6, backward=5e5)
+    layer = LayerCost(parameters=100, largest=100, saved=1e6, forward=1e6, backward=5e5)
     parts = step_bytes([layer] * 4, Setting("bf16", 1, 1, released=False))
     assert parts == {"weights": 800, "gradients": 1600, "optimizer": 4800, "activations": 4e6, "at work": 5e5}
     pipeline = step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=8, in_flight=3))
     assert pipeline["activations"] == 12e6
     assert pipeline["gradients"] == 1600  # the 16-bit ones of the micro batch before are in these
-    light = LayerCost(parameters=1000, largest=1000, kept=1, forward=1, backward=1)
+    light = LayerCost(parameters=1000, largest=1000, saved=1, forward=1, backward=1)
     assert step_bytes([light], Setting("bf16", 1, 4))["gradients"] == 4000 + 2000
     summed = Setting("bf16", 1, 1, accumulation=2)
     assert step_bytes([light], summed)["gradients"] == 4000 + 2000
@@ -318,9 +318,9 @@ def test_the_fastest_that_fits_comes_first(capsys):
 
 
 def test_graphs_keep_their_memory_beside_the_head_and_the_update():
-    first = LayerCost(parameters=10, largest=10, kept=10, forward=10, backward=10)
-    block = LayerCost(parameters=1000, largest=1000, kept=5000, forward=6000, backward=9000)
-    last = LayerCost(parameters=10, largest=10, kept=2e5, forward=3e5, backward=4e5)
+    first = LayerCost(parameters=10, largest=10, saved=10, forward=10, backward=10)
+    block = LayerCost(parameters=1000, largest=1000, saved=5000, forward=6000, backward=9000)
+    last = LayerCost(parameters=10, largest=10, saved=2e5, forward=3e5, backward=4e5)
     layers = [first, block, block, last]
     pool = 2 * 5000 + 9000 + 3 * 10  # the fullest moment is the beginning of the backward pass
     # The head's backward pass is the fullest moment with and without: beside all that the blocks need, or what they keep.
@@ -329,7 +329,7 @@ def test_graphs_keep_their_memory_beside_the_head_and_the_update():
     without = step_bytes(layers, Setting("bf16", 1, 1))
     assert without["activations"] == 10 + 2 * 5000 + 2e5
     # Of a small head the update is, and it finds the graphs' memory still taken; the blocks' gradients lie there.
-    small = LayerCost(parameters=10, largest=10, kept=10, forward=10, backward=10)
+    small = LayerCost(parameters=10, largest=10, saved=10, forward=10, backward=10)
     setting = Setting("bf16", 1, 1, accumulation=2, graphs=True)
     parts = step_bytes([first, block, block, small], setting)
     assert parts["activations"] == pool
