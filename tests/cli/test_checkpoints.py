@@ -264,7 +264,9 @@ def test_a_disk_that_is_full_at_the_metrics_ends_with_a_sentence(arguments, tmp_
 
     monkeypatch.setattr(MetricsLogger, "log", full)
     assert train.main(arguments()) == 1
-    words = f"error: {tmp_path / 'run' / 'metrics.jsonl'}: No space left on device. What is finished is kept: make room"
+    words = (
+        f"error: {tmp_path / 'run' / 'metrics.jsonl'}: No space left on device. Finished work is saved: free disk space"
+    )
     assert words in capsys.readouterr().err
 
 

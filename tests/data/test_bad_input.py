@@ -134,7 +134,7 @@ def test_a_disk_that_fills_up(tmp_path, limit):
     done = subprocess.run([sys.executable, "run.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert re.search(r"error: out\.parts-\S+: File too large", done.stderr)
-    assert "What is finished is kept: make room and give the same command again" in done.stderr
+    assert "Finished work is saved: free disk space and run the same command again" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("out_*"))
     assert not list(tmp_path.rglob("*.aside")), "nothing half-written is left"

@@ -94,7 +94,7 @@ def own(step: list[Any], grid: Grid) -> list[Any]:
     return step[grid.data_rank :: grid.data_size]
 
 
-def run(case: layouts.Case) -> dict[str, Any]:
+def run(case: layouts.LayoutCase) -> dict[str, Any]:
     grid = grid_of(case.parallel)
     # Where every micro batch costs collectives in every layer, fewer of them.
     pairs = grid.data_size * grid.pipe_size == 1

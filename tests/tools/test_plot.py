@@ -208,7 +208,7 @@ def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "no training step is logged there yet" in capsys.readouterr().err
     run = write_run(tmp_path / "run", steps=2)
     assert main([str(run), "-o", str(tmp_path / "out.docx")]) == 2
-    assert "out.docx: a picture's name ends in its format" in capsys.readouterr().err
+    assert "out.docx: the name must end in an image format" in capsys.readouterr().err
     # Matplotlib would write tmp_path.png, and the program name what is no file.
     assert main([str(run), "-o", str(tmp_path)]) == 2
     assert "cannot be written (Is a directory" in capsys.readouterr().err

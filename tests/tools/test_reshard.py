@@ -54,5 +54,5 @@ def test_a_full_disk_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     assert "weights-00000.safetensors" in said
     assert "File too large" in said
-    assert "make room and give the same command again" in said
+    assert "free disk space and run the same command again" in said
     assert not list(tmp_path.iterdir())

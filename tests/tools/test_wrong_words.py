@@ -44,28 +44,31 @@ CASES = {
         ("RUN --suite needle --depths 200", "--depths 200: percent of the filler, from 0 to 100"),
         ("table NONE", "no results there; python eval.py MODEL --suite ... writes them"),
         ("compare TEXT TEXT", "is no JSON"),
-        ("--suite mqar tasks=[8xq]", "'8xq': LENGTHxPAIRS is expected, for example"),
-        ("--suite mqar models=[nosuch] --dry-run", "'nosuch' is not defined; allowed are attention, .*metala"),
+        ("--suite mqar tasks=[8xq]", "'8xq': allowed is LENGTHxPAIRS, for example"),
+        ("--suite mqar models=[nosuch] --dry-run", "'nosuch' is not in .definitions.; allowed are attention, .*metala"),
     ],
     "tools.benchmark.__main__": [
         ("decode --config NONE --device cpu --output OUT", "nothing: no such file"),
         ("decode --config FILE --device cpu --output OUT", r"file:1: sections"),
-        ("decode --config CLUSTER --device cpu --output OUT", r"1gpu\.yml has no section model"),
+        ("decode --config CLUSTER --device cpu --output OUT", r"1gpu\.yml has no section `model`"),
         (
             "decode --config WIDE --device cpu --output OUT",
             r"model\.hiden_size is an unknown key; allowed are vocab_size",
         ),
         ("decode --device nope --output OUT", "the device 'nope' is not here: allowed are auto, cpu"),
         ("profile --device nope --output OUT", "the device 'nope' is not here: allowed are auto, cpu"),
-        ("masked --size base model.vocab_size=512 --output OUT", r"model\.vocab_size = 512: 1001 or more are allowed"),
-        ("mixers --only nosuch --output OUT", "--only nosuch: known mixers are attention"),
+        (
+            "masked --size base model.vocab_size=512 --output OUT",
+            r"model\.vocab_size = 512: allowed are values >= 1001",
+        ),
+        ("mixers --only nosuch --output OUT", "--only nosuch: allowed are attention"),
         ("mixers --batch 0 --output OUT", "--batch: 0: a whole number, 1 or more"),
-        ("train --subjects nosuch --output OUT", "--subjects nosuch: known are metalion"),
-        ("train --shapes 3 --output OUT", "--shapes 3: LENGTHxBATCH is allowed, for example"),
-        ("profile --shape axb --output OUT", "--shape axb: LENGTHxBATCH"),
+        ("train --subjects nosuch --output OUT", "--subjects nosuch: allowed are metalion"),
+        ("train --shapes 3 --output OUT", "--shapes 3: allowed is LENGTHxBATCH, for example"),
+        ("profile --shape axb --output OUT", "--shape axb: allowed is LENGTHxBATCH"),
         ("masked --size huge --output OUT", "--size huge: .* allowed are base, large"),
         ("layouts --gpus 99 --output OUT", "--gpus 99: this machine has"),
-        ("decode --output FILE/out", "Not a directory; name a folder"),
+        ("decode --output FILE/out", "Not a directory; give a folder"),
     ],
     "tools.benchmark_evaluation": [
         ("--data-dir NONE", "--tokenizer says how the random model reads text; or give a --checkpoint"),
@@ -135,14 +138,14 @@ CASES = {
     "tools.plan": [
         ("CONFIG --gpus 0", "--gpus: 0: a whole number, 1 or more, is allowed"),
         ("CONFIG --gpu nosuch", "--gpu 'nosuch': no .* peak; known are V100"),
-        ("CONFIG --mfu 40", "--mfu: 40: a share above 0 and at most 1 is allowed"),
+        ("CONFIG --mfu 40", "--mfu: 40: a number above 0 and at most 1 is allowed"),
         ("CONFIG --node-bandwidth 0", "--node-bandwidth: 0: a number above 0"),
         ("CONFIG model.nosuch=1", "model.nosuch is an unknown key; allowed in model are"),
     ],
     "tools.plot": [
         ("NONE", "no metrics there; name the folder of a run"),
         ("RUN RUN --html", "--html is about one run; leave --html out"),
-        ("RUN -o OUT/plot.nosuch", r"--out .*plot\.nosuch: a picture's name ends in its format, such as \.png"),
+        ("RUN -o OUT/plot.nosuch", r"--out .*plot\.nosuch: the name must end in an image format, such as \.png"),
         ("RUN -o FILE/plot.png", r"--out .*plot\.png: cannot be written \(Not a directory"),
     ],
     "tools.preprocess_data": [
@@ -153,7 +156,7 @@ CASES = {
             "--workers: 0: a whole number, 1 or more",
         ),
         ("--input TEXT --tokenizer-type bytes --output-prefix OUT --max-broken -1", "--max-broken: -1: a whole number"),
-        ("--input TEXT --tokenizer-type bytes --output-prefix FILE/out", "Not a directory; name a folder"),
+        ("--input TEXT --tokenizer-type bytes --output-prefix FILE/out", "Not a directory; give a folder"),
     ],
     "tools.reshard": [
         ("NONE OUT", "does not exist"),
@@ -271,7 +274,7 @@ def test_a_full_disk_is_no_refusal(capsys):
 
     assert main() == arguments.FAILED
     assert capsys.readouterr().err.startswith(
-        "error: x.bin: No space left on device. What is finished is kept: make room"
+        "error: x.bin: No space left on device. Finished work is saved: free disk space"
     )
 
 

@@ -1,4 +1,4 @@
-"""Decoding: tokens a second and memory of a recurrent model over context, beside Hugging Face's Llama with its cache."""
+"""Measure decoding speed and memory of a recurrent model and of Hugging Face's Llama with its cache, by context."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PREFILL = 512  # tokens read at a time before decoding
 
 @dataclass(frozen=True)
 class Row:
-    """One way to decode at one context.
+    """Hold the result of one decoding method at one context.
 
     Attributes:
-        milliseconds: one step of the whole batch, the median.
-        tokens_per_second: batch / step.
-        memory: GiB allocated at the peak of the steps, weights included; None on a CPU.
-        state: GiB of what is carried from token to token, at the context.
+        milliseconds: median time per step of the whole batch.
+        tokens_per_second: batch / seconds per step.
+        memory: peak GiB during the steps, weights included; None on a CPU.
+        state: GiB of the recurrent state or the cache at the context.
     """
 
     method: str
@@ -43,75 +43,75 @@ class Row:
 
 
 def run(output: Path, config: Path, contexts: list[int], batch: int, steps: int, device: str, llama: bool) -> list[Row]:
-    """Measures and prints; decode.csv holds what is measured so far. Ends with the ratios that matter. Raises as `model_of` and
-    `device_of`.
-    """
+    """Measure, print a table and ratios, and write decode.csv after each row. Raises as `model_of` and `device_of`."""
     device = device_of(device).type
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = model_of(config)
     rows: list[Row] = []
 
-    def keep(row: Row) -> None:
+    def add(row: Row) -> None:
         rows.append(row)
         print(_line(row), flush=True)
         write_csv(output / "decode.csv", [asdict(row) for row in rows])
 
     with torch.inference_mode():
-        own = _own(model, device, dtype)
+        project_model = _project_model(model, device, dtype)
         for context in contexts:
             for method in ("eager", "graph") if device == "cuda" else ("eager",):
-                keep(_measure_own(own, context, batch, steps, graph=method == "graph"))
-        del own
+                add(_measure_project(project_model, context, batch, steps, graph=method == "graph"))
+        del project_model
         if llama:
             peer = _llama(model, device, dtype)
             for context in contexts:
-                keep(_measure_llama(peer, context, batch, steps))
+                add(_measure_llama(peer, context, batch, steps))
     print(table([asdict(row) for row in rows], f"{config.stem}, {str(dtype).removeprefix('torch.')}, decoding"))
     print("\n" + "\n".join(ratios(rows)))
     return rows
 
 
 def model_of(config: Path) -> ModelConfig:
-    """The section `model` of a file: that of a model alone too, and of a run in any layout. Raises ConfigError."""
+    """Read the section `model` of a configuration file and ignore its other sections. Raises ConfigError."""
     sources = read_sources([config])
     if sources.problems:
         raise ConfigError(sources.problems)
     section = sources.tree.get("model")
     if not isinstance(section, dict):
-        raise ConfigError([f"{config} has no section model"])
+        raise ConfigError(
+            [f"{config} has no section `model`: give a configuration file such as configs/metala_1.4b.yml"]
+        )
     known = [item.name for item in fields(ModelConfig)]
     if unknown := [key for key in section if key not in known]:
         raise ConfigError([f"model.{key} is an unknown key; allowed are {', '.join(known)}" for key in unknown])
     try:
-        given = {key: value for key, value in section.items() if value is not None}
-        return TypeAdapter(ModelConfig).validate_python(given)
+        values = {key: value for key, value in section.items() if value is not None}
+        return TypeAdapter(ModelConfig).validate_python(values)
     except ValidationError as error:
         raise ConfigError(
-            [f"{'.'.join(('model', *map(str, found['loc'])))}: {found['msg']}" for found in error.errors()]
+            [f"{'.'.join(('model', *map(str, problem['loc'])))}: {problem['msg']}" for problem in error.errors()]
         ) from error
 
 
 def ratios(rows: list[Row]) -> list[str]:
-    """Speed at the longest context over the shortest, memory likewise, and beside Llama."""
+    """Return lines with the ratios of speed and memory, longest to shortest context, and of the speed to Llama's."""
     lines = []
     methods = list(dict.fromkeys(row.method for row in rows))
     longest = {method: max((r for r in rows if r.method == method), key=lambda r: r.context) for method in methods}
     for method in methods:
         first, last = min((r for r in rows if r.method == method), key=lambda r: r.context), longest[method]
         speed = last.tokens_per_second / first.tokens_per_second
-        words = f"{method}: context {last.context} over {first.context}: {speed:.3f} of the tokens/s"
+        line = f"{method}: context {last.context} / {first.context}: {speed:.3f} of the tokens/s"
         if first.memory and last.memory:
-            words += f", {last.memory / first.memory:.3f} of the memory"
-        lines.append(words)
+            line += f", {last.memory / first.memory:.3f} of the memory"
+        lines.append(line)
     peer = longest.get("llama")
     if peer is not None:
         for method in methods[:-1]:
             share = longest[method].tokens_per_second / peer.tokens_per_second
-            lines.append(f"{method} over Hugging Face's Llama with its cache at context {peer.context}: {share:.2f} x")
+            lines.append(f"{method} / Hugging Face's Llama with its cache at context {peer.context}: {share:.2f} x")
     return lines
 
 
-def _own(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
+def _project_model(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
     import dataclasses
 
     from models.hf.configuration_metalion import MetalionConfig
@@ -140,7 +140,7 @@ def _llama(config: ModelConfig, device: str, dtype: torch.dtype) -> Any:
         return LlamaForCausalLM(llama).to(dtype).eval()
 
 
-def _measure_own(model: Any, context: int, batch: int, steps: int, *, graph: bool) -> Row:
+def _measure_project(model: Any, context: int, batch: int, steps: int, *, graph: bool) -> Row:
     from tools.inference.cuda_graph import graphed_step
 
     device = model.device
@@ -171,7 +171,7 @@ def _measure_own(model: Any, context: int, batch: int, steps: int, *, graph: boo
 
 
 def _measure_llama(model: Any, context: int, batch: int, steps: int) -> Row:
-    """The cache is filled with numbers instead of a prompt's: only their amount matters here."""
+    """Measure Llama with a cache of random numbers: only the size of the cache matters."""
     from transformers import DynamicCache
 
     config, device = model.config, model.device
@@ -191,7 +191,7 @@ def _measure_llama(model: Any, context: int, batch: int, steps: int) -> Row:
 
 
 def _time(once: Callable[[], None], steps: int, device: torch.device) -> tuple[float, float | None]:
-    """Milliseconds of a step, the median over fifths of `steps`, and peak GiB."""
+    """Return milliseconds per step, the median over five parts of `steps`, and peak GiB."""
     for _ in range(5):
         once()
     if device.type == "cuda":
@@ -217,4 +217,4 @@ def _clock(device: torch.device, times: list[float]) -> Iterator[None]:
 
 
 def _line(row: Row) -> str:
-    return f"{row.method:>6} at context {row.context}: {row.milliseconds:.3f} ms a step, {row.tokens_per_second:,.0f} tokens/s"
+    return f"{row.method:>6} at context {row.context}: {row.milliseconds:.3f} ms per step, {row.tokens_per_second:,.0f} tokens/s"

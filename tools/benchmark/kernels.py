@@ -1,6 +1,6 @@
-"""LION-s and MetaLA's epilogue on their kernels, beside softmax attention, plain PyTorch and flash-linear-attention.
+"""Measure the kernels of LION-s and MetaLA's epilogue, softmax attention, plain PyTorch and flash-linear-attention.
 
-LION-s begins at the layer's input: projection of the gate, logsigmoid and running sum count.
+The times of LION-s include the projection of the decay logits, logsigmoid and the cumulative sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models.precision import NORMALIZER_EPS
 from .report import machine, plot_lines, table, write_csv
 from .timing import Measurement, Step, capture, launched_ms, measure
 
-# Sequences of one length and their number, about as many tokens each.
+# (length, batch), with about as many tokens each.
 SHAPES = ((128, 128), (512, 32), (2048, 8), (8192, 2), (32768, 1))
 HEADS, HEAD_DIM = 16, 64
 ATTENTION, LION, PLAIN, FLIPPED = (
@@ -36,7 +36,7 @@ Work = tuple[Step, list[Tensor]]
 
 
 def run(output: Path) -> None:
-    """Prints the table of times, that of the epilogue and that of the errors; writes kernels.csv and kernels.png."""
+    """Print the tables of times, of the epilogue and of the errors, and write kernels.csv and kernels.png."""
     _needs_cuda()
     methods: dict[str, Callable[[int, int], Work]] = {
         ATTENTION: attention,
@@ -45,7 +45,7 @@ def run(output: Path) -> None:
         FLIPPED: flipped_lion,
     }
     if (reason := _flipped_refused()) is not None:
-        print(f"{FLIPPED}: left out, {reason}")
+        print(f"{FLIPPED}: skipped, {reason}")
         del methods[FLIPPED]
     work = [(name, build, *shape) for shape in SHAPES for name, build in methods.items()]
     rows = []
@@ -57,29 +57,29 @@ def run(output: Path) -> None:
         measure(f"MetaLA epilogue, {form}", 2048, 8, lambda form=form: metala(form, 2048, 8))
         for form in ("reference", "triton")
     ]
-    print(table(_beside(rows, ATTENTION), f"{HEADS} heads of {HEAD_DIM}, bf16, forward and backward, ms and GiB"))
-    print(table(_beside(epilogue, epilogue[0].method), "8 heads of 64 and 128, bf16, forward and backward"))
+    print(table(_with_ratios(rows, ATTENTION), f"{HEADS} heads of {HEAD_DIM}, bf16, forward and backward, ms and GiB"))
+    print(table(_with_ratios(epilogue, epilogue[0].method), "8 heads of 64 and 128, bf16, forward and backward"))
     print(table([errors(*shape) for shape in SHAPES], "LION-s, kernels in bf16: relative error against float32"))
     everything = [asdict(row) for row in rows + epilogue]
     write_csv(output / "kernels.csv", everything)
     plot_lines(
         output / "kernels.png",
         everything[: len(rows)],
-        {"replayed": "milliseconds", "memory": "GiB over the inputs"},
+        {"replayed": "milliseconds", "memory": "GiB beyond the inputs"},
         f"{HEADS} heads of {HEAD_DIM}, forward and backward, {machine()}",
     )
     print(f"\n{output / 'kernels.csv'} and kernels.png written")
 
 
 def choice(output: Path) -> None:
-    """The tile over the chunk kernel's device time: lengths, head sizes and how far the decays let a token see."""
+    """Print the ratio of device times, tile kernel to chunk kernel, by length, head size and decay; write choice.csv."""
     _needs_cuda()
     rows: list[dict[str, Any]] = []
     cases = [(dim, length) for dim in (32, 64, 128) for length in (32, 64, 128, 192, 256, 512, 1024)]
     for dim, length in tqdm(cases, unit="case"):
         row: dict[str, Any] = {"head size": dim, "length": length}
-        # log lambda of a token; e^-20 is reached after that many tokens.
-        for words, rate in (("30 tokens", 20 / 30), ("200 tokens", 0.1), ("all", 0.0)):
+        # Log decay per token. The name is the number of tokens after which the decay reaches e^-20.
+        for memory, rate in (("30 tokens", 20 / 30), ("200 tokens", 0.1), ("all", 0.0)):
             tensors = _random(2**14 // length, length, 1024 // dim, dim, count=4)
             q, k, v = (x.abs() for x in tensors[:3])
             log_decay = torch.full(q.shape[:3], -rate, device="cuda")
@@ -91,7 +91,7 @@ def choice(output: Path) -> None:
                     bidirectional_linear_attention(*leaves, form=form).backward(dy)
 
                 times.append(launched_ms(capture(step, leaves).replay, [], seconds=0.05))
-            row |= {f"tile, {words}": times[0], f"chunk, {words}": times[1], f"ratio, {words}": times[0] / times[1]}
+            row |= {f"tile, {memory}": times[0], f"chunk, {memory}": times[1], f"ratio, {memory}": times[0] / times[1]}
         rows.append(row)
     print(table(rows, "16,384 tokens of 1024 channels, bf16, forward and backward, replayed, ms"))
     write_csv(output / "choice.csv", rows)
@@ -112,7 +112,7 @@ def lion(length: int, batch: int) -> Work:
 
 
 def plain_lion(length: int, batch: int) -> Work:
-    """The formula as one writes it in PyTorch, attention map and mask in memory."""
+    """Compute the formula in plain PyTorch, with the decayed attention matrix and the mask in memory."""
     x, weight, q, k, v, dy = (t.transpose(1, 2) if t.ndim == 4 else t for t in _lion_inputs(length, batch))
 
     def step() -> None:
@@ -125,7 +125,7 @@ def plain_lion(length: int, batch: int) -> Work:
 
 
 def flipped_lion(length: int, batch: int) -> Work:
-    """Two calls of a causal kernel, the second one flipped with its gate one token later; the diagonal taken off once."""
+    """Call a causal kernel forward and on the flipped sequence, with decays one token later, and subtract one diagonal."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     x, weight, q, k, v, dy = _lion_inputs(length, batch)
@@ -134,16 +134,16 @@ def flipped_lion(length: int, batch: int) -> Work:
         g = F.logsigmoid(F.linear(x, weight).float())
         ones = F.pad(v, (0, 16), value=1.0)
         later = F.pad(g[:, 1:], (0, 0, 0, 1))
-        ahead, _ = chunk_simple_gla(q, k, ones, g, scale=1.0)
-        back, _ = chunk_simple_gla(q.flip(1), k.flip(1), ones.flip(1), later.flip(1), scale=1.0)
-        both = ahead + back.flip(1) - (q * k).sum(-1, keepdim=True) * ones
+        forward, _ = chunk_simple_gla(q, k, ones, g, scale=1.0)
+        backward, _ = chunk_simple_gla(q.flip(1), k.flip(1), ones.flip(1), later.flip(1), scale=1.0)
+        both = forward + backward.flip(1) - (q * k).sum(-1, keepdim=True) * ones
         (both[..., :HEAD_DIM] / (both[..., -1:] + NORMALIZER_EPS)).backward(dy)
 
     return step, _leaves(x, weight, q, k, v)
 
 
 def metala(form: str, length: int, batch: int) -> Work:
-    """At the shape of metala_360m: 8 heads, 64 channels of keys and 128 of values."""
+    """Return MetaLA's epilogue at the shape of metala_360m: 8 heads, key dimension 64, value dimension 128."""
     heads, dim_k, dim_v = 8, 64, 128
     o, v = _random(batch, length, heads, dim_v, count=2)
     q, k = _random(batch, length, heads, dim_k, count=2)
@@ -154,7 +154,7 @@ def metala(form: str, length: int, batch: int) -> Work:
 
 
 def errors(length: int, batch: int) -> dict[str, Any]:
-    """Of the output and of every gradient, on inputs that nothing else has seen."""
+    """Return the relative error of the output and of each gradient in bf16 against float32, on random inputs."""
     *inputs, dy = _lion_inputs(length, batch)
     results = []
     for form, dtype in (("auto", torch.bfloat16), ("chunked", torch.float32)):
@@ -162,13 +162,13 @@ def errors(length: int, batch: int) -> dict[str, Any]:
         y = bidirectional_linear_attention(q, k, v, decay_logits=ProjectedDecayLogits(x, weight), form=form)
         y.backward(dy.to(dtype))
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    names = ("output", "dx", "dW of the gate", "dq", "dk", "dv")
-    found = {name: ((a.float() - b).norm() / b.norm()).item() for name, a, b in zip(names, *results, strict=True)}
-    return {"length x batch": f"{length} x {batch}", **found}
+    names = ("output", "dx", "dW of the decay logits", "dq", "dk", "dv")
+    relative = {name: ((a.float() - b).norm() / b.norm()).item() for name, a, b in zip(names, *results, strict=True)}
+    return {"length x batch": f"{length} x {batch}", **relative}
 
 
-def _beside(rows: Sequence[Measurement], peer: str) -> list[dict[str, Any]]:
-    """Rows of the table, with the device time and the launched time over those of `peer` at the same shape."""
+def _with_ratios(rows: Sequence[Measurement], peer: str) -> list[dict[str, Any]]:
+    """Return the rows of the table with the ratios of replayed and launched time to those of `peer` at the same shape."""
     base = {(row.length, row.batch): row for row in rows if row.method == peer}
     out = []
     for row in rows:
@@ -185,7 +185,7 @@ def _beside(rows: Sequence[Measurement], peer: str) -> list[dict[str, Any]]:
 
 
 def _flipped_refused() -> str | None:
-    """Why the two flipped calls do not run here, None where they do."""
+    """Return why the two flash-linear-attention calls do not run here, or None if they do."""
     try:
         flipped_lion(256, 1)[0]()
     except (ImportError, RuntimeError, NotImplementedError) as error:
@@ -196,12 +196,12 @@ def _flipped_refused() -> str | None:
 def _needs_cuda() -> None:
     if not torch.cuda.is_available():
         raise ValueError(
-            "kernels and choice time CUDA kernels, and no CUDA device is visible here; mixers runs on a CPU"
+            "`kernels` and `choice` measure CUDA kernels, but no CUDA device is visible; on a CPU use `mixers`"
         )
 
 
 def _lion_inputs(length: int, batch: int) -> tuple[Tensor, ...]:
-    """x, gate weights, q, k (Lion's phi of random numbers), v, dy."""
+    """Return x, the weights of the decay logits, q and k (LION's phi of random numbers), v, dy."""
     (x,), (weight,) = _random(batch, length, HEADS * HEAD_DIM), _random(HEADS, HEADS * HEAD_DIM)
     q, k, v, dy = _random(batch, length, HEADS, HEAD_DIM, count=4)
     q, k = (F.normalize(F.silu(t) + 0.5, dim=-1) for t in (q, k))

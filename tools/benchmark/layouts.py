@@ -1,4 +1,4 @@
-"""Training speed of one model in several layouts, beside one GPU of the same machine in the same run."""
+"""Measure the training speed of one model in several layouts and on one GPU of the same machine, in the same run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
-class Case:
-    """A layout and the batch of one data rank.
+class LayoutCase:
+    """Describe a layout and the batch of one data rank.
 
     Attributes:
-        peer: the case whose tokens a second this one's are divided by.
-        parallel: changes of the section `parallel`.
+        parallel: keys of the section `parallel`.
+        peer: name of the case with which tokens per second are compared.
     """
 
     name: str
@@ -43,32 +43,34 @@ class Case:
     peer: str = "1 GPU"
 
 
-def cases(gpus: int, length: int, micro: int, long: int) -> list[Case]:
-    """What is measured on so many GPUs: each kind of parallelism alone, over 2, 4, ... GPUs."""
+def cases(gpus: int, length: int, micro: int, long: int) -> list[LayoutCase]:
+    """Return the layouts to measure: one GPU, and each kind of parallelism alone over 2, 4, ... GPUs up to `gpus`."""
     full = {"activation_checkpointing": {"mode": "full"}}
-    found = [Case("1 GPU", 1, length, micro, 4)]
+    found = [LayoutCase("1 GPU", 1, length, micro, 4)]
     if long:
-        found.append(Case(f"1 GPU, {long} tokens", 1, long, 1, 1, full))
+        found.append(LayoutCase(f"1 GPU, {long} tokens", 1, long, 1, 1, full))
     count = 2
     while count <= gpus:
-        found.append(Case(f"data {count}", count, length, micro, 4))
-        halves = {"tensor": count, "tensor_overlap": micro % 2 == 0, "cuda_graph": True}
-        found.append(Case(f"tensor {count}", count, length, micro, 4, halves))
+        found.append(LayoutCase(f"data {count}", count, length, micro, 4))
+        overlap = {"tensor": count, "tensor_overlap": micro % 2 == 0, "cuda_graph": True}
+        found.append(LayoutCase(f"tensor {count}", count, length, micro, 4, overlap))
         sequence = {"tensor": count, "sequence_parallel": True}
-        found.append(Case(f"tensor {count}, sequence parallel", count, length, micro, 4, sequence))
-        found.append(Case(f"pipeline {count}", count, length, micro, 16, {"pipeline": count}))
+        found.append(LayoutCase(f"tensor {count}, sequence parallel", count, length, micro, 4, sequence))
+        found.append(LayoutCase(f"pipeline {count}", count, length, micro, 16, {"pipeline": count}))
         if long:
             peer = f"1 GPU, {long} tokens"
-            found.append(Case(f"context {count}, {long} tokens", count, long, 1, 1, {"context": count, **full}, peer))
+            found.append(
+                LayoutCase(f"context {count}, {long} tokens", count, long, 1, 1, {"context": count, **full}, peer)
+            )
         count *= 2
     return found
 
 
 def run(output: Path, config: Path, gpus: int, length: int, micro: int, long: int, steps: int, only: str) -> None:
-    """Prints the table; writes layouts.csv and layouts.png. ValueError where the machine has fewer GPUs."""
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found < gpus:
-        raise ValueError(f"--gpus {gpus}: this machine has {found}")
+    """Print the table and write layouts.csv and layouts.png. Raises ValueError if the machine has fewer GPUs."""
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if available < gpus:
+        raise ValueError(f"--gpus {gpus}: this machine has {available}")
     chosen = [case for case in cases(gpus, length, micro, long) if only in case.name]
     results: dict[str, dict[str, Any]] = {}
     for count in sorted({case.gpus for case in chosen}):
@@ -83,14 +85,14 @@ def run(output: Path, config: Path, gpus: int, length: int, micro: int, long: in
         times = result["tokens/s"] / peer["tokens/s"] if peer else None
         rows.append({"method": case.name, "GPUs": case.gpus, "x 1 GPU": times, **result})
     if not rows:
-        raise ValueError("no layout came to an end; what they wrote is above")
+        raise ValueError("no layout finished: read the output of the processes above for the reason")
     print(table(rows, f"{config.stem}, bf16, sequence {length}"))
     write_csv(output / "layouts.csv", rows)
-    columns = {"tokens/s": "tokens a second", "GiB a GPU": "peak memory of a GPU, GiB"}
+    columns = {"tokens/s": "tokens per second", "GiB per GPU": "peak memory per GPU, GiB"}
     plot_bars(output / "layouts.png", rows, columns, f"{config.stem} by layout, {machine()}")
 
 
-def _launch(config: Path, group: Sequence[Case], processes: int, steps: int) -> dict[str, dict[str, Any]]:
+def _launch(config: Path, group: Sequence[LayoutCase], processes: int, steps: int) -> dict[str, dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -110,7 +112,7 @@ def _launch(config: Path, group: Sequence[Case], processes: int, steps: int) -> 
     ]
     results: dict[str, dict[str, Any]] = {}
     assert running[0].stdout is not None
-    for line in running[0].stdout:  # as they come, so that a failure leaves what was measured before it
+    for line in running[0].stdout:  # read line by line, so that a failure keeps earlier results
         if line.startswith("{"):
             result = json.loads(line)
             results[result.pop("name")] = result
@@ -120,8 +122,8 @@ def _launch(config: Path, group: Sequence[Case], processes: int, steps: int) -> 
     return results
 
 
-def worker(config_file: str, steps: int, group: Sequence[Case]) -> None:
-    """One process: measures every case; rank 0 prints a line of JSON for each."""
+def worker(config_file: str, steps: int, group: Sequence[LayoutCase]) -> None:
+    """Measure all cases in one process of the group. Rank 0 prints one line of JSON per case."""
     from megatron_lite.parallel.grid import init_grid
 
     for case in group:
@@ -134,7 +136,7 @@ def worker(config_file: str, steps: int, group: Sequence[Case]) -> None:
         torch.cuda.empty_cache()
 
 
-def _measure(case: Case, config_file: str, grid: Any, steps: int) -> dict[str, Any]:
+def _measure(case: LayoutCase, config_file: str, grid: Any, steps: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_lite.config.schema import ParallelConfig
@@ -171,16 +173,16 @@ def _measure(case: Case, config_file: str, grid: Any, steps: int) -> dict[str, A
         dist.all_reduce(memory, dist.ReduceOp.MAX)
     engine.close()
     seconds = statistics.median(times[2:])
-    tokens_a_step = case.micro_batch_size * case.accumulation * case.length * grid.data_size
+    tokens_per_step = case.micro_batch_size * case.accumulation * case.length * grid.data_size
     return {
-        "tokens/s": tokens_a_step / seconds,
+        "tokens/s": tokens_per_step / seconds,
         "step s": seconds,
-        "GiB a GPU": memory.item(),
+        "GiB per GPU": memory.item(),
         "loss": loss,
         "first step s": times[0],
     }
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], int(sys.argv[2]), [Case(**case) for case in json.loads(sys.argv[3])])
-    os._exit(0)  # a process group with a dead peer would wait for its time-out
+    worker(sys.argv[1], int(sys.argv[2]), [LayoutCase(**case) for case in json.loads(sys.argv[3])])
+    os._exit(0)  # a process group with an ended peer would wait for its timeout

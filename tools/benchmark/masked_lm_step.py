@@ -1,7 +1,7 @@
-"""Whole training steps of LION's masked models and of BERT with softmax attention (PyTorch's SDPA), in one run.
+"""Measure training steps of LION's masked models and of BERT with softmax attention (PyTorch's SDPA), in one run.
 
-A step is the trainer's: forward, loss and accuracy of masked tokens, backward, AdamW. 30 % of the tokens are masked, rows are
-full. Every model of a shape is measured in turn, several rounds of each, so that a machine that slows down slows all.
+A step is the trainer's: forward, loss and accuracy of masked tokens, backward, AdamW. 30 % of the tokens are masked, without
+padding. The models of a shape take turns for several rounds, so that a machine that slows down affects all of them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .report import machine, plot_lines, table, write_csv
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = ("bert", "lion_lit", "lion_d", "lion_s")
-MASK, WORDS = 103, 1000  # of BERT's vocabulary: [MASK], and the first token that is text
+MASK, FIRST_WORD = 103, 1000  # BERT's vocabulary: the id of [MASK] and of the first word
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one model at one shape: seconds of the timed steps, peak GiB (None on a CPU), loss of the last one."""
+    """Hold the seconds of one model's timed steps at one shape, the peak GiB (None on a CPU) and the last loss."""
 
     seconds: list[float]
     gib: float | None
@@ -38,9 +38,9 @@ class Timing:
 def run(
     output: Path, size: str, shapes: Sequence[tuple[int, int]], steps: int, rounds: int, overrides: Sequence[str]
 ) -> None:
-    """Prints the table; writes masked.csv, after each shape, and masked.png. shapes: (length, batch).
+    """Print the table and write masked.csv, after each shape, and masked.png.
 
-    Raises ValueError for an unknown size.
+    shapes: (length, batch). Raises ValueError for an unknown size.
     """
     rows: list[dict[str, Any]] = []
     for length, batch in shapes:
@@ -48,27 +48,27 @@ def run(
         for _ in range(rounds):
             for name in MODELS:
                 timings[name].append(_measure(name, size, length, batch, steps, overrides))
-        median = {name: statistics.median(s for t in found for s in t.seconds) for name, found in timings.items()}
-        for name, found in timings.items():
-            by_round = [statistics.median(t.seconds) for t in found]
+        median = {name: statistics.median(s for t in of_model for s in t.seconds) for name, of_model in timings.items()}
+        for name, of_model in timings.items():
+            by_round = [statistics.median(t.seconds) for t in of_model]
             rows.append(
                 {
                     "method": name,
                     "length": length,
                     "batch": batch,
-                    "ms a step": 1e3 * median[name],
+                    "ms per step": 1e3 * median[name],
                     "time / bert": median[name] / median["bert"],
-                    "spread of rounds": (max(by_round) - min(by_round)) / median[name],
+                    "range of rounds": (max(by_round) - min(by_round)) / median[name],
                     "tokens / s": length * batch / median[name],
-                    "peak GiB": found[0].gib,
-                    "loss": found[-1].loss,
+                    "peak GiB": of_model[0].gib,
+                    "loss": of_model[-1].loss,
                 }
             )
             print(f"{name} {length} x {batch}: {1e3 * median[name]:.2f} ms", flush=True)
         write_csv(output / "masked.csv", rows)
     title = f"Masked models, {size}, training step"
     print(table(rows, title))
-    panels = {"time / bert": "step time over BERT's", "ms a step": "ms a step"}
+    panels = {"time / bert": "step time / BERT's", "ms per step": "ms per step"}
     if rows[0]["peak GiB"] is not None:
         panels["peak GiB"] = "peak GiB"
     plot_lines(output / "masked.png", rows, panels, f"{title}, {machine()}", batches=True)
@@ -80,7 +80,7 @@ def _measure(name: str, size: str, length: int, batch: int, steps: int, override
 
     file = CONFIGS / f"{name}_{size}.yml"
     if not file.is_file():
-        raise ValueError(f"--size {size}: there is no {file}; allowed are base, large")
+        raise ValueError(f"--size {size}: {file} does not exist; allowed are base, large")
     settings = [
         f"batch.sequence_length={length}",
         f"batch.micro_batch_size={batch}",
@@ -94,8 +94,8 @@ def _measure(name: str, size: str, length: int, batch: int, steps: int, override
         config = load_config([file], settings, model_type=ModelConfig, world_size=1)
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    if config.model.vocab_size <= WORDS:
-        raise ValueError(f"model.vocab_size = {config.model.vocab_size}: {WORDS + 1} or more are allowed")
+    if config.model.vocab_size <= FIRST_WORD:
+        raise ValueError(f"model.vocab_size = {config.model.vocab_size}: allowed are values >= {FIRST_WORD + 1}")
     grid = init_grid("auto")
     on_gpu = grid.device.type == "cuda"
     engine = build_engine(config, grid, "bf16" if on_gpu else "fp32")
@@ -104,12 +104,12 @@ def _measure(name: str, size: str, length: int, batch: int, steps: int, override
         torch.cuda.reset_peak_memory_stats()
     times, loss = [], 0.0
     for _ in range(steps + 3):
-        tokens = torch.randint(WORDS, config.model.vocab_size, (batch, length), generator=generator)
-        asked = torch.rand(batch, length, generator=generator) < 0.30
-        sample = {"tokens": tokens.masked_fill(asked, MASK), "labels": tokens.masked_fill(~asked, -100)}
+        tokens = torch.randint(FIRST_WORD, config.model.vocab_size, (batch, length), generator=generator)
+        predicted = torch.rand(batch, length, generator=generator) < 0.30
+        sample = {"tokens": tokens.masked_fill(predicted, MASK), "labels": tokens.masked_fill(~predicted, -100)}
         _wait(on_gpu)
         begin = time.perf_counter()
-        loss = engine.train_step([{**sample, "loss_weight": asked.float()}], lr=1e-5).loss
+        loss = engine.train_step([{**sample, "loss_weight": predicted.float()}], lr=1e-5).loss
         _wait(on_gpu)
         times.append(time.perf_counter() - begin)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None

@@ -1,4 +1,4 @@
-"""Every mixer at one model shape: forward, forward and backward, tokens a second, memory, beside softmax attention."""
+"""Measure every mixer and softmax attention at one model shape: forward, backward, tokens per second, memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..loading.triton_autotune import tune_side_by_side, without_tuning
 from .report import machine, plot_bars, table, write_csv
 from .timing import Step, host_ms, launched_ms, peak_gib
 
-# Beside the defaults: what runs another operator or another kernel.
-FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+# Mixer options, besides the defaults, that select another operator or kernel.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lion, both directions": ("lion", {"causal": False}),
     "lion-d, both directions": ("lion", {"variant": "d", "causal": False}),
     "lion-lit, both directions": ("lion", {"variant": "lit", "causal": False}),
@@ -36,7 +36,7 @@ def run(
     only: Sequence[str] | None = None,
     tuned: bool = True,
 ) -> None:
-    """Prints the table; writes mixers.csv, after each mixer, and mixers.png.
+    """Print the table and write mixers.csv, after each mixer, and mixers.png.
 
     Raises ValueError for an unknown mixer or an impossible shape.
     """
@@ -46,10 +46,10 @@ def run(
         without_tuning()
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         name: (name, {}) for name in [PEER, *(name for name in MIXERS if name != PEER)]
-    } | FURTHER
+    } | VARIANTS
     if only is not None:
         if unknown := [name for name in only if name not in MIXERS]:
-            raise ValueError(f"--only {' '.join(unknown)}: known mixers are {', '.join(MIXERS)}")
+            raise ValueError(f"--only {' '.join(unknown)}: allowed are {', '.join(MIXERS)}")
         cases = {name: case for name, case in cases.items() if case[0] in (PEER, *only)}
     rows: list[dict[str, Any]] = []
     for method, (name, options) in (bar := tqdm(cases.items(), unit="mixer")):
@@ -66,7 +66,7 @@ def run(
         except ValueError as error:
             if name == PEER:
                 raise
-            tqdm.write(f"{method}: left out, {error}")
+            tqdm.write(f"{method}: skipped, {error}")
             continue
         row = {"method": method, **measure_mixer(config, length, batch)}
         rows.append(row)
@@ -77,13 +77,16 @@ def run(
     print(table(rows, title))
     columns = {"both ms": "milliseconds, forward and backward"}
     if torch.cuda.is_available():
-        columns["memory GiB"] = "GiB over input and parameters"
+        columns["memory GiB"] = "GiB beyond input and parameters"
     plot_bars(output / "mixers.png", rows, columns, f"{title}, {machine()}")
     print(f"\n{output / 'mixers.csv'} and mixers.png written")
 
 
 def measure_mixer(config: ModelConfig, length: int, batch: int) -> dict[str, Any]:
-    """Parameters, milliseconds forward and both, tokens a second, GiB at the peak; None where it ran out of memory."""
+    """Return parameters, milliseconds forward and forward with backward, tokens per second and peak GiB.
+
+    A value is None if the mixer runs out of memory.
+    """
     cuda = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
     torch.manual_seed(0)
@@ -115,6 +118,6 @@ def measure_mixer(config: ModelConfig, length: int, batch: int) -> dict[str, Any
 
 
 def _time(timer: Any, step: Step, leaves: list[torch.Tensor]) -> float:
-    # Once before: kernels are compiled and tuned at their first call.
+    # Kernels are compiled and autotuned at their first call.
     step()
     return timer(step, leaves)

@@ -1,7 +1,7 @@
-"""Where a training step's time goes: the trainer's own step under torch.profiler, by part and by kernel.
+"""Measure the time of the trainer's step by part and by kernel with torch.profiler.
 
-On CUDA the time is that of kernels on the device, on a CPU that of operators without what they call. The step's own time
-is measured without the profiler; what no kernel covers is given as the gap: the device waits for the host.
+On CUDA the times are of kernels on the device, on a CPU of operators without the operators that they call. The step time
+is measured without the profiler. "gap" is the time without a running kernel, in which the device waits for the host.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from tools.cli.devices import device_of
 
 from .profile_parts import PARTS, part_of
 from .report import machine, plot_bars, table, write_csv
-from .training_models import own_batch, own_config, own_engine
+from .training_models import project_batch, project_config, project_engine
 
 WARM_UP, TIMED = 3, 5
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One kernel (on a CPU: one operator) that ran once.
+class KernelCall:
+    """Describe one run of a kernel (on a CPU: of an operator).
 
     Attributes:
-        name: of the kernel; operators: what started it, innermost first; place: the module whose forward or backward
-            pass it belongs to, as "mixer.conv" or "" for none.
-        flops, bytes: None where they do not follow from the shapes; of bytes, those of `_bytes`.
+        name: name of the kernel.
+        operators: the operators that launched it, innermost first.
+        module: the module of its forward or backward pass, such as "mixer.conv", or "".
+        flops: None if the shapes do not determine them.
+        bytes: as `_bytes` computes them; None if the shapes do not determine them.
     """
 
     name: str
     operators: tuple[str, ...]
-    place: str
+    module: str
     microseconds: float
     flops: float | None
     bytes: float | None
@@ -58,25 +60,25 @@ def run(
     trace: bool,
     device: str,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Prints both tables; writes profile_parts.csv, profile_kernels.csv, profile.png and, asked for, profile.json.gz.
+    """Print both tables; write profile_parts.csv, profile_kernels.csv, profile.png and with `trace` profile.json.gz.
 
-    ValueError for a configuration that cannot run, and as `device_of`.
+    Raises ValueError for an invalid configuration, and as `device_of`.
     """
     from megatron_lite.engine.precision import faster_dtype
 
     place = device_of(device)
     device = place.type
-    config = own_config(str(config_file), overrides, length, batch)
+    config = project_config(str(config_file), overrides, length, batch)
     dtype = config.precision.dtype
     if dtype == "auto":
         dtype = faster_dtype(place, config.model.hidden_size, length * batch)
-    engine = own_engine(config, place, dtype)
+    engine = project_engine(config, place, dtype)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.model.vocab_size, (batch, length + 1), generator=generator)
 
     def step() -> float:
         begin = time.perf_counter()
-        engine.train_step([own_batch(tokens)], lr=1e-5)
+        engine.train_step([project_batch(tokens)], lr=1e-5)
         if device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begin
@@ -101,65 +103,65 @@ def run(
                 profiled = 1e3 * sum(next_step("profiled") for _ in range(steps)) / steps
     if trace:
         profiler.export_chrome_trace(str(output / "profile.json.gz"))
-    pieces = list(_pieces(profiler, device))
+    pieces = list(_kernel_calls(profiler, device))
     busy = _busy(profiler) / steps / 1e3 if device == "cuda" else sum(p.microseconds for p in pieces) / steps / 1e3
-    # On a CPU the profiler slows the step itself, so that shares are of the step that was profiled.
+    # On a CPU the profiler slows the step, so that the shares refer to the profiled step.
     whole = milliseconds if device == "cuda" else profiled
     parts, kernels = by_part(pieces, steps, whole, max(0.0, whole - busy)), by_kernel(pieces, steps, whole)
     engine.close()
     title = f"{config_file.stem}{''.join(f', {word}' for word in overrides)}, {length} x {batch}, {dtype}"
-    print(table(parts, f"{title}, {milliseconds:.1f} ms a step ({profiled:.1f} under the profiler)"))
+    print(table(parts, f"{title}, {milliseconds:.1f} ms per step ({profiled:.1f} with the profiler)"))
     print(table(kernels[:top], "the longest kernels" if device == "cuda" else "the longest operators"))
     write_csv(output / "profile_parts.csv", parts)
     write_csv(output / "profile_kernels.csv", kernels)
     bars = [{**row, "method": row["part"]} for row in parts if row["part"] != "whole step"]
-    plot_bars(output / "profile.png", bars, {"ms a step": "milliseconds a step"}, f"{title}, {machine()}")
+    plot_bars(output / "profile.png", bars, {"ms per step": "milliseconds per step"}, f"{title}, {machine()}")
     print(f"\n{output / 'profile_parts.csv'}, profile_kernels.csv and profile.png written")
     return parts, kernels
 
 
-def by_part(pieces: Sequence[Piece], steps: int, whole: float, gap: float) -> list[dict[str, Any]]:
-    """One row a part of `PARTS` that took any time, the gap, and the whole step of `whole` milliseconds."""
-    groups: dict[str, list[Piece]] = {}
+def by_part(pieces: Sequence[KernelCall], steps: int, whole: float, gap: float) -> list[dict[str, Any]]:
+    """Return one row per part of `PARTS` with a kernel, one for the gap, and one for the whole step (`whole` in ms)."""
+    groups: dict[str, list[KernelCall]] = {}
     for piece in pieces:
-        groups.setdefault(part_of(piece.name, piece.operators, piece.place), []).append(piece)
-    rows = [{"part": part, **_sums(groups[part], steps, whole)} for part in PARTS if part in groups]
-    rows.sort(key=lambda row: -row["ms a step"])
+        groups.setdefault(part_of(piece.name, piece.operators, piece.module), []).append(piece)
+    rows = [{"part": part, **_totals(groups[part], steps, whole)} for part in PARTS if part in groups]
+    rows.sort(key=lambda row: -row["ms per step"])
     nothing = {"launches": None, "TFLOP/s": None, "GB/s": None}
-    rows.append({"part": "gap", "ms a step": gap, "share": gap / whole, **nothing})
-    rows.append({"part": "whole step", "ms a step": whole, "share": 1.0, **nothing})
+    rows.append({"part": "gap", "ms per step": gap, "share": gap / whole, **nothing})
+    rows.append({"part": "whole step", "ms per step": whole, "share": 1.0, **nothing})
     return rows
 
 
-def by_kernel(pieces: Sequence[Piece], steps: int, whole: float) -> list[dict[str, Any]]:
-    """One row a kernel and part, the longest first."""
-    groups: dict[tuple[str, str], list[Piece]] = {}
+def by_kernel(pieces: Sequence[KernelCall], steps: int, whole: float) -> list[dict[str, Any]]:
+    """Return one row per kernel and part, the longest first."""
+    groups: dict[tuple[str, str], list[KernelCall]] = {}
     for piece in pieces:
-        key = _without_template(piece.name), part_of(piece.name, piece.operators, piece.place)
+        key = _without_template(piece.name), part_of(piece.name, piece.operators, piece.module)
         groups.setdefault(key, []).append(piece)
     rows = []
     for (name, part), group in groups.items():
-        sums = _sums(group, steps, whole)
+        totals = _totals(group, steps, whole)
         mean = sum(piece.microseconds for piece in group) / len(group)
-        rows.append({"kernel": name, "part": part, **sums, "us each": mean})
-    return sorted(rows, key=lambda row: -row["ms a step"])
+        rows.append({"kernel": name, "part": part, **totals, "us each": mean})
+    return sorted(rows, key=lambda row: -row["ms per step"])
 
 
-def _sums(group: Sequence[Piece], steps: int, whole: float) -> dict[str, Any]:
+def _totals(group: Sequence[KernelCall], steps: int, whole: float) -> dict[str, Any]:
     milliseconds = sum(piece.microseconds for piece in group) / steps / 1e3
-    row: dict[str, Any] = {"ms a step": milliseconds, "share": milliseconds / whole, "launches": len(group) // steps}
+    row: dict[str, Any] = {"ms per step": milliseconds, "share": milliseconds / whole, "launches": len(group) // steps}
     for column, unit, amount in (("TFLOP/s", 1e6, "flops"), ("GB/s", 1e3, "bytes")):
         known = [piece for piece in group if getattr(piece, amount) is not None]
         busy = sum(piece.microseconds for piece in known)
-        # Only where it describes the row, not a few of its kernels.
-        told = busy > 0.8 * sum(piece.microseconds for piece in group) > 0
-        row[column] = sum(getattr(piece, amount) for piece in known) / busy / unit if told else None
+        # Shown only if most of the row's time has a known amount.
+        representative = busy > 0.8 * sum(piece.microseconds for piece in group) > 0
+        row[column] = sum(getattr(piece, amount) for piece in known) / busy / unit if representative else None
     return row
 
 
 @contextlib.contextmanager
 def _named(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Every module's forward pass under its name, as a range of the profiler."""
+    """Record each module's forward pass as a profiler range with the module's name."""
     handles, ranges = [], []
 
     def enter(name: str) -> Callable[..., None]:
@@ -183,7 +185,7 @@ def _named(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
-def _pieces(profiler: Any, device: str) -> Iterator[Piece]:
+def _kernel_calls(profiler: Any, device: str) -> Iterator[KernelCall]:
     events = profiler.events()
     recorded = profiler.profiler.kineto_results.events()
     types = {event.correlation_id(): event.dtypes() for event in recorded if event.linked_correlation_id() == 0}
@@ -192,33 +194,35 @@ def _pieces(profiler: Any, device: str) -> Iterator[Piece]:
     places: dict[int, str] = {}
     for event in sorted(cpu, key=lambda event: event.time_range.start):
         if event.sequence_nr >= 0 and not any(name.startswith("autograd::") for name in chains[id(event)]):
-            # The last operator that saw a number is the one that made the node of the backward pass with it.
+            # The last operator with a sequence number created the backward node with this number.
             places[event.sequence_nr] = _module(chains[id(event)])
-    told: Counter[str] = Counter()
+    attributed: Counter[str] = Counter()
     for event in cpu:
         if event.name.startswith("module "):
             continue
         chain = chains[id(event)]
         place = _module(chain)
         if not place:
-            place = next((places.get(e.sequence_nr, "") for e in _up(event) if e.name.startswith("autograd::")), "")
+            place = next(
+                (places.get(e.sequence_nr, "") for e in _ancestors(event) if e.name.startswith("autograd::")), ""
+            )
         flops = _flops(event.name, event.input_shapes)
         size = _bytes(event.name, event.input_shapes, types.get(event.id))
         if device == "cpu":
-            # The time of a function in Python without what it calls is the interpreter's.
+            # The self time of a Python function is the interpreter's.
             size = size if event.name.startswith("aten::") else None
-            yield Piece(event.name, chain, place, event.self_cpu_time_total, flops, size)
+            yield KernelCall(event.name, chain, place, event.self_cpu_time_total, flops, size)
             continue
-        # What an operator computes is its longest kernel's.
-        kernels = [kernel for kernel in event.kernels if kernel.name != event.name]  # a range of the profiler's
+        # Attribute the operator's FLOPs and bytes to its longest kernel.
+        kernels = [kernel for kernel in event.kernels if kernel.name != event.name]  # not a profiler range
         for number, kernel in enumerate(sorted(kernels, key=lambda kernel: -kernel.duration)):
-            told[kernel.name] += 1
-            yield Piece(kernel.name, chain, place, kernel.duration, *((None, None) if number else (flops, size)))
-    for event in _device_events(profiler):  # of CUDA graphs, which no operator starts
-        if told[event.name]:
-            told[event.name] -= 1
+            attributed[kernel.name] += 1
+            yield KernelCall(kernel.name, chain, place, kernel.duration, *((None, None) if number else (flops, size)))
+    for event in _device_events(profiler):  # kernels of CUDA graphs, which no operator launches
+        if attributed[event.name]:
+            attributed[event.name] -= 1
         else:
-            yield Piece(event.name, (), "", event.time_range.elapsed_us(), None, None)
+            yield KernelCall(event.name, (), "", event.time_range.elapsed_us(), None, None)
 
 
 def _device_events(profiler: Any) -> list[Any]:
@@ -227,7 +231,7 @@ def _device_events(profiler: Any) -> list[Any]:
 
 
 def _busy(profiler: Any) -> float:
-    """Microseconds in which at least one kernel ran."""
+    """Return the microseconds in which at least one kernel ran."""
     total, until = 0.0, 0.0
     for begin, end in sorted((e.time_range.start, e.time_range.end) for e in _device_events(profiler)):
         total += max(0.0, end - max(begin, until))
@@ -235,14 +239,14 @@ def _busy(profiler: Any) -> float:
     return total
 
 
-def _up(event: Any) -> Iterator[Any]:
+def _ancestors(event: Any) -> Iterator[Any]:
     while event is not None:
         yield event
         event = event.cpu_parent
 
 
 def _chain(event: Any) -> tuple[str, ...]:
-    return tuple(above.name for above in _up(event))
+    return tuple(above.name for above in _ancestors(event))
 
 
 def _module(chain: Sequence[str]) -> str:
@@ -250,7 +254,7 @@ def _module(chain: Sequence[str]) -> str:
 
 
 def _factors(name: str, shapes: Any) -> tuple[list[int], list[int]] | None:
-    """Shapes of the two factors of a matrix product, None for another operator."""
+    """Return the shapes of the two factors of a matmul, or None for another operator."""
     found = re.fullmatch(r"aten::(add|badd)?(b?mm)_?", name)
     factors = (shapes or [])[1 if found and found[1] else 0 :][:2]
     if found is None or len(factors) < 2 or not factors[0] or not factors[1]:
@@ -259,13 +263,13 @@ def _factors(name: str, shapes: Any) -> tuple[list[int], list[int]] | None:
 
 
 def _flops(name: str, shapes: Any) -> float | None:
-    """Of a matrix product, from the shapes of its factors."""
+    """Return the FLOPs of a matmul from the shapes of its factors, or None for another operator."""
     factors = _factors(name, shapes)
     return None if factors is None else 2.0 * torch.Size(factors[0]).numel() * factors[1][-1]
 
 
 def _bytes(name: str, shapes: Any, types: Any) -> float | None:
-    """Inputs once and the result once: what an operator moves at least, but for inputs that are expanded views."""
+    """Return the fewest bytes that an operator moves: each input and the result once, expanded views in full."""
     if not shapes or not types or len(shapes) != len(types) or _NOTHING_MOVED.fullmatch(name):
         return None
     inputs = [
@@ -280,7 +284,7 @@ def _bytes(name: str, shapes: Any, types: Any) -> float | None:
         return sizes[0]
     read = sum(sizes)
     if name == "aten::copy_" or _REDUCES.fullmatch(name):
-        return read  # what is copied to is an input; a reduction's result is small
+        return read  # the destination of a copy is an input; the result of a reduction is small
     if name.endswith("_"):
         return read + sizes[0]
     if (factors := _factors(name, shapes)) is not None:
@@ -289,8 +293,7 @@ def _bytes(name: str, shapes: Any, types: Any) -> float | None:
     return read + max(sizes)
 
 
-# Operators that only describe their input anew, or leave the work to another one; and those that read the rows which an
-# index names: how many, the shapes do not say.
+# Views, operators that call another operator, and lookups by index, for which the shapes do not give the rows read.
 _NOTHING_MOVED = re.compile(
     r"aten::(view|_unsafe_view|select|slice|narrow|transpose|t|permute|expand|unsqueeze|squeeze|reshape|flatten|unflatten"
     r"|unbind|split|chunk|detach|alias|as_strided|resolve_conj|resolve_neg|matmul|linear|to|empty\w*|embedding\w*"
@@ -306,7 +309,7 @@ _ELEMENT: Mapping[str, int] = {
 
 
 def _without_template(name: str) -> str:
-    """A C++ kernel's name up to its template arguments, and the functor that tells elementwise kernels apart."""
+    """Return a C++ kernel's name without template arguments, with the functor that distinguishes elementwise kernels."""
     head = name.removeprefix("void ").split("<", 1)[0].split("(", 1)[0]
     functor = next((word for word in _words(name) if "Functor" in word or word.endswith("_kernel_cuda")), "")
     return f"{head} {functor}".strip() if functor and functor not in head else head

@@ -1,11 +1,11 @@
-"""Which part of the training step a kernel belongs to, by its name, the operators that started it and its module."""
+"""Assign a kernel to a part of the training step by its name, the operators that launched it and its module."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-# In the order in which they are tried: products inside the recurrence are its own, those of the head are products.
+# Tried in this order: matmuls inside the recurrence count as recurrence, those of the output projection as matmuls.
 _BY_NAME: tuple[tuple[str, str], ...] = (
     ("communication", r"c10d|nccl|gloo|all_?reduce|all_?gather|reduce_?scatter"),
     (
@@ -15,7 +15,7 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
     ("convolution", r"_Convol|causal_conv|conv1d"),
     ("epilogue", r"[Ee]pilogue"),
     ("optimizer", r"Optimizer\.step|_fused_adam|FusedAdam|^_adamw$"),
-    ("matrix products", r"^aten::(add|badd)?b?mm_?$|gemm|cutlass|cublas|nvjet|xmma|splitK"),
+    ("matmuls", r"^aten::(add|badd)?b?mm_?$|gemm|cutlass|cublas|nvjet|xmma|splitK"),
     ("attention", r"scaled_dot_product|flash|fmha"),
     ("cross entropy", r"[Cc]ross_?[Ee]ntropy|nll_loss|log_softmax"),
     ("norms", r"[Ll]ayer_?[Nn]orm|_AddNorm|[Rr][Mm][Ss]_?[Nn]orm"),
@@ -38,8 +38,11 @@ PARTS = (
 
 
 def part_of(kernel: str, operators: Sequence[str], module: str) -> str:
-    """kernel: its name, on a CPU the operator's; operators: those it lies in, innermost first; module: as
-    "block.mixer.conv", "" outside the model's forward and backward pass."""
+    """Return the part of `PARTS` that a kernel belongs to.
+
+    kernel: its name, on a CPU the operator's name. operators: the enclosing operators, innermost first. module: such as
+    "block.mixer.conv", or "" outside the model's forward and backward pass.
+    """
     names = (kernel, *operators)
     for part, pattern in _COMPILED:
         if any(pattern.search(name) for name in names):

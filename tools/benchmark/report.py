@@ -1,4 +1,4 @@
-"""Measurements as a Markdown table, a CSV and a plot."""
+"""Write measurements as a Markdown table, a CSV file and a plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.reporting.tables import markdown_table
 
 
 def machine() -> str:
-    """What was measured on, and the versions that decide."""
+    """Return the device and the versions of torch and triton."""
     if not torch.cuda.is_available():
         return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     import triton
@@ -27,14 +27,14 @@ def machine() -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
-    """Markdown with the machine and the date over it; rows of the same keys, "-" for None."""
+    """Return a Markdown table under a line with title, machine and date. Rows have the same keys; None is shown as "-"."""
     columns = list(rows[0])
     cells = [[_text(row[column]) for column in columns] for row in rows]
     return f"\n{title}: {machine()}, {datetime.date.today()}\n\n{markdown_table(columns, cells)}"
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows of the same keys, written whole: measured rows are not lost to a kill."""
+    """Write rows with the same keys atomically, so that a kill does not lose measured rows."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
@@ -51,10 +51,10 @@ def plot_lines(
     linear: bool = False,
     batches: bool = False,
 ) -> None:
-    """One panel for each column in `panels` (its words: the axis) against length, one line a method; None is left out.
+    """Plot columns against length: one panel per column, one line per method. None values are left out.
 
-    linear: the columns from 0, not by their logarithm. batches: rows differ in "batch" too, so that points stand at
-    LENGTHxBATCH and no line joins them.
+    panels: {column: axis label}. linear: start the axis at 0 instead of using a logarithmic axis. batches: rows also differ
+    in "batch"; plot points at LENGTHxBATCH without lines.
     """
     shapes = sorted({(row["length"], row["batch"]) for row in rows}) if batches else []
     plt = pyplot()
@@ -71,17 +71,17 @@ def plot_lines(
             ]
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", linestyle="none" if batches else "-", label=method)
-    for axis, words in zip(axes, panels.values(), strict=True):
+    for axis, label in zip(axes, panels.values(), strict=True):
         if linear:
             axis.set_ylim(0, 1.08 * axis.dataLim.ymax)
             axis.yaxis.set_major_formatter("{x:,.0f}")
         else:
             axis.set_yscale("log", base=2)
             low, high = axis.get_ylim()
-            if high < 8 * low:  # hardly a power of two among them: the figures themselves
+            if high < 8 * low:  # too few powers of two for ticks
                 axis.yaxis.set_major_locator(plt.MaxNLocator(6))
             axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_ylabel(words)
+        axis.set_ylabel(label)
         if batches:
             axis.set_xlabel("length x batch")
             axis.set_xticks(range(len(shapes)), [f"{length}x{batch}" for length, batch in shapes])
@@ -96,7 +96,7 @@ def plot_lines(
 
 
 def plot_bars(path: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], title: str) -> None:
-    """One panel of horizontal bars for each column, a bar a method, in the order of the first column."""
+    """Plot horizontal bars: one panel per column, one bar per method, sorted by the first column."""
     plt = pyplot()
     rows = sorted(
         (row for row in rows if row[next(iter(columns))] is not None), key=lambda row: row[next(iter(columns))]
@@ -104,10 +104,10 @@ def plot_bars(path: Path, rows: Sequence[Mapping[str, Any]], columns: Mapping[st
     figure, axes = plt.subplots(
         1, len(columns), figsize=(5.5 * len(columns), 1 + 0.28 * len(rows)), constrained_layout=True, squeeze=False
     )
-    for axis, (column, words) in zip(axes[0], columns.items(), strict=True):
+    for axis, (column, label) in zip(axes[0], columns.items(), strict=True):
         colours = ["tab:orange" if row["method"] == "attention" else "tab:blue" for row in rows]
         axis.barh([row["method"] for row in rows], [row[column] or 0 for row in rows], color=colours)
-        axis.set_xlabel(words)
+        axis.set_xlabel(label)
         axis.grid(True, axis="x", alpha=0.3)
     figure.suptitle(title, fontsize=10)
     save_figure(figure, path, dpi=130)

@@ -1,4 +1,4 @@
-"""One piece of work, measured: time started by PyTorch and as a CUDA graph, peak memory."""
+"""Measure the time of one function, launched by PyTorch or as a CUDA graph, and its peak memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Milliseconds, and GiB at the peak over what was held before; None where it did not fit or does not exist."""
+    """Hold milliseconds, and peak GiB beyond the memory held before. None: out of memory or not measured."""
 
     method: str
     length: int
@@ -27,7 +27,7 @@ class Measurement:
 
 
 def measure(method: str, length: int, batch: int, build: Callable[[], tuple[Step, list[Tensor]]]) -> Measurement:
-    """Builds the work on the CUDA device and measures it. `build` returns it and the leaves whose gradients it fills."""
+    """Measure a function on the CUDA device. `build` returns the function and the leaves whose gradients it computes."""
     launched = queued = replayed = memory = None
     torch.cuda.empty_cache()
     try:
@@ -43,11 +43,11 @@ def measure(method: str, length: int, batch: int, build: Callable[[], tuple[Step
 
 
 def launched_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> float:
-    """Median over runs that begin with an idle device, an overwritten second-level cache and no gradients."""
+    """Return the median over runs that begin with an idle device, an overwritten L2 cache and no gradients."""
     scratch = torch.empty(64 * 2**20, dtype=torch.int32, device="cuda")
 
     def once() -> float:
-        _drop(leaves)
+        _clear_gradients(leaves)
         scratch.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -61,13 +61,13 @@ def launched_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> f
 
 
 def queued_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> float:
-    """A run's share of ten that are started one after the other; the median of such tens."""
+    """Return the time per run of ten runs launched in sequence: the median over several such tens."""
 
     def ten() -> float:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(10):
-            _drop(leaves)
+            _clear_gradients(leaves)
             step()
         torch.cuda.synchronize()
         return (time.perf_counter() - begin) * 100
@@ -77,10 +77,10 @@ def queued_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.2) -> flo
 
 
 def host_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.5) -> float:
-    """Median on a CPU."""
+    """Return the median time on a CPU."""
 
     def once() -> float:
-        _drop(leaves)
+        _clear_gradients(leaves)
         begin = time.perf_counter()
         step()
         return (time.perf_counter() - begin) * 1e3
@@ -89,30 +89,30 @@ def host_ms(step: Step, leaves: Sequence[Tensor], seconds: float = 0.5) -> float
 
 
 def peak_gib(step: Step, leaves: Sequence[Tensor]) -> float:
-    _drop(leaves)
+    _clear_gradients(leaves)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+    return (torch.cuda.max_memory_allocated() - allocated) / 2**30
 
 
 def capture(step: Step, leaves: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
-    _drop(leaves)
+    _clear_gradients(leaves)
     torch.cuda.empty_cache()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)
-    _drop(leaves)
+    _clear_gradients(leaves)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     return graph
 
 
-def _drop(leaves: Sequence[Tensor]) -> None:
+def _clear_gradients(leaves: Sequence[Tensor]) -> None:
     for leaf in leaves:
         leaf.grad = None
 

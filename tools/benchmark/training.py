@@ -1,7 +1,7 @@
-"""The project's training step beside its peers': tokens/s, MFU, memory and time to the first step, in one run.
+"""Measure the training step of the project and of other models: tokens/s, MFU, memory, time to the first step.
 
-A step is forward, backward, clipping and AdamW on random tokens. Every subject has a process of its own, one after the
-other; what is measured goes to train.jsonl at once, so that a run that is stopped keeps it and can be resumed.
+A step is forward, backward, clipping and AdamW on random tokens. Each model under test has its own process, one after the
+other. Each result is appended to train.jsonl at once, so that a stopped run can be resumed.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from typing import Any
 from tqdm import tqdm
 
 from .report import plot_bars, plot_lines, table, write_csv
-from .training_models import OWN, OWN_CHANGES, PRECISIONS, SUBJECTS, own_config
+from .training_models import MODELS_UNDER_TEST, PRECISIONS, PROJECT, PROJECT_CHANGES, project_config
 
 ROOT = Path(__file__).parents[2]
 Shape = tuple[int, int]  # length and batch
 
-# Where kernels that were compiled or tuned once are kept: Triton, Inductor, CUDA, torch's extensions, and the rest.
+# Caches of compiled or autotuned kernels: Triton, Inductor, CUDA, torch's extensions, and others.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for.
+    """Hold what to measure.
 
     Attributes:
-        shapes: (length, batch) of a step, one micro batch.
-        subjects: of `SUBJECTS`; precisions: of the peers, `PRECISIONS`.
-        steps: timed ones of a shape.
-        limit: seconds for one subject, its start included.
-        cold: also start each subject with an empty kernel cache, to its first step.
-        tuned: False has Triton's kernels take one configuration, chosen alike for everybody.
-        peak: FLOP/s that MFU is against; None measures a matrix product's.
-        resume: go on with train.jsonl where it has been left.
+        shapes: (length, batch) of a step with one micro-batch.
+        models: models under test, from `MODELS_UNDER_TEST`.
+        precisions: of the models that are not the project's, from `PRECISIONS`.
+        steps: timed steps per shape.
+        limit: seconds per model under test, including its start.
+        cold: also measure the time to the first step with an empty kernel cache.
+        tuned: whether Triton kernels are autotuned; if not, each kernel has one configuration, for all models.
+        peak: FLOP/s on which MFU is based; None measures a matmul's.
+        resume: continue an existing train.jsonl.
     """
 
     config: Path
     overrides: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    subjects: tuple[str, ...]
+    models: tuple[str, ...]
     precisions: tuple[str, ...]
     peer_loss: str
     steps: int
@@ -63,19 +64,19 @@ class Plan:
     resume: bool
 
     def settings(self) -> dict[str, Any]:
-        """What two runs must agree on to stand in one table."""
-        words = {"config": str(self.config), "overrides": list(self.overrides), "tuned": self.tuned}
-        return words | {"peer loss": self.peer_loss, "device": self.device}
+        """Return the settings that two runs in one table must share."""
+        settings = {"config": str(self.config), "overrides": list(self.overrides), "tuned": self.tuned}
+        return settings | {"peer loss": self.peer_loss, "device": self.device}
 
 
 def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
-    """Prints the table; writes train.jsonl while it measures, then train.csv and train.png.
+    """Print the table; write train.jsonl during the measurements, then train.csv and train.png.
 
-    ValueError for an unknown subject and for a configuration that cannot run.
+    Raises ValueError for an unknown model or an invalid configuration.
     """
-    if unknown := [name for name in plan.subjects if name not in SUBJECTS]:
-        raise ValueError(f"--subjects {' '.join(unknown)}: known are {', '.join(SUBJECTS)}")
-    config = own_config(str(plan.config), plan.overrides, *plan.shapes[0])
+    if unknown := [name for name in plan.models if name not in MODELS_UNDER_TEST]:
+        raise ValueError(f"--subjects {' '.join(unknown)}: allowed are {', '.join(MODELS_UNDER_TEST)}")
+    config = project_config(str(plan.config), plan.overrides, *plan.shapes[0])
     size = {
         "vocab_size": config.model.vocab_size,
         "num_layers": config.model.num_layers,
@@ -93,17 +94,21 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
         for line in _messages({**task, "tokens": tokens}, {}, log, time.monotonic() + 300):
             machine = line.get("machine", machine)
         if machine is None:
-            raise ValueError(f"the machine could not be described; the reason is in {log.name}")
-        before = next((line["machine"] for line in earlier if "machine" in line), None)
-        if before is None:
+            raise ValueError(f"the process that reads this machine's properties failed: see {log.name} for the reason")
+        previous = next((line["machine"] for line in earlier if "machine" in line), None)
+        if previous is None:
             _write(file, {"settings": plan.settings()})
             _write(file, {"machine": machine})
         elif other := [
-            f"{before[key]} there, {machine[key]} here" for key in ("name", "packages") if before[key] != machine[key]
+            f"{previous[key]} in the file, {machine[key]} now"
+            for key in ("name", "packages")
+            if previous[key] != machine[key]
         ]:
-            raise ValueError(f"--resume: {record} was measured elsewhere ({'; '.join(other)}); leave --resume out")
+            raise ValueError(
+                f"--resume: {record} is from another machine or other packages ({'; '.join(other)}); leave --resume out"
+            )
         else:
-            machine = before
+            machine = previous
         rows = [line["row"] for line in earlier if "row" in line]
         settings = {
             "size": size,
@@ -115,8 +120,8 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
         }
         cases = [
             (name, precision)
-            for name in plan.subjects
-            for precision in (plan.precisions if name not in OWN_CHANGES else PRECISIONS[:1])
+            for name in plan.models
+            for precision in (plan.precisions if name not in PROJECT_CHANGES else PRECISIONS[:1])
         ]
         with (
             contextlib.suppress(KeyboardInterrupt),
@@ -126,7 +131,7 @@ def run(output: Path, plan: Plan) -> list[dict[str, Any]]:
             for name, precision in cases:
                 task = {"subject": name, "steps": plan.steps, "tuned": plan.tuned, "device": plan.device}
                 task["settings"] = {**settings, "precision": precision}
-                for row in _subject(task, plan, rows, bar, log):
+                for row in _measure_model(task, plan, rows, bar, log):
                     rows.append(row)
                     _write(file, {"row": row})
     return _report(output, plan, rows, machine)
@@ -136,15 +141,15 @@ def method_of(name: str, precision: str) -> str:
     return name if precision == "bf16" else f"{name}, {precision}"
 
 
-def _subject(
+def _measure_model(
     task: dict[str, Any], plan: Plan, rows: Sequence[Mapping[str, Any]], bar: Any, log: Any
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one subject that `rows` does not hold yet."""
+    """Measure one model and yield the rows that `rows` does not contain yet."""
     method = method_of(task["subject"], task["settings"]["precision"])
     done = {(row["length"], row["batch"]) for row in rows if row["method"] == method}
-    left = [shape for shape in plan.shapes if shape not in done]
-    bar.update(len(plan.shapes) - len(left))
-    if not left:
+    remaining = [shape for shape in plan.shapes if shape not in done]
+    bar.update(len(plan.shapes) - len(remaining))
+    if not remaining:
         return
     end = time.monotonic() + plan.limit
     with contextlib.ExitStack() as stack:
@@ -154,46 +159,46 @@ def _subject(
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-cache-"))
             caches = {key: str(Path(folder, key.lower())) for key in CACHES}
             for line in _launch(
-                {**task, "first_only": True}, left[:1], caches, log, end, bar, f"{method}, empty cache"
+                {**task, "first_only": True}, remaining[:1], caches, log, end, bar, f"{method}, empty cache"
             ):
                 empty = line.get("row", {}).get("to first step s", empty)
-        while left:
-            begun, ended = left[0], False
-            for line in _launch({**task, "first_only": False}, left, caches, log, end, bar, method):
+        while remaining:
+            begun, ended = remaining[0], False
+            for line in _launch({**task, "first_only": False}, remaining, caches, log, end, bar, method):
                 if "begun" in line:
                     begun = line["begun"]["length"], line["begun"]["batch"]
                 if "row" in line:
                     row = {"method": method, **line["row"], "empty cache s": empty}
-                    left.remove((row["length"], row["batch"]))
+                    remaining.remove((row["length"], row["batch"]))
                     empty = None
                     bar.update()
                     yield row
                 ended = "ended" in line
-            if left and (time.monotonic() >= end or begun in left):
-                # Over the limit nothing more is tried; a shape that ended the process is not tried again.
+            if remaining and (time.monotonic() >= end or begun in remaining):
+                # After the time limit no other shape is tried. A shape that ended the process is not tried again.
                 over = time.monotonic() >= end
-                for length, batch in list(left) if over else [begun]:
-                    left.remove((length, batch))
-                    words = f"over {plan.limit:.0f} s" if over else f"failed, see {Path(log.name).name}"
+                for length, batch in list(remaining) if over else [begun]:
+                    remaining.remove((length, batch))
+                    error = f"over {plan.limit:.0f} s" if over else f"failed, see {Path(log.name).name}"
                     bar.update()
-                    yield {"method": method, "length": length, "batch": batch, "error": words, "empty cache s": empty}
-            elif left and not ended:
-                raise RuntimeError(f"{method}: the process ended without a word; see {log.name}")
+                    yield {"method": method, "length": length, "batch": batch, "error": error, "empty cache s": empty}
+            elif remaining and not ended:
+                raise RuntimeError(f"{method}: the process ended without a message; see {log.name} for its output")
 
 
 def _launch(
-    task: dict[str, Any], shapes: Sequence[Shape], caches: dict[str, str], log: Any, end: float, bar: Any, words: str
+    task: dict[str, Any], shapes: Sequence[Shape], caches: dict[str, str], log: Any, end: float, bar: Any, label: str
 ) -> Iterator[dict[str, Any]]:
-    at = ""
+    shape = ""
     for line in _messages({**task, "shapes": list(shapes)}, caches, log, end):
         if "begun" in line:
-            at = f"{line['begun']['length']}x{line['begun']['batch']}"
-        bar.set_postfix_str(f"{words} {at}" + (f" step {line['step']}" if "step" in line else ""))
+            shape = f"{line['begun']['length']}x{line['begun']['batch']}"
+        bar.set_postfix_str(f"{label} {shape}" + (f" step {line['step']}" if "step" in line else ""))
         yield line
 
 
 def _messages(task: dict[str, Any], caches: dict[str, str], log: Any, end: float) -> Iterator[dict[str, Any]]:
-    """The lines of JSON of a worker, which is ended at `end`; its other output goes to the log."""
+    """Start a worker, end it at `end`, and yield its lines of JSON. Its other output goes to the log."""
     log.write(f"\n== {json.dumps(task)}\n")
     log.flush()
     worker = subprocess.Popen(
@@ -208,7 +213,7 @@ def _messages(task: dict[str, Any], caches: dict[str, str], log: Any, end: float
     assert worker.stdout is not None
 
     def stop() -> None:
-        # Its whole session: Triton and Inductor compile in processes of their own.
+        # End the whole session: Triton and Inductor compile in child processes.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
 
@@ -229,24 +234,24 @@ def _messages(task: dict[str, Any], caches: dict[str, str], log: Any, end: float
 
 
 def _earlier(record: Path, plan: Plan) -> list[dict[str, Any]]:
-    """Lines of the run that is resumed; without that, an old file is put aside."""
+    """Return the lines of the run to resume. Without --resume, rename an existing file."""
     if not record.exists():
         return []
     if not plan.resume:
         number = 1
-        while (aside := record.with_name(f"train.{number}.jsonl")).exists():
+        while (archived := record.with_name(f"train.{number}.jsonl")).exists():
             number += 1
-        record.rename(aside)
+        record.rename(archived)
         return []
     content = record.read_bytes()
     whole = content.rfind(b"\n") + 1
-    os.truncate(record, whole)  # behind the line at which a run was stopped, the next would be none
+    os.truncate(record, whole)  # remove an incomplete last line
     lines = [json.loads(text) for text in content[:whole].splitlines()]
     settings = next((line["settings"] for line in lines if "settings" in line), None)
     if settings is not None and settings != plan.settings():
         other = [f"{key} {settings[key]!r}" for key, value in plan.settings().items() if settings.get(key) != value]
         raise ValueError(
-            f"--resume: {record} was measured with {', '.join(other)}; ask for the same, or leave --resume out"
+            f"--resume: {record} was measured with {', '.join(other)}; use the same settings, or leave --resume out"
         )
     return lines
 
@@ -255,19 +260,19 @@ def _report(
     output: Path, plan: Plan, rows: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     peak = plan.peak or machine["peak"]
-    order = [(method_of(name, p), shape) for shape in plan.shapes for name in SUBJECTS for p in PRECISIONS]
+    order = [(method_of(name, p), shape) for shape in plan.shapes for name in MODELS_UNDER_TEST for p in PRECISIONS]
     by_case = {(row["method"], (row["length"], row["batch"])): row for row in rows}
     cases = [by_case[case] for case in order if case in by_case]
-    own = {(row["length"], row["batch"]): _figures(row, peak) for row in cases if row["method"] == OWN}
+    own = {(row["length"], row["batch"]): _figures(row, peak) for row in cases if row["method"] == PROJECT}
     full = []
     for row in cases:
         figures, reference = _figures(row, peak), own.get((row["length"], row["batch"]), {})
         for column in ("tokens/s", "peak GiB"):
             both = figures[column] and reference.get(column)
-            figures[f"{OWN} / it, {column}"] = reference[column] / figures[column] if both else None
+            figures[f"{PROJECT} / it, {column}"] = reference[column] / figures[column] if both else None
         full.append({"method": row["method"], "length": row["length"], "batch": row["batch"], **figures})
     if not full:
-        print("nothing was measured")
+        print("no shape was measured")
         return []
     write_csv(output / "train.csv", full)
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
@@ -279,16 +284,16 @@ def _report(
         cells["tokens/s"] = row["error"] or row["tokens/s"]
     print(table(shown, title))
     for method in dict.fromkeys(row["method"] for row in full):
-        found = next((row for row in full if row["method"] == method and row["keeps"]), None)
-        if found is not None:
-            print(f"{method}: {found['parameters'] / 1e6:.1f} M parameters; kept between steps: {found['keeps']}")
+        first = next((row for row in full if row["method"] == method and row["keeps"]), None)
+        if first is not None:
+            print(f"{method}: {first['parameters'] / 1e6:.1f} M parameters; stored between steps: {first['keeps']}")
     _plot(output / "train.png", full, f"{plan.config.stem}, {machine['name']}")
     print(f"\n{output / 'train.csv'} and train.png written")
     return full
 
 
 def _figures(row: Mapping[str, Any], peak: float) -> dict[str, Any]:
-    """Columns of the table; None where the subject did not come so far."""
+    """Return the columns of the table. A value is None if the model did not reach it."""
     steps = row.get("steps s")
     median = statistics.median(steps) if steps else None
     speed = row["length"] * row["batch"] / median if median else None
@@ -310,8 +315,8 @@ def _figures(row: Mapping[str, Any], peak: float) -> dict[str, Any]:
 
 
 def _plot(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Against length where one number of tokens a step was measured at several lengths, else bars."""
-    columns = {"tokens/s": "tokens a second"}
+    """Plot against length if one number of tokens per step was measured at several lengths, else plot bars."""
+    columns = {"tokens/s": "tokens per second"}
     if any(row["peak GiB"] for row in rows):
         columns["peak GiB"] = "peak memory, GiB"
     measured = [row for row in rows if row["tokens/s"]]
@@ -323,7 +328,7 @@ def _plot(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     tokens = max(lengths, key=lambda tokens: len(lengths[tokens]))
     if len(lengths[tokens]) > 1:
         chosen = [row for row in measured if row["length"] * row["batch"] == tokens]
-        plot_lines(path, chosen, columns, f"{title}, {tokens:,} tokens a step", linear=True)
+        plot_lines(path, chosen, columns, f"{title}, {tokens:,} tokens per step", linear=True)
     else:
         bars = [{**row, "method": f"{row['method']}, {row['length']} x {row['batch']}"} for row in measured]
         plot_bars(path, bars, columns, title)
@@ -331,16 +336,16 @@ def _plot(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """A time limit's signal ends the measurements, and the table of what there is follows."""
+    """Turn SIGTERM into KeyboardInterrupt, so that the table of the finished measurements is still written."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _write(file: Any, line: Mapping[str, Any]) -> None:
@@ -351,6 +356,6 @@ def _write(file: Any, line: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _log(output: Path) -> Iterator[Any]:
-    """What the subjects say besides their figures, warnings and the reasons of failures."""
+    """Open the log of the workers' other output: warnings and reasons of failures."""
     with (output / "train.log").open("a", encoding="utf-8") as file:
         yield file

@@ -1,6 +1,6 @@
-"""What `python -m tools.benchmark train` trains: this project through its own engine, and the peers at the same size.
+"""Build the models under test of `python -m tools.benchmark train`: the project's model, and other models of its size.
 
-Heavy packages are imported by the subject that needs them, because their import is part of its time to the first step.
+Each model imports its packages itself, because the import is part of its time to the first step.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OWN = "metalion"
-# The project's subjects: the configuration as it is, and with changes. "metalion-bf16" keeps what the peers keep by default.
+PROJECT = "metalion"
+# The project's models under test: the configuration, and changes to it. "metalion-bf16" stores the same formats as the peers.
 _ELEMENTWISE = "parallel.activation_checkpointing.mode=elementwise"
-OWN_CHANGES: dict[str, tuple[str, ...]] = {
-    OWN: (),
-    f"{OWN}-elementwise": (_ELEMENTWISE,),
-    f"{OWN}-bf16": (_ELEMENTWISE, "precision.dtype=bf16", "precision.optimizer_state=bf16"),
+PROJECT_CHANGES: dict[str, tuple[str, ...]] = {
+    PROJECT: (),
+    f"{PROJECT}-elementwise": (_ELEMENTWISE,),
+    f"{PROJECT}-bf16": (_ELEMENTWISE, "precision.dtype=bf16", "precision.optimizer_state=bf16"),
 }
 PRECISIONS = ("bf16", "mixed")
 
 
 @dataclass(frozen=True)
 class Training:
-    """A model with its optimizer.
+    """Hold a model with its optimizer.
 
     Attributes:
-        step: tokens [batch, length + 1] on the CPU -> loss in nats a token, after forward, backward, clipping, AdamW.
-        parameters: a tied matrix once.
-        keeps: number formats of what stays between steps.
-        flops_per_token: length -> FLOPs of a training step, a token.
-        close: gives the memory back.
+        step: tokens [batch, length + 1] on the CPU -> loss in nats per token. Runs forward, backward, clipping and AdamW.
+        parameters: number of parameters; a tied matrix counts once.
+        keeps: number formats of weights and optimizer state between steps.
+        flops_per_token: length -> FLOPs per token of a training step.
+        close: releases the memory.
     """
 
     step: Callable[[Tensor], float]
@@ -45,7 +45,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model that every peer is given, from the section `model` of the configuration."""
+    """Hold the size of all models, from the section `model` of the configuration."""
 
     vocab_size: int
     num_layers: int
@@ -57,14 +57,14 @@ class Size:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a subject is built.
+    """Hold the settings with which a model under test is built.
 
     Attributes:
-        precision: of the peers. "bf16": weights, gradients and moments are bf16. "mixed": all three are float32 and
-            products run in bf16 (torch.autocast).
-        dtype: "bf16", or "fp32" on a CPU without fast bf16 products.
-        peer_loss: of flash-linear-attention's models. "linear": fused with the output projection, in chunks, as their
-            trainer flame does; "logits": fused over whole logits, the models' default.
+        precision: of the other models. "bf16": weights, gradients and moments are bf16. "mixed": all three are float32 and
+            matmuls run in bf16 (torch.autocast).
+        dtype: "bf16", or "fp32" on a CPU without fast bf16 matmuls.
+        peer_loss: of flash-linear-attention's models. "linear": fused with the output projection, in chunks, as in their
+            trainer flame. "logits": fused cross entropy of the logits, the models' default.
     """
 
     size: Size
@@ -79,14 +79,14 @@ class Settings:
 
 
 def build(name: str, settings: Settings, device: torch.device) -> Training:
-    """The subject `name` of `SUBJECTS`. ImportError where its package, or what that needs, is missing here."""
-    if SUBJECTS[name] in (_gla, _hgrn2, _retnet) and device.type == "cpu":
+    """Build the model `name` of `MODELS_UNDER_TEST`. Raises ImportError if its package or a dependency is missing."""
+    if MODELS_UNDER_TEST[name] in (_gla, _hgrn2, _retnet) and device.type == "cpu":
         raise ImportError("flash-linear-attention's kernels need a GPU")
-    return SUBJECTS[name](settings, device)
+    return MODELS_UNDER_TEST[name](settings, device)
 
 
-def own_config(config: str, overrides: Sequence[str], length: int, batch: int) -> Any:
-    """The configuration with one micro batch of `batch` sequences a step. ValueError for one that cannot run."""
+def project_config(config: str, overrides: Sequence[str], length: int, batch: int) -> Any:
+    """Return the configuration with one micro-batch of `batch` sequences per step. Raises ValueError if it is invalid."""
     from megatron_lite.config.loader import ConfigError, load_config
     from models.config import ModelConfig
 
@@ -102,41 +102,41 @@ def own_config(config: str, overrides: Sequence[str], length: int, batch: int) -
     except ConfigError as error:
         raise ValueError(str(error)) from error
     if loaded.data.objective == "masked":
-        raise ValueError(f"{config} trains a masked model, which `python -m tools.benchmark masked` measures")
+        raise ValueError(f"{config} trains a masked model: use `python -m tools.benchmark masked`")
     return loaded
 
 
-def own_engine(config: Any, device: torch.device, dtype: str) -> Any:
-    """What train.py builds for this configuration, of one process."""
+def project_engine(config: Any, device: torch.device, dtype: str) -> Any:
+    """Build the engine of train.py for this configuration and one process."""
     from megatron_lite.parallel.grid import init_grid
     from tools.loading.engine import build_engine
 
     return build_engine(config, init_grid(device.type), dtype)
 
 
-def own_batch(tokens: Tensor) -> dict[str, Tensor]:
-    """tokens [batch, length + 1] -> the micro batch of a causal model."""
+def project_batch(tokens: Tensor) -> dict[str, Tensor]:
+    """Return the micro-batch of a causal model for tokens [batch, length + 1]."""
     weight = torch.ones(tokens.shape[0], tokens.shape[1] - 1)
     return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_weight": weight}
 
 
-def _own(settings: Settings, device: torch.device, *, changes: tuple[str, ...]) -> Training:
+def _project(settings: Settings, device: torch.device, *, changes: tuple[str, ...]) -> Training:
     from megatron_lite.planning.flops import training_flops_per_token
 
-    config = own_config(settings.config, (*settings.overrides, *changes), settings.length, settings.batch)
+    config = project_config(settings.config, (*settings.overrides, *changes), settings.length, settings.batch)
     dtype = settings.dtype if config.precision.dtype == "auto" else config.precision.dtype
-    engine = own_engine(config, device, dtype)
+    engine = project_engine(config, device, dtype)
     state = next(iter(engine.optimizer_state.fragments())).tensors
     weights = next(engine.layers[0].parameters()).dtype
-    kept = [f"{_short(state['exp_avg'].dtype)} moments"]
+    stored = [f"{_short(state['exp_avg'].dtype)} moments"]
     if config.precision.optimizer_state == "fp32":
-        kept.insert(0, f"{_short(state['weight'].dtype)} master weights")
+        stored.insert(0, f"{_short(state['weight'].dtype)} master weights")
     if weights != state["weight"].dtype or config.precision.optimizer_state == "bf16":
-        kept.insert(0, f"{_short(weights)} weights")
+        stored.insert(0, f"{_short(weights)} weights")
     return Training(
-        lambda tokens: engine.train_step([own_batch(tokens)], lr=1e-5).loss,
+        lambda tokens: engine.train_step([project_batch(tokens)], lr=1e-5).loss,
         sum(torch.Size(shape).numel() for shape in engine.parameter_shapes().values()),
-        ", ".join(kept),
+        ", ".join(stored),
         lambda length: training_flops_per_token(engine.model, length),
         engine.close,
     )
@@ -145,7 +145,7 @@ def _own(settings: Settings, device: torch.device, *, changes: tuple[str, ...]) 
 def _gla(settings: Settings, device: torch.device) -> Training:
     from fla.models import GLAConfig, GLAForCausalLM
 
-    size, heads = settings.size, 4  # the class's own number, at every width
+    size, heads = settings.size, 4  # the class's default at every hidden size
     config = GLAConfig(**_fla_common(settings), intermediate_size=size.mlp_width, num_heads=heads)
     recurrence = _recurrence_flops(heads, size.hidden_size // 2 // heads, size.hidden_size // heads)
     return _peer(GLAForCausalLM, config, settings, device, recurrence)
@@ -154,7 +154,7 @@ def _gla(settings: Settings, device: torch.device) -> Training:
 def _hgrn2(settings: Settings, device: torch.device) -> Training:
     from fla.models import HGRN2Config, HGRN2ForCausalLM
 
-    size, expansion = settings.size, 128  # the class's own
+    size, expansion = settings.size, 128  # the class's default
     config = HGRN2Config(**_fla_common(settings), intermediate_size=size.mlp_width, expand_ratio=expansion)
     recurrence = _recurrence_flops(size.hidden_size // expansion, expansion, expansion)
     return _peer(HGRN2ForCausalLM, config, settings, device, recurrence)
@@ -163,7 +163,7 @@ def _hgrn2(settings: Settings, device: torch.device) -> Training:
 def _retnet(settings: Settings, device: torch.device) -> Training:
     from fla.models import RetNetConfig, RetNetForCausalLM
 
-    # The class's own shape: keys of 256 channels, values of 512, and the smaller MLP that makes up for them.
+    # The class's defaults: head dimension 256 for keys and 512 for values, and a smaller MLP.
     heads = settings.size.hidden_size // 256
     config = RetNetConfig(**_fla_common(settings), num_heads=heads)
     return _peer(RetNetForCausalLM, config, settings, device, _recurrence_flops(heads, 256, 512))
@@ -184,7 +184,7 @@ def _fla_common(settings: Settings) -> dict[str, Any]:
 
 
 def _recurrence_flops(heads: int, dim_k: int, dim_v: int) -> Callable[[int], float]:
-    """As the mixers of `models` count theirs: in chunks of 64, the backward pass twice the forward pass."""
+    """Return FLOPs per token as the mixers of `models` count them: chunks of 64, backward twice the forward pass."""
     return lambda length: 3 * heads * (min(64, length) * (dim_k + dim_v) + 4 * dim_k * dim_v)
 
 
@@ -216,7 +216,7 @@ def _peer(
     *,
     compiled: bool = False,
 ) -> Training:
-    """A transformers-style model in a training loop as its users write it; mixer_flops: a layer's, beside its weights."""
+    """Build a transformers-style model in a plain training loop. mixer_flops: FLOPs per layer and token without weights."""
     mixed = settings.precision == "mixed" and settings.dtype == "bf16"
     dtype = torch.float32 if mixed or settings.dtype == "fp32" else torch.bfloat16
     with device:
@@ -224,7 +224,7 @@ def _peer(
         model = kind(config).to(dtype).train()
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    # Every shape is compiled for itself: one graph for all lengths is slower than what a user of one length has.
+    # Compile each shape separately: one graph for all lengths would be slower.
     call = torch.compile(model, dynamic=False) if compiled else model
 
     def step(tokens: Tensor) -> float:
@@ -238,13 +238,13 @@ def _peer(
         return loss.item()
 
     number = sum(p.numel() for p in parameters)
-    looked_up = 0 if settings.size.tied else model.get_input_embeddings().weight.numel()
-    word = _short(dtype)
+    embedding = 0 if settings.size.tied else model.get_input_embeddings().weight.numel()
+    dtype_name = _short(dtype)
     return Training(
         step,
         number,
-        f"{word} weights, {word} moments",
-        lambda length: 6 * (number - looked_up) + settings.size.num_layers * mixer_flops(length),
+        f"{dtype_name} weights, {dtype_name} moments",
+        lambda length: 6 * (number - embedding) + settings.size.num_layers * mixer_flops(length),
     )
 
 
@@ -252,8 +252,8 @@ def _short(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype).removeprefix("torch."))
 
 
-SUBJECTS: Mapping[str, Callable[[Settings, torch.device], Training]] = {
-    **{name: partial(_own, changes=changes) for name, changes in OWN_CHANGES.items()},
+MODELS_UNDER_TEST: Mapping[str, Callable[[Settings, torch.device], Training]] = {
+    **{name: partial(_project, changes=changes) for name, changes in PROJECT_CHANGES.items()},
     "gla": _gla,
     "hgrn2": _hgrn2,
     "retnet": _retnet,

@@ -1,4 +1,4 @@
-"""One subject of `python -m tools.benchmark train` in a process of its own: a line of JSON for every shape, as it comes.
+"""Measure one model of `python -m tools.benchmark train` in its own process: print one line of JSON per shape.
 
 python -m tools.benchmark.training_worker '{"launched": ..., "subject": ..., "shapes": [[length, batch], ...], ...}'
 """
@@ -17,16 +17,19 @@ import torch
 from ..loading.triton_autotune import tune_side_by_side, without_tuning
 from .training_models import Settings, Size, Training, build
 
-WARM_UP = 2  # steps after the first that are not timed either
+WARM_UP = 2  # untimed steps after the first
 
 
 def main(task: dict[str, Any]) -> None:
-    """task: `launched` (time.time() of the start), `subject`, `shapes` (of length and batch), `steps`, `first_only`,
-    `tuned`, `settings` (of `Settings` without length and batch), `device`. Without `subject`: describes the machine."""
+    """Measure the shapes of a task. Without `subject`, print the properties of the machine.
+
+    task: `launched` (time.time() at the start), `subject` (model under test), `shapes` (length, batch), `steps`,
+    `first_only`, `tuned`, `settings` (of `Settings` without length and batch), `device`.
+    """
     device = torch.device(task["device"])
     cuda = device.type == "cuda"
     if "subject" not in task:
-        _say({"machine": _machine(device, task)})
+        _send({"machine": _machine(device, task)})
         return
     if task["tuned"]:
         tune_side_by_side()
@@ -39,7 +42,7 @@ def main(task: dict[str, Any]) -> None:
     launched: float | None = task["launched"]
     for length, batch in shapes:
         key = {"length": length, "batch": batch}
-        _say({"begun": key})
+        _send({"begun": key})
         try:
             if training is None:
                 training = build(task["subject"], Settings(**fields, length=length, batch=batch), device)
@@ -49,12 +52,12 @@ def main(task: dict[str, Any]) -> None:
                 raise
             row = {"error": "out of memory"}
         except ImportError as error:
-            _say({"row": {**key, "error": f"not here: {error}"}})
+            _send({"row": {**key, "error": f"not here: {error}"}})
             continue
-        _say({"row": {**key, **row}})
+        _send({"row": {**key, **row}})
         launched = None
         if "error" in row:
-            # What a step left half done is not worth mending.
+            # The state after a failed step is unknown: build the model again.
             if training is not None:
                 training.close()
             training = None
@@ -62,7 +65,7 @@ def main(task: dict[str, Any]) -> None:
             if cuda:
                 torch.cuda.empty_cache()
                 if torch.cuda.memory_allocated() > 1 << 30:
-                    break  # the parent goes on in a new process
+                    break  # the parent continues in a new process
         if cuda:
             torch.cuda.empty_cache()
 
@@ -88,7 +91,7 @@ def _measure(
         times.append(time.perf_counter() - begin)
         if number == 0:
             loss, first_step = value, None if launched is None else time.time() - launched
-        _say({"step": number + 1})
+        _send({"step": number + 1})
     return {
         "parameters": training.parameters,
         "keeps": training.keeps,
@@ -103,7 +106,7 @@ def _measure(
 
 
 def _machine(device: torch.device, task: dict[str, Any]) -> dict[str, Any]:
-    """Its name and versions, the number format to train in, and the FLOP/s that a matrix product reaches in it."""
+    """Return the machine's name and versions, the number format for training and the FLOP/s of a matmul in it."""
     from importlib.metadata import PackageNotFoundError, version
 
     from megatron_lite.engine.precision import faster_dtype
@@ -130,11 +133,11 @@ def _out_of_memory(error: BaseException) -> bool:
     return "can't allocate memory" in text or "out of memory" in text or "Out of memory" in text
 
 
-def _say(message: dict[str, Any]) -> None:
+def _send(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # nothing is left to save, and a large process takes seconds to take itself apart
+    os._exit(0)  # skip the interpreter's shutdown, which takes seconds in a large process

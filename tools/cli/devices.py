@@ -1,4 +1,4 @@
-"""Devices by the names of a command line."""
+"""Parse device names of command lines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers 
 
 
 def device_of(name: str) -> torch.device:
-    """ "auto" (a GPU where there is one), "cpu", or a GPU: "cuda", "cuda:1". Raises ValueError for anything else and for
-    a GPU that is not there."""
+    """Return the device for "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1".
+
+    Raises ValueError for another name and for a GPU that does not exist.
+    """
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -19,5 +21,5 @@ def device_of(name: str) -> torch.device:
     kind, _, index = name.partition(":")
     if name == "cpu" or (kind == "cuda" and (not index or index.isdecimal()) and int(index or 0) < count):
         return torch.device(name)
-    there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
-    raise ValueError(f"the device {name!r} is not here: allowed are auto, {there}")
+    available = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
+    raise ValueError(f"the device {name!r} is not here: allowed are auto, {available}")

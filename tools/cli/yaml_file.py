@@ -1,4 +1,4 @@
-"""YAML files of the tools' own schemas, read as a run's configuration is: values laid over them, and problems by key."""
+"""Read YAML files with the tools' schemas like a run's configuration: with overrides, and with errors that name the key."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def read_as(schema: type[Schema], path: Path, overrides: Sequence[str] = (), **defaults: Any) -> Schema:
-    """The file with `key.sub=value` over it and `defaults` under it. ConfigError with everything that is wrong: key, value,
-    what is allowed and where it is written."""
+    """Read a file with `key.sub=value` overrides; `defaults` apply to missing keys.
+
+    Raises ConfigError listing all errors: key, value, what is allowed, and file and line.
+    """
     sources = read_sources([path.resolve()], overrides)
     problems = list(sources.problems)
     if not problems:
         try:
             return schema.model_validate({**defaults, **sources.tree})
         except ValidationError as error:
-            problems = [_words(detail, schema, sources, path) for detail in error.errors(include_url=False)]
+            problems = [_problem(detail, schema, sources, path) for detail in error.errors(include_url=False)]
     raise ConfigError(dict.fromkeys(problems))
 
 
-def _words(detail: Any, schema: type[BaseModel], sources: Sources, file: Path) -> str:
-    """One of pydantic's errors. Indices of lists and members of unions end a key's path."""
+def _problem(detail: Any, schema: type[BaseModel], sources: Sources, file: Path) -> str:
+    """Return the message for one of pydantic's errors. The path ends at list indices and members of unions."""
     path: tuple[str, ...] = ()
     section: type | None = schema
     entry: Key | None = None
@@ -46,12 +48,12 @@ def _words(detail: Any, schema: type[BaseModel], sources: Sources, file: Path) -
     if detail["type"] == "missing":
         return f"{'.'.join(path)} is missing in {file}: {allowed} is allowed"
     value = json.dumps(sources.get(path), ensure_ascii=False, default=str)
-    said = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else f"{allowed} is allowed"
-    return _located(path, f"= {value}: {said}", sources)
+    reason = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else f"{allowed} is allowed"
+    return _located(path, f"= {value}: {reason}", sources)
 
 
 def _section(key: Key) -> type | None:
-    """The type of the keys below, also where null may stand for all of them."""
+    """Return the type of the section under a key, also if the section may be null; None if the key is not a section."""
     sections = [kind for kind in get_args(key.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
     return key.section or (sections[0] if len(sections) == 1 and key.entry is None else None)
 

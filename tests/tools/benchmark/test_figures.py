@@ -66,9 +66,11 @@ def test_layouts_are_those_of_twice_as_many_gpus(tmp_path: Path, monkeypatch: py
     for module in ("layouts", "report"):
         monkeypatch.setattr(f"tools.benchmark.{module}.machine", lambda: "a machine")
 
-    def launched(_config: Path, group: list[layouts.Case], count: int, _steps: int) -> dict[str, dict[str, float]]:
+    def launched(
+        _config: Path, group: list[layouts.LayoutCase], count: int, _steps: int
+    ) -> dict[str, dict[str, float]]:
         assert {case.gpus for case in group} == {count}
-        return {case.name: {"tokens/s": speeds[case.name], "GiB a GPU": 1.0} for case in group if case.name in speeds}
+        return {case.name: {"tokens/s": speeds[case.name], "GiB per GPU": 1.0} for case in group if case.name in speeds}
 
     monkeypatch.setattr(layouts, "_launch", launched)
     layouts.run(tmp_path, Path("a.yml"), 2, 2048, 8, long, 4, "")
@@ -94,6 +96,6 @@ def test_a_layouts_tokens_are_those_of_its_data_ranks(monkeypatch: pytest.Monkey
     for name in ("barrier", "all_reduce"):
         monkeypatch.setattr(f"torch.distributed.{name}", lambda *_: None)
     grid = SimpleNamespace(data_rank=0, data_size=2, world_size=4, device=torch.device("cpu"))
-    case = layouts.Case("tensor 2 x data 2", 4, 64, 2, 3, {"tensor": 2})
+    case = layouts.LayoutCase("tensor 2 x data 2", 4, 64, 2, 3, {"tensor": 2})
     found = layouts._measure(case, "configs/metala_1.4b.yml", grid, 3)
-    assert found == {"tokens/s": 2 * 3 * 64 * 2 / 2, "step s": 2, "GiB a GPU": 3, "loss": 7, "first step s": 9}
+    assert found == {"tokens/s": 2 * 3 * 64 * 2 / 2, "step s": 2, "GiB per GPU": 3, "loss": 7, "first step s": 9}

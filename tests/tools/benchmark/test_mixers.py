@@ -64,14 +64,16 @@ def test_masked_models_are_timed_beside_bert(
     rows = list(csv.DictReader((tmp_path / "masked.csv").open(encoding="utf-8")))
     assert [row["method"] for row in rows] == ["bert", "lion_lit", "lion_d", "lion_s"]
     assert timed == [2] * 4  # without the warm-up
-    bert = float(rows[0]["ms a step"])
+    bert = float(rows[0]["ms per step"])
     for row in rows:
-        assert float(row["time / bert"]) == pytest.approx(float(row["ms a step"]) / bert)
-        assert float(row["tokens / s"]) == pytest.approx(16 * 2 / float(row["ms a step"]) * 1e3)
-        assert float(row["ms a step"]) > 0
+        assert float(row["time / bert"]) == pytest.approx(float(row["ms per step"]) / bert)
+        assert float(row["tokens / s"]) == pytest.approx(16 * 2 / float(row["ms per step"]) * 1e3)
+        assert float(row["ms per step"]) > 0
         assert 6.5 < float(row["loss"]) < 9  # ln 2048 = 7.6 nats
     assert (tmp_path / "masked.png").stat().st_size > 5_000
-    assert "--shapes 128: LENGTHxBATCH" in refusal(["masked", "--output", str(tmp_path), "--shapes", "128"], capsys)
+    assert "--shapes 128: allowed is LENGTHxBATCH" in refusal(
+        ["masked", "--output", str(tmp_path), "--shapes", "128"], capsys
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times the CPU")
@@ -104,7 +106,7 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkey
     columns = {"parameters": 1, "forward ms": 1.0, "both ms": 2.0, "tokens / s": 3.0, "memory GiB": None}
     monkeypatch.setattr(masked, "_measure", until(5, masked.Timing([1.0], None, 7.0)))
     monkeypatch.setattr(mixers, "measure_mixer", until(2, columns))
-    monkeypatch.setattr(decode, "_measure_own", until(1, decode.Row("eager", 8, 1, 2.0, 3.0, None, 0.1)))
+    monkeypatch.setattr(decode, "_measure_project", until(1, decode.Row("eager", 8, 1, 2.0, 3.0, None, 0.1)))
     tiny = ["--hidden", "32", "--heads", "4"]
     model = ["--config", "configs/model/metala_tiny.yml", "--device", "cpu", "--contexts", "8", "16"]
     for words, kept in (
@@ -159,7 +161,7 @@ def test_the_axis_of_times_has_figures(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--only mambo: known mixers are attention, gla" in refusal(
+    assert "--only mambo: allowed are attention, gla" in refusal(
         ["mixers", "--output", str(tmp_path), "--only", "mambo"], capsys
     )
     assert "num_heads = 5 does not divide model.hidden_size = 32" in refusal(
@@ -170,7 +172,7 @@ def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 @pytest.mark.parametrize("command", ["kernels", "choice"])
 def test_kernels_need_a_device(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no CUDA device is visible here" in refusal([command, "--output", str(tmp_path)], capsys)
+    assert "no CUDA device is visible" in refusal([command, "--output", str(tmp_path)], capsys)
 
 
 def test_masked_figures_follow_from_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +181,7 @@ def test_masked_figures_follow_from_the_times(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(masked, "_measure", lambda name, *_: masked.Timing(next(left[name]), 1.5, 7.0))
     masked.run(tmp_path, "base", [(16, 4)], 3, 2, [])
     rows = {row["method"]: row for row in csv.DictReader((tmp_path / "masked.csv").open(encoding="utf-8"))}
-    columns = ("ms a step", "time / bert", "spread of rounds", "tokens / s", "peak GiB", "loss")
+    columns = ("ms per step", "time / bert", "range of rounds", "tokens / s", "peak GiB", "loss")
     found = {name: [float(row[column]) for column in columns] for name, row in rows.items()}
     assert found["bert"] == [2000, 1, 0, 32, 1.5, 7]
     assert found["lion_s"] == pytest.approx([7000, 3.5, 3 / 7, 64 / 7, 1.5, 7])
@@ -297,13 +299,13 @@ def test_errors_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     found = kernels.errors(32, 2)
     assert found.pop("length x batch") == "32 x 2"
     assert found.pop("dx") == pytest.approx(0, abs=0.02)
-    assert [*found] == ["output", "dW of the gate", "dq", "dk", "dv"]
-    assert [found[name] for name in ("dW of the gate", "dq", "dk", "dv")] == pytest.approx([0.5] * 4, abs=0.1)
+    assert [*found] == ["output", "dW of the decay logits", "dq", "dk", "dv"]
+    assert [found[name] for name in ("dW of the decay logits", "dq", "dk", "dv")] == pytest.approx([0.5] * 4, abs=0.1)
     rows = [
         measure.Measurement("SDPA", 8, 4, 2.0, 2.0, 4.0),
         measure.Measurement("SDPA", 4, 8, 8.0, 8.0, 8.0),
         measure.Measurement("ours", 8, 4, 6.0, 6.0, 6.0),
         measure.Measurement("ours", 4, 8),
     ]
-    ratios = [(row["replayed / peer"], row["launched / peer"]) for row in kernels._beside(rows, "SDPA")]
+    ratios = [(row["replayed / peer"], row["launched / peer"]) for row in kernels._with_ratios(rows, "SDPA")]
     assert ratios == [(1, 1), (1, 1), (1.5, 3), (None, None)]

@@ -24,7 +24,7 @@ from models.mixers import MIXERS
 from tests.tools.conftest import refusal
 from tools.benchmark import training
 from tools.benchmark.__main__ import main
-from tools.benchmark.profile import Piece, _busy, _pieces, by_kernel, by_part
+from tools.benchmark.profile import KernelCall, _busy, _kernel_calls, by_kernel, by_part
 from tools.benchmark.profile_parts import part_of
 from tools.benchmark.training import _figures
 from tools.benchmark.training_models import Settings, Size, _recurrence_flops, build
@@ -93,13 +93,15 @@ def test_resumed_beside_its_peers(interrupted: tuple[Path, str], capsys: pytest.
     before = [line for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines() if '"row"' in line]
     words = ["train", "--output", str(folder), "--steps", "2", "--shapes", "16x2", "--resume", *TINY]
     assert re.search(
-        r"--resume: .*train.jsonl was measured with .*num_layers=1.*ask for the same",
+        r"--resume: .*train.jsonl was measured with .*num_layers=1.*use the same settings",
         refusal([*words, "model.norm=rmsnorm", "--subjects", "metalion"], capsys),
     )
     record = folder / "train.jsonl"
     content = record.read_bytes()
     record.write_bytes(content.replace(b'{"machine": {"name": "', b'{"machine": {"name": "another, '))
-    assert re.search(r"--resume: .*measured elsewhere \(another, .* there, .* here\)", refusal(words, capsys))
+    assert re.search(
+        r"--resume: .*another machine or other packages \(another, .* in the file, .* now\)", refusal(words, capsys)
+    )
     record.write_bytes(content + b'{"row": {"method": "llam')  # ended in the middle of a line
     main([*words, "--subjects", "metalion", "metalion-bf16", "llama", "gla"])
     lines = [line for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines() if '"row"' in line]
@@ -119,7 +121,7 @@ def test_resumed_beside_its_peers(interrupted: tuple[Path, str], capsys: pytest.
     assert flops == 6 * (parameters - 256 * 32) + 6 * 32 * 16
     assert (folder / "train.png").stat().st_size > 5_000
     out = capsys.readouterr().out
-    assert "llama: 0.0 M parameters; kept between steps: float32 weights, float32 moments" in out
+    assert "llama: 0.0 M parameters; stored between steps: float32 weights, float32 moments" in out
 
 
 @pytest.mark.parametrize("length", [32, 2048])
@@ -194,16 +196,18 @@ def test_lengths_share_one_number_of_tokens(tmp_path: Path, monkeypatch: pytest.
 
 def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["train", "--output", str(tmp_path)]
-    assert "--subjects mambo: known are metalion, metalion-elementwise, metalion-bf16, gla" in refusal(
+    assert "--subjects mambo: allowed are metalion, metalion-elementwise, metalion-bf16, gla" in refusal(
         [*common, "--subjects", "mambo"], capsys
     )
-    assert "--lengths 3000: must divide --tokens 4096" in refusal([*common, "--lengths", "3000", "4096"], capsys)
+    assert "--lengths 3000: it must divide --tokens 4096" in refusal([*common, "--lengths", "3000", "4096"], capsys)
     assert "num_heads = 5 does not divide" in refusal([*common, "model.num_heads=5"], capsys)
     assert re.search(
-        r"bert_base.yml trains a masked model, which .* masked` measures",
+        r"bert_base.yml trains a masked model: use .* masked`",
         refusal([*common, "--config", "configs/bert_base.yml", "--shapes", "512x2"], capsys),
     )
-    assert "--shape 2048: LENGTHxBATCH" in refusal(["profile", "--output", str(tmp_path), "--shape", "2048"], capsys)
+    assert "--shape 2048: allowed is LENGTHxBATCH" in refusal(
+        ["profile", "--output", str(tmp_path), "--shape", "2048"], capsys
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -211,9 +215,9 @@ def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     words = ["profile", "--output", str(tmp_path), "--steps", "2", "--trace", "--shape", "64x2", *TINY]
     main([*words, "model.num_layers=2", "model.hidden_size=64"])
     parts = {row["part"]: row for row in read(tmp_path / "profile_parts.csv")}
-    whole = float(parts.pop("whole step")["ms a step"])
-    assert sum(float(row["ms a step"]) for row in parts.values()) == pytest.approx(whole, rel=0.02)
-    expected = {"matrix products", "recurrence", "convolution", "norms", "cross entropy", "optimizer"}
+    whole = float(parts.pop("whole step")["ms per step"])
+    assert sum(float(row["ms per step"]) for row in parts.values()) == pytest.approx(whole, rel=0.02)
+    expected = {"matmuls", "recurrence", "convolution", "norms", "cross entropy", "optimizer"}
     assert expected | {"mixer, elementwise", "MLP, elementwise"} <= set(parts)
     kernels = read(tmp_path / "profile_kernels.csv")
     products = [row for row in kernels if row["kernel"] in ("aten::mm", "aten::addmm", "aten::addmm_")]
@@ -221,7 +225,7 @@ def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     # lay the gradients of q, a, v, gate and of the MLP's gate and up side by side, two products each.
     backward = 8 if shared_object("swiglu", torch.float32) else 16
     assert sum(int(row["launches"]) for row in products) == 2 * (8 + backward) + 3
-    assert {row["part"] for row in products} == {"matrix products"}
+    assert {row["part"] for row in products} == {"matmuls"}
     assert 0 < float(products[0]["TFLOP/s"]) < 10
     assert (tmp_path / "profile.json.gz").stat().st_size > 1_000
     assert (tmp_path / "profile.png").stat().st_size > 5_000
@@ -235,16 +239,16 @@ def test_the_profile_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT",
             ("aten::mm", "aten::linear"),
             "block.mlp.up_proj",
-            "matrix products",
+            "matmuls",
         ),
-        ("nvjet_hsh_64x8", ("aten::mm", "_CrossEntropySum"), "head", "matrix products"),
+        ("nvjet_hsh_64x8", ("aten::mm", "_CrossEntropySum"), "head", "matmuls"),
         (
             "void at::native::vectorized_elementwise_kernel<4>",
             ("aten::exp_", "_CrossEntropySum"),
             "head",
             "cross entropy",
         ),
-        ("aten::addmm_", ("aten::addmm_", "_FusedProjectionsBackward"), "block.mixer", "matrix products"),
+        ("aten::addmm_", ("aten::addmm_", "_FusedProjectionsBackward"), "block.mixer", "matmuls"),
         ("chunk_gla_fwd_kernel_o", ("ChunkGLAFunction",), "block.mixer", "recurrence"),
         ("_backward", ("_ConvolutionBackward", "autograd::engine::evaluate_function: x"), "", "convolution"),
         ("_backward", ("_EpilogueBackward", "autograd::engine::evaluate_function: x"), "", "epilogue"),
@@ -264,15 +268,15 @@ def test_every_kernel_has_its_part(kernel: str, operators: tuple[str, ...], modu
 
 
 def test_rates_follow_from_the_shapes() -> None:
-    product = Piece("gemm", ("aten::mm",), "block.mlp", 100.0, 2e9, None)
-    copy = Piece("copy", ("aten::copy_",), "block.mlp", 50.0, None, 1e8)
+    product = KernelCall("gemm", ("aten::mm",), "block.mlp", 100.0, 2e9, None)
+    copy = KernelCall("copy", ("aten::copy_",), "block.mlp", 50.0, None, 1e8)
     kernels = by_kernel([product, product, copy, copy], steps=2, whole=2.0)
     assert [row["kernel"] for row in kernels] == ["gemm", "copy"]
     assert kernels[0]["TFLOP/s"] == pytest.approx(20)
     assert kernels[1]["GB/s"] == pytest.approx(2000)
     parts = by_part([product, product, copy, copy], 2, 2.0, 1.85)
-    assert [row["part"] for row in parts] == ["matrix products", "copies and casts", "gap", "whole step"]
-    assert [row["ms a step"] for row in parts] == pytest.approx([0.1, 0.05, 1.85, 2.0])
+    assert [row["part"] for row in parts] == ["matmuls", "copies and casts", "gap", "whole step"]
+    assert [row["ms per step"] for row in parts] == pytest.approx([0.1, 0.05, 1.85, 2.0])
     assert [row["share"] for row in parts] == pytest.approx([0.05, 0.025, 0.925, 1.0])
     # Launches are a step's, microseconds a launch's; a rate that a quarter of the time has does not describe the row.
     (row,) = by_kernel([product] * 4 + [replace(product, microseconds=300.0, flops=None)] * 4, steps=2, whole=2.0)
@@ -329,7 +333,7 @@ def test_bytes_are_those_that_move(operator: str, moved: int | None) -> None:
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         calls[operator]()
-    pieces = [piece for piece in _pieces(profiler, "cpu") if piece.name == f"aten::{operator}"]
+    pieces = [piece for piece in _kernel_calls(profiler, "cpu") if piece.name == f"aten::{operator}"]
     assert [piece.bytes for piece in pieces[-1:]] == [moved]
     flops = {"mm": 2 * 48 * 32 * 8, "addmm": 2 * 48 * 32 * 8, "bmm": 2 * 6 * 8 * 5 * 7}
     assert pieces[-1].flops == flops.get(operator)
