@@ -86,7 +86,7 @@ def leave_out_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def missing_fla() -> ImportError:
-    """Return the error for a kernel of flash-linear-attention when the package is not installed."""
+    """Return the error that a missing flash-linear-attention package causes."""
     return ImportError(
         "CUDA training in 16 bits needs flash-linear-attention and Triton: pip install flash-linear-attention "
         "(or train with precision.dtype=fp32, which uses plain PyTorch)"

@@ -10,7 +10,7 @@ from transformers.utils.versions import require_version
 OLDEST_TRANSFORMERS = "5.6.2"
 require_version(
     f"transformers>={OLDEST_TRANSFORMERS}",
-    f"This model does not load with an older one: pip install -U 'transformers>={OLDEST_TRANSFORMERS},<6'",
+    f"This model needs a newer release of transformers: pip install -U 'transformers>={OLDEST_TRANSFORMERS},<6'",
 )
 
 from transformers import PreTrainedConfig  # noqa: E402 - an older one has no class of this name
@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig  # noqa: E402 - an older one has no cl
 from ..config import ModelConfig  # noqa: E402
 from ..mixers import MIXERS  # noqa: E402
 
-# What a configuration without arguments is, which Transformers asks for: the shape of MetaLA 360M, with a mixer that is
-# there (an export holds only its own).
+# Transformers needs a configuration without arguments: the shape of MetaLA 360M, with a mixer that the export contains.
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 50304,
     "num_layers": 24,
@@ -30,7 +29,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class MetalionConfig(PreTrainedConfig):
-    """Shape and mixers as in `ModelConfig`; `use_cache` and `classifier_pooling` are of Transformers' side.
+    """Hold the fields of `ModelConfig`, and `use_cache` and `classifier_pooling` for Transformers.
 
     classifier_pooling: the hidden state that a sequence classifier reads: "last", "first" or "mean" of the real tokens.
     None is "last" for causal models and "first" ([CLS]) for bidirectional ones.
@@ -47,13 +46,13 @@ class MetalionConfig(PreTrainedConfig):
     }
 
     def __init__(self, use_cache: bool = True, classifier_pooling: str | None = None, **kwargs: Any) -> None:
-        for standard, own in self.attribute_map.items():
+        for standard, field_name in self.attribute_map.items():
             if standard in kwargs:
-                kwargs[own] = kwargs.pop(standard)
+                kwargs[field_name] = kwargs.pop(standard)
         names = [field.name for field in dataclasses.fields(ModelConfig)]
         config = ModelConfig(**(_DEFAULTS | {name: kwargs.pop(name) for name in names if name in kwargs}))
         super().__init__(**kwargs)
-        # After the base class, which sets attributes of its own through attribute_map.
+        # After the base class, which also sets attributes through attribute_map.
         for name in names:
             value = getattr(config, name)
             setattr(self, name, list(value) if isinstance(value, tuple) else value)
@@ -63,9 +62,9 @@ class MetalionConfig(PreTrainedConfig):
         self.classifier_pooling = classifier_pooling
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What is written to config.json: every field of the model, also where it is a default here."""
+        """Return the content of config.json: all fields of the model, defaults included."""
         return super().to_diff_dict() | dataclasses.asdict(self.model_config()) | {"mixers": list(self.mixers)}
 
     def model_config(self) -> ModelConfig:
-        """The same as the model's own dataclass."""
+        """Return these fields as a `ModelConfig`."""
         return ModelConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ModelConfig)})

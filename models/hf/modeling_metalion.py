@@ -28,7 +28,7 @@ _PREDICTION = [r"^head\.weight$", r"^head\.bias$", r"^head\.transform\."]
 
 
 class MetalionModel(MetalionPreTrainedModel):
-    """Embedding, blocks and the last norm: hidden states."""
+    """Compute hidden states: embedding, blocks and the last norm."""
 
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [*_PREDICTION, r"^score\."]
 
@@ -67,7 +67,7 @@ class MetalionModel(MetalionPreTrainedModel):
 
 
 class _Predicting(MetalionPreTrainedModel):
-    """A model with the head that it trained with: logits over the vocabulary."""
+    """Hold a model with its language-model head."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^score\."]
@@ -84,19 +84,17 @@ class _Predicting(MetalionPreTrainedModel):
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Take the output matrix of another module."""
+        """Set the head's `weight` [vocab_size, hidden_size] to that of another module."""
         self.head.weight = new_embeddings.weight
 
 
 class MetalionForCausalLM(_Predicting, GenerationMixin):
-    """The causal language model."""
+    """Compute the logits and the loss of a causal language model."""
 
     def __init__(self, config: MetalionConfig) -> None:
         super().__init__(config)
         if not self._causal:
-            raise ValueError(
-                f"model.mixers = {config.mixers} sees what comes after a token: load it with AutoModelForMaskedLM"
-            )
+            raise ValueError(f"mixers = {config.mixers} is bidirectional: load this model with AutoModelForMaskedLM")
 
     def forward(
         self,
@@ -125,8 +123,8 @@ class MetalionForCausalLM(_Predicting, GenerationMixin):
         )
         if collect:
             collected.append(self.head.norm(hidden))
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.head(hidden[:, kept])
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.head(hidden[:, positions])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -145,7 +143,7 @@ class MetalionForCausalLM(_Predicting, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Run Transformers' own, without a mask after the prompt: generated tokens are never padding."""
+        """Prepare the inputs as Transformers, without a mask after the prompt: generated tokens are never padding."""
         if not is_first_iteration and past_key_values is not None and next_sequence_length == 1:
             attention_mask = None
         return super().prepare_inputs_for_generation(
@@ -160,7 +158,7 @@ class MetalionForCausalLM(_Predicting, GenerationMixin):
 
 
 class MetalionForMaskedLM(_Predicting):
-    """The masked language model."""
+    """Compute the logits and the loss of a masked language model."""
 
     def forward(
         self,
@@ -190,7 +188,7 @@ class MetalionForMaskedLM(_Predicting):
 
 
 class MetalionForSequenceClassification(MetalionPreTrainedModel):
-    """A linear layer on one pooled hidden state (`config.classifier_pooling`); regression if num_labels is 1."""
+    """Classify by a linear layer on one pooled hidden state (`config.classifier_pooling`); regression if num_labels is 1."""
 
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = _PREDICTION
 
@@ -237,7 +235,7 @@ class MetalionForSequenceClassification(MetalionPreTrainedModel):
 
 
 def _norm_only(specs: dict[str, LayerSpec]) -> nn.Module:
-    """Return a head without its projection and without the transform of BERT's."""
+    """Return the head's norm alone, in a head without projection and transform."""
     head: Any = specs["head"].build()
     head.weight = head.bias = head.transform = None
     return head

@@ -16,7 +16,7 @@ from .configuration_metalion import MetalionConfig
 
 
 class MetalionPreTrainedModel(PreTrainedModel):
-    """Embedding and blocks under a `head` that a subclass adds."""
+    """Hold embedding and blocks; a subclass adds the `head`."""
 
     config_class = MetalionConfig
     base_model_prefix = ""
@@ -37,7 +37,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         self.blocks = nn.ModuleList(self._specs[f"blocks.{i}"].build() for i in range(config.num_layers))
 
     def post_init(self) -> None:
-        """Run Transformers' own, after saving the buffers that the layers built."""
+        """Save the buffers that the layers built, then run Transformers' `post_init`."""
         self._buffers_built = {n: b.clone() for n, b in self.named_buffers() if b.device.type != "meta"}
         for parameter in self.parameters():
             if parameter.device.type != "meta":
@@ -62,7 +62,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         return self.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Take the `weight` [vocab_size, hidden_size] of another module as the embedding's."""
+        """Set the embedding's `weight` [vocab_size, hidden_size] to that of another module."""
         self.embedding.weight = value.weight
 
     @torch.no_grad()
@@ -72,8 +72,8 @@ class MetalionPreTrainedModel(PreTrainedModel):
         """Resize the embedding, and the head's matrix if there is one, and return the embedding.
 
         new_num_tokens: None for the present number. pad_to_multiple_of: the number of rows is rounded up to a multiple.
-        Existing rows stay. New rows are the mean of them, or with mean_resizing False drawn as initial values.
-        Generation may draw all of the tokens, and none of the rows that round the number up.
+        Existing rows stay. New rows are their mean, or with mean_resizing False drawn as initial values. Generation never
+        samples the rows that only round the number up. Raises ValueError for fewer than one row.
         """
         before = self.config.vocab_size
         tokens = before if new_num_tokens is None else new_num_tokens
@@ -120,9 +120,9 @@ class MetalionPreTrainedModel(PreTrainedModel):
         of all blocks.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give input_ids or inputs_embeds, one of the two")
-        given: Any = input_ids if inputs_embeds is None else inputs_embeds
-        mask = asked = _mask_of(attention_mask, given.shape[1])
+            raise ValueError("input_ids and inputs_embeds are both given or both missing: give exactly one of them")
+        inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
+        mask = input_mask = _mask_of(attention_mask, inputs.shape[1])
         order = _together(mask)
         if mask is not None and order is not None:
             rows = torch.arange(len(order), device=order.device)[:, None]
@@ -130,12 +130,12 @@ class MetalionPreTrainedModel(PreTrainedModel):
             if input_ids is not None:
                 input_ids = input_ids[rows, order]
             else:
-                inputs_embeds = given[rows, order]
+                inputs_embeds = inputs[rows, order]
         cache = past_key_values
         if cache is not None and not isinstance(cache, RecurrentCache):
             raise ValueError(
-                f"past_key_values is a {type(cache).__name__}, which holds no recurrent states: leave it out, or give what an "
-                "earlier call of this model returned"
+                f"past_key_values is a {type(cache).__name__}, expected a RecurrentCache: leave it out, or give the "
+                "past_key_values that an earlier call of this model returned"
             )
         if use_cache and cache is None:
             cache = RecurrentCache()
@@ -159,7 +159,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         if order is not None:
             back = order.argsort(1)
             hidden, *collected = (x[rows.to(x.device), back.to(x.device)] for x in (hidden, *collected))
-        return hidden, asked, cache if use_cache else None, collected
+        return hidden, input_mask, cache if use_cache else None, collected
 
     def _embed(
         self,
@@ -180,7 +180,7 @@ class MetalionPreTrainedModel(PreTrainedModel):
         return inputs_embeds + vectors, {"position": end}
 
     def _caches(self, use_cache: bool | None) -> bool:
-        """Return whether to return states: not in training, and never for a bidirectional model."""
+        """Return whether the forward pass returns states: by default not in training; never if the model is bidirectional."""
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         return bool(use_cache) and not (self.gradient_checkpointing and self.training) and self._causal
@@ -200,7 +200,7 @@ def _resized(old: Tensor, rows: int, std: float | None) -> nn.Parameter:
 def _together(mask: Tensor | None) -> Tensor | None:
     """Return an order [batch, length] with the real positions of each row first, then its padding.
 
-    None if no padding lies between real tokens. There it would be a neighbour of real tokens in a convolution.
+    Return None if no padding is between real tokens, where a convolution would read it.
     """
     if mask is None or torch.compiler.is_compiling():
         return None
@@ -214,8 +214,8 @@ def _mask_of(attention_mask: Tensor | None, length: int) -> Tensor | None:
         return None
     if attention_mask.dim() != 2 or attention_mask.shape[1] < length:
         raise ValueError(
-            f"attention_mask {list(attention_mask.shape)}: expected [batch, {length}] with 1 for real tokens, or longer by "
-            "what the cache has seen"
+            f"attention_mask {list(attention_mask.shape)}: expected [batch, {length}] with 1 for real tokens, or with a cache "
+            "[batch, seen + length]"
         )
     mask = attention_mask[:, -length:].bool()
     if not torch.compiler.is_compiling() and bool(mask.all()):
@@ -248,7 +248,7 @@ class RecurrentCache(Cache):
         return self.seen > 0
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all states."""
         self.states, self.seen = [], 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -266,7 +266,7 @@ class RecurrentCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError: tokens cannot be removed from a recurrent state."""
         raise ValueError(
-            f"cannot take {tokens_to_remove} tokens out of a recurrent state; generate from the prompt again"
+            f"cannot remove {tokens_to_remove} tokens from a recurrent state: run the shorter sequence without a cache"
         )
 
     @property

@@ -55,7 +55,7 @@ class CausalConvolution(nn.Module):
 
         mask: [batch, length] bool, True for real tokens; padding counts as the outside of the sequence.
         cu_seqlens: [segments + 1], batch 1, each segment starts from zero. history: [batch or segments, kernel - 1,
-        channels], what an earlier call returned. Under context parallelism x is the local shard of the sequence, at least
+        channels], the second result of an earlier call. Under context parallelism x is the local shard of the sequence, at least
         kernel - 1 tokens, but cu_seqlens is that of the whole, and there is no history.
         Raises ValueError for cu_seqlens that do not cover x, a history of another shape or under context parallelism, and a
         local shard that is too short.
@@ -71,13 +71,13 @@ class CausalConvolution(nn.Module):
         expected = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, past, x.shape[2]
         if history is not None and tuple(history.shape) != expected:
             raise ValueError(
-                f"history {list(history.shape)}: expected [batch or segments, kernel - 1, channels] = {list(expected)}; give "
-                "what a call for the same sequences returned"
+                f"history {list(history.shape)}: expected [batch or segments, kernel - 1, channels] = {list(expected)}; give the "
+                "history that an earlier call for the same sequences returned"
             )
         if cu_seqlens is not None:
             return self._packed(x, mask, cu_seqlens, history, return_history)
         if x.shape[1] == 0:
-            mask = None  # it has no first and no last token
+            mask = None  # without tokens there is no first and no last one
         if mask is not None:
             x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
         before = None if history is None else history.to(x.dtype)
@@ -110,10 +110,10 @@ class CausalConvolution(nn.Module):
         if cu_seqlens is None:
             return _convolve(before, x, self.weight, self.silu)
         segments = shard_segments(cu_seqlens, x.shape[1], group)
-        # Of the tokens before, those of the segment that the shard begins in.
-        own = torch.arange(past, 0, -1, device=x.device) <= segments.age
+        # Only tokens of the segment in which the shard begins.
+        same_segment = torch.arange(past, 0, -1, device=x.device) <= segments.age
         history = x.new_zeros(len(cu_seqlens) - 1, past, x.shape[2])
-        history = history.index_copy(0, segments.first, before * own[None, :, None])
+        history = history.index_copy(0, segments.first, before * same_segment[None, :, None])
         return self._packed(x, None, segments.cu_seqlens, history, False)[0]
 
     def _packed(

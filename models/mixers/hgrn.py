@@ -87,7 +87,7 @@ class HGRN(nn.Module):
         """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
         The state is "recurrent" [batch, hidden_size] in float32, with rotation [batch, hidden_size, 2]; with cu_seqlens
-        a row for every segment.
+        one row per segment.
         """
         forget = to_accumulation_dtype(self.forget_proj(x))
         candidate = self.candidate_proj(x)

@@ -73,7 +73,7 @@ class NormalisedAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
-        The state is "recurrent" [batch, heads, head_dim, head_dim] in float32; with cu_seqlens a row for every
+        The state is "recurrent" [batch, heads, head_dim, head_dim] in float32; with cu_seqlens one row per
         segment.
         """
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))

@@ -91,8 +91,8 @@ class RGLRU(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
-        The state is "recurrent" [batch, width] in float32 and "conv" [batch, kernel - 1, width]; with cu_seqlens a row
-        for every segment.
+        The state is "recurrent" [batch, width] in float32 and "conv" [batch, kernel - 1, width]; with cu_seqlens one row
+        per segment.
         """
         state = state or {}
         u, history = self.conv(self.x_proj(x), mask, cu_seqlens, state.get("conv"), return_state)

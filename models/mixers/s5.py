@@ -89,7 +89,7 @@ class S5(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
-        The state is "recurrent" [batch, states, 2] in float32, real and imaginary parts; with cu_seqlens a row for every
+        The state is "recurrent" [batch, states, 2] in float32, real and imaginary parts; with cu_seqlens one row per
         segment.
         """
         u = self.b_proj(x)

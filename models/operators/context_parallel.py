@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class ContextParallelGroup(Protocol):
-    """The ranks that share a sequence, as one of them sees them."""
+    """The ranks that share a sequence, seen from one of them."""
 
     @property
     def index(self) -> int:
@@ -76,10 +76,10 @@ def refuse_state() -> NoReturn:
 class ShardSegments:
     """Packed sequences as the local shard sees them.
 
-    cu_seqlens: [segments + 1], inside the shard; segments that lie elsewhere are empty.
+    cu_seqlens: [segments + 1], inside the shard; segments outside it are empty.
     from_left, from_right: [length] bool, tokens whose segment began before the shard, or continues after it.
     first, last: [1] int, the segment of the first and of the last token.
-    age: [1] int, tokens of the first segment that lie before the shard.
+    age: [1] int, the number of tokens of the first segment before the shard.
     """
 
     cu_seqlens: Tensor
@@ -145,8 +145,8 @@ def causal_over_ranks(
         return o + correction(state, None).to(o.dtype), final + decay * state
     from_left = segments.from_left
     (state,) = incoming_states(group, (final.index_select(0, segments.last), decay * from_left[-1]))
-    of_first = total_decay(from_left) * from_left[0]
-    return o + correction(state, from_left).to(o.dtype), final.index_add(0, segments.first, of_first * state)
+    first_decay = total_decay(from_left) * from_left[0]
+    return o + correction(state, from_left).to(o.dtype), final.index_add(0, segments.first, first_decay * state)
 
 
 def incoming_states(group: ContextParallelGroup, *directions: tuple[Tensor, Tensor]) -> list[Tensor]:

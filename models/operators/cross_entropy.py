@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..backend import cpu_kernel, is_supported, on_cuda
+from ..precision import accumulation_dtype
 
 IGNORED_LABEL = -100
 
@@ -59,20 +60,24 @@ def cross_entropy_sum(
     Raises ValueError for labels that do not have one entry per row of hidden. On a CPU also for a label that is neither
     -100 nor a row of weight; on CUDA labels are not checked, because reading them would synchronise.
     """
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    accumulation = accumulation_dtype(hidden)
     if labels.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels {list(labels.shape)}: one for every row of hidden {list(hidden.shape)} is needed")
+        raise ValueError(
+            f"labels {list(labels.shape)}: expected {list(hidden.shape[:-1])}, one per row of hidden {list(hidden.shape)}"
+        )
     # The kernels read int64 labels unchecked.
     labels = labels.reshape(-1).long()
-    weights = torch.ones_like(labels, dtype=wide) if loss_weight is None else loss_weight.reshape(-1).to(wide)
+    weights = (
+        torch.ones_like(labels, dtype=accumulation) if loss_weight is None else loss_weight.reshape(-1).to(accumulation)
+    )
     weights = weights.masked_fill(labels == IGNORED_LABEL, 0.0)
     labels = labels.masked_fill(labels == IGNORED_LABEL, 0)
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_labels(labels, len(weight) * (1 if vocabulary is None else vocabulary.count))
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    if few_labels and not weights.is_meta:  # the meta device has none to count
-        kept = weights.detach().nonzero().squeeze(-1)
-        hidden, labels, weights = hidden[kept], labels[kept], weights[kept]
+    if few_labels and not weights.is_meta:  # the meta device has no values to count
+        counted = weights.detach().nonzero().squeeze(-1)
+        hidden, labels, weights = hidden[counted], labels[counted], weights[counted]
     if chunk is None:
         chunk = max(1, _CHUNK_ELEMENTS[on_cuda(hidden)] // weight.shape[0])
         parts = max(1, -(-len(hidden) // chunk))
@@ -86,13 +91,13 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
     for label in (int(x) for x in labels.aminmax()):
         if not 0 <= label < vocab:
             raise ValueError(
-                f"label {label}: allowed are 0 to {vocab - 1}, the tokens of the vocabulary, and {IGNORED_LABEL} where there is "
-                "none; compare the tokenizer's size with model.vocab_size"
+                f"label {label}: allowed are 0 to {vocab - 1}, the tokens of the vocabulary, and {IGNORED_LABEL} for no label; "
+                "compare the tokenizer's size with model.vocab_size"
             )
 
 
 # Logits per chunk. CPU: 16 MiB of float32, which fit in the cache. CUDA: 512 MiB of 16 bits. The weight and its gradient
-# are read and written once per chunk, and then cost little beside the matmuls.
+# are read and written once per chunk, which then takes little time compared with the matmuls.
 _CHUNK_ELEMENTS = (1 << 22, 1 << 28)
 
 
@@ -119,7 +124,7 @@ class _CrossEntropySum(torch.autograd.Function):
         # batch, would underflow float16 before the loss scale is applied.
         unit = weights.abs().amax() if len(weights) else total
         unit = torch.where(unit == 0, 1.0, unit)
-        narrow = hidden.new_empty(min(chunk, len(hidden)), len(weight))
+        logits_buffer = hidden.new_empty(min(chunk, len(hidden)), len(weight))
         kernels = True
         ctx.triton = is_supported(hidden)
         if ctx.triton:
@@ -132,20 +137,20 @@ class _CrossEntropySum(torch.autograd.Function):
         # The kernels read consecutive addresses.
         bias = bias.contiguous() if kernels and bias is not None else bias
         # One buffer if both have one dtype; the kernels need no second one.
-        shared = kernels or narrow.dtype == weights.dtype
-        wide = narrow if shared else torch.empty_like(narrow, dtype=weights.dtype)
+        shared = kernels or logits_buffer.dtype == weights.dtype
+        softmax_buffer = logits_buffer if shared else torch.empty_like(logits_buffer, dtype=weights.dtype)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             label, token_weight = labels[rows, None], weights[rows, None]
             # A token of weight 0 must not reach the sum when it is not finite: 0 * inf is nan.
             x = hidden[rows].masked_fill(token_weight == 0, 0.0)
-            logits, p = narrow[: len(x)], wide[: len(x)]
+            logits, p = logits_buffer[: len(x)], softmax_buffer[: len(x)]
             torch.mm(x, weight.t(), out=logits)
-            here: Tensor | None = None
+            local: Tensor | None = None
             if vocabulary is not None:
                 label = label - vocabulary.index * len(weight)
-                here = (label >= 0) & (label < len(weight))
-                label = label.masked_fill(~here, 0)
+                local = (label >= 0) & (label < len(weight))
+                label = label.masked_fill(~local, 0)
             best: Tensor | None = None
             if kernels:
                 highest, first, *others = row_statistics(logits, bias, label.squeeze(-1), num_correct is not None)
@@ -161,35 +166,37 @@ class _CrossEntropySum(torch.autograd.Function):
                     largest, best = p.max(-1, keepdim=True)
                 chosen = p.gather(-1, label)
                 mass = p.sub_(largest).exp_().sum(-1, keepdim=True)
-            found: Tensor | None = None
+            correct: Tensor | None = None
             if num_correct is not None and best is not None:
-                found = best == label if here is None else (best == label) & here
-            own = largest
-            if vocabulary is not None and here is not None:
+                correct = best == label if local is None else (best == label) & local
+            local_largest = largest
+            if vocabulary is not None and local is not None:
                 # largest and mass are those of this part: combine them over all parts.
-                columns = [largest, mass, chosen.masked_fill(~here, 0.0)]
-                parts = vocabulary.gather(torch.cat(columns if found is None else [*columns, found.to(mass.dtype)], -1))
+                columns = [largest, mass, chosen.masked_fill(~local, 0.0)]
+                if correct is not None:
+                    columns.append(correct.to(mass.dtype))
+                parts = vocabulary.gather(torch.cat(columns, -1))
                 largest, winner = parts[..., :1].max(0)
                 mass = (parts[..., 1:2] * (parts[..., :1] - largest).exp()).sum(0)
                 chosen = parts[..., 2:3].sum(0)
-                if found is not None:
-                    found = parts[..., 3:].gather(0, winner[None])[0] > 0
+                if correct is not None:
+                    correct = parts[..., 3:].gather(0, winner[None])[0] > 0
             log_sum = mass.log() + largest
             nll = log_sum - chosen
             total += (nll * token_weight).sum()
-            if num_correct is not None and found is not None:
-                num_correct += (token_weight * found).sum()
+            if num_correct is not None and correct is not None:
+                num_correct += (token_weight * correct).sum()
             if every_nll is not None:
                 every_nll[rows] = nll.squeeze(-1).masked_fill(weights[rows] == 0, 0.0)
             if d_hidden is None and d_weight is None and d_bias is None:
                 continue
             token_weight = token_weight / unit
             if kernels:
-                place = label if here is None else label.masked_fill(~here, -1)
-                gradient_in_place(logits, bias, *(y.squeeze(-1) for y in (place, log_sum, token_weight)))
+                local_label = label if local is None else label.masked_fill(~local, -1)
+                gradient_in_place(logits, bias, *(y.squeeze(-1) for y in (local_label, log_sum, token_weight)))
             else:
-                p.mul_(token_weight * (own - largest).exp() / mass)
-                p.scatter_add_(-1, label, -token_weight if here is None else -token_weight * here)
+                p.mul_(token_weight * (local_largest - largest).exp() / mass)
+                p.scatter_add_(-1, label, -token_weight if local is None else -token_weight * local)
                 logits.copy_(p)
             if d_bias is not None:
                 d_bias += p.sum(0, dtype=d_bias.dtype)

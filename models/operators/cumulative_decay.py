@@ -1,7 +1,7 @@
-"""Sums of log decays over intervals, formed by adding only.
+"""Sums of log decays over intervals, computed by additions only.
 
-A difference of two cumulated log decays is nan where both are -inf and loses digits where both are large; a sum over
-the interval itself is exact to rounding, and its exponential never exceeds 1.
+A difference of two cumulative log decays is nan if both are -inf, and cancels if both are large. A sum over the interval is
+exact to rounding, and its exponential never exceeds 1.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Entries of the lower level of a running sum.
+# Entries per chunk, the lower level of a running sum.
 _CHUNK = 128
 
 
 def sum_after(log_decay: Tensor, dim: int) -> Tensor:
-    """out_j = sum of log_decay_t over t > j along `dim`; the last entry is 0."""
+    """Return out_j = sum of log_decay_t over t > j along `dim`; the last entry is 0."""
     length = log_decay.shape[dim]
     if length == 0:
         return log_decay
@@ -24,31 +24,31 @@ def sum_after(log_decay: Tensor, dim: int) -> Tensor:
 
 
 def running_sum(x: Tensor, dim: int) -> Tensor:
-    """out_i = sum of x_t over t <= i along `dim`, in x's dtype, over sequences of any length.
+    """Return out_i = sum of x_t over t <= i along `dim`, in x's dtype, for sequences of any length.
 
-    On two levels, the upper one in double precision: the error is that of a short sum, and a GPU, which walks along
-    `dim` in one thread a column, has many columns.
+    The sum has two levels, chunks and sums over chunks in double precision. The error is that of a short sum. A GPU, which
+    sums along `dim` with one thread per column, has more columns.
     """
     inside, before = _two_levels(x, dim)
     return (inside + before.to(x.dtype)).flatten(dim, dim + 1).narrow(dim, 0, x.shape[dim])
 
 
 def decay_from_start(log_decay: Tensor, dim: int) -> Tensor:
-    """out_i = exp(sum of log_decay_t over t <= i) along `dim`, as `running_sum`; real or complex."""
+    """Return out_i = exp(sum of log_decay_t over t <= i) along `dim`, as `running_sum`; real or complex."""
     inside, before = _two_levels(log_decay, dim)
     factor = inside.exp() * before.exp().to(log_decay.dtype)
     return factor.flatten(dim, dim + 1).narrow(dim, 0, log_decay.shape[dim])
 
 
 def decay_to_end(log_decay: Tensor, dim: int) -> Tensor:
-    """out_i = exp(sum of log_decay_t over t > i) along `dim`, as `running_sum`; real or complex."""
+    """Return out_i = exp(sum of log_decay_t over t > i) along `dim`, as `running_sum`; real or complex."""
     later = log_decay.narrow(dim, 1, log_decay.shape[dim] - 1).flip(dim)
     none = torch.zeros_like(log_decay.narrow(dim, 0, 1))
     return decay_from_start(torch.cat([none, later], dim), dim).flip(dim)
 
 
 def _two_levels(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Axis `dim` as [chunks, chunk]: sums inside a chunk, and in double what all chunks before it sum to."""
+    """Split `dim` into [chunks, chunk]. Return running sums inside each chunk, and the sum of all chunks before it in double."""
     missing = -x.shape[dim] % _CHUNK
     if missing:
         shape = list(x.shape)
@@ -61,12 +61,12 @@ def _two_levels(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def pairwise_decay(log_decay: Tensor, dim: int) -> Tensor:
-    """out_ij = exp(sum of log_decay_t over j < t <= i) for j <= i, and 0 for j > i; axis j follows axis i = `dim`."""
+    """Return out_ij = exp(sum of log_decay_t over j < t <= i) for j <= i, 0 for j > i; axis j follows axis i = `dim`."""
     length = log_decay.shape[dim]
     position = torch.arange(length, device=log_decay.device)
     trailing = (1,) * (log_decay.dim() - 1 - dim)
     after = (position[:, None] > position[None, :]).view(length, length, *trailing)
-    reached = (position[:, None] >= position[None, :]).view(length, length, *trailing)
+    causal = (position[:, None] >= position[None, :]).view(length, length, *trailing)
     steps = log_decay.unsqueeze(dim + 1)
     expanded = steps.expand(*steps.shape[: dim + 1], length, *steps.shape[dim + 2 :])
-    return torch.where(after, expanded, 0.0).cumsum(dim).exp() * reached
+    return torch.where(after, expanded, 0.0).cumsum(dim).exp() * causal

@@ -5,9 +5,9 @@ With b the sum of log decays from the start of a chunk (inclusive) and B its tot
     o_i = scale q_i ( exp(b_i) S + sum_{j <= i} exp(b_i - b_j) k_j v_j^T )
     S'  = exp(B) S + sum_j exp(B - b_j) k_j v_j^T
 
-The matmul form (`chunk_matmul.py`) replaces exp(b_i - b_j) by the product exp(b_i - m) exp(m - b_j), with m = b in the
-middle of the chunk. The exact form here is for decays that do not fit it (-60 per step, or -inf): it adds the log decays of
-each pair, in smaller chunks. It is slower.
+The matmul form (`chunk_matmul.py`) replaces exp(b_i - b_j) by exp(b_i - m) exp(m - b_j), with m = b in the middle of the chunk.
+The exact form in this file is for other decays (-60 per step, or -inf). It adds the log decays of each pair, in smaller chunks,
+and is slower.
 """
 
 from __future__ import annotations

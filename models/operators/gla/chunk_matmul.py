@@ -9,8 +9,8 @@ Q = scale q exp(b - m), K = k exp(m - b), P = exp(m) S:
     dK = dA^T Q + v dU^T   dv = A^T do + K dU
     db = Q dQ - K dK (m has no derivative: o does not depend on it)   dB = sum_v S' dS'   dg = reverse cumsum of db
 
-The work is cut into tiles of some thousand tokens that walk along the sequence with the state, so that on a CPU a tile
-stays in the cache; the backward pass walks the other way and recomputes Q, K and A from the inputs.
+A tile has some thousand tokens, so that on a CPU it stays in the cache. Tiles are computed one after the other along the
+sequence. The backward pass runs in the reverse order and recomputes Q, K and A from the inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from ...precision import accumulation_dtype
 
-# Elements of v that one tile holds on a CPU: 2^19 float32 are 2 MiB. Measured; smaller ones pay more for each call.
+# Elements of v per tile on a CPU: 2^19 float32 are 2 MiB. Measured; smaller tiles spend more time in calls.
 _TILE_ELEMENTS = 1 << 19
 
 
@@ -53,7 +53,7 @@ def matmul_form(
 
 
 def _without_autocast(function: Callable[..., Any]) -> Any:
-    """Run without autocast: sums of log decays are matmuls here, and their factors exceed float16."""
+    """Decorate a function to run without autocast: it computes sums of log decays by matmuls, and factors above float16."""
 
     @wraps(function)
     def run(ctx: Any, x: Tensor, *rest: Any) -> Any:

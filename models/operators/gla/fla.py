@@ -13,7 +13,7 @@ from ...backend import missing_fla, replaceable
 from .select_kernel import Decay, Kernel, Selection, bounded_decay
 
 _CHUNK = 64
-# The fewest channels per head that the kernels' matmuls take.
+# The fewest channels per head that the kernels' matmuls support.
 _SMALLEST = 16
 
 
@@ -65,17 +65,17 @@ def fla_form(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, scale: float, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward passes of chunk_gla and chunk_simple_gla on cumulative decays that are computed here.
+    """Run the forward passes of chunk_gla and chunk_simple_gla, with cumulative decays from PyTorch and a fixed chunk size.
 
-    The package compiles and times its own kernel for these sums anew for every batch size, and chunk_gla's others for
-    every chunk size, which it takes from the length. That costs seconds each; an evaluation has hundreds of shapes.
+    The package would compile and autotune its kernel for these sums per batch size, and chunk_gla's kernels per chunk size,
+    which depends on the length. Each takes seconds, and an evaluation has hundreds of shapes.
     """
     from fla.ops.gla.chunk import chunk_gla_fwd
     from fla.ops.simple_gla.chunk import chunk_simple_gla_fwd
 
     length = q.shape[1]
     chunks = F.pad(log_decay, (0, 0, 0, 0, 0, -length % _CHUNK)).unflatten(1, (-1, _CHUNK))
-    # The kernels count in powers of 2.
+    # The kernels use exp2.
     sums = (chunks.cumsum(2) / math.log(2)).flatten(1, 2)[:, :length].contiguous()
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     settings: dict[str, Any] = {
@@ -101,7 +101,7 @@ def _padded(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Pad heads of few channels with zeros: keys and values of zeros add nothing."""
+    """Pad small heads with zero channels, which do not change the result."""
     dim_k, dim_v = q.shape[-1], v.shape[-1]
     more_k, more_v = max(0, _SMALLEST - dim_k), max(0, _SMALLEST - dim_v)
     q, k, v = F.pad(q, (0, more_k)), F.pad(k, (0, more_k)), F.pad(v, (0, more_v))

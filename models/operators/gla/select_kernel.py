@@ -1,8 +1,8 @@
 """The arguments of gated linear attention: which kernel computes them, one decision per call, and a check of their shapes.
 
 `select_kernel` decides, and its caller passes the `Selection` on. A decay fits the matmul form if no channel loses more
-than about exp(-80) over a chunk of 64 tokens: a product of two factors inside the range of the dtype then replaces
-exp(b_i - b_j). A stronger decay needs the exact form, which is slower.
+than about exp(-80) over a chunk of 64 tokens: two factors inside the range of the dtype then replace exp(b_i - b_j). Any
+other decay needs the exact form, which is slower.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Kernel(Enum):
 
 
 class Decay(Enum):
-    """How a CUDA kernel takes the log decay."""
+    """The form in which a CUDA kernel receives the log decay."""
 
     AS_GIVEN = "per channel or per head, as given"
     PER_CHANNEL = "per head, expanded to one per channel"
@@ -101,7 +101,7 @@ def select_kernel(
 def supports_triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, fits_matmul_form: bool) -> bool:
     """Return whether `models/kernels/gla` is to compute this: 16 bits, one decay per channel, more tokens than decoding.
 
-    Its largest head is the one for which it was measured to be the fastest; the kernels take larger ones.
+    Larger heads than these are supported too, but flash-linear-attention's kernels were measured to be faster.
     """
     if log_decay.shape[-1] == 1 or q.dtype not in SIXTEEN_BITS or not q.dtype == k.dtype == v.dtype:
         return False
@@ -130,7 +130,7 @@ def plan_chunks(log_decay: Tensor) -> tuple[int, bool]:
     if log_decay.shape[-1] == 1 or not log_decay.numel():
         return largest, False
     with torch.no_grad():
-        # In windows from the first token, whatever the segments: a chunk of a segment lies inside two of them.
+        # Windows start at the first token and ignore segments: a segment's chunk is inside two of them.
         steps = F.pad(log_decay, (0, 0, 0, 0, 0, -log_decay.shape[1] % largest)).unflatten(1, (-1, smallest))
         totals = steps.sum(2)
         allowed = smallest
@@ -145,7 +145,7 @@ def plan_chunks(log_decay: Tensor) -> tuple[int, bool]:
 def bounded_decay(log_decay: Tensor) -> Tensor:
     """Return the log decay in float32 and at least -80, for kernels that subtract cumulative decays.
 
-    exp(-80) is zero beside 1 in float32, and a difference of two -inf would be nan.
+    1 + exp(-80) = 1 in float32, and a difference of two -inf would be nan.
     """
     return log_decay.float().clamp_min(-80.0)
 

@@ -42,8 +42,8 @@ _TILE_LENGTHS = {64: 192, 128: 256}
 class ProjectedDecayLogits(NamedTuple):
     """Decay logits that are a projection of the layer's input, x weight^T + bias, as in LION-s.
 
-    x: [batch, length, size], weight: [heads, size], bias: [heads] or None. The kernels take the projection and its
-    gradients into their own autograd node.
+    x: [batch, length, size], weight: [heads, size], bias: [heads] or None. The kernels compute the projection and its
+    gradients in their autograd node.
     """
 
     x: Tensor
@@ -78,7 +78,7 @@ def bidirectional_linear_attention(
     decay_logits: an alternative to log_decay = logsigmoid(decay_logits). [batch, length, heads], [heads] for every token,
     or `ProjectedDecayLogits`.
     phi: a name of `models.operators.lion.feature_map`, applied to q and k first and rounded to v's dtype; None for none.
-    scaled: y = numerator / (row sum + 1e-6). It needs positive q and k, as phi makes them.
+    scaled: y = numerator / (row sum + 1e-6). It needs positive q and k, which the feature maps return.
     mask: [batch, length] bool, True for real tokens. Padding never changes real tokens, and its own output is 0.
     cu_seqlens: [segments + 1], batch 1: no segment sees another; empty segments are legal.
     mask_convention: "eq17", symmetric; "shifted" delays the decay of the forward direction by one token.
@@ -182,7 +182,7 @@ def _on_kernels(
     if phi == "elu":
         q, k, phi = feature_map(q, phi, v.dtype), feature_map(k, phi, v.dtype), None
     if isinstance(decay_logits, ProjectedDecayLogits):
-        # The kernels' autograd node takes over a matmul of one dtype. Autocast and mixed dtypes stay with PyTorch.
+        # The kernels' autograd node computes the projection in one dtype. Autocast and mixed dtypes need PyTorch.
         if decay_logits.x.dtype == decay_logits.weight.dtype and not torch.is_autocast_enabled():
             return lion(
                 q, k, v, projection=(decay_logits.x, decay_logits.weight), bias=decay_logits.bias, phi=phi, scaled=scaled,
@@ -300,7 +300,7 @@ def _check_projection(q: torch.Size, x: torch.Size, weight: torch.Size, bias: to
         )
 
 
-# Cached per combination: the kernels of a short sequence take no longer than these checks.
+# Cached per combination: these checks take as long as the kernels of a short sequence.
 @lru_cache(4096)
 def _check_shapes(
     q: torch.Size,
@@ -323,7 +323,7 @@ def _check_shapes(
     for name, x, last in (("log_decay", log_decay, (1, q[3])), ("decay_logits", decay_logits, (1,))):
         of_all = name == "decay_logits" and x == shape[2:]
         if x is not None and not of_all and tuple(x) != shape and tuple(x) not in [(*shape, n) for n in last]:
-            raise ValueError(f"{name} {tuple(x)}: expected {shape}, or that and a last dimension of {last}")
+            raise ValueError(f"{name} {tuple(x)}: expected {shape}, optionally with a last dimension of {last}")
     if mask is not None and tuple(mask) != shape[:2]:
         raise ValueError(f"mask {tuple(mask)}: expected [batch, length] = {shape[:2]}")
     if packed and shape[0] != 1:

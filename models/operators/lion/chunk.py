@@ -95,7 +95,7 @@ def recurrent(
     backward: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """Compute `chunked` token by token. A step has few operations: on a GPU their launches take longer than they do."""
+    """Compute `chunked` token by token, with few operations per step: on a GPU their launches take most of the time."""
     ids = segments.ids[0]
     before = F.pad(ids[:-1], (1, 0), value=0)
     after = F.pad(ids[1:], (0, 1), value=segments.last)
@@ -103,11 +103,11 @@ def recurrent(
     state = v.new_zeros(v.shape[0] * v.shape[1], k.shape[-1], v.shape[-1])
     o: list[Tensor] = []
     left = state
-    for query, key, value, keep in zip(queries, keys, values, _kept(forward, ids == before), strict=True):
+    for query, key, value, keep in zip(queries, keys, values, _decay_factors(forward, ids == before), strict=True):
         left = torch.addcmul(left * keep, key, value)
         o.append(torch.bmm(query, left))
     # The state from the right decays by the token after this one.
-    right, passed = state, _kept(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == after)
+    right, passed = state, _decay_factors(F.pad(backward[:, :, 1:], (0, 0, 0, 1)), ids == after)
     for i in reversed(range(q.shape[2])):
         right = right * passed[i]
         o[i] = torch.baddbmm(o[i], queries[i], right)
@@ -115,7 +115,7 @@ def recurrent(
     return torch.cat(o, 1).unflatten(0, q.shape[:2])
 
 
-def _kept(decay: Tensor, same: Tensor) -> tuple[Tensor, ...]:
+def _decay_factors(decay: Tensor, same: Tensor) -> tuple[Tensor, ...]:
     """Return the factor of each token on a state, [batch * heads, 1 or head_dim_k, 1]; 0 where `same` [length] is False."""
     return (decay.exp() * same[:, None]).flatten(0, 1).unsqueeze(-1).unbind(1)
 
@@ -166,7 +166,7 @@ def chunk_size(length: int, decay: Tensor) -> int:
 
 
 def values_of(v: Tensor, scaled: bool) -> Tensor:
-    """Return v [batch, length, heads, head_dim_v] with heads first in float32; scaled: and a channel of ones, for normalizers."""
+    """Return v [batch, length, heads, head_dim_v] as `heads_first`; scaled: append a channel of ones for normalizers."""
     v = heads_first(v)
     return F.pad(v, (0, 1), value=1.0) if scaled else v
 

@@ -1,4 +1,4 @@
-"""LION's feature maps of queries and keys (arXiv 2502.16249): positive, so that rows can be divided by their sum.
+"""LION's feature maps of queries and keys (arXiv 2502.16249): positive, so that normalizers are positive.
 
 silu  (SiLU(x) + 1/2) / norm        silu_paper  SiLU(x + 1/2) / norm, as printed        elu  elu(x) + 1
 """

@@ -3,8 +3,8 @@
 It is the operator of the models whose state is a vector (Mamba, RWKV-4, RG-LRU, HGRN, qLSTM, S5). It has three forms:
 
 recurrent  token by token.
-chunked    linear in length. All chunks advance together from a zero state, with the product of their decays. Then the true
-           states pass from chunk to chunk. Only products of decays occur, so it is exact for every decay, -inf included.
+chunked    linear in length. All chunks are scanned in parallel from a zero state, together with their total decays. Then the
+           true states are passed from chunk to chunk. Decays are only multiplied, so it is exact for every decay, also -inf.
 kernel     flash-linear-attention's kernels on CUDA.
 """
 
@@ -40,8 +40,8 @@ def scan(
     """Return h_t = exp(log_decay_t) h_{t-1} + x_t, per channel.
 
     x, log_decay: [batch, length, channels], real or complex; the real part of log_decay at most 0, -inf allowed.
-    initial_state: [batch, channels], zero if None. cu_seqlens: [segments + 1] int with batch 1, every segment starts
-    anew; empty ones are legal; states are then [segments, channels].
+    initial_state: [batch, channels], zero if None. cu_seqlens: [segments + 1] int with batch 1; every segment has its own
+    state; empty segments are legal; states are then [segments, channels].
 
     Returns h in x's shape and the state after the last token, both in float32 or complex64 (float64 or complex128
     for such inputs). `auto` is one step of the recurrence for one token, flash-linear-attention's kernel (`kernel`) on
@@ -122,7 +122,7 @@ def _fold(
 ) -> tuple[Tensor, Tensor]:
     """Return the inputs of the same recurrence from a zero state.
 
-    The first token of a sequence takes up the decayed initial state, and its own decay is 0.
+    The decayed initial state is added to the first token of a sequence, whose decay becomes 0.
     """
     if cu_seqlens is None:
         if initial_state is not None:
@@ -176,7 +176,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_h: Tensor) -> tuple[Tensor, Tensor]:
         h, decay = ctx.saved_tensors
-        # The gradient of h_t is its own plus decay_{t+1} times that of h_{t+1}.
+        # The gradient of h_t is d_h_t plus decay_{t+1} times the gradient of h_{t+1}.
         none = torch.zeros_like(decay[:, :1])
         d_x = _solve(d_h, torch.cat([decay[:, 1:], none], 1).conj().resolve_conj(), reverse=True)
         d_decay = torch.zeros_like(d_x)

@@ -37,8 +37,8 @@ def selective_scan(
     x, dt: [batch, length, groups, channels]; a: [groups, channels, states], at most 0; b, c: [batch, length, groups,
     states], shared by the channels of a group; all float32 or float64.
 
-    initial_state: [batch, groups, channels, states], zero if None. cu_seqlens: [segments + 1] int with batch 1, every
-    segment starts anew; states are then [segments, ...]. compute_dtype: as in `models.operators.scan.linear_scan.scan`.
+    initial_state: [batch, groups, channels, states], zero if None. cu_seqlens: [segments + 1] int with batch 1; every
+    segment has its own state; states are then [segments, ...]. compute_dtype: as in `models.operators.scan.linear_scan.scan`.
     Returns y in x's shape and the state after the last token.
 
     Under context parallelism as `models.operators.scan.linear_scan.scan`.
@@ -103,7 +103,7 @@ def _of_chunk(
     bounds: Tensor | None,
     compute_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a chunk and the states after it. Segments that lie elsewhere are empty and keep their state."""
+    """Return the outputs of a chunk and the states after it. Segments outside the chunk are empty and keep their state."""
     log_decay = dt.unsqueeze(-1) * a
     update = (dt * x).unsqueeze(-1) * b.unsqueeze(3)
     h, final = local_scan(

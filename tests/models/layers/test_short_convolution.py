@@ -71,7 +71,7 @@ def test_no_tokens_give_the_history_no_gradient(monkeypatch, channels):
 def test_a_history_of_another_shape_is_refused(channels, shape):
     """Channels that the C++ kernel takes, which would read beyond it, and such that it does not."""
     layer, history = CausalConvolution(channels, 4, silu=True), torch.zeros(*shape, channels)
-    words = rf"history \[{shape[0]}, {shape[1]}, {channels}\]: expected .* = \[2, 3, {channels}\]; give what"
+    words = rf"history \[{shape[0]}, {shape[1]}, {channels}\]: expected .* = \[2, 3, {channels}\]; give the"
     for x, options in (
         (torch.zeros(2, 5, channels), {}),
         (torch.zeros(2, 5, channels), {"mask": torch.ones(2, 5, dtype=torch.bool)}),

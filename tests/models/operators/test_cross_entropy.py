@@ -194,7 +194,7 @@ def test_labels_of_every_integer_type(dtype):
 def test_labels_outside_the_vocabulary_are_refused(vocab, few_labels):
     hidden, weight = torch.randn(3, 32), torch.randn(vocab, 32)
     for label in (vocab, vocab + 7, -1, -99):
-        words = rf"label {label}: allowed are 0 to {vocab - 1}, .*, and -100 where there is none"
+        words = rf"label {label}: allowed are 0 to {vocab - 1}, .*, and -100 for no label"
         for loss_weight in (None, torch.tensor([1.0, 0.0, 1.0])):
             with pytest.raises(ValueError, match=words):
                 cross_entropy_sum(
@@ -204,7 +204,7 @@ def test_labels_outside_the_vocabulary_are_refused(vocab, few_labels):
 
 def test_a_label_for_every_row():
     for labels in (torch.tensor([3]), torch.tensor(3), torch.tensor([[3], [3]])):
-        with pytest.raises(ValueError, match="one for every row of hidden"):
+        with pytest.raises(ValueError, match="one per row of hidden"):
             cross_entropy_sum(torch.randn(2, 8), torch.randn(16, 8), labels)
 
 

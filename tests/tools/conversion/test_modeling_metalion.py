@@ -139,7 +139,7 @@ def test_inputs_embeds(more: dict[str, Any]) -> None:
     ids = tokens(2, 7)
     embeds = F.embedding(ids, model.get_input_embeddings().weight)
     assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
-    with pytest.raises(ValueError, match="one of the two"):
+    with pytest.raises(ValueError, match="give exactly one of them"):
         model(ids, inputs_embeds=embeds)
     continued = model.generate(inputs_embeds=embeds, max_new_tokens=4, do_sample=False)
     assert torch.equal(continued, model.generate(ids, max_new_tokens=4, do_sample=False)[:, 7:])
@@ -263,7 +263,7 @@ def test_the_state_does_not_grow() -> None:
     assert len(sizes) == 1
     assert cache.get_seq_length() == 45
     assert cache.batch_size == 2
-    with pytest.raises(ValueError, match="cannot take 1 tokens"):
+    with pytest.raises(ValueError, match="cannot remove 1 tokens"):
         cache.crop(1)
 
 
@@ -291,7 +291,7 @@ def test_assisted_generation_is_refused() -> None:
 
 
 def test_a_cache_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="past_key_values is a DynamicCache, which holds no recurrent states"):
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache, expected a RecurrentCache"):
         causal_model()(tokens(1, 4), past_key_values=DynamicCache())
 
 
