@@ -1,4 +1,4 @@
-"""The tables of docs/results/synthetic.md that have lines in docs/results/ say what these say."""
+"""The tables of docs/results/synthetic.md agree with the runs in docs/results/*.jsonl."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lines(suite: str) -> list[dict[str, Any]]:
 
 
 def table(after: str) -> list[list[str]]:
-    """The cells of the first table after some words, without its head."""
+    """Return the cells of the first table after a text, without the header."""
     rows = re.search(r"^\|.*?(?=\n\n)", PAGE[PAGE.index(after) :], re.MULTILINE | re.DOTALL)
     assert rows is not None
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[0].splitlines()[2:]]
@@ -56,7 +56,7 @@ def test_mqar(after: str, task: str, mlp: str, widths: tuple[int, ...]) -> None:
         model, _, dropout = name.partition(", without dropout")
         dropped = 0.1 if model == "attention" and not dropout else 0
         for width, cell in zip(widths, cells, strict=False):
-            found = [
+            matches = [
                 run
                 for run in runs
                 if (run["model"], run["width"]) == (MODELS[model], width)
@@ -64,9 +64,9 @@ def test_mqar(after: str, task: str, mlp: str, widths: tuple[int, ...]) -> None:
                 and run["network"].get("attention_dropout", 0) == dropped
             ]
             if "cut at" in cell:
-                assert not found, f"{name}, {width}: has lines now"
+                assert not matches, f"{name}, {width}: has completed runs"
                 continue
-            best = max(found, key=lambda run: run["accuracy"])
+            best = max(matches, key=lambda run: run["accuracy"])
             assert cell == f"{100 * best['accuracy']:.1f} ({rate(best['lr'])}, {best['epochs']})", f"{name}, {width}"
 
 
@@ -89,8 +89,8 @@ def test_falls_of_selective_copying() -> None:
         accuracies = run["history"]
         many = sum(a - b > 0.25 for a, b in pairwise(accuracies))
         falls[run["model"] if run["task"].startswith("selective_copying") else "elsewhere"].append(many)
-    found = re.search(r"in (\d+) of MetaLA's (\d+) runs of selective copying .*?\((\d+) of GLA's (\d+)\)", PAGE)
-    assert found is not None
+    match = re.search(r"in (\d+) of MetaLA's (\d+) runs of selective copying .*?\((\d+) of GLA's (\d+)\)", PAGE)
+    assert match is not None
     of = [(sum(many > 0 for many in falls[model]), len(falls[model])) for model in ("metala", "gla")]
-    assert [int(number) for number in found.groups()] == [*of[0], *of[1]]
+    assert [int(number) for number in match.groups()] == [*of[0], *of[1]]
     assert not any(falls["elsewhere"])
