@@ -1,4 +1,4 @@
-"""Token files ``.bin`` / ``.idx`` as Megatron-LM and GPT-NeoX write and read them (``MMapIndexedDataset``).
+"""Read and write token files ``.bin`` / ``.idx`` in the format of Megatron-LM and GPT-NeoX (``MMapIndexedDataset``).
 
 Little-endian, no padding. The ``.idx`` file is
 
@@ -7,11 +7,11 @@ Little-endian, no padding. The ``.idx`` file is
     uint8     code of the token type
     uint64    N, the number of sequences
     uint64    D, the number of documents + 1
-    int32[N]  tokens of each sequence
+    int32[N]  number of tokens of each sequence
     int64[N]  byte offset of each sequence in ``.bin``
     int64[D]  sequence at which each document starts; the first is 0, the last is N
 
-and ``.bin`` holds the tokens of the sequences one after another. A *prefix* is the path without extension.
+and ``.bin`` holds the concatenated tokens of the sequences. A *prefix* is the path without extension.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 LONGEST_SEQUENCE = 2**31 - 1
 
-# States of files whose index was compared with itself, so that a process does it once.
+# File identities whose index has been checked, so that a process checks each file once.
 _checked: set[str] = set()
 
-# Codes 6 and 7 are floats, and Megatron-LM and GPT-NeoX disagree on which is which.
+# Codes 6 and 7 are floats; Megatron-LM and GPT-NeoX assign them differently.
 CODE_TO_DTYPE: dict[int, np.dtype] = {
     1: np.dtype("uint8"),
     2: np.dtype("int8"),
@@ -55,31 +55,31 @@ DTYPE_TO_CODE = {dtype: code for code, dtype in CODE_TO_DTYPE.items()}
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that GPT-NeoX chooses: uint16 for a vocabulary under 65,500, otherwise int32."""
+    """Return the token type as GPT-NeoX chooses it: uint16 for a vocabulary under 65,500, otherwise int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """The tokens of a prefix."""
+    """Return the path of the token file of a prefix."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The index of a prefix."""
+    """Return the path of the index of a prefix."""
     return Path(f"{prefix}.idx")
 
 
 def file_identity(prefix: str | Path) -> list[list[str | int]]:
-    """Names, sizes and times of a pair of files: what an index that is cached for them was made from."""
+    """Return names, sizes and modification times of a pair of token files. Part of the key of cached sample indices."""
     states = [(path, path.stat()) for path in (bin_path(prefix), idx_path(prefix))]
     return [[str(path.resolve()), state.st_size, state.st_mtime_ns] for path, state in states]
 
 
 class IndexedWriter:
-    """Writes a pair of token files, one document at a time, in constant memory a token.
+    """Write a pair of token files, one document at a time; memory grows with the number of sequences only.
 
-    Both files are written aside and renamed when the ``with`` block ends well, so that a prefix never names half of a
-    corpus; after an exception nothing is left. ``checksums`` then holds the records of both files, for the manifest.
+    Both files are written under temporary names and renamed when the ``with`` block succeeds. After an exception nothing is
+    left. ``checksums`` then holds the records of both files, for the manifest.
 
         with IndexedWriter("corpus/train_text_document", token_dtype(tokenizer.vocab_size)) as writer:
             writer.add_document(tokens)
@@ -94,16 +94,16 @@ class IndexedWriter:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._sizes = array("i")
         self._document_starts = array("q", [0])
-        self._aside_bin = temporary_path(bin_path(self.prefix))
-        self._aside_idx = temporary_path(idx_path(self.prefix))
+        self._temporary_bin = temporary_path(bin_path(self.prefix))
+        self._temporary_idx = temporary_path(idx_path(self.prefix))
         self._checksum = Checksum()
         self.checksums: dict[str, Record] = {}
-        self._file = open(self._aside_bin, "wb")  # noqa: SIM115 - closed by finish() or abandon()
+        self._file = open(self._temporary_bin, "wb")  # noqa: SIM115 - closed by finish() or abandon()
 
     def add_document(self, *sequences: NDArray) -> None:
-        """Append one document, given as one sequence of tokens [n] or several (sentences).
+        """Append one document of one or several sequences (sentences), each of tokens [n].
 
-        Raises ValueError for tokens that the type cannot hold and for sequences of 2^31 tokens and more.
+        Raises ValueError for tokens outside of the range of the type, and for sequences of 2^31 or more tokens.
         """
         for sequence in sequences:
             tokens = np.asarray(sequence)
@@ -113,7 +113,7 @@ class IndexedWriter:
         self._document_starts.append(len(self._sizes))
 
     def add_documents(self, tokens: NDArray, lengths: NDArray[np.int64]) -> None:
-        """Append documents of one sequence each, given in a row: tokens [sum of lengths]. Raises as add_document."""
+        """Append documents of one sequence each: concatenated tokens [sum of lengths]. Raises as `add_document`."""
         self._check_longest(int(lengths.max(initial=0)))
         self._write(tokens)
         first = len(self._sizes)
@@ -124,7 +124,7 @@ class IndexedWriter:
         if length > LONGEST_SEQUENCE:
             raise ValueError(
                 f"{self.prefix}: document {len(self._document_starts) - 1} has {length:,} tokens; the format holds at"
-                f" most {LONGEST_SEQUENCE:,} in one sequence. Cut the document before this step."
+                f" most {LONGEST_SEQUENCE:,} in one sequence. Split the document in the input."
             )
 
     def _write(self, tokens: NDArray) -> None:
@@ -133,7 +133,7 @@ class IndexedWriter:
             raise ValueError(
                 f"{self.prefix}: document {len(self._document_starts) - 1} holds token"
                 f" {int(tokens.max() if tokens.max() > limits.max else tokens.min())}, outside of {self.dtype}"
-                f" ({limits.min} to {limits.max}): the type was chosen for another tokenizer"
+                f" ({limits.min} to {limits.max}): the type was chosen for another vocabulary size; use token_dtype(vocab_size)"
             )
         self._write_bytes(tokens.astype(self.dtype, copy=False).tobytes())
 
@@ -143,9 +143,10 @@ class IndexedWriter:
             self._file.write(content)
 
     def add_file(self, prefix: str | Path, record: Record | None = None) -> None:
-        """Append all documents of another pair of files, boundaries kept.
+        """Append all documents of another pair of files with their boundaries.
 
-        record: of its .bin file. Raises ValueError when the types differ, DamagedDataError when the content is not of the record.
+        record: checksum record of its .bin file. Raises ValueError if the token types differ, and DamagedDataError if the
+        content does not match the record.
         """
         other = IndexedTokens(prefix)
         if other.dtype != self.dtype:
@@ -155,7 +156,7 @@ class IndexedWriter:
             )
         first = len(self._sizes)
         if record is not None and (problem := difference(bin_path(prefix), record, whole=True)):
-            raise DamagedDataError(f"{problem}. Remove {other.prefix.parent} and give the same command again.")
+            raise DamagedDataError(f"{problem}. Remove {other.prefix.parent} and run the same command again.")
         if other.is_contiguous:
             with open(bin_path(prefix), "rb") as tokens:
                 while piece := tokens.read(1 << 22):
@@ -182,7 +183,7 @@ class IndexedWriter:
         pointers *= self.dtype.itemsize
         starts = np.frombuffer(self._document_starts, dtype=np.int64)
         index_checksum = Checksum()
-        with naming_file_in_errors(idx_path(self.prefix)), open(self._aside_idx, "wb") as index:
+        with naming_file_in_errors(idx_path(self.prefix)), open(self._temporary_idx, "wb") as index:
             for content in (
                 HEADER.pack(MAGIC, VERSION, DTYPE_TO_CODE[self.dtype], len(sizes), len(starts)),
                 sizes.astype("<i4", copy=False).tobytes(),
@@ -193,20 +194,20 @@ class IndexedWriter:
                 index.write(content)
             index.flush()
             os.fsync(index.fileno())
-        # An old index beside a new .bin would look whole, so it goes first, on the disk too.
+        # Remove the old index first and flush that: an old index next to a new .bin would look complete.
         if idx_path(self.prefix).exists():
             idx_path(self.prefix).unlink()
             sync(self.prefix.parent)
-        os.replace(self._aside_bin, bin_path(self.prefix))
-        put_in_place(self._aside_idx, idx_path(self.prefix))
+        os.replace(self._temporary_bin, bin_path(self.prefix))
+        put_in_place(self._temporary_idx, idx_path(self.prefix))
         self.checksums = {"bin": self._checksum.record(), "idx": index_checksum.record()}
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
-        with contextlib.suppress(OSError):  # a full disk has no room for what is still in the buffer
+        """Close and remove the temporary files."""
+        with contextlib.suppress(OSError):  # on a full disk the buffer cannot be flushed
             self._file.close()
-        self._aside_bin.unlink(missing_ok=True)
-        self._aside_idx.unlink(missing_ok=True)
+        self._temporary_bin.unlink(missing_ok=True)
+        self._temporary_idx.unlink(missing_ok=True)
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -225,16 +226,15 @@ class IndexedWriter:
 
 
 class IndexedTokens:
-    """A pair of token files, memory-mapped. Opening reads the index once, to check it, and no tokens of large files.
+    """Open a pair of token files, memory-mapped. The index is read once and checked.
 
-    ``sizes`` int32 [N] tokens a sequence, ``pointers`` int64 [N] byte offsets, ``document_starts`` int64 [D],
-    ``tokens[i]`` the tokens of sequence i (a view of the file). Warns of an index without documents, as GPT-NeoX's
-    merge_datasets writes it: then each sequence is a document. Files up to `checksum.ALWAYS_CHECKED` bytes are compared
-    with the checksums of the manifest, where it has some. Where ``vocab_size`` is set, tokens from there on are refused
-    when they are read.
+    sizes: int32 [N], tokens per sequence. pointers: int64 [N], byte offsets. document_starts: int64 [D].
+    ``tokens[i]`` is a view of the tokens of sequence i. Without documents in the index (GPT-NeoX's merge_datasets), each
+    sequence is a document, with a warning. Files up to `checksum.ALWAYS_CHECKED` bytes are compared with the checksums of
+    the manifest. If ``vocab_size`` is set, reading a token outside of it raises DamagedDataError.
 
-    Raises FileNotFoundError when a file is missing, and ValueError when the files are not what the format says or not
-    what was written: another magic, version or type, too short or too long, empty, or damaged at a place that is named.
+    Raises FileNotFoundError if a file is missing, and ValueError if the files do not follow the format or were damaged. The
+    message names the byte.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -252,13 +252,13 @@ class IndexedTokens:
         if count and index_file.stat().st_size == end + count:
             raise ValueError(
                 f"{index_file} is of a multimodal corpus: after {count:,} sequences and {boundaries:,} boundaries it holds"
-                " a mode for each sequence. Models here read text: write the corpus again without modes."
+                " a mode for each sequence. Only text is supported: write the token files again without modes."
             )
         check_length(index_file, end, f"{count:,} sequences and {boundaries:,} boundaries")
         if count == 0:
             raise ValueError(
-                f"{index_file} lists no sequences: the corpus held no text when it was written (a wrong text key is"
-                " the usual cause). Write it again."
+                f"{index_file} lists no sequences: its input held no text, usually because of a wrong text key. Write the"
+                " token files again (python -m tools.preprocess_data ... --jsonl-keys KEY)."
             )
         self.sizes: NDArray[np.int32] = _mapped(index_file, "<i4", sizes_at, count)
         self.pointers: NDArray[np.int64] = _mapped(index_file, "<i8", pointers_at, count)
@@ -274,7 +274,7 @@ class IndexedTokens:
         self._tokens: NDArray[np.uint8] = _mapped(token_file, "u1", 0, token_file.stat().st_size)
 
     def _check_once(self, pointers_at: int, starts_at: int) -> None:
-        """Compare the index with itself and the size of .bin, once per process and state of the files, and with the manifest."""
+        """Check the index once per process and file identity, and compare both files with the manifest."""
         state = repr(file_identity(self.prefix))
         index_file, token_file = idx_path(self.prefix), bin_path(self.prefix)
         if state not in _checked:
@@ -295,13 +295,16 @@ class IndexedTokens:
         return self.read(sequence)
 
     def read(self, sequence: int, offset: int = 0, count: int | None = None) -> NDArray:
-        """Tokens [offset, offset + count) of a sequence, cut at its end; without a count to its end. A view."""
+        """Return a view of the tokens [offset, offset + count) of a sequence, clipped at its end. count None: to the end.
+
+        Raises IndexError for a sequence that does not exist, and DamagedDataError for a token outside of ``vocab_size``.
+        """
         if not 0 <= sequence < len(self.sizes):
             raise IndexError(f"{self.prefix}: sequence {sequence} of {len(self.sizes)}")
         size = int(self.sizes[sequence])
         offset = min(offset, size)
-        left = size - offset
-        length = left if count is None else min(count, left)
+        remaining = size - offset
+        length = remaining if count is None else min(count, remaining)
         start = int(self.pointers[sequence]) + offset * self.dtype.itemsize
         end = start + length * self.dtype.itemsize
         if not 0 <= start <= end <= len(self._tokens):
@@ -321,7 +324,7 @@ class IndexedTokens:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether each sequence begins where the one before ends, as in every file written here."""
+        """Return whether each sequence begins where the previous one ends, as in every file of this project."""
         ends = self.pointers + self.sizes.astype(np.int64) * self.dtype.itemsize
         return int(self.pointers[0]) == 0 and bool((ends[:-1] == self.pointers[1:]).all())
 
@@ -339,7 +342,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
         head = file.read(HEADER.size)
     if head[: len(OLD_MAGIC)] == OLD_MAGIC:
         raise ValueError(
-            f"{path} is in the old TNTIDX format (--dataset-impl lazy or cached). Write the corpus again with"
+            f"{path} is in the old TNTIDX format (--dataset-impl lazy or cached). Write the token files again with"
             " python -m tools.preprocess_data, or with --dataset-impl mmap in GPT-NeoX."
         )
     _check_at_least(path, len(head), HEADER.size)
@@ -361,13 +364,15 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
 
 def _check_at_least(path: Path, have: int, need: int) -> None:
     if have == 0:
-        raise ValueError(f"{path} is empty. It was never written to its end: write the corpus again.")
+        raise ValueError(f"{path} is empty, because its writer was stopped. Write the token files again.")
     if have < need:
-        raise ValueError(f"{path} is {have:,} bytes long, {need - have:,} bytes short of its header of {need}")
+        raise ValueError(
+            f"{path} is {have:,} bytes long, {need - have:,} bytes short of its header of {need}. Write the token files again."
+        )
 
 
 def _mapped(path: Path, dtype: str, offset: int, count: int) -> NDArray:
-    # A plain view: slices of numpy's memmap class cost several times as much, and samples are made of slices.
+    # A plain view, because slicing numpy's memmap class is several times slower.
     return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
 
 
@@ -375,10 +380,10 @@ def _missing(prefix: Path, path: Path) -> str:
     if prefix.suffix in (".bin", ".idx") and prefix.is_file():
         return f"{path} does not exist. Name the token files without extension: {prefix.with_suffix('')}"
     present = sorted({str(p.with_suffix("")) for p in prefix.parent.glob("*.idx")}) if prefix.parent.is_dir() else []
-    near = difflib.get_close_matches(str(prefix), present, n=3, cutoff=0.4) or present[:3]
-    hint = f" Beside it: {', '.join(near)}" if near else f" {prefix.parent} holds no token files."
+    similar = difflib.get_close_matches(str(prefix), present, n=3, cutoff=0.4) or present[:3]
+    hint = f" Beside it: {', '.join(similar)}" if similar else f" {prefix.parent} holds no token files."
     return (
         f"{path} does not exist.{hint} (a prefix names a .bin and an .idx file without extension). Write them with python"
-        " -m tools.preprocess_data; those of a sample with make data-pile-sample, data-c4-sample or data-text-sample"
+        " -m tools.preprocess_data; for a small sample use make data-pile-sample, data-c4-sample or data-text-sample"
         " (docs/guide/data.md)."
     )

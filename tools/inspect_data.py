@@ -127,7 +127,7 @@ def _print_sample(options: argparse.Namespace, tokenizer: Tokenizer | None) -> N
             f"there is no sample {options.sample}: these files give 0 to {len(dataset) - 1} (--num-samples)"
         )
     print(f"sample {options.sample} of {len(dataset):,} ({dataset.epochs} epochs, seed {options.seed})")
-    for sequence, first, count in dataset.documents_of(options.sample):
+    for sequence, first, count in dataset.spans_of_sample(options.sample):
         document = int(np.searchsorted(dataset.file.document_starts, sequence, side="right")) - 1
         print(f"  document {document}, tokens {first:,} to {first + count - 1:,}: {_origin(dataset.file, document)}")
     print(_text(dataset[options.sample]["tokens"].numpy(), tokenizer))

@@ -1,7 +1,7 @@
-"""Several token files in one stream of samples, by weight, in GPT-NeoX's order.
+"""Blend the samples of several token files by weight, in GPT-NeoX's order.
 
-Step i takes the data set that is furthest behind its share: argmax over k of w_k * max(i, 1) - count_k, the first one
-of equals. So the shares hold at every point of a run and not only on average, and the order depends on nothing else.
+Sample i comes from the data set furthest below its share: argmax over k of w_k * max(i, 1) - count_k, the first on a tie. So
+the shares hold at every point of a run, and the order is deterministic.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ SHARES_BY = ("tokens", "documents", "weights")
 
 @dataclass(frozen=True)
 class Shares:
-    """How often each of several token files is taken.
+    """Sampling shares of several token files.
 
-    by: "weights" as given; "tokens" or "documents", what the files hold. Shares are in proportion to
-    (weight, tokens or documents)^(1 / temperature): 1 leaves them, above 1 evens them out (Arivazhagan et al. 2019,
-    arXiv 1907.05019).
+    by: "weights" (as given), "tokens" or "documents" (counts of the files).
+    weights: one positive number per file, with by="weights" only.
+    temperature: shares are proportional to (weight, tokens or documents)^(1 / temperature). 1 keeps them, above 1 makes them
+        more even (Arivazhagan et al. 2019, arXiv 1907.05019).
     """
 
     by: str = "tokens"
@@ -40,13 +41,15 @@ class Shares:
         if self.by not in SHARES_BY:
             raise ValueError(f"a blend by {self.by!r} is unknown; allowed: {', '.join(SHARES_BY)}")
         if (self.by == "weights") != (self.weights is not None):
-            raise ValueError("weights are for a blend by weights, and it needs them")
+            raise ValueError("weights and by='weights' require each other: set both or neither")
         if not self.temperature > 0 or not math.isfinite(self.temperature):
             raise ValueError(f"temperature {self.temperature} of a blend must be above 0")
 
     def of(self, prefixes: Sequence[str | Path]) -> list[float]:
-        """The share of each file; they sum to 1. Raises ValueError for a weight that is not positive, and for as many
-        weights as there are not files."""
+        """Return the share of each file; they sum to 1.
+
+        Raises ValueError for a weight that is not positive, and unless there is one weight per file.
+        """
         if self.weights is not None:
             if len(self.weights) != len(prefixes):
                 raise ValueError(f"{len(self.weights)} weights for {len(prefixes)} token files: give one for each")
@@ -68,19 +71,21 @@ def training_dataset(
     packing: Packing = Packing(),  # noqa: B008 - frozen
     cache_directory: str | Path | None = None,
 ) -> CausalDataset | BlendedDataset:
-    """Training samples of one token file or of several, in shares. Other arguments, and what is raised, as in
-    CausalDataset."""
+    """Return training samples of one token file, or of several files by shares.
+
+    Other arguments and errors as in `CausalDataset`.
+    """
     if isinstance(prefixes, (str, Path)):
         prefixes = [prefixes]
     if not prefixes:
         raise ValueError("no token files to train on: name at least one prefix")
     weights = shares.of(prefixes)
-    parts = [
+    datasets = [
         CausalDataset(
             prefix,
             sequence_length=sequence_length,
-            # GPT-NeoX's margin, also for one file: the shares of a finite run are not exact. The order reshuffle of one
-            # file does not depend on the number of samples and needs no margin.
+            # The margin of GPT-NeoX, also for one file, because shares of a finite run are not exact. One file in the order
+            # reshuffle needs no margin: its order does not depend on the number of samples.
             num_samples=num_samples
             if len(prefixes) == 1 and order != "neox"
             else math.ceil(num_samples * share * 1.005),
@@ -91,14 +96,16 @@ def training_dataset(
         )
         for prefix, share in zip(prefixes, weights, strict=True)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    return BlendedDataset(parts, weights, num_samples=num_samples, cache_directory=cache_directory)
+    if len(datasets) == 1:
+        return datasets[0]
+    return BlendedDataset(datasets, weights, num_samples=num_samples, cache_directory=cache_directory)
 
 
 class BlendedDataset:
-    """Samples of several data sets by share; ``source[i]`` int16 says which one sample i comes from and ``number[i]``
-    int64 which of its samples."""
+    """Return samples of several data sets by share.
+
+    ``source`` int16 [samples] is the data set of each sample, ``number`` int64 [samples] its sample number there.
+    """
 
     def __init__(
         self,
@@ -114,7 +121,7 @@ class BlendedDataset:
         segments = max(dataset.segments for dataset in datasets)
         for dataset in datasets:
             dataset.join_sources(self.sources)
-            dataset.segments = segments  # batches are of one shape
+            dataset.segments = segments  # so that batches have one shape
         made_from = {"blend": BLEND_VERSION, "weights": self.weights, "num_samples": num_samples}
 
         def build() -> dict[str, NDArray]:
@@ -131,18 +138,18 @@ class BlendedDataset:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         try:
-            part = self.datasets[int(self.source[number])]
+            dataset = self.datasets[int(self.source[number])]
         except IndexError as error:
             raise damaged_order(self.source, error) from error
-        wanted = int(self.number[number])
-        # Past its end GPT-NeoX counts a data set as one sample shorter than it is.
-        return part[wanted if wanted < len(part) else wanted % max(1, len(part) - 1)]
+        index = int(self.number[number])
+        # When a data set repeats, GPT-NeoX wraps one sample before its end.
+        return dataset[index if index < len(dataset) else index % max(1, len(dataset) - 1)]
 
 
 def blend_order(weights: Sequence[float], num_samples: int) -> NDArray[np.int16]:
-    """Which data set each sample comes from, int16 [num_samples]; ``weights`` sum to 1.
+    """Return the data set of each sample, int16 [num_samples]. ``weights`` sum to 1.
 
-    The rule is sequential by nature: about 2 microseconds a sample, once, since the outcome is cached.
+    The loop is sequential, about 2 microseconds per sample; the result is cached.
     """
     shares = np.asarray(weights, np.float64)
     counts = np.zeros(len(shares), np.float64)
@@ -151,14 +158,14 @@ def blend_order(weights: Sequence[float], num_samples: int) -> NDArray[np.int16]
     for step in range(num_samples):
         np.multiply(shares, max(step, 1), out=behind)
         np.subtract(behind, counts, out=behind)
-        chosen = behind.argmax()
-        order[step] = chosen
-        counts[chosen] += 1
+        dataset = behind.argmax()
+        order[step] = dataset
+        counts[dataset] += 1
     return order
 
 
 def running_counts(source: NDArray[np.int16], num_sources: int) -> NDArray[np.int64]:
-    """How often each entry's value came before it, int64 like ``source``."""
+    """Return how often the value of each entry occurs before it, int64 with the shape of ``source``."""
     counts = np.empty(len(source), np.int64)
     for value in range(num_sources):
         at = np.flatnonzero(source == value)
@@ -167,7 +174,7 @@ def running_counts(source: NDArray[np.int16], num_sources: int) -> NDArray[np.in
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Weights that sum to 1. Raises ValueError for one that is not above 0."""
+    """Return the weights scaled to sum to 1. Raises ValueError unless all are finite and above 0."""
     for number, weight in enumerate(weights):
         if not weight > 0 or not math.isfinite(weight):
             raise ValueError(f"weight {number + 1} of the token files is {weight}: it must be above 0")

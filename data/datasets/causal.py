@@ -1,6 +1,6 @@
-"""Samples for causal language models, packed from a token file.
+"""Build packed samples for causal language models from a token file.
 
-Training takes samples in one of the orders of `data.sample_index`; validation reads the file once, in its own order.
+`CausalDataset` (training) uses the sample orders of `sample_index.py`. `SequentialDataset` (validation) reads the file once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ..indexed import IndexedTokens
 from .sample_index import cached_sample_index
 
 Sample = dict[str, torch.Tensor]
-Part = tuple[int, int, int]  # sequence id, first token, tokens
+TokenSpan = tuple[int, int, int]  # sequence id, first token, number of tokens
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What samples say about the documents inside them.
+    """Select which document boundaries and sources a sample includes.
 
-    reset_at_documents: samples carry ``cu_seqlens``, so that nothing crosses from one document into the next.
-    mask_boundaries: the first token of a document is not predicted from the one before it (loss weight 0).
-    sources: samples carry ``source``, the number of the source (in ``dataset.sources``) of each label.
+    reset_at_documents: add ``cu_seqlens``, so that states and attention are reset at document boundaries.
+    mask_boundaries: set the loss weight of the first token of each document to 0.
+    sources: add ``source``, the index of the source of each label in ``dataset.sources``.
     """
 
     reset_at_documents: bool = False
@@ -38,16 +38,17 @@ class Packing:
 
 
 class CausalDataset:
-    """Packed training samples of one token file.
+    """Return packed training samples of one token file.
 
-    prefix: the token file without extension. num_samples: how many samples the run will take, which fixes the number
-    of epochs. order: "neox" or "reshuffle" (see `data.sample_index`). cache_directory: where the index is kept, under the
-    hash of everything that made it; None keeps it in memory.
+    prefix: path of the token file without extension.
+    num_samples: samples of the run, which determines the number of epochs.
+    order: "neox" or "reshuffle" (see `sample_index.py`).
+    cache_directory: folder of the cached index; None keeps it in memory.
 
-    ``ds[i]`` -> {"tokens": int64 [T], "labels": int64 [T], "loss_weight": float32 [T]}; labels are the tokens one
-    later. With ``reset_at_documents`` also "cu_seqlens" int32 [segments + 1]: 0, the starts of further documents, T, and T
-    repeated up to a length that is the same for every sample. With ``sources`` also "source" int64 [T]. A document is a
-    sequence of the file. Raises ValueError as `cached_sample_index`.
+    ``ds[i]`` -> {"tokens": int64 [T], "labels": int64 [T], "loss_weight": float32 [T]}. Labels are the tokens shifted by one.
+    With ``reset_at_documents`` also "cu_seqlens" int32 [segments + 1]: 0, the starts of further documents, then T repeated to
+    a fixed length. With ``sources`` also "source" int64 [T]. Each sequence of the file counts as a document.
+    Raises ValueError as `cached_sample_index`.
     """
 
     def __init__(
@@ -86,41 +87,43 @@ class CausalDataset:
     def __getitem__(self, number: int) -> Sample:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
-        parts = self.documents_of(number)
-        sample = _causal_sample(read_parts(self.file, parts, self.sequence_length + 1))
+        spans = self.spans_of_sample(number)
+        sample = _causal_sample(read_spans(self.file, spans, self.sequence_length + 1))
         if self.packing.reset_at_documents:
-            sample["cu_seqlens"] = cu_seqlens(parts, self.sequence_length, self.segments)
+            sample["cu_seqlens"] = cu_seqlens(spans, self.sequence_length, self.segments)
         if self.packing.mask_boundaries:
-            starts = [place - 1 for place in _places(parts) if place]  # all parts but the first begin a document
+            starts = [
+                place - 1 for place in _span_starts(spans) if place
+            ]  # every span except the first begins a document
             sample["loss_weight"][starts] = 0.0
         if self._source_of is not None:
-            source = np.repeat(self._source_of[[part[0] for part in parts]], [part[2] for part in parts])[1:]
+            source = np.repeat(self._source_of[[span[0] for span in spans]], [span[2] for span in spans])[1:]
             sample["source"] = torch.from_numpy(source.astype(np.int64))
         return sample
 
     def join_sources(self, names: Sequence[str]) -> None:
-        """Number the sources by ``names``, which hold all of this file's, so that several files share them."""
+        """Renumber the sources by ``names``, which must include all sources of this file. A blend shares one list."""
         if self._source_of is not None:
             self._source_of = np.array([names.index(name) for name in self.sources], np.int16)[self._source_of]
             self.sources = list(names)
 
-    def documents_of(self, number: int) -> list[Part]:
-        """Where sample ``number`` comes from: (sequence id, first token, tokens) of each part."""
+    def spans_of_sample(self, number: int) -> list[TokenSpan]:
+        """Return the token spans of sample ``number``. Raises DamagedDataError if the sample order is damaged."""
         try:
             entry, offset = (int(x) for x in self.index.sample_index[int(self.index.shuffle_index[number])])
-            return parts_from(self.file.sizes, self.index.document_index, entry, offset, self.sequence_length + 1)
+            return token_spans(self.file.sizes, self.index.document_index, entry, offset, self.sequence_length + 1)
         except IndexError as error:
             raise damaged_order(self.index.sample_index, error) from error
 
 
 class SequentialDataset:
-    """Every token of a file exactly once as a label, in file order: for validation.
+    """Return every token of a file exactly once as a label, in file order (validation).
 
-    The stream is ``first_token`` (the end of a document, as if one stood before) and then all tokens, so that the
-    first token of the file is predicted too and a sum over all labels is the whole text. The last sample is filled up
-    with ``first_token`` under loss_weight 0. Samples as in CausalDataset, with ``cu_seqlens`` where documents reset.
+    The stream is ``first_token`` (the end-of-document id) followed by all tokens, so the first token of the file is a label
+    too. The last sample is padded with ``first_token`` with loss_weight 0. Samples are as in CausalDataset, with
+    ``cu_seqlens`` if ``reset_at_documents``.
 
-    sequences: ids to read, in ascending order; all by default.
+    sequences: ids to read, in ascending order; None reads all.
     """
 
     def __init__(
@@ -150,36 +153,36 @@ class SequentialDataset:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         length = self.sequence_length
-        begin = max(number * length - 1, 0)  # the token before the first label, where there is one
+        begin = max(number * length - 1, 0)  # the token before the first label, if there is one
         count = min((number + 1) * length, self.num_tokens) - begin
         entry = int(np.searchsorted(self._ends, begin, side="right"))
         offset = begin - (int(self._ends[entry - 1]) if entry else 0)
-        parts = parts_from(self.file.sizes, self._order, entry, offset, count)
+        spans = token_spans(self.file.sizes, self._order, entry, offset, count)
         stream = np.full(length + 1, self.first_token, np.int64)
         lead = int(number == 0)
-        stream[lead : lead + count] = read_parts(self.file, parts, count)
+        stream[lead : lead + count] = read_spans(self.file, spans, count)
         sample = _causal_sample(stream)
         sample["loss_weight"][lead + count - 1 :] = 0.0
         if self.reset_at_documents:
-            # first_token, the filling included, is an end of a document: a segment of its own before the first one.
-            before = [(-1, 0, 1)] if lead else []
-            after = [(-1, 0, length + 1 - lead - count)] if lead + count <= length else []
-            sample["cu_seqlens"] = cu_seqlens([*before, *parts, *after], length, self.segments)
+            # first_token and the padding end a document, so they are segments of their own.
+            first = [(-1, 0, 1)] if lead else []
+            padding = [(-1, 0, length + 1 - lead - count)] if lead + count <= length else []
+            sample["cu_seqlens"] = cu_seqlens([*first, *spans, *padding], length, self.segments)
         return sample
 
     def _most_segments(self) -> int:
         starts = np.maximum(np.arange(len(self) + 1) * self.sequence_length - 1, 0)
         entries = np.searchsorted(self._ends, starts, side="right")
-        return int(np.diff(entries).max()) + 2  # itself, or first_token after, and first_token before
+        return int(np.diff(entries).max()) + 2  # the last document or padding, and first_token
 
 
-def cu_seqlens(parts: list[Part], length: int, segments: int) -> torch.Tensor:
-    """Bounds of the parts (sequence id, first token, tokens) within the first ``length`` tokens, int32 [segments + 1].
+def cu_seqlens(spans: list[TokenSpan], length: int, segments: int) -> torch.Tensor:
+    """Return the bounds of the token spans within the first ``length`` tokens: int32 [segments + 1].
 
-    Begins with 0 and ends with ``length``, which fills up what is left; empty segments are legal for every operator.
+    The first bound is 0. ``length`` fills the remaining entries; every operator accepts empty segments.
     """
     bounds = np.full(segments + 1, length, np.int32)
-    places = [place for place in _places(parts) if place < length]
+    places = [place for place in _span_starts(spans) if place < length]
     bounds[: len(places)] = places
     return torch.from_numpy(bounds)
 
@@ -192,32 +195,32 @@ def _causal_sample(stream: NDArray[np.int64]) -> Sample:
     }
 
 
-def parts_from(sizes: NDArray, order: NDArray, entry: int, offset: int, count: int) -> list[Part]:
-    """(sequence id, first token, tokens) of the next ``count`` tokens from an entry of the order on; none is empty.
+def token_spans(sizes: NDArray, order: NDArray, entry: int, offset: int, count: int) -> list[TokenSpan]:
+    """Return the non-empty token spans of ``count`` tokens that begin at ``offset`` in the sequence ``order[entry]``.
 
-    Raises IndexError for a place that is not in the order, or not in its sequence.
+    sizes: int32 [N], tokens per sequence. Raises IndexError for a position outside of the order or of its sequence.
     """
-    parts = []
+    spans = []
     while count:
         sequence = int(order[entry])
         taken = min(count, int(sizes[sequence]) - offset)
         if entry < 0 or sequence < 0 or offset < 0 or taken < 0:
             raise IndexError(f"token {offset:,} of sequence {sequence:,}, entry {entry:,}")
         if taken:
-            parts.append((sequence, offset, taken))
+            spans.append((sequence, offset, taken))
         count -= taken
         entry, offset = entry + 1, 0
-    return parts
+    return spans
 
 
-def _places(parts: list[Part]) -> list[int]:
-    """Where each part begins in the stream."""
-    return [0, *itertools.accumulate(part[2] for part in parts[:-1])]
+def _span_starts(spans: list[TokenSpan]) -> list[int]:
+    """Return the start of each span in the sample."""
+    return [0, *itertools.accumulate(span[2] for span in spans[:-1])]
 
 
-def read_parts(file: IndexedTokens, parts: list[Part], count: int) -> NDArray[np.int64]:
-    """The tokens of the parts in a row, int64 [count]."""
+def read_spans(file: IndexedTokens, spans: list[TokenSpan], count: int) -> NDArray[np.int64]:
+    """Return the concatenated tokens of the spans: int64 [count]."""
     out = np.empty(count, np.int64)
-    for place, (sequence, first, taken) in zip(_places(parts), parts, strict=True):
+    for place, (sequence, first, taken) in zip(_span_starts(spans), spans, strict=True):
         out[place : place + taken] = file.read(sequence, first, taken)
     return out

@@ -1,7 +1,7 @@
-"""Which tokens a masked language model has to find, and what stands in their place (Devlin et al. 2019, section 3.1).
+"""Mask tokens for a masked language model (Devlin et al. 2019, section 3.1).
 
-A share ``rate`` of the tokens is chosen, each by itself, or whole words at a time. Of the chosen ones 80 % become the mask
-token, 10 % a random one and 10 % stay; all of them are labels, the others are -100.
+A fraction ``rate`` of the tokens is selected, per token or per whole word. Of these, 80 % become the mask token, 10 % a random
+token and 10 % stay. Selected tokens are labels; all other labels are -100.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class Masking:
-    """How tokens of one vocabulary are masked.
+    """Mask the tokens of one vocabulary.
 
-    rate: share of the ordinary tokens. ordinary: bool [vocab], False for special tokens, which are neither chosen nor put
-    in. joined: for whole words, bool [vocab, 2]: whether an id continues a word, and whether one can go on after it.
+    rate: fraction of the ordinary tokens to select.
+    mask_id: id of the mask token.
+    ordinary: bool [vocab], False for special tokens, which are neither selected nor inserted.
+    joined: for whole-word masking, bool [vocab, 2]: whether an id continues a word, and whether a word can continue after it.
     """
 
     rate: float
@@ -34,57 +36,59 @@ class Masking:
         if not 0 < self.rate < 1:
             raise ValueError(f"the masking rate {self.rate} must be between 0 and 1")
         if len(self.replacements) < 2:
-            raise ValueError("a vocabulary of special tokens alone cannot be masked")
+            raise ValueError("a vocabulary with fewer than 2 ordinary tokens cannot be masked; check the tokenizer")
 
     @functools.cached_property
     def replacements(self) -> NDArray[np.int64]:
-        """The ids that may stand in the place of another."""
+        """Return the ids that can replace a selected token: int64."""
         return np.flatnonzero(self.ordinary)
 
     def apply(
         self, tokens: NDArray[np.int64], random: np.random.Generator
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """tokens [n] -> inputs and labels, both int64 [n]."""
+        """Return inputs and labels, both int64 [n], for tokens [n]."""
         ordinary = self.ordinary[tokens]
         if self.joined is None:
-            chosen = ordinary & (random.random(len(tokens)) < self.rate)
+            selected = ordinary & (random.random(len(tokens)) < self.rate)
         else:
             words = word_numbers(tokens, ordinary, self.joined)
-            chosen = ordinary & (random.random(len(tokens)) < self.rate)[words]
-        where = np.flatnonzero(chosen)
+            selected = ordinary & (random.random(len(tokens)) < self.rate)[words]
+        where = np.flatnonzero(selected)
         draw = random.random(len(where))
         inputs = tokens.copy()
         inputs[where[draw < 0.8]] = self.mask_id
         replaced = where[draw >= 0.9]
         inputs[replaced] = self.replacements[random.integers(0, len(self.replacements), len(replaced))]
-        return inputs, np.where(chosen, tokens, IGNORED_LABEL)
+        return inputs, np.where(selected, tokens, IGNORED_LABEL)
 
 
-def masking_of(tokenizer: Tokenizer, rate: float, whole_word: bool = False) -> Masking:
-    """The masking of a tokenizer's vocabulary."""
+def masking_for(tokenizer: Tokenizer, rate: float, whole_word: bool = False) -> Masking:
+    """Return the masking for the vocabulary of a tokenizer."""
     ordinary = np.ones(tokenizer.vocab_size, bool)
     ordinary[[i for i in tokenizer.special_ids if i < tokenizer.vocab_size]] = False
-    return Masking(rate, tokenizer.mask_id, ordinary, joints(tokenizer) if whole_word else None)
+    return Masking(rate, tokenizer.mask_id, ordinary, word_continuations(tokenizer) if whole_word else None)
 
 
 def word_numbers(
     tokens: NDArray[np.int64], ordinary: NDArray[np.bool_], joined: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """The number of each token's word, int64 [n], from 0 in the order of the text."""
+    """Return the word number of each token, int64 [n], from 0 in text order."""
     continues = np.zeros(len(tokens), bool)
     continues[1:] = joined[tokens[1:], 0] & joined[tokens[:-1], 1] & ordinary[1:] & ordinary[:-1]
     return np.cumsum(~continues) - 1 if len(tokens) else np.zeros(0, np.int64)
 
 
-def joints(tokenizer: Tokenizer) -> NDArray[np.bool_]:
-    """For every id, whether it continues a word that stands before it, and whether a word that it ends may go on: bool
-    [vocab, 2]. A word is letters and digits; in WordPiece it is a piece and the ``##`` pieces after it."""
+def word_continuations(tokenizer: Tokenizer) -> NDArray[np.bool_]:
+    """Return for every id whether it continues a word, and whether a word can continue after it: bool [vocab, 2].
+
+    A word is a run of letters and digits; in WordPiece, a piece and the ``##`` pieces after it.
+    """
     joined = np.zeros((tokenizer.vocab_size, 2), bool)
     for number in range(tokenizer.vocab_size):
         piece = tokenizer.piece(number)
         if tokenizer.type == "wordpiece":
             joined[number] = piece.startswith("##"), True
         elif piece:
-            # A part of a character that UTF-8 spells in several bytes is one of a letter, as a rule.
+            # U+FFFD is a part of a multi-byte character, which is usually a letter.
             joined[number] = [character.isalnum() or character == "\ufffd" for character in (piece[0], piece[-1])]
     return joined

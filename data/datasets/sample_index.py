@@ -1,12 +1,12 @@
-"""Which tokens a training sample holds: the arrays behind packed samples, and the two orders of them.
+"""Build the index arrays of packed training samples, in one of two orders.
 
-A shuffled list of sequence ids, the *document index*, makes one stream of tokens; sample s is tokens [s T, s T + T] of the
-stream (T + 1 tokens, neighbours share one); the *shuffle index* permutes the samples.
+The *document index*, a shuffled list of sequence ids, defines one stream of tokens. Sample s is tokens [s T, s T + T] of the
+stream: T + 1 tokens, with one token shared by neighbouring samples. The *shuffle index* permutes the samples.
 
 ``neox``       GPT-NeoX's order: one stream of all E epochs, both permutations from one ``numpy.random.RandomState(seed)``.
-               E follows from the length of the run, so a run that is lengthened across an epoch has another order.
-``reshuffle``  every epoch is a stream of its own, shuffled anew from (seed, epoch). What is left at the end of an epoch, less
-               than a sample, is not read in it. A longer run begins with the order of the shorter one.
+               E depends on the length of the run, so a longer run with more epochs has another order.
+``reshuffle``  one stream per epoch, shuffled with (seed, epoch). An incomplete sample at the end of an epoch is dropped. A
+               longer run begins with the order of the shorter one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ ORDERS = ("neox", "reshuffle")
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """``document_index`` int32: sequence ids, all epochs one after another. ``sample_index`` int64 [rows, 2]: (position in
-    the document index, offset in that sequence) at which samples start; the row after a sample's is where it ends.
-    ``shuffle_index`` uint32 or int64 [samples]: row of each sample. ``most_segments`` int64 [1]: the largest number of
-    sequences, empty ones included, that one sample reads its T inputs from."""
+    """Index arrays of packed samples.
+
+    document_index: int32, sequence ids of all epochs.
+    sample_index: int64 [rows, 2], start of each sample as (position in the document index, offset in that sequence). The next
+        row is its end.
+    shuffle_index: uint32 or int64 [samples], row of each sample.
+    most_segments: int64 [1], maximum number of sequences in the T inputs of one sample, empty ones included.
+    """
 
     document_index: NDArray
     sample_index: NDArray
@@ -38,12 +42,12 @@ class SampleIndex:
 
 
 def epochs_needed(num_samples: int, tokens_per_epoch: int, sequence_length: int) -> int:
-    """The smallest E with (E * tokens - 1) // sequence_length >= num_samples."""
+    """Return the smallest number of epochs E with (E * tokens_per_epoch - 1) // sequence_length >= num_samples."""
     return max(1, -(-(num_samples * sequence_length + 1) // tokens_per_epoch))
 
 
 def build_sample_index(sizes: NDArray[np.int32], sequence_length: int, epochs: int, seed: int) -> SampleIndex:
-    """GPT-NeoX's three arrays, without a loop over sequences or samples. ``sizes`` int32 [N]: tokens of every sequence."""
+    """Return the arrays of GPT-NeoX's order, vectorised. sizes: int32 [N], tokens per sequence."""
     random = np.random.RandomState(seed)
     document_index = np.tile(np.arange(len(sizes), dtype=np.int32), epochs)
     random.shuffle(document_index)
@@ -55,7 +59,7 @@ def build_sample_index(sizes: NDArray[np.int32], sequence_length: int, epochs: i
 
 
 def build_reshuffled_index(sizes: NDArray[np.int32], sequence_length: int, epochs: int, seed: int) -> SampleIndex:
-    """The same arrays for epochs that are shuffled one by one; epoch e depends on (seed, e) alone."""
+    """Return the arrays of the order ``reshuffle``; epoch e depends only on (seed, e). Arguments as `build_sample_index`."""
     documents, starts, shuffled, segments = [], [], [], [0]
     rows = 0
     for epoch in range(epochs):
@@ -85,9 +89,9 @@ def cached_sample_index(
     order: str,
     cache_directory: str | Path | None,
 ) -> tuple[SampleIndex, int]:
-    """The index of a file and its number of epochs, from the cache where it is.
+    """Return the index of a token file and its number of epochs, from the cache if it exists.
 
-    Raises ValueError for an unknown order and, in the order ``reshuffle``, for fewer tokens than a sample needs.
+    Raises ValueError for an unknown order, and with ``reshuffle`` for a file with fewer tokens than one sample.
     """
     if order not in ORDERS:
         raise ValueError(f"order {order!r} of the samples is unknown; allowed: {', '.join(ORDERS)}")
@@ -96,8 +100,8 @@ def cached_sample_index(
         epochs = epochs_needed(num_samples, tokens, sequence_length)
     elif tokens <= sequence_length:
         raise ValueError(
-            f"{file.prefix}: {tokens:,} tokens are not one sample of {sequence_length:,} + 1, and the order reshuffle cuts"
-            " every epoch by itself. Take the order neox, which joins epochs, or shorter samples."
+            f"{file.prefix}: {tokens:,} tokens are fewer than one sample of {sequence_length:,} + 1, and the order reshuffle"
+            " does not join epochs. Set data.order=neox, which joins them, or a shorter batch.sequence_length."
         )
     else:
         epochs = -(-num_samples // ((tokens - 1) // sequence_length))
@@ -118,12 +122,12 @@ def cached_sample_index(
 
 
 def most_segments(starts: NDArray[np.int64]) -> int:
-    """The largest number of sequences between neighbouring rows of a sample index, the last only where it is begun."""
+    """Return the largest number of sequences that a sample reads its inputs from. starts: int64 [rows, 2]."""
     return int((np.diff(starts[:, 0]) + (starts[1:, 1] > 0)).max(initial=1))
 
 
 def _sample_starts(sizes: NDArray[np.int32], sequence_length: int) -> tuple[NDArray[np.int64], int]:
-    """Starts of the samples of one stream and its end [samples + 1, 2], and the most sequences of a sample."""
+    """Return the sample starts and the end of one stream, int64 [samples + 1, 2], and `most_segments` of them."""
     ends = np.cumsum(sizes, dtype=np.int64)
     samples = int((ends[-1] - 1) // sequence_length)
     starts = np.arange(samples + 1, dtype=np.int64) * sequence_length

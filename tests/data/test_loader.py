@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.datasets.causal import CausalDataset, Packing
 from data.datasets.masked import MaskedDataset
-from data.datasets.masking import masking_of
+from data.datasets.masking import masking_for
 from data.indexed import IndexedWriter
 from data.loader import ReadAhead, batches
 from data.sampler import step_samples
@@ -160,7 +160,7 @@ def test_memory_does_not_grow_over_epochs(tmp_path, objective):
         dataset = CausalDataset(tmp_path / "x", packing=Packing(True, True, True), **common)
     else:
         tokenizer = load_tokenizer("bytes")
-        dataset = MaskedDataset(tmp_path / "x", masking_of(tokenizer, 0.3), tokenizer, **common)
+        dataset = MaskedDataset(tmp_path / "x", masking_for(tokenizer, 0.3), tokenizer, **common)
     used = []
     with ReadAhead(batches(dataset, global_batch_size=16, micro_batch_size=16)) as steps:
         for number, _ in enumerate(steps):

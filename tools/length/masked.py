@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from data.datasets.masked import MaskedDataset
-from data.datasets.masking import masking_of
+from data.datasets.masking import masking_for
 from tools.length.causal import pieces_read
 from tools.loading.model import LoadedModel
 
@@ -23,7 +23,7 @@ def masked_accuracy(
     filled up, with tokens that nothing masks. progress: called after each stretch. Raises ValueError where nothing is masked.
     """
     settings = loaded.config["data"]["masked"]
-    masking = masking_of(loaded.tokenizer, settings["validation_rate"], settings["whole_word"])
+    masking = masking_for(loaded.tokenizer, settings["validation_rate"], settings["whole_word"])
     rows = MaskedDataset(
         prefix, masking, loaded.tokenizer, sequence_length=longest, num_samples=None, seed=0, layout="packed"
     )

@@ -12,7 +12,7 @@ from data.corpus.document_sources import read_sources
 from data.datasets.blend import BlendedDataset, Shares, training_dataset
 from data.datasets.causal import Packing, SequentialDataset
 from data.datasets.masked import MaskedDataset
-from data.datasets.masking import masking_of
+from data.datasets.masking import masking_for
 from data.indexed import IndexedTokens
 from data.loader import Dataset, MicroBatch, ReadAhead, batches
 from data.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ def training_samples(
     if settings.objective == "masked":
         samples: Any = MaskedDataset(
             data.train[0],
-            masking_of(tokenizer, settings.masked.rate, settings.masked.whole_word),
+            masking_for(tokenizer, settings.masked.rate, settings.masked.whole_word),
             tokenizer,
             layout=settings.masked.layout,
             reset_at_documents=settings.reset_at_documents,
@@ -148,7 +148,7 @@ def _validation_samples(
     if settings.objective == "masked":
         masked = MaskedDataset(
             prefix,
-            masking_of(tokenizer, settings.masked.validation_rate, settings.masked.whole_word),
+            masking_for(tokenizer, settings.masked.validation_rate, settings.masked.whole_word),
             tokenizer,
             sequence_length=config.batch.sequence_length,
             num_samples=None,

@@ -122,8 +122,8 @@ def test_shares_by_tokens_documents_and_temperature(tmp_path):
     ("settings", "message"),
     [
         ({"by": "bytes"}, "a blend by 'bytes' is unknown; allowed: tokens, documents, weights"),
-        ({"by": "weights"}, "weights are for a blend by weights"),
-        ({"weights": (1,)}, "weights are for a blend by weights"),
+        ({"by": "weights"}, "weights and by='weights' require each other"),
+        ({"weights": (1,)}, "weights and by='weights' require each other"),
         ({"temperature": 0}, "temperature 0 of a blend must be above 0"),
     ],
 )

@@ -15,7 +15,7 @@ from data.atomic_io import temporary_path
 from data.cache import cached_arrays
 from data.datasets.causal import CausalDataset, SequentialDataset
 from data.datasets.masked import MaskedDataset
-from data.datasets.masking import IGNORED_LABEL, masking_of
+from data.datasets.masking import IGNORED_LABEL, masking_for
 from data.datasets.sample_index import build_reshuffled_index, build_sample_index, epochs_needed
 from data.indexed import IndexedTokens, IndexedWriter, bin_path
 from data.tokenizer import load_tokenizer
@@ -67,7 +67,7 @@ def test_samples_are_windows_of_the_shuffled_stream(tmp_path_factory, sizes, len
         assert sample["tokens"].tolist() == stream[place : place + length]
         assert sample["labels"].tolist() == stream[place + 1 : place + length + 1]
         assert sample["loss_weight"].tolist() == [1.0] * length
-        parts = [starts[d] + np.arange(first, first + count) for d, first, count in dataset.documents_of(number)]
+        parts = [starts[d] + np.arange(first, first + count) for d, first, count in dataset.spans_of_sample(number)]
         assert np.concatenate(parts).tolist() == stream[place : place + length + 1]
 
 
@@ -221,7 +221,13 @@ def test_more_than_two_to_the_31_tokens(tmp_path, monkeypatch):
     validation = SequentialDataset(prefix, sequence_length=length, first_token=0)
     tokenizer = load_tokenizer("bytes")
     masked = MaskedDataset(
-        prefix, masking_of(tokenizer, 0.3), tokenizer, sequence_length=length, num_samples=None, seed=0, layout="packed"
+        prefix,
+        masking_for(tokenizer, 0.3),
+        tokenizer,
+        sequence_length=length,
+        num_samples=None,
+        seed=0,
+        layout="packed",
     )
     assert (len(validation), len(masked), masked.num_tokens) == (3073, 3073, sum(sizes))
     assert validation[3072]["labels"][:8].tolist() == list(range(1, 9))

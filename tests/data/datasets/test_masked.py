@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data.corpus.document_sources import SourceTable, write_sources
 from data.datasets.masked import MaskedDataset
-from data.datasets.masking import IGNORED_LABEL, Masking, joints, masking_of, word_numbers
+from data.datasets.masking import IGNORED_LABEL, Masking, masking_for, word_continuations, word_numbers
 from data.indexed import IndexedTokens, IndexedWriter
 from data.loader import batches
 from data.manifest import write_manifest
@@ -43,12 +43,12 @@ def restored(sample: dict[str, torch.Tensor]) -> list[int]:
 
 def dataset(prefix, tokenizer, rate=0.3, **changes) -> MaskedDataset:
     settings = {"sequence_length": 8, "num_samples": None, "seed": 1, **changes}
-    return MaskedDataset(prefix, masking_of(tokenizer, rate), tokenizer, **settings)
+    return MaskedDataset(prefix, masking_for(tokenizer, rate), tokenizer, **settings)
 
 
 @pytest.mark.parametrize("rate", [0.30, 0.15])
 def test_the_shares(tokenizer, rate):
-    masking = masking_of(tokenizer, rate)
+    masking = masking_for(tokenizer, rate)
     tokens = np.tile(np.arange(5, 35), 4000)
     inputs, labels = masking.apply(tokens, np.random.default_rng(0))
     chosen = labels != IGNORED_LABEL
@@ -66,27 +66,27 @@ def test_the_shares(tokenizer, rate):
 
 def test_special_tokens_are_never_chosen(tokenizer):
     tokens = np.array([PAD, 1, CLS, SEP, MASK, 7] * 200)
-    _, labels = masking_of(tokenizer, 0.9).apply(tokens, np.random.default_rng(0))
+    _, labels = masking_for(tokenizer, 0.9).apply(tokens, np.random.default_rng(0))
     assert set(labels.tolist()) == {IGNORED_LABEL, 7}
 
 
 def test_whole_words_are_chosen_together(tokenizer):
     word = [10, 35, 36]  # w5 ##a ##b
     tokens = np.array([*word, 11, 37] * 500)
-    masking = masking_of(tokenizer, 0.3, whole_word=True)
+    masking = masking_for(tokenizer, 0.3, whole_word=True)
     _, labels = masking.apply(tokens, np.random.default_rng(0))
     chosen = (labels != IGNORED_LABEL).reshape(-1, 5)
     assert (chosen[:, :3].all(1) == chosen[:, :3].any(1)).all()
     assert (chosen[:, 3] != chosen[:, 0]).any()
     assert chosen.mean() == pytest.approx(0.3, abs=0.05)
-    assert word_numbers(tokens[:6], np.ones(6, bool), joints(tokenizer)).tolist() == [0, 0, 0, 1, 2, 3]
+    assert word_numbers(tokens[:6], np.ones(6, bool), word_continuations(tokenizer)).tolist() == [0, 0, 0, 1, 2, 3]
 
 
 def test_words_of_sentencepiece_and_bytes(sentencepiece):
     for tokenizer in (sentencepiece, load_tokenizer("bytes")):
         text = "async def naïve_name(x12, yy):\n    return"
         ids = np.array(tokenizer.encode(text))
-        numbers = word_numbers(ids, np.ones(len(ids), bool), joints(tokenizer))
+        numbers = word_numbers(ids, np.ones(len(ids), bool), word_continuations(tokenizer))
         words = [tokenizer.decode(ids[numbers == n].tolist()).strip() for n in range(numbers[-1] + 1)]
         assert "async" in words
         assert "return" in words
@@ -97,8 +97,8 @@ def test_words_of_sentencepiece_and_bytes(sentencepiece):
 def test_rates_that_cannot_be(tokenizer):
     for rate in (0, 1, -1):
         with pytest.raises(ValueError, match="must be between 0 and 1"):
-            masking_of(tokenizer, rate)
-    with pytest.raises(ValueError, match="special tokens alone"):
+            masking_for(tokenizer, rate)
+    with pytest.raises(ValueError, match="fewer than 2 ordinary tokens"):
         Masking(0.3, 4, np.zeros(5, bool))
 
 
@@ -199,7 +199,7 @@ def test_each_token_has_its_source(tmp_path, tokenizer, layout, samples):
 def test_orders_and_masks_are_those_of_seed_and_epoch(tmp_path, tokenizer, layout):
     data = dataset(write(tmp_path / "x", [6] * 12), tokenizer, layout=layout, num_samples=30, seed=6)
     assert (data.per_epoch, len(data)) == ((12, 36) if layout == "padded" else (10, 30))
-    masking = masking_of(tokenizer, 0.3)
+    masking = masking_for(tokenizer, 0.3)
     for number in range(len(data)):
         epoch, at = divmod(number, data.per_epoch)
         sample, place = data[number], int(data._order[number])
@@ -270,7 +270,7 @@ def test_settings_that_cannot_be(tmp_path, tokenizer):
         dataset(prefix, tokenizer, layout="dense")
     with pytest.raises(ValueError, match="samples of 2 tokens have no room for text"):
         dataset(prefix, tokenizer, sequence_length=2)
-    with pytest.raises(ValueError, match="nothing but their end"):
+    with pytest.raises(ValueError, match="only end-of-document tokens"):
         dataset(write(tmp_path / "y", [0, 0]), tokenizer, num_samples=3)
     with pytest.raises(IndexError, match="sample 5 of 1"):
         dataset(prefix, tokenizer)[5]
@@ -281,4 +281,4 @@ def test_the_real_vocabulary(shared):
     assert (tokenizer.begin_id, tokenizer.end_of_document_id, tokenizer.mask_id, tokenizer.pad_id) == (101, 102, 103, 0)
     assert set(tokenizer.special_ids) == {0, 100, 101, 102, 103}
     ids = np.array(tokenizer.encode("unaffable transformers"))
-    assert word_numbers(ids, np.ones(len(ids), bool), joints(tokenizer))[-1] == 1
+    assert word_numbers(ids, np.ones(len(ids), bool), word_continuations(tokenizer))[-1] == 1

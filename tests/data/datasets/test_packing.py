@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data.corpus.document_sources import SourceTable, read_sources, write_sources
 from data.datasets.blend import Shares, training_dataset
-from data.datasets.causal import CausalDataset, Packing, Part, SequentialDataset
+from data.datasets.causal import CausalDataset, Packing, SequentialDataset, TokenSpan
 from data.indexed import IndexedWriter
 from data.loader import batches
 from data.manifest import write_manifest
@@ -38,7 +38,7 @@ def bounds_of(stream: np.ndarray, document_ids: np.ndarray) -> list[int]:
     return [0, *(np.flatnonzero(np.diff(document_ids)) + 1).tolist(), len(stream)]
 
 
-def _inputs(parts: list[Part]) -> list[Part]:
+def _inputs(parts: list[TokenSpan]) -> list[TokenSpan]:
     """Without the last token of a sample, which is a label alone."""
     return parts if parts[-1][2] > 1 else parts[:-1]
 
@@ -51,19 +51,21 @@ def test_bounds_are_where_documents_begin(tmp_path_factory, sizes, length, sampl
     plain = CausalDataset(prefix, sequence_length=length, num_samples=samples, seed=3, order=order)
     packed = CausalDataset(prefix, sequence_length=length, num_samples=samples, seed=3, order=order, packing=EVERYTHING)
     assert len({len(packed[n]["cu_seqlens"]) for n in range(len(packed))}) == 1, "one shape"
-    held = max(len(_inputs(packed.documents_of(n))) for n in range(len(packed)))
+    held = max(len(_inputs(packed.spans_of_sample(n))) for n in range(len(packed)))
     assert held <= packed.segments <= held + sizes.count(0) * packed.epochs, "and no longer than needed"
     for number in range(len(packed)):
         sample = packed[number]
         assert sample["tokens"].equal(plain[number]["tokens"])
         assert sample["labels"].equal(plain[number]["labels"])
         # A document that comes twice in a row has a bound inside, which its tokens do not show: take the parts.
-        ids = np.repeat(np.arange(len(packed.documents_of(number))), [part[2] for part in packed.documents_of(number)])
+        ids = np.repeat(
+            np.arange(len(packed.spans_of_sample(number))), [part[2] for part in packed.spans_of_sample(number)]
+        )
         shown = sample["cu_seqlens"].tolist()
         expected = bounds_of(ids[:-1], ids[:-1])
         assert shown == expected + [length] * (len(shown) - len(expected))
         new = [label for label in range(length) if ids[label + 1] != ids[label]]
-        begins = [n for n in new if packed.documents_of(number)[ids[n + 1]][1] == 0]
+        begins = [n for n in new if packed.spans_of_sample(number)[ids[n + 1]][1] == 0]
         assert np.flatnonzero(sample["loss_weight"] == 0).tolist() == begins == new
 
 
@@ -133,7 +135,7 @@ def test_epochs_differ_and_a_seed_repeats_them(tmp_path):
 
 def test_an_order_that_cannot_be(tmp_path):
     prefix = write(tmp_path / "x", [5])
-    with pytest.raises(ValueError, match=r"5 tokens are not one sample of 5 \+ 1, .* Take the order neox"):
+    with pytest.raises(ValueError, match=r"5 tokens are fewer than one sample of 5 \+ 1, .* data\.order=neox"):
         CausalDataset(prefix, sequence_length=5, num_samples=1, seed=0, order="reshuffle")
     with pytest.raises(ValueError, match="order 'random' of the samples is unknown; allowed: neox, reshuffle"):
         CausalDataset(prefix, sequence_length=5, num_samples=1, seed=0, order="random")

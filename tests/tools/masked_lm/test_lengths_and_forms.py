@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from data.datasets.masked import MaskedDataset
-from data.datasets.masking import masking_of
+from data.datasets.masking import masking_for
 from data.indexed import IndexedWriter
 from tools import masked_forms
 from tools.length import __main__ as length_tool
@@ -33,7 +33,7 @@ def test_accuracy_over_length(masked_run: Path, tmp_path: Path, capsys) -> None:
         loaded.model.head.bias[loaded.tokenizer.encode("the cat sat")] += 10.0
     rows = length_tool.measure_run(loaded, [16, 64])
     prefix = loaded.config["data"]["validation"]
-    masking = masking_of(loaded.tokenizer, 0.15)
+    masking = masking_for(loaded.tokenizer, 0.15)
     data = MaskedDataset(
         prefix, masking, loaded.tokenizer, sequence_length=64, num_samples=None, seed=0, layout="packed"
     )
@@ -63,7 +63,7 @@ def test_whole_words_are_hidden_where_training_hid_them(masked_run: Path, tmp_pa
     data = {**loaded.config["data"], "masked": {**loaded.config["data"]["masked"], "whole_word": True}}
     words = replace(loaded, config={**loaded.config, "data": data})
     (row,) = length_tool.measure_run(words, [48], data=str(tmp_path / "words"))
-    masking = masking_of(loaded.tokenizer, 0.15, whole_word=True)
+    masking = masking_for(loaded.tokenizer, 0.15, whole_word=True)
     settings = {"sequence_length": 48, "num_samples": None, "seed": 0, "layout": "packed"}
     samples = MaskedDataset(tmp_path / "words", masking, loaded.tokenizer, **settings)
     hidden = torch.cat([samples[i]["labels"] != -100 for i in range(len(samples))]).view(-1, 3)
