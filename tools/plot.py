@@ -1,7 +1,7 @@
-"""Curves of one or several runs in one picture: `python -m tools.plot runs/a runs/b`.
+"""Plot the curves of one or several runs: `python -m tools.plot runs/a runs/b`.
 
-The picture shows the loss against steps and against tokens (raw faint, smoothed on top, validation as points), the
-throughput, the learning rate and the gradient norm. `--html` writes a report page of one run instead.
+The figure shows the loss against steps and tokens (faint: raw, solid: smoothed, points: validation), the throughput, the
+learning rate and the gradient norm. `--html` writes a report page of one run instead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tools.reporting.run_curves import plot_runs
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit status."""
     parser = command_line(
         "python -m tools.plot",
         "Draw the curves of one or several runs: loss, throughput, learning rate, gradient norm.",
@@ -27,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ),
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or its metrics.jsonl")
-    parser.add_argument("-o", "--out", type=Path, help="file to write; its suffix names the format (png, pdf, svg)")
-    parser.add_argument("--html", action="store_true", help="write one self-contained page about the run instead")
+    parser.add_argument("-o", "--out", type=Path, help="file to write; its suffix selects the format (png, pdf, svg)")
+    parser.add_argument("--html", action="store_true", help="write a self-contained report page of one run instead")
     options = parser.parse_args(arguments)
     if options.html:
         from tools.reporting.run_report import write_report
@@ -37,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("--html is about one run; leave --html out to compare several")
         print(write_report(options.runs[0], options.out))
     else:
-        beside = options.runs[0].parent if options.runs[0].is_file() else options.runs[0]
-        default = beside / "plot.png" if len(options.runs) == 1 else Path("plot.png")
+        folder = options.runs[0].parent if options.runs[0].is_file() else options.runs[0]
+        default = folder / "plot.png" if len(options.runs) == 1 else Path("plot.png")
         if options.out is not None:
             check_picture(options.out, "--out")
         print(plot_runs(options.runs, options.out or default))

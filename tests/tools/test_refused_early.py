@@ -41,8 +41,8 @@ CASES = [
     ("tools.generate", "MASKED", WEIGHTS, "is a masked model: it reads both sides"),
     ("tools.generate", "LOST", WEIGHTS, r"description\.json is damaged"),
     ("tools.length.__main__", "RUN NONE", WEIGHTS, "nothing does not exist"),
-    ("tools.length.__main__", "RUN MASKED", WEIGHTS, "one picture holds one kind"),
-    ("tools.length.__main__", "RUN --lengths 7", WEIGHTS, "--lengths 7: does not divide the longest"),
+    ("tools.length.__main__", "RUN MASKED", WEIGHTS, "give only one kind of model per command"),
+    ("tools.length.__main__", "RUN --lengths 7", WEIGHTS, "--lengths 7: it must divide the longest"),
     ("tools.length.__main__", "RUN --data NONE", WEIGHTS, r"nothing\.idx does not exist"),
     (
         "tools.length.__main__",

@@ -122,7 +122,7 @@ CASES = {
     ],
     "tools.length.__main__": [
         ("NONE", "does not exist"),
-        ("RUN --lengths 7", "--lengths 7: does not divide the longest"),
+        ("RUN --lengths 7", "--lengths 7: it must divide the longest"),
         ("RUN --lengths 0", "--lengths: 0: a whole number, 1 or more"),
         ("RUN --data TOKENS", r"tokens\.bin is 1 bytes short: .* copy it again"),
     ],

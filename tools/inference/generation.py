@@ -1,6 +1,6 @@
-"""Recurrent decoding: a prompt is read once, then each token costs one step on a state of constant size.
+"""Decode recurrently: read the prompt once, then compute each token from a state of constant size.
 
-(Attention layers are the exception: their state is a cache of all tokens.)
+The state of attention layers is a cache of all tokens, which grows.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ def generate(
     seed: int | Sequence[int] = 0,
     first_row: int = 0,
 ) -> Iterator[list[int | None]]:
-    """Continues prompts of any lengths side by side.
+    """Continue several prompts of any lengths in one batch.
 
     Args:
         prompts: token ids, at least one each; shorter ones are padded on the left and masked.
-        vocab_size: ids from here on are never drawn (rows that pad the embedding mean nothing).
-        stop_id: ends a prompt's text; it is not yielded.
-        seed, first_row: row r draws from a stream of its own, of seed + first_row + r; or of seed[r], where each is given.
+        vocab_size: only smaller ids are sampled, because the padding rows of the embedding have no meaning.
+        stop_id: ends the text of a prompt; it is not yielded.
+        seed: row r uses its own generator with seed + first_row + r, or with seed[r] if `seed` is a sequence.
+        first_row: see `seed`.
 
     Yields:
-        The next token of each prompt, None for those that have ended, until all have or `max_tokens` is reached.
+        The next token of each prompt, or None for ended prompts, until all have ended or `max_tokens` is reached.
 
     Raises:
         ValueError: an empty prompt, or a sampling parameter out of range.
     """
     check_sampling(temperature, top_k, top_p)
     if not prompts or not all(prompts):
-        raise ValueError("every prompt needs at least one token; begin an empty one with the end of a document")
+        raise ValueError("a prompt has no tokens: give at least one, such as the end-of-document token")
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -54,7 +55,7 @@ def generate(
         tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = True
     seeds = [seed + first_row + row for row in range(len(prompts))] if isinstance(seed, int) else seed
-    generators = [torch.Generator().manual_seed(own) for own in seeds]
+    generators = [torch.Generator().manual_seed(row_seed) for row_seed in seeds]
     alive = [True] * len(prompts)
     tokens, padding = tokens.to(device), None if bool(mask.all()) else mask.to(device)
     state = None
@@ -75,31 +76,31 @@ def _last_logits(
     mask: torch.Tensor | None,
     state: list[dict[str, torch.Tensor]] | None,
 ) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]]]:
-    """Logits of the last position only: those of a whole prompt would be length x vocabulary numbers."""
+    """Return the logits [batch, vocab] of the last position only, which need less memory, and the new state."""
     layers = [model.embedding, *model.blocks]
     states = [None] * len(layers) if state is None else state
     hidden, new_state = tokens, []
-    for layer, before in zip(layers, states, strict=True):
-        hidden, after = layer(hidden, mask=mask, state=before, return_state=True)
+    for layer, previous in zip(layers, states, strict=True):
+        hidden, after = layer(hidden, mask=mask, state=previous, return_state=True)
         new_state.append(after)
     return model.head(hidden[:, -1:])[:, 0], new_state
 
 
 class TextStream:
-    """Turns tokens into text as they come, in whole characters.
+    """Decode tokens to text one by one, in whole characters.
 
-    One token may be a part of a character (byte fallback, byte-level BPE): it is held back until the character is
-    complete. A window of a few tokens is decoded each time, so the cost does not grow with the text.
+    A token may be part of a character (byte fallback, byte-level BPE). Its text is returned when the character is complete.
+    Each call decodes a window of a few tokens, so that the cost does not grow with the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        # Tokenizers may treat the first piece of a text in a way of its own, so each new piece is decoded after others.
+        # Tokenizers may decode the first piece of a text differently, so each new piece is decoded after others.
         self._tokenizer, self._window = tokenizer, list(prompt[-8:])
         self._shown = len(tokenizer.decode(self._window))
         self._pending = 0
 
     def push(self, token: int) -> str:
-        """The text that this token completes; empty when a character is still open."""
+        """Return the text that this token completes, or "" if a character is incomplete."""
         self._window.append(token)
         self._pending += 1
         text = self._tokenizer.decode(self._window)
@@ -108,7 +109,7 @@ class TextStream:
         return self._advance(text)
 
     def finish(self) -> str:
-        """What is left: an unfinished character shows as U+FFFD."""
+        """Return the remaining text; an incomplete character becomes U+FFFD."""
         return self._advance(self._tokenizer.decode(self._window))
 
     def _advance(self, text: str) -> str:
@@ -130,8 +131,10 @@ def complete(
     top_p: float = 0.95,
     seed: int = 0,
 ) -> str:
-    """The continuation of one prompt, without the prompt; ends at the end of a document, after `max_tokens`, or where the
-    model's learned positions do."""
+    """Return the continuation of one prompt, without the prompt.
+
+    It ends at the end-of-document token, after `max_tokens`, or at the last learned position.
+    """
     ids = prompt_ids(tokenizer, prompt)
     max_tokens = int(min(max_tokens, longest_continuation(model, ids)))
     steps = generate(
@@ -150,11 +153,11 @@ def complete(
 
 
 def longest_continuation(model: LanguageModel, prompt: Sequence[int]) -> float:
-    """Tokens that can follow a prompt: learned positions bound what is read, and the last token is not."""
+    """Return how many tokens can follow a prompt; infinite without learned positions. The last token is not read."""
     positions = model.config.max_positions
     return math.inf if positions is None else max(0, positions + 1 - len(prompt))
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """A prompt as ids; an empty one is the end of a document, after which the model has seen documents begin."""
+    """Return the token ids of a prompt. An empty prompt becomes the end-of-document token, after which documents begin."""
     return [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.end_of_document_id]

@@ -1,7 +1,7 @@
-"""Checks in front of the server of `tools.serve`: hosts, paths, sizes and every value of a request.
+"""Check requests before the server of `tools.serve` receives them: host, path, sizes and every value.
 
-`RequestGuard` is an ASGI application around another one, which then sees only requests that it can answer. Every other
-request ends with a status of 4xx and one sentence, in the form of OpenAI's errors.
+`RequestGuard` is an ASGI application that wraps another one. A refused request gets a 4xx status and one message in the
+format of OpenAI's errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class RefusedRequestError(ValueError):
-    """A request that is not passed on: its status and one sentence."""
+    """Report a refused request: its message and HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class RefusedRequestError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest request.
+    """Limit the size of requests.
 
     Attributes:
         body_bytes: bytes of a request's body.
@@ -55,13 +55,13 @@ class Limits:
 
 
 class RequestGuard:
-    """Passes on what is allowed, and ends streams with `data: [DONE]`.
+    """Pass allowed requests to an application, and end streams with `data: [DONE]`.
 
     Args:
-        app: the ASGI application behind it.
-        model: the one model's name, as requests may give it.
-        hosts: names that a Host header may have besides `LOCAL_HOSTS`, without a port.
-        count_tokens: tokens of a checked body of this path; RefusedRequestError where it has none.
+        app: the wrapped ASGI application.
+        model: the only allowed model name.
+        hosts: allowed Host headers besides `LOCAL_HOSTS`, without a port.
+        count_tokens: returns the tokens of a checked body, values the path; may raise RefusedRequestError.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RequestGuard:
         self._rules = {path: _rules(path, model, self._limits.new_tokens) for path in (COMPLETIONS, CHAT)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one connection; what is not HTTP and no start or end of the server is closed."""
+        """Handle one connection. Close connections that are neither HTTP nor the server's lifespan."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -88,7 +88,7 @@ class RequestGuard:
             except RefusedRequestError as error:
                 await _refuse(send, error)
                 return
-            await self._app(scope, receive, _ended_streams(send))
+            await self._app(scope, receive, _with_stream_end(send))
         else:
             await send({"type": f"{scope['type']}.close", "code": 1008})
 
@@ -99,9 +99,9 @@ class RequestGuard:
         if method in ("GET", "HEAD", "OPTIONS") and path in (*_READABLE, *self._rules):
             return scope, receive
         if path not in self._rules:
-            raise RefusedRequestError(f"{path} is closed: {', '.join((*self._rules, *_READABLE))} are answered", 404)
+            raise RefusedRequestError(f"{path} is closed: allowed are {', '.join((*self._rules, *_READABLE))}", 404)
         if method != "POST":
-            raise RefusedRequestError(f"{path} is asked by POST, not by {method}", 405)
+            raise RefusedRequestError(f"{path} does not allow {method}: use POST", 405)
         values = dict(headers)
         kind = values.get(b"content-type", b"").decode("latin-1")
         if kind.partition(";")[0].strip().lower() != "application/json":
@@ -115,18 +115,18 @@ class RequestGuard:
                 413,
             )
         text = json.dumps(body).encode()
-        kept = [(name, value) for name, value in headers if name not in (b"content-length", b"transfer-encoding")]
-        return {**scope, "headers": [*kept, (b"content-length", b"%d" % len(text))]}, _once(text, receive)
+        others = [(name, value) for name, value in headers if name not in (b"content-length", b"transfer-encoding")]
+        return {**scope, "headers": [*others, (b"content-length", b"%d" % len(text))]}, _once(text, receive)
 
-    def _check_host(self, given: list[str]) -> None:
-        found = _HOST.fullmatch(given[0].lower()) if len(given) == 1 else None
-        if found is None or found[1] not in self._hosts:
+    def _check_host(self, values: list[str]) -> None:
+        match = _HOST.fullmatch(values[0].lower()) if len(values) == 1 else None
+        if match is None or match[1] not in self._hosts:
             raise RefusedRequestError(
-                f"Host = {', '.join(given)!r}: {', '.join(self._hosts)} are allowed; --allow-host NAME adds one", 403
+                f"Host = {', '.join(values)!r}: {', '.join(self._hosts)} are allowed; --allow-host NAME adds one", 403
             )
 
     async def _read(self, receive: Receive) -> bytes:
-        """Return the body. One that is too long is read on for a while, so that its sender comes to read the answer."""
+        """Return the body. Read up to 100 times the limit before refusing, so that the sender reads the response."""
         limit, body, size = self._limits.body_bytes, bytearray(), 0
         more = True
         while more and size <= 100 * limit:
@@ -143,12 +143,14 @@ class RequestGuard:
         return bytes(body)
 
     def _checked_body(self, path: str, text: bytes) -> dict[str, Any]:
-        """The fields that have a value, each of them allowed."""
+        """Return the fields that have a value, after checking each of them."""
         body = _json_object(text)
         rules = self._rules[path]
         for key, value in body.items():
             if key not in rules:
-                raise RefusedRequestError(f"{_short(key)} is not supported here: leave it out; {', '.join(rules)} are")
+                raise RefusedRequestError(
+                    f"{_short(key)} is not supported: leave it out; allowed are {', '.join(rules)}"
+                )
             allowed, words = rules[key]
             if value is not None and not allowed(value):
                 raise RefusedRequestError(f"{key} = {_short(value)}: {words} allowed")
@@ -175,7 +177,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
     return body
 
 
-# Fields of OpenAI's schema that the server behind does not use: only values that change nothing are allowed.
+# Fields of OpenAI's schema that the server does not use: only values without effect are allowed.
 _WITHOUT_EFFECT: dict[str, Rule] = {
     "n": (lambda x: x == 1 and _is_whole(x), "1 alone is"),
     "best_of": (lambda x: x == 1 and _is_whole(x), "1 alone is"),
@@ -188,7 +190,7 @@ _WITHOUT_EFFECT: dict[str, Rule] = {
 
 
 def _rules(path: str, model: str, new_tokens: int) -> dict[str, Rule]:
-    """Field of a request to whether a value of it is allowed, and in words what is."""
+    """Return for each field of a request a check of its value and a description of allowed values."""
     count: Rule = (lambda x: _is_whole(x) and 1 <= x <= new_tokens, f"whole numbers from 1 to {new_tokens:,} are")
     rules: dict[str, Rule] = {
         "model": (lambda x: x == model, f"{model!r} alone is"),
@@ -224,7 +226,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_text(x: Any, longest: int | None = None) -> bool:
-    """Whether x is a text that is UTF-8, which half of a pair of surrogates is not."""
+    """Return whether x is a text that UTF-8 can encode (no single surrogates), at most `longest` characters."""
     if not isinstance(x, str) or (longest is not None and len(x) > longest):
         return False
     return not any("\ud800" <= character <= "\udfff" for character in x) if not x.isascii() else True
@@ -242,7 +244,7 @@ def _is_message(x: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """The value on one line, at most 60 characters of it."""
+    """Return the value on one line, at most 60 characters."""
     if isinstance(value, dict | list):
         kind = "an object" if isinstance(value, dict) else "a list"
         return f"{kind} of {len(value)}"
@@ -252,7 +254,7 @@ def _short(value: Any) -> str:
 
 
 def _once(body: bytes, receive: Receive) -> Receive:
-    """Gives the body as one message, and then what the connection gives."""
+    """Return a receive function that gives the body as one message, then the connection's messages."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -261,8 +263,8 @@ def _once(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _ended_streams(send: Send) -> Send:
-    """Adds the last line of OpenAI's streams of events, which the server behind leaves out."""
+def _with_stream_end(send: Send) -> Send:
+    """Return a send function that appends the last line of OpenAI's event streams, which the server does not send."""
     streams = False
 
     async def forward(message: Message) -> None:

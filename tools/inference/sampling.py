@@ -1,4 +1,4 @@
-"""From logits to the next token: temperature, top-k, top-p. Pure functions."""
+"""Sample the next token from logits with temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Divided by less, logits leave float32's range; already here the likeliest token alone has any probability.
+# Smaller divisors overflow float32. With this one the most likely token already has probability 1.
 LEAST_TEMPERATURE = 1e-30
 
 
@@ -19,33 +19,30 @@ def next_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> Tensor:
-    """Draws one token a row.
+    """Sample one token per row.
 
     Args:
         logits: [batch, vocab_size].
-        generators: one a row, on the CPU, so that what is drawn for one row does not depend on the others.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: only the k most likely tokens; 0 for all.
-        top_p: only the most likely tokens that together reach this probability (Holtzman et al. 2020).
+        generators: one per row, on the CPU, so that a row's token does not depend on the other rows.
+        temperature: divides the logits; 0 selects the most likely token.
+        top_k: sample from the k most likely tokens; 0 for all.
+        top_p: sample from the most likely tokens that together reach this probability (Holtzman et al. 2020).
 
     Returns:
         [batch] int64, on the logits' device.
     """
     if temperature == 0:
         return logits.argmax(-1)
-    kept = keep_likely(logits.float() / max(temperature, LEAST_TEMPERATURE), top_k=top_k, top_p=top_p)
-    probabilities = kept.softmax(-1).cpu()
-    drawn = [torch.multinomial(row, 1, generator=own) for row, own in zip(probabilities, generators, strict=True)]
+    likely = keep_likely(logits.float() / max(temperature, LEAST_TEMPERATURE), top_k=top_k, top_p=top_p)
+    probabilities = likely.softmax(-1).cpu()
+    drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(probabilities, generators, strict=True)]
     return torch.cat(drawn).to(logits.device)
 
 
 def keep_likely(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Sets the logits of the tokens that may not be drawn to -inf; the most likely token always stays.
+    """Return logits [..., vocab_size] in which excluded tokens are -inf. The most likely token is never excluded.
 
-    Top-k comes first; top-p then counts in the distribution that top-k left. Of equally likely tokens at the border
-    those of smaller ids stay.
-
-    logits: [..., vocab_size] -> the same shape.
+    Top-k is applied first, then top-p on the remaining distribution. Of equally likely tokens smaller ids are preferred.
     """
     if top_k <= 0 and top_p >= 1:
         return logits
@@ -55,13 +52,13 @@ def keep_likely(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor
         keep[..., top_k:] = False
     if top_p < 1:
         probabilities = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        keep &= before < top_p
+        preceding = probabilities.cumsum(-1) - probabilities
+        keep &= preceding < top_p
     return logits.masked_fill(~keep.scatter(-1, order, keep), -torch.inf)
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    """Raises ValueError, naming the value and what is allowed."""
+    """Raise ValueError naming the value and what is allowed."""
     if not temperature >= 0:  # NaN is not
         raise ValueError(f"temperature = {temperature}: 0 (the most likely token) or more is allowed")
     if top_k < 0:

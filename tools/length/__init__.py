@@ -1,1 +1,1 @@
-"""What a model makes of texts longer, and shorter, than those it was trained on."""
+"""Evaluate models on texts shorter and longer than in training. Start with __main__.py."""

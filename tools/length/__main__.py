@@ -1,8 +1,8 @@
-"""Models at lengths below and beyond that of training: a table, JSON and a plot.
+"""Evaluate models at lengths below and above the trained length: a table, JSON and a plot.
 
-Causal models: the loss of the validation text in pieces of 0.5 to 32 times the trained length, and by position. Masked
-models: the tokens found in rows of 128 to 8192 tokens, hidden once. The text and what is asked of it are the same at
-every length; only how much of the text around it is in view differs.
+Causal models: loss of the validation text in pieces of 0.5 to 32 times the trained length, and by position. Masked
+models: accuracy on masked tokens in rows of 128 to 8192 tokens. The text and the predicted tokens are the same at each
+length. Only the visible context differs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ A model with learned positions is evaluated up to model.max_positions.
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 2 for what cannot be evaluated."""
+    """Run the command line. Returns the exit status, 2 for invalid input."""
     parser = command_line("python -m tools.length", __doc__, EPILOG)
-    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="runs, or step folders, of one kind")
-    parser.add_argument("--lengths", type=positive, nargs="+", help="tokens; default: see above")
-    parser.add_argument("--tokens", type=positive, default=1 << 20, help="at most so many of the text (%(default)s)")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", type=Path, help="run or step folders, all causal or all masked"
+    )
+    parser.add_argument("--lengths", type=positive, nargs="+", help="lengths in tokens; default: see above")
+    parser.add_argument("--tokens", type=positive, default=1 << 20, help="most tokens of the text to use (%(default)s)")
     parser.add_argument("--data", metavar="PREFIX", help="token file; default: the run's validation text")
     parser.add_argument("--device", default="auto", help="cuda or cpu (%(default)s)")
     parser.add_argument("--dtype", default="auto", help="fp32, bf16 ... (default: bf16 on a GPU)")
@@ -64,8 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    """Results by run, and whether the models are masked ones. Raises ValueError for runs of both kinds, and as
-    `load_model` and `measure_run`; what is seen without weights before the first run is measured."""
+    """Return the results by run, and whether the models are masked models.
+
+    Raises ValueError for causal and masked runs together, and as `load_model` and `measure_run`. Errors that need no weights
+    are raised before the first run is measured.
+    """
     from data.indexed import IndexedTokens
     from data.manifest import check_tokenizer
     from tools.loading.model import load_located, locate_checkpoint
@@ -76,8 +81,8 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
     for run, checkpoint in located.items():
         kinds.setdefault("masked" if checkpoint.model.bidirectional_mixers() else "causal", run)
         if len(kinds) > 1:
-            words = " and ".join(f"{path} is a {kind} model" for kind, path in kinds.items())
-            raise ValueError(f"{words}: one picture holds one kind")
+            models = " and ".join(f"{path} is a {kind} model" for kind, path in kinds.items())
+            raise ValueError(f"{models}: give only one kind of model per command")
         _lengths(run, checkpoint.model, checkpoint.config, options.lengths)
         if options.data:
             IndexedTokens(options.data)
@@ -90,12 +95,12 @@ def measure(runs: Sequence[Path], options: argparse.Namespace) -> tuple[dict[str
 
 
 def measure_run(
-    loaded: LoadedModel, asked: Sequence[int] | None = None, *, data: str | None = None, tokens: int = 1 << 20
+    loaded: LoadedModel, requested: Sequence[int] | None = None, *, data: str | None = None, tokens: int = 1 << 20
 ) -> Any:
-    """A masked model: a list of dicts, one a length. A causal one: {"by_length": ..., "by_position": ...}.
+    """Return one dict per length for a masked model, {"by_length": ..., "by_position": ...} for a causal model.
 
-    Raises ValueError where lengths do not divide the longest, the model or the text reads none of them, or there is
-    no text.
+    Raises ValueError if a length does not divide the longest, if all lengths are too long for the model or the text, or if
+    there is no text.
     """
     from data.indexed import IndexedTokens
     from tools.evaluation.perplexity import validation_text
@@ -105,9 +110,9 @@ def measure_run(
     masked = bool(loaded.model.config.bidirectional_mixers())
     prefix = data or str(validation_text(loaded).prefix)
     size, trained = IndexedTokens(prefix).num_tokens, int(loaded.config["batch"]["sequence_length"])
-    lengths = _lengths(loaded.run, loaded.model.config, loaded.config, asked)
+    lengths = _lengths(loaded.run, loaded.model.config, loaded.config, requested)
     least = lengths[0] if masked else trained
-    lengths = lengths if asked else [length for length in lengths if length <= size]
+    lengths = lengths if requested else [length for length in lengths if length <= size]
     if not lengths or max(lengths) > size or (not masked and trained not in lengths):
         raise ValueError(f"{prefix} has {size:,} tokens, too few for pieces of {max([*lengths, least]):,}")
     if masked:
@@ -122,29 +127,31 @@ def measure_run(
     return {"by_length": found.by_length(), "by_position": found.by_position()}
 
 
-def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], asked: Sequence[int] | None) -> list[int]:
-    """Those that are asked, or else the default ones, as far as the model reads; a causal model's trained one too."""
+def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], requested: Sequence[int] | None) -> list[int]:
+    """Return the requested or default lengths that the model can read; for a causal model also the trained length."""
     from tools.length.causal import MULTIPLES
 
     trained = int(config["batch"]["sequence_length"])
     if model.bidirectional_mixers():
-        lengths = sorted({*(asked or MASKED_LENGTHS)})
+        lengths = sorted({*(requested or MASKED_LENGTHS)})
     else:
         whole = [int(trained * multiple) for multiple in MULTIPLES if trained * multiple % 1 == 0]
-        lengths = sorted({*(asked or whole), trained})
+        lengths = sorted({*(requested or whole), trained})
     limit = model.max_positions
-    kept = [length for length in lengths if limit is None or length <= limit]
-    if not kept:
-        raise ValueError(f"{run} reads {limit} tokens at most (model.max_positions); --lengths begins at {lengths[0]}")
-    for length in kept:
-        if max(kept) % length:
-            raise ValueError(f"--lengths {length}: does not divide the longest, {max(kept)}")
-    return kept
+    readable = [length for length in lengths if limit is None or length <= limit]
+    if not readable:
+        raise ValueError(
+            f"{run} reads at most {limit} tokens (model.max_positions), but the shortest of --lengths is {lengths[0]}"
+        )
+    for length in readable:
+        if max(readable) % length:
+            raise ValueError(f"--lengths {length}: it must divide the longest length, {max(readable)}")
+    return readable
 
 
 @contextmanager
 def _bar(loaded: LoadedModel, total: int) -> Iterator[Callable[[], Any]]:
-    """A progress bar over readings of the text, on a terminal; yields what moves it."""
+    """Show a progress bar on a terminal and yield the function that advances it."""
     from tqdm import tqdm
 
     with tqdm(

@@ -1,8 +1,7 @@
-"""Loss over context: the same tokens of a text, predicted in pieces of each length.
+"""Measure the loss of a causal model by context length: the same tokens, predicted in pieces of each length.
 
-Every token is predicted once at each length, from what stands before it in its piece, so that nothing but the context
-differs. What a token gains from more context than in training is its own loss less its own loss in a piece of the
-trained length; standard errors are over the pieces of the greatest length.
+Each token is predicted once per length from the tokens before it in its piece, so that only the context differs. The effect
+of the context is a token's loss minus its loss in a piece of the trained length. Standard errors are over the longest pieces.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class LossOverLength:
-    """Losses of one model.
+    """Hold the losses of one model.
 
     Attributes:
-        lengths: of the pieces, the trained one among them; each divides the greatest.
-        nll: [lengths, pieces, greatest length] nats of every token.
+        trained: sequence length in training.
+        lengths: lengths of the pieces, including the trained length; each divides the longest.
+        nll: [lengths, pieces, longest length], the loss of each token in nats.
     """
 
     trained: int
@@ -39,7 +39,7 @@ class LossOverLength:
     nll: NDArray[np.float32]
 
     def by_length(self) -> list[dict[str, float]]:
-        """Loss, perplexity, and the loss less that of the trained length with its standard error, a dict a length."""
+        """Return per length the loss, the perplexity and the change from the trained length with its standard error."""
         base = self.nll[self.lengths.index(self.trained)]
         rows = []
         for length, nll in zip(self.lengths, self.nll, strict=True):
@@ -50,8 +50,10 @@ class LossOverLength:
         return rows
 
     def by_position(self) -> list[dict[str, float]]:
-        """The greatest length by ranges of positions, counted from 1, that double: the loss, and what the context beyond
-        the trained length changes of it."""
+        """Return the loss at the longest length, and its change from the trained length, by doubling ranges of positions.
+
+        Positions are counted from 1.
+        """
         base, longest = self.nll[self.lengths.index(self.trained)], self.nll[-1]
         borders = [0, *(self.trained * 2**k // 2 for k in range(64) if self.trained * 2**k // 2 < longest.shape[1])]
         rows = []
@@ -67,7 +69,7 @@ class LossOverLength:
 def loss_over_length(
     loaded: LoadedModel, prefix: str, lengths: Sequence[int], *, tokens: int, progress: Any
 ) -> LossOverLength:
-    """Predicts the first `tokens` of a token file, in whole pieces of the greatest length, at every length.
+    """Predict the first `tokens` of a token file, in whole pieces of the longest length, at each length.
 
     progress: called after each piece of each length.
     """
@@ -77,20 +79,20 @@ def loss_over_length(
     nll = np.empty((len(lengths), count, longest), np.float32)
     for number in range(count):
         piece = pieces[number]
-        for place, length in enumerate(lengths):
+        for index, length in enumerate(lengths):
             rows = (piece[key].view(-1, length).to(loaded.device) for key in ("tokens", "labels"))
-            nll[place, number] = token_nll(loaded.model, *rows).flatten().cpu().numpy()
+            nll[index, number] = token_nll(loaded.model, *rows).flatten().cpu().numpy()
             progress()
     return LossOverLength(trained, tuple(lengths), nll)
 
 
 def pieces_read(tokens_in_file: int, longest: int, tokens: int) -> int:
-    """Whole pieces of the greatest length that are read: one at least where there is one."""
+    """Return how many whole pieces of the longest length are read: at least one if the file has one."""
     return min(tokens_in_file // longest, max(1, tokens // longest))
 
 
 def loss_table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
-    """Markdown: a row a length for every run, then what lies beyond the trained length, by position."""
+    """Return Markdown tables per run: one row per length, then the change beyond the trained length by position."""
     from tools.reporting.tables import markdown_table
 
     parts = []

@@ -1,4 +1,4 @@
-"""Masked accuracy over length: tokens hidden once, the text cut into rows of each length."""
+"""Measure the accuracy of a masked model by length: the same masked tokens, in rows of each length."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from tools.loading.model import LoadedModel
 def masked_accuracy(
     loaded: LoadedModel, prefix: str, length: int, *, longest: int, tokens: int, progress: Any
 ) -> dict[str, float]:
-    """Accuracy, loss, and the number of tokens asked for, with rows of one length.
+    """Return accuracy, loss and number of masked tokens with rows of one length.
 
-    prefix: of a token file, read in whole stretches of `longest`, a multiple of `length`: the last one of the file may be
-    filled up, with tokens that nothing masks. progress: called after each stretch. Raises ValueError where nothing is masked.
+    Args:
+        prefix: of a token file, read in pieces of `longest`. The last piece of the file may be padded with unmasked tokens.
+        longest: a multiple of `length`.
+        progress: called after each piece.
+
+    Raises:
+        ValueError: no token is masked.
     """
     settings = loaded.config["data"]["masked"]
     masking = masking_for(loaded.tokenizer, settings["validation_rate"], settings["whole_word"])
@@ -28,27 +33,27 @@ def masked_accuracy(
         prefix, masking, loaded.tokenizer, sequence_length=longest, num_samples=None, seed=0, layout="packed"
     )
     nll = weight = 0.0
-    right = torch.zeros((), dtype=torch.float64, device=loaded.device)
+    num_correct = torch.zeros((), dtype=torch.float64, device=loaded.device)
     for number in range(pieces_read(rows.num_tokens, longest, tokens)):
         row = rows[number]
         batch = {key: row[key].view(-1, length).to(loaded.device) for key in ("tokens", "labels", "loss_weight")}
         hidden = batch["tokens"]
         for layer in (loaded.model.embedding, *loaded.model.blocks):
             hidden = layer(hidden)
-        asked = {"labels": batch["labels"], "loss_weight": batch["loss_weight"], "num_correct": right}
-        nll += loaded.model.head(hidden, **asked).item()
+        targets = {"labels": batch["labels"], "loss_weight": batch["loss_weight"], "num_correct": num_correct}
+        nll += loaded.model.head(hidden, **targets).item()
         weight += batch["loss_weight"].sum().item()
         progress()
     if not weight:
-        raise ValueError(f"{prefix}: none of the first {tokens:,} tokens is hidden; give more with --tokens")
-    return {"length": length, "accuracy": right.item() / weight, "loss": nll / weight, "tokens": weight}
+        raise ValueError(f"{prefix}: none of the first {tokens:,} tokens is masked; raise --tokens")
+    return {"length": length, "accuracy": num_correct.item() / weight, "loss": nll / weight, "tokens": weight}
 
 
 def accuracy_table(results: dict[str, list[dict[str, float]]], lengths: Sequence[int]) -> str:
-    """A line a run, a column a length."""
+    """Return a table with one line per run and one column per length."""
     lines = ["tokens   " + "  ".join(f"{length:>7}" for length in lengths)]
     for run, values in results.items():
         by_length = {row["length"]: row for row in values}
         cells = [f"{by_length[n]['accuracy']:7.2%}" if n in by_length else f"{'-':>7}" for n in lengths]
-        lines.append("accuracy " + "  ".join(cells) + f"   {run}, {int(values[0]['tokens']):,} tokens found or not")
+        lines.append("accuracy " + "  ".join(cells) + f"   {run}, {int(values[0]['tokens']):,} masked tokens")
     return "\n".join(lines)

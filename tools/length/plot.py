@@ -1,4 +1,4 @@
-"""Models over length in one picture."""
+"""Plot the results of several models by length."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.reporting.style import COLORS, STYLE, pyplot, save_figure
 
 
 def plot_accuracy(results: dict[str, list[dict[str, float]]], out: Path) -> None:
-    """Masked accuracy against length, one line a run; the training length is dotted."""
+    """Plot masked-token accuracy against length, one line per run. A dotted line marks the trained length."""
     plt = pyplot()
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(5.2, 3.4))
@@ -18,7 +18,7 @@ def plot_accuracy(results: dict[str, list[dict[str, float]]], out: Path) -> None
             lengths = [row["length"] for row in rows]
             axes.plot(lengths, [100 * row["accuracy"] for row in rows], marker="o", color=color, label=label)
         _length_axis(axes, list(results.values()))
-        axes.set(ylabel="masked tokens found, percent")
+        axes.set(ylabel="masked-token accuracy, percent")
         best = max(row["accuracy"] for rows in results.values() for row in rows)
         axes.set_ylim(0, 120 * best or 1)
         axes.legend()
@@ -26,18 +26,20 @@ def plot_accuracy(results: dict[str, list[dict[str, float]]], out: Path) -> None
 
 
 def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) -> None:
-    """Loss of the same tokens against the length of the pieces, and what context beyond the trained length changes by
-    position; one line a run, the training length dotted, bars of one standard error."""
+    """Plot the loss against length, and the change beyond the trained length by position, one line per run.
+
+    A dotted line marks the trained length. Error bars are one standard error.
+    """
     plt = pyplot()
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
         for label, result, color in zip(_labels(results), results.values(), COLORS * len(results), strict=False):
-            rows, places = result["by_length"], result["by_position"]
+            rows, ranges = result["by_length"], result["by_position"]
             left.plot([r["length"] for r in rows], [r["loss"] for r in rows], marker="o", color=color)
             right.errorbar(
-                [r["to"] for r in places],
-                [r["change"] for r in places],
-                yerr=[r["change_stderr"] for r in places],
+                [r["to"] for r in ranges],
+                [r["change"] for r in ranges],
+                yerr=[r["change_stderr"] for r in ranges],
                 marker="o",
                 elinewidth=0.9,
                 color=color,
@@ -47,18 +49,18 @@ def plot_loss(results: dict[str, dict[str, list[dict[str, float]]]], out: Path) 
         for axes in (left, right):
             _length_axis(axes, by_length)
         right.axhline(0, color="#555555", lw=0.8)
-        left.set(ylabel="loss (nats a token)", title="The same tokens, more or less in view")
+        left.set(ylabel="loss (nats per token)", title="Loss of the same tokens by context length")
         right.set(
             xlabel="position, up to",
-            ylabel="change of the loss (nats a token)",
-            title="Everything before in view, less the trained length",
+            ylabel="change of the loss (nats per token)",
+            title="Full context minus trained length",
         )
         right.legend(fontsize=8)
         save_figure(figure, out)
 
 
 def _labels(results: Iterable[str]) -> list[str]:
-    """Names of the runs, or their paths where the names of two are the same, as those of step folders are."""
+    """Return the names of the runs, or their paths if two names are equal, as those of step folders."""
     paths = list(results)
     names = [Path(path).name for path in paths]
     return names if len(set(names)) == len(names) else paths
@@ -71,4 +73,4 @@ def _length_axis(axes: Any, runs: list[list[dict[str, float]]]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:g}" for length in lengths])
     axes.minorticks_off()
-    axes.set(xlabel="tokens in view (dotted: length of training)")
+    axes.set(xlabel="context length, tokens (dotted: trained length)")

@@ -1,4 +1,4 @@
-"""The curves of one or several runs: loss, throughput, learning rate, gradient norm and suite scores."""
+"""Plot the curves of one or several runs: loss, throughput, learning rate, gradient norm and suite scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.reporting.style import COLORS, STYLE, pyplot, save_figure
 
 @dataclass(frozen=True)
 class Run:
-    """The lines of one run's metrics, by kind."""
+    """Hold the lines of one run's metrics by kind."""
 
     name: str
     train: list[dict[str, Any]]
@@ -26,7 +26,7 @@ class Run:
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
-    """Reads a run's folder or `metrics.jsonl`. Raises FileNotFoundError, or ValueError when no step is logged yet."""
+    """Read a run's folder or `metrics.jsonl`. Raises FileNotFoundError, or ValueError if no step is logged."""
     lines = read_metrics(path)
     by_kind = {kind: [line for line in lines if line.get("kind") == kind] for kind in _KINDS}
     if not by_kind["train"]:
@@ -38,15 +38,15 @@ _KINDS = ("train", "validation", "evaluation")
 
 
 def column(lines: Sequence[dict[str, Any]], key: str) -> NDArray[np.float64]:
-    """The values of one key, one a line; NaN where a line lacks it."""
+    """Return the values of one key, one per line; NaN if a line does not have the key."""
     return np.array([line.get(key, math.nan) for line in lines], dtype=np.float64)
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Mean over 2 % of the points, five at least, NaN left out.
+    """Return the moving average over 2 % of the points, at least five, without NaN.
 
-    The window is centred. At the start, where the loss falls fast, it shrinks so that nothing is shifted; at the end it
-    only loses its later half, so that the last value is a mean too.
+    The window is centred. At the start, where the loss falls fast, the window shrinks on both sides, which avoids a shift. At
+    the end only its later half shrinks, so that the last value is an average too.
     """
     half = max(2, len(values) // 100) if len(values) > 20 else 0
     finite = np.isfinite(values)
@@ -60,9 +60,9 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = None) -> Path:
-    """Draws the loss of one run against steps, with tokens on top, to `out` (default `run/loss.png`).
+    """Plot the loss of one run against steps, with tokens on the upper axis, to `out` (default `run/loss.png`).
 
-    Of a masked model the accuracy stands beside it; baseline: the share that the unigram finds, a dotted line.
+    For a masked model a second panel shows the accuracy. baseline: accuracy of the unigram model, drawn as a dotted line.
     Raises FileNotFoundError and ValueError as `read_run`.
     """
     plt = pyplot()
@@ -92,7 +92,7 @@ def plot_loss(run: Path, out: Path | None = None, *, baseline: float | None = No
 
 
 def plot_runs(runs: Sequence[Path], out: Path) -> Path:
-    """Draws all curves of all runs to `out`, whose suffix names the format (png, pdf, svg).
+    """Plot all curves of all runs to `out`, whose suffix selects the format (png, pdf, svg).
 
     Raises FileNotFoundError and ValueError as `read_run`.
     """
@@ -142,7 +142,7 @@ def plot_runs(runs: Sequence[Path], out: Path) -> Path:
 
 
 def distinct_names(runs: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart; `metrics.jsonl` itself is no part of a name."""
+    """Return the shortest path suffixes that distinguish the runs, without `metrics.jsonl`."""
     parts = [(p.parent if p.suffix == ".jsonl" else p).resolve().parts for p in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-length:]) for p in parts]
@@ -152,7 +152,7 @@ def distinct_names(runs: Sequence[Path]) -> list[str]:
 
 
 def _through(x: NDArray[np.float64], y: NDArray[np.float64]) -> Callable[[Any], Any]:
-    """The line through points of growing x and y, straight on beyond both ends. A batch that grows bends it."""
+    """Return a function that interpolates points with increasing x and y, and extrapolates linearly at both ends."""
     first, last = ((y[i + 1] - y[i]) / (x[i + 1] - x[i]) for i in (0, -2))
 
     def value(at: Any) -> Any:
@@ -182,7 +182,7 @@ def _draw_accuracy(axes: Any, run: Run, baseline: float | None) -> None:
         axes.legend(loc="lower right")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="step", title="masked tokens found")
+    axes.set(xlabel="step", title="masked-token accuracy")
 
 
 def _draw(axes: Any, run: Run, color: str, key: str, faint: float, x: str = "step") -> None:
@@ -193,13 +193,13 @@ def _draw(axes: Any, run: Run, color: str, key: str, faint: float, x: str = "ste
 
 
 def _scores(run: Run) -> list[str]:
-    """The columns of its suites, "suite/label"; perplexities, which have other units, are left out."""
+    """Return the names of the scores, "suite/label". Perplexities are left out, because their unit differs."""
     keys = dict.fromkeys(key for line in run.evaluation for key in line if "/" in key)
     return [key for key in keys if not key.endswith(("ppl", "perplexity"))]
 
 
 def _draw_scores(axes: Any, runs: Sequence[Run], suite: str) -> None:
-    """A suite over the steps: every column of one run; of several the average, or where there is none each column."""
+    """Plot a suite against steps: all scores of one run; for several runs the average, or all scores without one."""
     for run, color in zip(runs, _colors(len(runs)), strict=True):
         keys = [key for key in _scores(run) if key.partition("/")[0] == suite]
         averages = [key for key in keys if key.endswith("/average")]
@@ -220,7 +220,7 @@ def _draw_scores(axes: Any, runs: Sequence[Run], suite: str) -> None:
 
 
 def _limit_loss(axes: Any, runs: Sequence[Run]) -> None:
-    """Cuts the first 2 % off the top: the fall from the loss of an untrained model would flatten everything after."""
+    """Choose the loss axis without the first 2 % of the run, in which the loss falls from that of an untrained model."""
     late = [smooth(column(run.train, "loss"))[len(run.train) // 50 :] for run in runs]
     points = [column(run.validation, "loss") for run in runs if run.validation]
     shown = np.concatenate([*late, *points])
@@ -231,7 +231,7 @@ def _limit_loss(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def _limit_robust(axes: Any, values: Sequence[NDArray[np.float64]]) -> None:
-    """From zero to a little over the highest smoothed value, whatever a single step did."""
+    """Set the axis from zero to 1.15 times the highest smoothed value, so that outliers do not matter."""
     tops = [np.nanmax(smooth(v)) for v in values if np.isfinite(v).any()]
     if tops:
         axes.set_ylim(0, 1.15 * max(tops))

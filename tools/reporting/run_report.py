@@ -1,7 +1,7 @@
-"""One page about a run, in one file: curves to zoom into, samples, evaluation, configuration, environment.
+"""Write a self-contained HTML page about a run: curves, samples, evaluation, configuration, environment.
 
-`python -m tools.plot RUN --html`. The page (`report_page.html`) is static; a run's data go into it as JSON and become
-text by the browser's text functions only, so that nothing that a model wrote is ever read as HTML.
+`python -m tools.plot RUN --html`. The page template is `report_page.html`; the data are inserted as JSON. The page shows them
+with text functions only, so that generated text is never interpreted as HTML.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ MOST_POINTS = 12_000
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Writes the page of a run to `out` (default `run/report.html`).
+    """Write the page of a run to `out` (default `run/report.html`).
 
-    Raises FileNotFoundError when there are no metrics, ValueError when they hold no training step yet.
+    Raises FileNotFoundError if there are no metrics, ValueError if they have no training step.
     """
     folder = run.parent if run.is_file() else run
     out = out or folder / "report.html"
     data = json.dumps(collect(run), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A script element ends at the first "</script", wherever it stands.
+    # A script element ends at the first "</script", also inside a string.
     page = PAGE.read_text(encoding="utf-8").replace(PLACEHOLDER, data.replace("<", "\\u003c"), 1)
     write_whole(out, page)
     return out
 
 
 def collect(run: Path) -> dict[str, Any]:
-    """Everything that the page shows, as JSON values. What a run has not (yet) is null or empty. Raises as above."""
+    """Return the data of the page as JSON values; missing data are None or empty. Raises as `write_report`."""
     lines = read_metrics(run)
     folder = run.parent if run.is_file() else run
     train = [line for line in lines if line.get("kind") == "train"]
@@ -68,18 +68,19 @@ def collect(run: Path) -> dict[str, Any]:
 
 
 def columns(lines: Sequence[dict[str, Any]], most: int) -> dict[str, list[float | None]]:
-    """Numbers by key, one a line; of more than `most` lines, means of neighbours (the last step and token count).
+    """Return the numbers of each key, one per line. More than `most` lines are averaged in groups.
 
-    Missing and not finite numbers are None. Keys without any number are left out.
+    Step, token count and time of a group are the last ones. Missing and non-finite numbers are None. Keys without numbers are
+    left out.
     """
     width = max(1, -(-len(lines) // most))
     groups = [lines[i : i + width] for i in range(0, len(lines), width)]
     keys = dict.fromkeys(key for line in lines for key, value in line.items() if _is_number(value))
-    found: dict[str, list[float | None]] = {}
+    columns_: dict[str, list[float | None]] = {}
     for key in keys:
         last = key in ("step", "tokens", "skipped_steps", "time")
-        found[key] = [_last(group, key) if last else _mean(group, key) for group in groups]
-    return found
+        columns_[key] = [_last(group, key) if last else _mean(group, key) for group in groups]
+    return columns_
 
 
 def _is_number(value: object) -> bool:
@@ -97,7 +98,7 @@ def _mean(group: Sequence[dict[str, Any]], key: str) -> float | None:
 
 
 def _checkpoint(folder: Path) -> tuple[str | None, dict[str, Any] | None]:
-    """Configuration as text, and what the newest checkpoint says of its making; None where there is no checkpoint."""
+    """Return the configuration as text and the environment of the newest checkpoint, or None without a checkpoint."""
     if not exists(folder):
         return None, None
     step = resolve(folder)
@@ -114,10 +115,10 @@ def _checkpoint(folder: Path) -> tuple[str | None, dict[str, Any] | None]:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """None where there is no file. NaN and Infinity, which no browser reads, are None too. Raises ValueError naming the file."""
+    """Read a JSON object; None if the file does not exist. NaN and Infinity become None. Raises ValueError naming the file."""
     if not path.is_file():
         return None
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): remove it, or have it written again") from error
+        raise ValueError(f"{path} is no JSON ({error}): remove it, or write it again") from error

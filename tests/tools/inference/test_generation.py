@@ -134,7 +134,7 @@ def test_it_stops_at_the_end_of_a_document_and_stays_within_the_vocabulary() -> 
 
 
 def test_prompts_without_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="a prompt has no tokens"):
         next(generate(tiny("metala"), [[1], []], max_tokens=1, vocab_size=64))
 
 

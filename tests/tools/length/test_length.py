@@ -102,7 +102,7 @@ def test_what_one_piece_cannot_tell_is_null(trained_run: Path, tmp_path: Path) -
 def test_a_text_of_which_nothing_is_hidden(masked_run: Path, tmp_path: Path, capsys) -> None:
     words = [str(masked_run), "--device", "cpu", "--lengths", "1", "--tokens", "1", "-o", str(tmp_path / "none.png")]
     assert main(words) == 2
-    assert "none of the first 1 tokens is hidden; give more with --tokens" in capsys.readouterr().err
+    assert "none of the first 1 tokens is masked; raise --tokens" in capsys.readouterr().err
 
 
 def test_masked_models_read_whole_stretches_of_text_only(masked_run: Path, tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_accuracies_stand_in_percent_under_their_lengths() -> None:
     table = accuracy_table({"runs/a": rows, "runs/b": rows[:1]}, [64, 128])
     assert table.splitlines() == [
         "tokens        64      128",
-        "accuracy  25.00%   25.00%   runs/a, 1,200 tokens found or not",
-        "accuracy  25.00%        -   runs/b, 1,200 tokens found or not",
+        "accuracy  25.00%   25.00%   runs/a, 1,200 masked tokens",
+        "accuracy  25.00%        -   runs/b, 1,200 masked tokens",
     ]
 
 
@@ -182,7 +182,7 @@ def test_positions_are_read_up_to_the_last() -> None:
     model = ModelConfig(**shape, positions="learned", max_positions=128)
     config = {"batch": {"sequence_length": 32}}
     assert _lengths(Path("a"), model, config, None) == [16, 32, 64, 128]
-    with pytest.raises(ValueError, match=r"a reads 128 tokens at most .*--lengths begins at 256"):
+    with pytest.raises(ValueError, match=r"a reads at most 128 tokens .*--lengths is 256"):
         _lengths(Path("a"), replace(model, mixer_options={"attention": {"causal": False}}), config, [256])
 
 
@@ -199,8 +199,8 @@ def test_several_models_and_what_cannot_be_measured(
         assert main([str(word) for word in words]) == 2
         return capsys.readouterr().err
 
-    assert "one picture holds one kind" in said(trained_run, masked_run)
-    assert "--lengths 24: does not divide the longest, 64" in said(trained_run, "--lengths", 24, 64)
+    assert "give only one kind of model per command" in said(trained_run, masked_run)
+    assert "--lengths 24: it must divide the longest length, 64" in said(trained_run, "--lengths", 24, 64)
     assert "too few for pieces of 65,536" in said(trained_run, "--lengths", 65536)
     assert "no checkpoint" in said(tmp_path).lower()
     other = load_model(masked_run, device="cpu").config["data"]["validation"]

@@ -73,7 +73,7 @@ def test_whole_words_are_hidden_where_training_hid_them(masked_run: Path, tmp_pa
 
 def test_what_cannot_be_evaluated(masked_run: Path, capsys) -> None:
     assert length_tool.main([str(masked_run), "--lengths", "24", "64"]) == 2
-    assert "--lengths 24: does not divide the longest, 64" in capsys.readouterr().err
+    assert "--lengths 24: it must divide the longest length, 64" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("tool", "name"), [(length_tool, "length"), (masked_forms, "forms")])
