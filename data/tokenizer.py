@@ -1,6 +1,6 @@
-"""Tokenizers: SentencePiece, Hugging Face JSON, BERT WordPiece, bytes; one interface.
+"""Load tokenizers (SentencePiece, Hugging Face JSON, BERT WordPiece, bytes) behind one interface.
 
-``load_tokenizer(type, path)`` is the way in. ``data.train_sentencepiece`` makes a model from text.
+Start with ``load_tokenizer(type, path)``. ``data.train_sentencepiece`` trains a model from text.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .atomic_io import read_json
 TOKENIZER_TYPES = ("sentencepiece", "hf", "wordpiece", "bytes")
 
 END_OF_DOCUMENT = "<|endoftext|>"
-SPACE_MARK = "\u2581"  # how SentencePiece spells a space inside
+SPACE_MARK = "\u2581"  # the character that SentencePiece uses for a space
 SPACE_MARK_BYTES = SPACE_MARK.encode()
 
 
 class Tokenizer(Protocol):
-    """``vocab_size`` counts every id, ``end_of_document_id`` ends a document, ``hash`` identifies what text becomes.
+    """Interface of all tokenizers.
 
-    For masked language models: ``mask_id``, where the vocabulary has no mask token an entry that no text contains or the
-    first row beyond them; ``begin_id`` (``[CLS]``) or None; ``pad_id``; ``special_ids``, which are never masked;
-    ``piece(id)``, the text of one id.
+    vocab_size: number of ids. end_of_document_id: ends a document. hash: identifies the tokenization.
+    mask_id: the mask token; without one, an entry that no text contains, or the first row after the vocabulary.
+    begin_id: ``[CLS]``, or None. special_ids: ids that are never masked. ``piece(id)``: text of one id.
 
-    ``decode(encode(text)) == text`` holds for every text for "bytes" and for SentencePiece models made here.
+    ``decode(encode(text)) == text`` holds for "bytes" and for SentencePiece models trained with this project.
     """
 
     type: str
@@ -49,18 +49,18 @@ class Tokenizer(Protocol):
     def piece(self, id: int) -> str: ...
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
-        """The ids of each text as an integer array [n]; the same for any number of threads."""
+        """Return the ids of each text as an integer array [n], independent of the number of threads."""
         ...
 
 
 def load_tokenizer(type: str, path: str | Path | None = None) -> Tokenizer:
-    """A tokenizer by type and file.
+    """Return a tokenizer by type and file.
 
     sentencepiece: a ``.model`` file. hf: a ``tokenizer.json`` or its folder. wordpiece: a BERT ``vocab.txt`` or its
     folder. bytes: no file; ids 0 to 255 are bytes and 256 ends a document.
 
-    Raises ValueError for an unknown type, a path that is missing from the call, or a file of another kind, and
-    FileNotFoundError for a file that does not exist.
+    Raises ValueError for an unknown type, a missing path or a file of another type, and FileNotFoundError if the file does
+    not exist.
     """
     if type not in TOKENIZER_TYPES:
         raise ValueError(f"tokenizer type {type!r} is unknown; allowed: {', '.join(TOKENIZER_TYPES)}")
@@ -76,13 +76,15 @@ def load_tokenizer(type: str, path: str | Path | None = None) -> Tokenizer:
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
-    """Rows of the embedding for a tokenizer of so many entries: the next multiple, as GPT-NeoX pads, whatever the number
-    of processes. 50,277 entries become 50,304 rows. The rows beyond the entries are never a token."""
+    """Return the number of embedding rows: ``vocab_size`` rounded up to a multiple, as in GPT-NeoX.
+
+    The result does not depend on the number of processes. 50,277 entries become 50,304 rows.
+    """
     return -(-vocab_size // multiple) * multiple
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids, and 256 as the end of a document."""
+    """Encode text as UTF-8 bytes; id 256 ends a document."""
 
     type = "bytes"
     path: str | None = None
@@ -107,7 +109,7 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model (Kudo and Richardson, 2018). The end of a document is its ``</s>`` (eos) id."""
+    """Encode text with a SentencePiece model (Kudo and Richardson, 2018). Its ``</s>`` (eos) id ends a document."""
 
     type = "sentencepiece"
 
@@ -120,30 +122,32 @@ class SentencePieceTokenizer:
         except (RuntimeError, OSError) as error:
             raise ValueError(
                 f"{path} is not a SentencePiece model ({error}). Train one with python -m tools.train_tokenizer, or set"
-                " the tokenizer type that fits the file."
+                " data.tokenizer.type to the type of the file."
             ) from error
         self.path: str | None = str(path)
         self.hash = _hash(self.type, content)
         self.vocab_size = self._model.vocab_size()
         self.end_of_document_id = self._model.eos_id()
         if self.end_of_document_id < 0:
-            raise ValueError(f"{path} has no end-of-sentence id, which ends a document: train it with one")
+            raise ValueError(
+                f"{path} has no end-of-sentence id, which is needed to end a document: train the model with one"
+            )
         self.pad_id = self.end_of_document_id
         self.begin_id: int | None = None
         controls = (self._model.is_control, self._model.is_unknown, self._model.is_unused)
         self.special_ids = tuple(i for i in range(self.vocab_size) if any(test(i) for test in controls))
         byte_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK_BYTES]
         has_bytes = all(self._model.is_byte(i) for i in byte_ids)
-        # With bytes for what is not in the vocabulary, "unknown" never stands in a text.
+        # With byte fallback, the unknown token never occurs in a text.
         self.mask_id = self._model.unk_id() if has_bytes else self.vocab_size
-        # A model that puts a space in front of every text would put one in front of every part.
+        # A model that adds a space before every text would add one before every part.
         adds_space = self._model.encode("a", out_type=str)[0].startswith(SPACE_MARK)
         self._space_mark_ids = byte_ids if has_bytes and not adds_space else None
 
     def encode(self, text: str) -> list[int]:
         if SPACE_MARK not in text or self._space_mark_ids is None:
             return self._model.encode(text)
-        # SentencePiece cannot tell this character from a space, so it is spelled as its bytes.
+        # SentencePiece cannot distinguish this character from a space, so it is encoded as bytes.
         ids: list[int] = []
         for number, part in enumerate(text.split(SPACE_MARK)):
             if number:
@@ -168,10 +172,10 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` of Hugging Face tokenizers, without the special tokens that it adds around a text.
+    """Encode text with a Hugging Face ``tokenizer.json``, without adding special tokens around the text.
 
-    The end of a document is, in this order, ``<|endoftext|>``, the ``eos_token`` of a ``tokenizer_config.json`` beside
-    the file, ``<|end_of_text|>``, ``</s>``, ``<eos>``, ``[SEP]``.
+    The first of these tokens in the vocabulary ends a document: ``<|endoftext|>``, the ``eos_token`` of a
+    ``tokenizer_config.json`` in the same folder, ``<|end_of_text|>``, ``</s>``, ``<eos>``, ``[SEP]``.
     """
 
     type = "hf"
@@ -182,7 +186,9 @@ class HuggingFaceTokenizer:
         try:
             model = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
-            raise ValueError(f"{path} is not a Hugging Face tokenizer.json ({error})") from error
+            raise ValueError(
+                f"{path} is not a Hugging Face tokenizer.json ({error}): copy it again, or set data.tokenizer.type"
+            ) from error
         model.no_padding()
         model.no_truncation()
         self._set(model, path)
@@ -190,8 +196,8 @@ class HuggingFaceTokenizer:
         known = [i for i in (model.token_to_id(c) for c in candidates if c) if i is not None]
         if not known:
             raise ValueError(
-                f"{path} has no token that ends a document (looked for {', '.join(c for c in candidates if c)}): name"
-                " one as eos_token in a tokenizer_config.json beside it"
+                f"{path} has no token that ends a document (looked for {', '.join(c for c in candidates if c)}): set"
+                " eos_token in a tokenizer_config.json in the same folder"
             )
         self._set_special(known[0])
 
@@ -199,7 +205,7 @@ class HuggingFaceTokenizer:
         self._model = model
         self.path: str | None = str(path)
         self.hash = _hash(self.type, path.read_bytes())
-        # Ids may have holes, and a table of embeddings must reach the largest one.
+        # Ids may have gaps, and the embedding must have a row for the largest id.
         self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
 
     def _set_special(self, end_of_document_id: int) -> None:
@@ -225,14 +231,16 @@ class HuggingFaceTokenizer:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[NDArray]:
-        # The library's own threads share the texts, unless TOKENIZERS_PARALLELISM forbids it.
+        # The library uses its own threads, unless TOKENIZERS_PARALLELISM is false.
         encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
 
 class WordPieceTokenizer(HuggingFaceTokenizer):
-    """BERT's WordPiece from a ``vocab.txt`` (Devlin et al., 2019). ``[SEP]`` ends a document. Text is lower-cased when
-    no entry begins with a capital letter."""
+    """Encode text with the WordPiece of BERT from a ``vocab.txt`` (Devlin et al., 2019). ``[SEP]`` ends a document.
+
+    Text is lower-cased if no entry begins with a capital letter.
+    """
 
     type = "wordpiece"
 
@@ -242,7 +250,9 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         entries = path.read_text(encoding="utf-8", errors="replace").splitlines()
         missing = [token for token in ("[UNK]", "[SEP]", "[CLS]") if token not in entries]
         if missing:
-            raise ValueError(f"{path} is not a BERT vocabulary: {', '.join(missing)} is not among its lines")
+            raise ValueError(
+                f"{path} is not a BERT vocabulary: {', '.join(missing)} is missing. Copy it again, or set data.tokenizer.type"
+            )
         uncased = not any("A" <= entry[:1] <= "Z" for entry in entries)
         try:
             model = tokenizers.BertWordPieceTokenizer(str(path), lowercase=uncased)._tokenizer
@@ -258,8 +268,8 @@ def _file(path: str | Path, name_in_folder: str) -> Path:
         path = path / name_in_folder
     if not path.is_file():
         raise FileNotFoundError(
-            f"the tokenizer file {path} does not exist: name one that does (data.tokenizer.path, --vocab-file), or train one"
-            " with python -m tools.train_tokenizer; make data-pile-sample, data-c4-sample and data-text-sample write those of"
+            f"the tokenizer file {path} does not exist: set data.tokenizer.path (--vocab-file) to a file that exists, or train"
+            " one with python -m tools.train_tokenizer; make data-pile-sample, data-c4-sample and data-text-sample write those of"
             " the samples (docs/guide/data.md)"
         )
     return path

@@ -1,4 +1,4 @@
-"""Train a SentencePiece model that decodes to the text that it encoded."""
+"""Train a SentencePiece model whose decoding returns exactly the encoded text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from .atomic_io import atomic_write
 from .tokenizer import END_OF_DOCUMENT, SPACE_MARK
 
 LINE_BYTES = 4000
-# A line with the whitespace after it. A piece stays inside one, so no piece has text after a line end.
+# A line with the whitespace after it. Pieces never cross these lines, so no piece has text after a line end.
 _LINE = re.compile(r"[^\n]*\n\s*|[^\n]+")
 
 
 def check_sentencepiece_size(vocab_size: int) -> None:
-    """Raises ValueError for fewer pieces than a model that loses nothing has."""
+    """Raise ValueError if the vocabulary is too small for all bytes and the special ids."""
     if vocab_size < 264:
-        raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids come first; from 264 on")
+        raise ValueError(
+            f"vocab_size {vocab_size} is too small: 256 bytes and 2 special ids are always included; set 264 or more"
+        )
 
 
 def train_sentencepiece(
@@ -26,13 +28,13 @@ def train_sentencepiece(
 ) -> None:
     """Train a SentencePiece model and write it to ``path``.
 
-    - Nothing is lost: no normalisation, every space and line end kept, bytes for rare characters.
-    - A space closes a piece ("def ", "return "), so a prompt may end in a space. Runs of spaces are pieces.
+    - The encoding is lossless: no normalisation, all whitespace kept, byte fallback for rare characters.
+    - A space ends a piece ("def ", "return "), so a prompt may end in a space. Runs of spaces are pieces.
     - A piece stays within one script. Without that limit a token holds 14 % more bytes of source code, and a small
       model trained on as many tokens spends 2 % more bits per byte.
     - "bpe" splits a word in the same way with and without a space after it (``merge_spaces_last``).
 
-    Raises ValueError when ``vocab_size`` cannot be met by the texts, naming what SentencePiece allows.
+    Raises ValueError with the limit of SentencePiece if the texts are too small for ``vocab_size``.
     """
     import sentencepiece
 
@@ -65,7 +67,7 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        if "KeyboardInterrupt" in str(error):  # of `texts`: SentencePiece hands on the words of an exception alone
+        if "KeyboardInterrupt" in str(error):  # from `texts`: SentencePiece passes on only the message of an exception
             raise KeyboardInterrupt from error
         raise ValueError(
             f"SentencePiece could not train a {model_type} vocabulary of {vocab_size} on this text: {error}. Less"
@@ -78,9 +80,9 @@ def train_sentencepiece(
 def merge_spaces_last(content: bytes) -> bytes:
     """Return a BPE model in which every piece that ends in whitespace is merged after all other pieces.
 
-    The ids of a text are then the first ids of the text with a word added, but for a space that joins the last one. An
-    evaluation needs this: it encodes a context alone and with its continuation, and splits by the number of ids.
-    A piece with a space at its end brings the piece without it. The rarest pieces make room: the size stays.
+    Then the ids of a text are a prefix of the ids of the text plus a word, except for a space that joins the last piece.
+    Evaluation needs this, because it splits context and continuation by the number of ids. For every piece with a trailing
+    space the piece without it is added. The rarest pieces are dropped, so the size does not change.
     """
     import sentencepiece.sentencepiece_model_pb2 as pb2
 
@@ -88,7 +90,7 @@ def merge_spaces_last(content: bytes) -> bytes:
     normal = pb2.ModelProto.SentencePiece.NORMAL
     pieces = [entry.piece for entry in model.pieces if entry.type == normal]
     characters = [piece for piece in pieces if len(piece) == 1]
-    room = len(pieces)
+    capacity = len(pieces)
     chosen = dict.fromkeys(characters)
     for piece in pieces:  # the most frequent first
         text = piece.replace(SPACE_MARK, " ")
@@ -96,7 +98,7 @@ def merge_spaces_last(content: bytes) -> bytes:
         if stem and stem.split() != [stem]:
             continue
         added = dict.fromkeys(p for p in (stem.replace(" ", SPACE_MARK) or piece, piece) if p not in chosen)
-        if len(chosen) + len(added) <= room:
+        if len(chosen) + len(added) <= capacity:
             chosen.update(added)
     words = [piece for piece in chosen if len(piece) > 1 and not _ends_in_space(piece)]
     spaced = [piece for piece in chosen if len(piece) > 1 and _ends_in_space(piece)]
@@ -114,7 +116,7 @@ def _ends_in_space(piece: str) -> bool:
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """The lines of the texts, but for those that SentencePiece does not take: long ones and null characters."""
+    """Yield the lines of the texts, without lines that SentencePiece cannot take: long ones and null characters."""
     for text in texts:
         for line in _LINE.findall(text):
             if "\0" not in line and len(line.encode()) <= LINE_BYTES:

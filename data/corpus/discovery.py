@@ -1,15 +1,15 @@
-"""Which files a corpus names.
+"""Find the files of a corpus.
 
 A corpus is ``"stdlib"`` (the source of the running interpreter's standard library), a path, a glob, a Hugging Face
-dataset ``hf:NAME[:CONFIGURATION][:SPLIT]`` (streamed; split train where none is named), or a list of these. A file's
-suffix says how it is read:
+dataset ``hf:NAME[:CONFIGURATION][:SPLIT]`` (streamed; the default split is train), or a list of these. The
+suffix of a file selects how it is read:
 
-    .jsonl .json            one JSON object a line, the text under a key; plain, .gz or .zst
-    .parquet                one row a document, the text in a column
+    .jsonl .json            one JSON object per line, the text under a key; plain, .gz or .zst
+    .parquet                one row per document, the text in a column
     .txt .md .py ...        any other suffix: the whole file is one document, UTF-8; plain, .gz or .zst
 
-A folder stands for every .jsonl, .json, .parquet and .txt file in it, compressed or not; a folder that
-``datasets.Dataset.save_to_disk`` wrote is that data set.
+A folder means every .jsonl, .json, .parquet and .txt file in it, compressed or not. A folder that
+``datasets.Dataset.save_to_disk`` wrote is read as that data set.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ COMPRESSED_SUFFIXES = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a corpus. ``key`` names it inside the corpus where the folder may differ from machine to machine.
+    """A file of a corpus.
 
-    A saved data set is its folder; for a data set by name ``path`` is that name, with ``hf:``.
+    path: the file; the folder of a saved data set; ``hf:NAME...`` for a data set by name.
+    key: identifies the file independently of the machine, if set.
     """
 
     path: Path
@@ -42,7 +43,7 @@ class SourceFile:
 
     @property
     def bytes(self) -> int:
-        """Size on disk; 0 for a data set by name."""
+        """Return the size on disk; 0 for a data set by name."""
         if self.format == "named dataset":
             return 0
         if self.format == "saved dataset":
@@ -50,7 +51,7 @@ class SourceFile:
         return self.path.stat().st_size
 
     def identity(self) -> list[str | int]:
-        """What tells this file from another, or from an earlier state of itself."""
+        """Return name, size and modification time (or data set version), which identify the content."""
         name = self.key or str(self.path if self.format == "named dataset" else self.path.resolve())
         if self.format == "named dataset":
             return [name, dataset_version(str(self.path))]
@@ -59,26 +60,25 @@ class SourceFile:
 
 
 def source_files(corpus: Corpus) -> list[SourceFile]:
-    """The files of a corpus, in a fixed order and each once.
+    """Return the files of a corpus, in a fixed order and without duplicates.
 
-    Raises FileNotFoundError for a path or glob that names nothing and ValueError for a folder without text files.
+    Raises FileNotFoundError for a path or glob without files, and ValueError for a folder without text files.
     """
     if isinstance(corpus, (str, Path)):
         corpus = [corpus]
     if not corpus:
-        raise ValueError("the corpus names no files: give 'stdlib', a path, a glob or a list of them")
-    found: dict[Path, SourceFile] = {}
+        raise ValueError("the corpus names no files: set 'stdlib', a path, a glob or a list of them")
+    files_by_path: dict[Path, SourceFile] = {}
     for entry in corpus:
         for file in _expand(str(entry)):
-            found.setdefault(file.path.resolve(), file)
-    return list(found.values())
+            files_by_path.setdefault(file.path.resolve(), file)
+    return list(files_by_path.values())
 
 
 def stdlib_files(package: str = "") -> list[SourceFile]:
-    """The ``.py`` files of the running interpreter's standard library, without what pip put there.
+    """Return the ``.py`` files of the standard library of this interpreter, without installed packages.
 
-    ``package`` limits them to one package (``"json"``). Raises ValueError when there are none, as in interpreters that
-    carry compiled files only.
+    package: limits them to one package (``"json"``). Raises ValueError if there are none.
     """
     root = Path(sysconfig.get_path("stdlib"))
     outside = {"site-packages", "dist-packages", "__pycache__"}
@@ -96,7 +96,7 @@ def stdlib_files(package: str = "") -> list[SourceFile]:
 
 
 def named_dataset(name: str) -> tuple[str, str | None, str]:
-    """``hf:NAME[:CONFIGURATION][:SPLIT]`` -> name, configuration, split. Raises ValueError for another form."""
+    """Return (name, configuration, split) of ``hf:NAME[:CONFIGURATION][:SPLIT]``. Raises ValueError for other forms."""
     words = name.removeprefix("hf:").split(":")
     if not words[0] or len(words) > 3:
         raise ValueError(f"the data set {name!r} must be hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIGURATION:SPLIT")
@@ -104,7 +104,7 @@ def named_dataset(name: str) -> tuple[str, str | None, str]:
 
 
 def dataset_version(name: str) -> str:
-    """What the data set holds now, as the library tells versions apart. Needs the network unless NAME is a folder."""
+    """Return the current version of a data set, as the library datasets reports it. Needs the network unless NAME is a folder."""
     import datasets
 
     dataset, configuration, _ = named_dataset(name)
@@ -134,7 +134,7 @@ def _expand(entry: str) -> list[SourceFile]:
             seen = ", ".join(f"{count} {suffix}" for suffix, count in present) or "nothing"
             raise ValueError(
                 f"the folder {path} holds no {', '.join(FOLDER_SUFFIXES)} file (plain, .gz or .zst); it holds {seen}."
-                f" Other text files are taken through a glob, for example '{path}/**/*.md'."
+                f" Name other text files by a glob, for example '{path}/**/*.md'."
             )
         return [_source_file(p) for p in chosen]
     if path.is_file():
@@ -148,7 +148,7 @@ def _expand(entry: str) -> list[SourceFile]:
     while not above.exists():
         above = above.parent
     raise FileNotFoundError(
-        f"the data path {entry} does not exist (what exists of it: {above.resolve()}). A corpus is 'stdlib', a path, a"
+        f"the data path {entry} does not exist (nearest existing folder: {above.resolve()}). A corpus is 'stdlib', a path, a"
         " glob or a list of them."
     )
 

@@ -1,7 +1,7 @@
-"""Documents out of the files of a corpus.
+"""Read the documents of the files of a corpus.
 
-Reading is in two steps, so that it can be spread over processes: ``read_blocks`` (one process: finds line ends, about
-as fast as decompression) yields picklable blocks in a fixed order, and ``parse_block`` turns a block into documents.
+Reading has two steps, so that it can run in many processes. ``read_blocks`` (one process) splits files at line ends into
+picklable blocks, in a fixed order. ``parse_block`` (any process) parses the documents of a block.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ SOURCE_KEY = "meta.pile_set_name"
 
 @dataclass(frozen=True)
 class Document:
-    """One text and where it came from: ``position`` is the line or row of its file (from 1), 0 for a whole file.
+    """One text and its origin. ``position``: line or row in the file, from 1; 0 for a whole file.
 
-    ``key`` identifies the document when it is split into train and validation; without one its text does. ``source``
-    names the collection that it was taken from, where its record does.
+    ``key`` identifies the document for the split; None uses the text. ``source``: the collection that its record names.
     """
 
     text: str
@@ -41,9 +40,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of one file that ``parse_block`` can read: about 1 MiB of raw lines; or no lines, and the whole of a text
-    file, row group ``first`` of a parquet file, or the rows from ``first`` on of a saved data set. ``file_bytes`` is how
-    far the file was read for it, for progress."""
+    """A part of one file for ``parse_block``.
+
+    first: number of the first line or row; row group of a parquet file.
+    lines: about 1 MiB of raw lines; empty for text, parquet and saved data sets, which ``parse_block`` reads itself.
+    file_bytes: bytes of the file that the block covers, for progress.
+    """
 
     file: SourceFile
     first: int
@@ -53,7 +55,7 @@ class Block:
 
 @dataclass
 class Parsed:
-    """What a block held: ``skipped`` counts by reason ("empty", "undecodable"); ``broken`` names file, line, reason."""
+    """Documents of a block; ``skipped`` counts by reason ("empty", "undecodable"); ``broken`` has file, line and reason."""
 
     documents: list[Document] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -61,9 +63,9 @@ class Parsed:
 
 
 def read_blocks(files: Sequence[SourceFile], checksum: Checksum | None = None) -> Iterator[Block]:
-    """Blocks of the files in order, and their bytes into ``checksum``, but for data sets of the library datasets.
+    """Yield the blocks of the files in order, and add the file bytes to ``checksum`` (not for data sets of `datasets`).
 
-    Raises ValueError naming file and position where a compressed file is damaged.
+    Raises ValueError that names file and position if a compressed file is damaged.
     """
     for file in files:
         if file.format == "json lines":
@@ -84,11 +86,10 @@ def read_blocks(files: Sequence[SourceFile], checksum: Checksum | None = None) -
 
 
 def parse_block(block: Block, text_key: str = "text", source_key: str = SOURCE_KEY) -> Parsed:
-    """The documents of a block. ``source_key`` names each one's source, with dots into inner objects; the Pile's.
+    """Return the documents of a block. text_key: key or column of the text. source_key: of the source, with dots.
 
-    Raises ValueError when no line of the block has the key, listing the keys that are there; single lines that do not
-    parse are returned in ``broken``, for the caller to stop at or to count. Lone surrogates, which JSON can spell and
-    UTF-8 cannot, become U+FFFD.
+    Raises ValueError if no line of the block has ``text_key``, and lists the keys that exist. Single lines that do not parse
+    are returned in ``broken``. Lone surrogates, which UTF-8 cannot encode, become U+FFFD.
     """
     parsed = Parsed()
     if block.file.format == "python":
@@ -105,7 +106,7 @@ def parse_block(block: Block, text_key: str = "text", source_key: str = SOURCE_K
 
 
 def read_documents(files: Sequence[SourceFile], text_key: str = "text") -> Iterator[Document]:
-    """All documents of the files, in this process. Raises ValueError at the first line that does not parse."""
+    """Yield all documents of the files, in this process. Raises ValueError at the first line that does not parse."""
     for block in read_blocks(files):
         parsed = parse_block(block, text_key)
         if parsed.broken:
@@ -117,7 +118,7 @@ def _line_blocks(file: SourceFile, checksum: Checksum | None) -> Iterator[Block]
     first = 1
     lines: list[bytes] = []
     open_line: list[bytes] = []
-    size = before = position = 0
+    size = start = position = 0
     for chunk, position in decompressed(file.path, checksum):
         pieces = chunk.split(b"\n")
         if len(pieces) > 1:
@@ -127,20 +128,21 @@ def _line_blocks(file: SourceFile, checksum: Checksum | None) -> Iterator[Block]
         open_line.append(pieces[-1])
         size += len(chunk)
         if size >= BLOCK_BYTES and lines:
-            yield Block(file, first, tuple(lines), position - before)
+            yield Block(file, first, tuple(lines), position - start)
             first += len(lines)
-            lines, size, before = [], 0, position
+            lines, size, start = [], 0, position
     last = b"".join(open_line)
     if last:
         lines.append(last)
     if lines:
-        yield Block(file, first, tuple(lines), position - before)
+        yield Block(file, first, tuple(lines), position - start)
 
 
 def decompressed(path: Path, checksum: Checksum | None = None) -> Iterator[tuple[bytes, int]]:
-    """Pieces of a file, decompressed by its suffix, each with the position in the file after it. Several gzip members
-    or zstd frames in a row are one stream. ``checksum`` takes the file's own bytes. Raises ValueError naming file and
-    position where it is damaged."""
+    """Yield (decompressed bytes, position in the file after them); the suffix selects the compression.
+
+    Several gzip members or zstd frames are one stream. ``checksum`` gets the compressed bytes. Raises ValueError if damaged.
+    """
     suffix = path.suffix.lower()
     with open(path, "rb") as file:
         if suffix not in (".gz", ".zst"):
@@ -167,7 +169,8 @@ def decompressed(path: Path, checksum: Checksum | None = None) -> Iterator[tuple
                 except Exception as error:
                     raise ValueError(
                         f"{path} is damaged: no {'gzip' if suffix == '.gz' else 'zstd'} data from byte"
-                        f" {file.tell() - len(chunk):,} on ({error}); {done:,} bytes of text came before"
+                        f" {file.tell() - len(chunk):,} on ({error}), after {done:,} bytes of text. Copy or download it"
+                        " again."
                     ) from error
                 fed = True
                 chunk = stream.unused_data if stream.eof else b""
@@ -176,8 +179,8 @@ def decompressed(path: Path, checksum: Checksum | None = None) -> Iterator[tuple
                     yield out, file.tell()
         if fed and not stream.eof:
             raise ValueError(
-                f"{path} is cut short: it ends at byte {file.tell():,} in the middle of its compressed data;"
-                f" {done:,} bytes of text came before. Copy or download it again."
+                f"{path} is cut short: it ends at byte {file.tell():,} in the middle of its compressed data,"
+                f" after {done:,} bytes of text. Copy or download it again."
             )
 
 
@@ -203,7 +206,7 @@ def _saved_blocks(file: SourceFile) -> Iterator[Block]:
 
 
 def _named_blocks(file: SourceFile) -> Iterator[Block]:
-    """Rows as lines of JSON, as they come from the network."""
+    """Yield rows from the network as lines of JSON."""
     lines: list[bytes] = []
     size, first = 0, 1
     for row in _named_rows(file):
@@ -226,7 +229,7 @@ def _named_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
         for row in datasets.load_dataset(name, configuration, split=split, streaming=True):
             yield row
             count += 1
-    except Exception as error:  # of datasets, of the network and of the formats that it reads
+    except Exception as error:  # errors of datasets, of the network and of file formats
         raise ValueError(f"{file.path}: the library datasets cannot read it after {count:,} rows: {error}") from error
 
 
@@ -237,7 +240,7 @@ def _open_parquet(path: Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a whole parquet file: {error}") from error
+        raise ValueError(f"{path} is not a complete parquet file: {error}") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -247,7 +250,7 @@ def _open_saved(path: Path) -> Any:
     try:
         return datasets.load_from_disk(str(path))
     except Exception as error:
-        raise ValueError(f"{path} is not a whole saved data set: {error}") from error
+        raise ValueError(f"{path} is not a complete saved data set: {error}") from error
 
 
 def _parse_parquet(block: Block, text_key: str, source_key: str, parsed: Parsed) -> None:
@@ -280,15 +283,15 @@ def _parse_saved(block: Block, text_key: str, source_key: str, parsed: Parsed) -
 
 
 def _rows(table: Any) -> list[dict[str, Any]]:
-    """The rows of an Arrow table. One from a damaged file may lead outside of the memory, so it is validated before."""
+    """Return the rows of an Arrow table after validation: offsets of a damaged file may point outside of its memory."""
     table.validate(full=True)
     return table.to_pylist()
 
 
 def _add_rows(
-    rows: list[dict[str, Any]], file: SourceFile, before: int, text_key: str, source_key: str, parsed: Parsed
+    rows: list[dict[str, Any]], file: SourceFile, first: int, text_key: str, source_key: str, parsed: Parsed
 ) -> None:
-    for number, row in enumerate(rows, before + 1):
+    for number, row in enumerate(rows, first + 1):
         text = row[text_key]
         if isinstance(text, str):
             _add(Document(text, file.path, number, source=_source(row, source_key)), parsed)
@@ -310,11 +313,11 @@ def _parse_lines(block: Block, text_key: str, source_key: str, parsed: Parsed) -
             parsed.broken.append(f"{where}: not valid UTF-8 at byte {error.start} of the line")
             continue
         except json.JSONDecodeError as error:
-            hint = " (a file of JSON lines has one object a line)" if number == 1 else ""
+            hint = " (a file of JSON lines has one object per line)" if number == 1 else ""
             parsed.broken.append(f"{where}: not valid JSON at character {error.pos}: {error.msg}{hint}")
             continue
-        except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
-            parsed.broken.append(f"{where}: JSON that Python does not read: {error}")
+        except (ValueError, RecursionError) as error:  # a number or a nesting beyond the limits of Python
+            parsed.broken.append(f"{where}: JSON beyond the limits of Python: {error}")
             continue
         if not isinstance(record, dict):
             parsed.broken.append(f"{where}: holds {_json_name(record)}, not an object")
@@ -356,7 +359,7 @@ def _parse_text(file: SourceFile, parsed: Parsed) -> None:
         line = raw.count(b"\n", 0, error.start) + 1
         parsed.broken.append(
             f"{file.path}: not valid UTF-8 at byte {error.start:,} (line {line:,}). Text files must be UTF-8: convert"
-            " it, or leave it out."
+            " the file, or remove it from the corpus."
         )
         return
     _add(Document(text, file.path), parsed)

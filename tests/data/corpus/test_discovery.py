@@ -61,7 +61,7 @@ def test_parquet(tmp_path):
         read(path)
     whole = bytearray(path.read_bytes())
     path.write_bytes(whole[:-9])
-    with pytest.raises(ValueError, match="is not a whole parquet file"):
+    with pytest.raises(ValueError, match="is not a complete parquet file"):
         read(path)
     path.write_bytes(whole[:4] + bytes([0x5A]) * 30 + whole[34:])
     with pytest.raises(ValueError, match=r"x\.parquet is damaged in row group 1: "):
@@ -141,7 +141,7 @@ def test_a_wrong_key_lists_the_keys_found(tmp_path):
 def test_a_json_array_is_explained(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('[\n {"text": "a"},\n {"text": "b"}\n]')
-    with pytest.raises(ValueError, match=r"x\.json line 1: .*one object a line"):
+    with pytest.raises(ValueError, match=r"x\.json line 1: .*one object per line"):
         read(path)
 
 
@@ -185,7 +185,7 @@ def test_folders_globs_and_lists(tmp_path):
 
 def test_paths_that_are_not_there(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=rf"data path .*pile/train does not exist \(what exists of it: {tmp_path}\)"
+        FileNotFoundError, match=rf"data path .*pile/train does not exist \(nearest existing folder: {tmp_path}\)"
     ):
         source_files(f"{tmp_path}/pile/train")
     with pytest.raises(FileNotFoundError, match=r"no file matches the glob .*\*\.jsonl"):
@@ -252,7 +252,7 @@ def test_a_saved_data_set(tmp_path, monkeypatch):
         read(tmp_path / "saved")
     arrow.write_bytes(b"")
     readers._open_saved.cache_clear()
-    with pytest.raises(ValueError, match="saved is not a whole saved data set"):
+    with pytest.raises(ValueError, match="saved is not a complete saved data set"):
         read(tmp_path / "saved")
 
 
