@@ -65,7 +65,7 @@ def test_lengths(form: str, length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("length", [100, 300])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("biased", [True, False])
-def test_a_projected_gate_and_its_gradients(length: int, dtype: torch.dtype, biased: bool) -> None:
+def test_projected_decay_logits_and_gradients(length: int, dtype: torch.dtype, biased: bool) -> None:
     q, k, v, _, dy = random_inputs((2, length, HEADS, 64), dtype, 0.0)
     x = torch.randn(2, length, 256, device="cuda", dtype=dtype)
     weight, bias = (torch.randn(*size, device="cuda").to(dtype) for size in ((HEADS, 256), (HEADS,)))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
         ((1, 400, 2, 64, 128), "later", torch.bfloat16),
     ],
 )
-def test_one_step_is_the_three(shape, kind, dtype):
+def test_fused_layer_equals_the_three_steps(shape, kind, dtype):
     from models.kernels.gla.gla import gla
     from models.kernels.metala import decay_and_key, metala_core
 

@@ -54,7 +54,7 @@ def test_generated_code(tmp_path, monkeypatch):
         torch.testing.assert_close(compiled(x), plain(x), rtol=1e-4, atol=1e-4)
 
 
-def test_left_out_function_runs_as_it_is_inside_a_compiled_one():
+def test_function_left_out_of_graphs_runs_eagerly():
     traced = []
 
     @leave_out_of_graphs

@@ -1,4 +1,4 @@
-"""What the model configuration refuses, and what it says."""
+"""The model configuration: invalid values and their messages, defaults, documentation of its keys."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SHAPE = {"vocab_size": 61, "num_layers": 3, "hidden_size": 48, "num_heads": 4}
         ),
     ],
 )
-def test_says_what_is_wrong(change, message):
+def test_invalid_values_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**SHAPE | change)
 
@@ -81,7 +81,7 @@ def test_pattern_repeats_over_the_layers():
     assert config.mixers == ("metala", "attention")
 
 
-def test_empty_options_of_a_mixer_are_its_defaults():
+def test_empty_mixer_options_mean_defaults():
     config = ModelConfig(**SHAPE | {"mixer_options": {"metala": None}})
     assert config.options_of("metala").preset == "released"
 

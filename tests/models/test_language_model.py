@@ -75,7 +75,7 @@ def test_names_of_parameters():
 
 
 @pytest.mark.parametrize("mixers", PATTERNS)
-def test_every_parameter_has_a_word_and_a_known_kind(mixers):
+def test_every_parameter_has_a_sharding_spec_and_a_known_kind(mixers):
     lm = model(mixers, mlp="gelu", mlp_bias=True)
     kinds, missing = set(), []
     for name, _ in lm.named_parameters():
@@ -89,7 +89,7 @@ def test_every_parameter_has_a_word_and_a_known_kind(mixers):
     assert kinds <= {None, "norm", "bias", "decay", "embedding"}
 
 
-def test_layers_build_alike_alone_and_together():
+def test_layer_weights_do_not_depend_on_other_layers():
     """The weights of a layer depend on the seed and its place, not on which other layers this process builds."""
     config = ModelConfig(vocab_size=61, num_layers=3, hidden_size=32, num_heads=4)
     whole = LanguageModel(config, seed=5)
@@ -157,7 +157,7 @@ def test_prefill_and_decode_equal_forward(mixers):
 
 
 @pytest.mark.parametrize("mixers", PATTERNS)
-def test_prompts_of_unequal_length_decode_as_if_alone(mixers):
+def test_left_padded_prompts_decode_as_single_prompts(mixers):
     """Left padding through the mask, then tokens one by one."""
     lm = model(mixers)
     prompts = [torch.randint(0, 61, (n,)) for n in (4, 17, 9)]
@@ -178,7 +178,7 @@ def test_prompts_of_unequal_length_decode_as_if_alone(mixers):
 
 
 @pytest.mark.parametrize("mixers", PATTERNS)
-def test_packed_documents_equal_documents_apart(mixers):
+def test_packed_documents_equal_separate_documents(mixers):
     lm = model(mixers)
     bounds = [0, 11, 11, 30, 41, 41]
     tokens = torch.randint(0, 61, (1, 41))
@@ -224,7 +224,7 @@ def test_norms(kind, affine):
     assert (narrow - exact).norm() <= 2**-9 * exact.norm(), "rounded once"
 
 
-def test_flops_of_a_token():
+def test_flops_per_token():
     """Twice the multiply-adds of every matrix, and the operators: attention's causal half, MetaLA's chunks."""
     shape = {"vocab_size": 61, "num_layers": 1, "hidden_size": 32, "num_heads": 4}
     matrices = 2 * (61 * 32 + 3 * 32 * 256)

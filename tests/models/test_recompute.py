@@ -19,7 +19,7 @@ from tests.models import mixer_cases
 
 
 class Counted:
-    """function, its result recomputable; `calls` counts."""
+    """Wrap a function so that its result is recomputable, and count its calls."""
 
     def __init__(self, function: Any) -> None:
         self.function, self.calls = function, 0
@@ -42,7 +42,7 @@ def memory_of(y: Tensor) -> weakref.ref[Any]:
     return weakref.ref(y.untyped_storage())
 
 
-def test_a_result_is_not_kept_and_made_once_for_all_who_need_it():
+def test_result_is_not_saved_and_recomputed_once_for_all_uses():
     double = Counted(lambda x: 2 * x)
     x = leaf(4, 6)
     with recompute_elementwise():
@@ -73,7 +73,7 @@ def test_without_recomputation_or_gradients_everything_is_saved():
     assert double.calls == 2
 
 
-def test_what_is_made_from_forgotten_results_and_several_results_of_one_function():
+def test_recomputation_from_recomputed_and_multiple_results():
     first, second = Counted(lambda x: x + 1), Counted(lambda x: (x * x, x * 3))
     x = leaf(5)
     with recompute_elementwise():
@@ -89,7 +89,7 @@ def test_what_is_made_from_forgotten_results_and_several_results_of_one_function
     torch.testing.assert_close(x.grad, expected)
 
 
-def test_what_was_made_again_is_forgotten_again():
+def test_recomputed_result_is_freed():
     double = Counted(lambda x: 2 * x)
     x = leaf(1000)
     with Allocations("cpu", [x]) as count:
@@ -99,11 +99,11 @@ def test_what_was_made_again_is_forgotten_again():
                 y = double(y).square()
         y.sum().backward()
         peak = count.peak
-    kept = 8 * 4000  # the squares; the doubles would be as much again
-    assert peak < kept + 5 * 4000
+    saved = 8 * 4000  # bytes of the squares; the doubles have as many
+    assert peak < saved + 5 * 4000
 
 
-def test_an_alias_is_the_same_memory():
+def test_alias_is_recomputed_as_a_view():
     class Alias(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def test_an_alias_is_the_same_memory():
     torch.testing.assert_close(x.grad, (2 * x).sin().detach())
 
 
-def test_a_part_of_a_larger_memory_is_kept():
+def test_view_of_a_larger_storage_is_saved():
     x = leaf(4, 3)
     with recompute_elementwise():
         part = Counted(lambda x: torch.cat([x, x])[1:])(x)
@@ -135,8 +135,8 @@ def test_a_part_of_a_larger_memory_is_kept():
     total.backward()
 
 
-def test_a_result_that_is_read_as_another_type_is_kept():
-    """The same memory as pairs of real numbers: its steps are not those of the complex ones."""
+def test_result_viewed_as_another_dtype_is_saved():
+    """A complex result viewed as real pairs has other strides than the recomputed tensor."""
     turn = Counted(lambda x: x * 1j)
     x = torch.view_as_complex(leaf(4, 3, 2).detach()).requires_grad_()
     gradients = []
@@ -147,7 +147,7 @@ def test_a_result_that_is_read_as_another_type_is_kept():
     assert torch.equal(*gradients)
 
 
-def test_a_result_that_was_changed_is_kept_as_it_is_now():
+def test_result_modified_in_place_is_saved():
     sine = Counted(torch.sin)
     x = leaf(5)
     with recompute_elementwise():
@@ -159,7 +159,7 @@ def test_a_result_that_was_changed_is_kept_as_it_is_now():
     torch.testing.assert_close(x.grad, 9 * (2 * x).sin().detach())
 
 
-def test_an_input_that_was_changed_is_an_error():
+def test_input_modified_in_place_is_an_error():
     x = leaf(5)
     with recompute_elementwise():
         held = x * 2
@@ -177,7 +177,7 @@ def test_an_input_that_was_changed_is_an_error():
         total.backward()
 
 
-def test_a_graph_may_be_gone_through_twice_and_holds_nothing_when_it_is_gone():
+def test_graph_supports_two_backward_passes_and_frees_its_memory():
     x = leaf(7)
     with recompute_elementwise():
         total = Counted(torch.sin)(x).square().sum()
@@ -188,7 +188,7 @@ def test_a_graph_may_be_gone_through_twice_and_holds_nothing_when_it_is_gone():
     try:
         with recompute_elementwise():
             norm = nn.LayerNorm(7)
-            y = x.exp()  # which keeps its own result
+            y = x.exp()  # saves its result
             memories = [memory_of(y)]
             y = norm(Counted(torch.sin)(y))
             memories.append(memory_of(y))
@@ -200,7 +200,7 @@ def test_a_graph_may_be_gone_through_twice_and_holds_nothing_when_it_is_gone():
 
 
 @pytest.mark.parametrize("case", mixer_cases.CASES, ids=mixer_cases.name_of)
-def test_gradients_of_a_block_are_the_same_to_the_last_bit(case):
+def test_block_gradients_are_bitwise_equal(case):
     name, options = case
     dtype = torch.float32 if options else torch.bfloat16
     shape = {"vocab_size": 8, "num_layers": 3, "hidden_size": 32, "num_heads": 4, "mixers": (name,)}
@@ -220,16 +220,16 @@ def test_gradients_of_a_block_are_the_same_to_the_last_bit(case):
         return kept, [y, *torch.autograd.grad(y.float().square().sum(), [start, *block.parameters()])]
 
     for masked in ({}, {"mask": mask}):
-        (most, expected), (least, found) = (
+        (most, expected), (least, actual) = (
             gradients(nullcontext(), **masked),
             gradients(recompute_elementwise(), **masked),
         )
         assert least < most
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["", "parallel residual"])
-def test_no_product_of_a_metala_block_keeps_its_input(parallel):
+def test_no_linear_of_a_metala_block_saves_its_input(parallel):
     torch.manual_seed(5)
     config = ModelConfig(vocab_size=8, num_layers=3, hidden_size=32, num_heads=4, parallel_residual=parallel)
     block = Block(config, 1)

@@ -1,4 +1,4 @@
-"""The kernels on the GPU where there is one, else in Triton's interpreter, which takes float32 only."""
+"""Run the kernels on a GPU if there is one, else in Triton's interpreter, which supports float32 only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Replace = Callable[..., None]
 
 @pytest.fixture
 def replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replace]:
-    """Have a test's launches made with other constants: with few programs one takes several tiles, as in a whole batch."""
+    """Replace constants of a module's launches: with few programs, each computes several tiles, as in a large batch."""
     cleared: list[Any] = []
 
     def replaced(module: Any, launches: list[Any], **constants: Any) -> None:
@@ -37,14 +37,13 @@ def replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replace]:
 
 
 def apart(x: Tensor) -> Tensor:
-    """x with NaN between its numbers in memory, and its gradient with zeros between: as a split leaves what the kernels read,
-    and the backward pass of one its gradients, neither is contiguous."""
+    """Return x as a view with NaN between its elements. Neither the view nor its gradient is contiguous, as after a split."""
     return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """ "cuda", or "cpu" with the interpreter made ready; skips where Triton is not installed."""
+    """Return "cuda", or "cpu" with a patched interpreter. Skip the test if Triton is not installed."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton runs these in its interpreter")
     if torch.cuda.is_available():
         return "cuda"

@@ -1,4 +1,4 @@
-"""The convolution's kernels against torch's, with what comes before, and against the form of the CPU."""
+"""The convolution's kernels against torch's, with history, and against the form for CPUs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_values_and_gradients(device: str, batch: int, length: int, channels: in
         y = apart(function(*(apart(leaf) for leaf in leaves), silu))
         y.backward(torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=device).view_as(y).to(dtype))
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    for wanted, found in zip(*results, strict=True):
-        if wanted.numel():
-            assert ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-9)).item() < 1e-5
+    for expected, actual in zip(*results, strict=True):
+        if expected.numel():
+            assert ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-9)).item() < 1e-5
 
 
 @pytest.mark.parametrize("length", [5, 122])
-def test_nothing_before_is_zeros_before(device: str, length: int) -> None:
+def test_missing_history_equals_zero_history(device: str, length: int) -> None:
     from models.kernels.causal_conv1d import causal_convolution
 
     generator = torch.Generator().manual_seed(length)
@@ -50,5 +50,5 @@ def test_nothing_before_is_zeros_before(device: str, length: int) -> None:
         y = causal_convolution(before, *leaves, True)
         y.backward(dy)
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    for wanted, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)

@@ -1,4 +1,4 @@
-"""The C++ kernels of a CPU against the plain PyTorch that they stand in for; what happens where they cannot be compiled."""
+"""The C++ kernels for CPUs against plain PyTorch; missing and failing compilers; the cache of compiled kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ needs_compiler = pytest.mark.skipif(build._compiler() is None, reason="there is 
 
 @pytest.fixture
 def new_build(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
-    """Nothing compiled so far is known, and a folder of its own is used."""
+    """Clear the caches of compiled kernels and use an empty cache folder."""
     caches = build.shared_object, build._compiler, build._folder
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for cached in caches:
@@ -54,7 +54,7 @@ def compared(
     dtype: torch.dtype,
     bounds: dict[torch.dtype, float] = BOUNDS,
 ) -> None:
-    """Results and gradients of the kernel, with inputs of this dtype, beside those of plain PyTorch in float64."""
+    """Compare results and gradients of the kernel, with inputs of this dtype, with plain PyTorch in float64."""
     generator = torch.Generator().manual_seed(1)
     narrow = [x.to(dtype) for x in inputs]
     results = []
@@ -65,9 +65,9 @@ def compared(
             weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype) for y in outputs]
         loss = sum((y.double() * weight.double()).sum() for y, weight in zip(outputs, weights, strict=True))
         results.append([*outputs, *torch.autograd.grad(loss, leaves)])
-    for place, (found, expected) in enumerate(zip(*results, strict=True)):
-        assert found.isfinite().all(), place
-        error = (found.double() - expected).norm() / expected.norm().clamp_min(1e-12)
+    for place, (actual, expected) in enumerate(zip(*results, strict=True)):
+        assert actual.isfinite().all(), place
+        error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-12)
         assert error.item() < bounds[dtype], (place, error.item())
 
 
@@ -84,7 +84,7 @@ def compared(
     ],
 )
 def test_metala_core(dtype, shape, kind, cu_seqlens):
-    """The gate, the recurrence and the epilogue one after the other, of gates that keep all or forget all."""
+    """Decay, recurrence and epilogue as one step, also with decays of almost 1 and almost 0."""
     batch, length, heads, keys, values = shape
     a = torch.randn(batch, length, heads, keys)
     if kind == "strong":
@@ -118,18 +118,18 @@ def test_metala_core(dtype, shape, kind, cu_seqlens):
 
 @needs_compiler
 def test_gradients_of_the_core_are_adjacent_in_memory():
-    """Those of q, a, v and gate, in this order: one matrix for the products with the weights behind them."""
+    """The gradients of q, a, v and gate, in this order, are one matrix for the matmuls with the weights."""
     leaves = [torch.randn(1, 20, 2, 16, requires_grad=True) for _ in range(3)]
     gate, weight = torch.randn(1, 20, 32, requires_grad=True), torch.randn(32)
     y, final = metala_core(*leaves, weight, gate, 0.3, None, None)
     assert final.shape == (1, 2, 16, 16)
-    found = torch.autograd.grad(y.sum(), [*leaves, gate])
-    assert [x.storage_offset() for x in found] == [0, 32, 64, 96]
-    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
+    actual = torch.autograd.grad(y.sum(), [*leaves, gate])
+    assert [x.storage_offset() for x in actual] == [0, 32, 64, 96]
+    assert len({x.untyped_storage().data_ptr() for x in actual}) == 1
 
 
 @needs_compiler
-def test_metala_uses_the_core_and_is_the_same_without(new_build, monkeypatch):
+def test_metala_with_the_fused_core_equals_metala_without(new_build, monkeypatch):
     config = ModelConfig(vocab_size=32, num_layers=1, hidden_size=64, num_heads=2, mixers=("metala",))
     layer, x = MetaLA(config, 0, MetaLAOptions()), torch.randn(2, 40, 64)
     nn.init.normal_(layer.aug_weight, std=0.3)
@@ -165,9 +165,9 @@ def test_swiglu(dtype):
     assert supports_swiglu(gate.to(dtype), up.to(dtype))
     compared(lambda *of: (native_swiglu(*of),), lambda gate, up: (F.silu(gate) * up,), (gate, up), dtype)
     leaves = [x.to(dtype).requires_grad_() for x in (gate, up)]
-    found = torch.autograd.grad(native_swiglu(*leaves).sum(), leaves)
-    assert [x.storage_offset() for x in found] == [0, 48]
-    assert found[0].stride(1) == 96
+    actual = torch.autograd.grad(native_swiglu(*leaves).sum(), leaves)
+    assert [x.storage_offset() for x in actual] == [0, 48]
+    assert actual[0].stride(1) == 96
 
 
 @needs_compiler
@@ -195,15 +195,15 @@ def test_cross_entropy(dtype, with_bias):
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers with others between them along every axis."""
-    wide = torch.full([2 * size for size in x.shape], 3.0).to(x.dtype)
-    view = wide[(slice(None, None, 2),) * x.dim()]
+    """Return x as a view with other numbers between its elements along every axis."""
+    exact = torch.full([2 * size for size in x.shape], 3.0).to(x.dtype)
+    view = exact[(slice(None, None, 2),) * x.dim()]
     return view.copy_(x)
 
 
 @needs_compiler
-def test_every_layout_is_taken():
-    """Values and gradients of all arguments, and of the results' gradients, that are views with gaps."""
+def test_strided_inputs_are_supported():
+    """All arguments, and the gradients of the results, are strided views."""
     x = [torch.randn(1, 40, 2, 16) for _ in range(3)]
     gate, state, labels = torch.randn(1, 40, 32), torch.randn(3, 2, 16, 16), torch.randint(48, (20,))
     bounds = torch.tensor([0, 7, 7, 40])
@@ -236,14 +236,14 @@ def test_every_layout_is_taken():
             d_outputs = [change(torch.randn(y.shape, generator=generator)) for y in outputs]
             wanted = [x for x in leaves if x.requires_grad]
             results.append([*outputs, *torch.autograd.grad(outputs, wanted, d_outputs)])
-        for expected, found in zip(*results, strict=True):
-            torch.testing.assert_close(found, expected)
+        for expected, actual in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_exponentials_at_the_ends(dtype):
-    """Where exp overflows or vanishes, and what is not a number stays so: such a gradient must be seen."""
+def test_exponentials_overflow_underflow_and_nan(dtype):
+    """exp overflows or underflows, and nan stays nan: a gradient with nan must be detected."""
     gate = torch.tensor([-1e4, -88.0, -20.0, 0.0, 20.0, 88.0, 1e4, *[1.0] * 9], dtype=dtype)
     torch.testing.assert_close(swiglu(gate, torch.ones_like(gate)), F.silu(gate), rtol=1e-6, atol=1e-30)
     for bad in (float("nan"), float("inf")):
@@ -258,7 +258,7 @@ def test_exponentials_at_the_ends(dtype):
 
 
 @needs_compiler
-def test_two_threads_are_one_thread():
+def test_two_threads_equal_one_thread():
     x, weight = torch.randn(4, 33, 64).bfloat16(), torch.randn(64, 4).bfloat16()
     of_core = [torch.randn(4, 33, 2, 32).bfloat16() for _ in range(3)]
     gate, aug = torch.randn(4, 33, 64).bfloat16(), torch.randn(64).bfloat16()
@@ -269,17 +269,17 @@ def test_two_threads_are_one_thread():
         z, state = metala_core(*leaves[2:5], leaves[6], leaves[5], 0.3, None, None)
         return [y, z, state, *torch.autograd.grad((y * z).float().sum() + state.sum(), leaves)]
 
-    before, found = torch.get_num_threads(), []
+    before, actual = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(results())
+            actual.append(results())
     finally:
         torch.set_num_threads(before)
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *actual))
 
 
-def test_what_is_not_taken():
+def test_unsupported_inputs():
     gate = torch.randn(2, 32)
     assert not supports_swiglu(gate.double(), gate.double())
     assert not supports_swiglu(gate, gate.bfloat16())
@@ -300,7 +300,7 @@ def test_a_library_is_compiled_once(new_build, monkeypatch):
     assert build.shared_object("swiglu", torch.float32) is not None
 
 
-def test_without_a_compiler_it_is_pytorch(new_build, monkeypatch):
+def test_missing_compiler_falls_back_to_pytorch(new_build, monkeypatch):
     monkeypatch.setenv("CXX", "there-is-no-such-compiler")
     gate, up = torch.randn(2, 32), torch.randn(2, 32)
     with warnings.catch_warnings():
@@ -319,7 +319,7 @@ def test_failing_compiler_warns_once(new_build, monkeypatch):
         assert not supports_swiglu(torch.ones(16), torch.ones(16))
 
 
-def test_a_folder_that_cannot_be_written(new_build, monkeypatch, tmp_path):
+def test_cache_folder_that_cannot_be_written(new_build, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert build._folder().is_dir()
@@ -351,9 +351,9 @@ def test_kernel_that_others_can_have_written_is_not_loaded(compiled, monkeypatch
     if change == "link":
         kept.symlink_to(planted)
     if change == "owner":
-        found = list(kept.lstat())
-        found[4] += 1
-        monkeypatch.setattr(Path, "lstat", lambda _: os.stat_result(found))
+        actual = list(kept.lstat())
+        actual[4] += 1
+        monkeypatch.setattr(Path, "lstat", lambda _: os.stat_result(actual))
     build.shared_object.cache_clear()
     with pytest.warns(UserWarning, match=r"swiglu-\w+\.so belongs to another user, or others can write it"):
         assert build.shared_object("swiglu", torch.float32).read_text() == "compiled here"

@@ -30,17 +30,17 @@ def test_statistics_and_gradient(device: str, vocab: int, with_bias: bool) -> No
     torch.testing.assert_close(chosen.double(), z.gather(1, label[:, None])[:, 0])
     weight = torch.linspace(0, 1, rows, device=device)
     there = torch.where(torch.arange(rows, device=device) == 3, -1, label)
-    wanted = z.softmax(1)
-    wanted[torch.arange(rows), label] -= (there >= 0).double()
-    wanted *= weight[:, None].double()
+    expected = z.softmax(1)
+    expected[torch.arange(rows), label] -= (there >= 0).double()
+    expected *= weight[:, None].double()
     gradient_in_place(logits, bias, there, mass.log() + largest, weight)
-    torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # -inf less itself, in the interpreter
 @pytest.mark.parametrize("vocab", [200, 9000])
-def test_equal_logits_and_none(device: str, vocab: int) -> None:
-    """The first of equals is the best wherever they lie; a row of -inf alone, as of padding, has a mass of 0."""
+def test_equal_logits_and_rows_without_finite_logits(device: str, vocab: int) -> None:
+    """The first of equal logits is the best at any position. A row of -inf only, as of padding, has a mass of 0."""
     from models.kernels.cross_entropy import row_statistics
 
     logits = torch.zeros(4, vocab, device=device)
@@ -54,7 +54,7 @@ def test_equal_logits_and_none(device: str, vocab: int) -> None:
     torch.testing.assert_close(mass, logits.exp().sum(1))
 
 
-def test_nan_is_not_hidden(device: str) -> None:
+def test_nan_propagates(device: str) -> None:
     from models.kernels.cross_entropy import row_statistics
 
     logits = torch.zeros(2, 9, device=device)
@@ -64,7 +64,7 @@ def test_nan_is_not_hidden(device: str) -> None:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_loss_with_kernels_is_the_loss(device: str, monkeypatch: pytest.MonkeyPatch, with_bias: bool) -> None:
+def test_loss_with_kernels_equals_loss_without(device: str, monkeypatch: pytest.MonkeyPatch, with_bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(11, 16, generator=generator), torch.randn(40, 16, generator=generator)
     bias = torch.randn(40, generator=generator) if with_bias else None
@@ -83,5 +83,5 @@ def test_loss_with_kernels_is_the_loss(device: str, monkeypatch: pytest.MonkeyPa
         )
         (3 * loss).backward()
         results.append([loss.detach(), num_correct, *(x.grad for x in leaves if x is not None)])
-    for wanted, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The fused kernels around the products (SwiGLU, gates, feature map, residual sum with norm) against PyTorch in float64."""
+"""The fused elementwise kernels (SwiGLU, gates, feature map, residual sum with norm) against PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Function = Callable[..., tuple[Tensor | None, ...]]
 
 
 def compare(exact: Function, kernels: Function, inputs: list[Tensor | None], bound: float = 1e-6) -> None:
-    """Outputs and gradients of `exact` in float64 beside those of `kernels` in float32."""
+    """Compare outputs and gradients of `kernels` in float32 with those of `exact` in float64."""
     results = []
     for function, dtype in ((exact, torch.float64), (kernels, torch.float32)):
         leaves = [None if x is None else x.to(dtype).clone().requires_grad_() for x in inputs]
         given = [x if x is None or x.ndim == 1 else apart(x) for x in leaves]
         outputs = [apart(y) for y in function(*given) if y is not None]
-        # Each output has a gradient of its own direction.
+        # Each output has a different gradient.
         total = sum(
             (y * torch.linspace(-1, 2 + i, y.numel(), device=y.device, dtype=y.dtype).view_as(y)).sum()
             for i, y in enumerate(outputs)
         )
         total.backward()
         results.append([*(y.detach() for y in outputs), *(x.grad for x in leaves if x is not None)])
-    for number, (wanted, found) in enumerate(zip(*results, strict=True)):
-        assert ((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-9)).item() < bound, number
+    for number, (expected, actual) in enumerate(zip(*results, strict=True)):
+        assert ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-9)).item() < bound, number
 
 
 def random(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
@@ -62,7 +62,7 @@ def test_feature_map(device: str, name: str, shape: tuple[int, ...]) -> None:
     compare(lambda x: (feature_map(x, name),), kernel, [2 * random(*shape, seed=8, device=device)], 2e-6)
 
 
-def test_a_feature_map_of_nothing(device: str) -> None:
+def test_feature_map_of_zero_norm(device: str) -> None:
     """SiLU(x + 1/2) is 0 in all channels."""
     from models.kernels.lion.feature_map import normalised_silu
 
@@ -77,15 +77,15 @@ def test_decay_and_key(device: str, scale: float) -> None:
     compare(decay_and_key, kernel, [scale * random(3, 700, seed=3, device=device)], 2e-6)
 
 
-def test_decay_and_key_keep_their_digits(device: str) -> None:
+def test_decay_and_key_are_accurate_near_zero(device: str) -> None:
     from models.kernels.metala import decay_and_key as kernel
 
     a = torch.linspace(-90, 80, 3001, device=device)
-    for found, wanted in zip(kernel(a), decay_and_key(a.double()), strict=True):
+    for actual, expected in zip(kernel(a), decay_and_key(a.double()), strict=True):
         # Below float32's smallest normal number there are no digits to keep.
-        sized = wanted.abs() > 1e-36
+        sized = expected.abs() > 1e-36
         # exp(-|a|) is formed as a power of 2, whose exponent has float32's digits.
-        assert ((found.double() / wanted - 1).abs()[sized]).max().item() < 1e-5
+        assert ((actual.double() / expected - 1).abs()[sized]).max().item() < 1e-5
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -93,7 +93,7 @@ def test_decay_and_key_keep_their_digits(device: str) -> None:
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("size", [48, 1100])
 def test_add_norm(device: str, size: int, kind: str, affine: bool, add: bool, replace: Replace) -> None:
-    """Rows of which a program takes many at a time, the last tile not full; and such of which it takes one."""
+    """Short rows, of which a tile has many and the last tile is not full; and long rows, one per tile."""
     from models.kernels import add_norm as kernel
 
     replace(kernel, [kernel._backward_launch], _PROGRAMS=5, _PROGRAMS_LONG=5)
@@ -135,13 +135,13 @@ def test_sums_over_programs(device: str, shape: tuple[int, int, int]) -> None:
 
     parts = random(*shape, seed=9, device=device)
     for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
-        found = sum_parts(parts, dtype)
-        assert (found.dtype, found.shape) == (dtype, (shape[0], shape[2]))
-        torch.testing.assert_close(found.double(), parts.double().sum(1), rtol=bound, atol=1e-5)
+        actual = sum_parts(parts, dtype)
+        assert (actual.dtype, actual.shape) == (dtype, (shape[0], shape[2]))
+        torch.testing.assert_close(actual.double(), parts.double().sum(1), rtol=bound, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 50, 3, 16), (1, 1100, 2, 64), (1, 9, 1, 5)])
-def test_around_mamba2(device: str, shape: tuple[int, int, int, int], replace: Replace) -> None:
+def test_mamba2_step_and_gated_norm(device: str, shape: tuple[int, int, int, int], replace: Replace) -> None:
     from models.kernels import mamba2 as mamba2_ends
     from models.kernels.mamba2 import gated_norm, stepped
 
@@ -155,7 +155,7 @@ def test_around_mamba2(device: str, shape: tuple[int, int, int, int], replace: R
 
 
 def test_head_norm(device: str) -> None:
-    """GLA's and RetNet's end by MetaLA's kernels."""
+    """GLA's and RetNet's gated norm, by MetaLA's kernels."""
     from models.kernels.metala import epilogue
 
     o, gate = random(2, 30, 3, 16, device=device), random(2, 30, 48, seed=1, device=device)

@@ -1,4 +1,4 @@
-"""The embedding's gradient without a sort beside PyTorch's."""
+"""The embedding's gradient without a sort equals PyTorch's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.models.kernels.conftest import apart
 
 
 @pytest.mark.parametrize(("number", "vocabulary", "size"), [(300, 7, 20), (256, 500, 130), (5, 3, 64)])
-def test_the_gradient_of_repeated_tokens(device: str, number: int, vocabulary: int, size: int) -> None:
+def test_gradient_of_repeated_tokens(device: str, number: int, vocabulary: int, size: int) -> None:
     from models.kernels.embedding_backward import look_up_repeated
 
     generator = torch.Generator().manual_seed(number)
@@ -22,10 +22,10 @@ def test_the_gradient_of_repeated_tokens(device: str, number: int, vocabulary: i
         for shape in ((vocabulary, size), (1, number, size), (1, number, size))
     )
     leaves = weight.requires_grad_(), vectors.requires_grad_()
-    found, expected = look_up_repeated(tokens, weight, vectors), look_up(tokens, weight, vectors)
-    assert torch.equal(found, expected)
+    actual, expected = look_up_repeated(tokens, weight, vectors), look_up(tokens, weight, vectors)
+    assert torch.equal(actual, expected)
     for x, y in zip(
-        torch.autograd.grad(apart(found), leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
+        torch.autograd.grad(apart(actual), leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
     ):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     assert look_up_repeated(tokens[:, :0], weight, None).shape == (1, 0, size)

@@ -17,7 +17,7 @@ def _interpreter(device: str) -> None:
 
 
 def decays(kind: str, *shape: int, generator: torch.Generator) -> Tensor:
-    """Log decays [batch, length, heads, dim]: MetaLA's, or ones that no factor of a whole chunk could hold."""
+    """Return log decays [batch, length, heads, dim]: MetaLA's, or decays that do not fit the matmul form."""
     g = -torch.rand(*shape, generator=generator)
     if kind == "none":
         return g * 0.0
@@ -33,7 +33,7 @@ def decays(kind: str, *shape: int, generator: torch.Generator) -> Tensor:
         g[:, shape[1] // 2 :] *= 60.0
         return g * 0.1
     if kind == "last":
-        # Of every chunk the last token alone makes it strong.
+        # Only the last token of every chunk has a large decay.
         g[:, 63::64] = -80.0
         return g
     g[:, 5::37] = -torch.inf
@@ -49,7 +49,7 @@ def check(
     tolerance: float = 2e-5,
     scale: float = 0.3,
 ) -> None:
-    """Outputs, final states and all gradients; with `states` initial ones, and a loss on the final ones."""
+    """Compare outputs, final states and all gradients; with `states`, use initial states and a loss on the final ones."""
     from models.kernels.gla.gla import gla
 
     batch, length, heads, dim_k, dim_v = shape
@@ -61,12 +61,12 @@ def check(
     initial, d_final = (torch.randn(sequences, heads, dim_k, dim_v, generator=generator) for _ in range(2))
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=device)
     results = []
-    for wide in (True, False):
-        leaves = [x.to(device, torch.float64 if wide else torch.float32) for x in (q, k, v, g, initial)]
+    for exact in (True, False):
+        leaves = [x.to(device, torch.float64 if exact else torch.float32) for x in (q, k, v, g, initial)]
         leaves = [x.requires_grad_() for x in leaves[: 5 if states else 4]]
         given = [apart(x) for x in leaves]
         before = given[4] if states else None
-        if wide:
+        if exact:
             # Below -80 the kernels see -80, which has no gradient.
             clamped = given[3].clamp_min(-80.0)
             o, final = local_gated_linear_attention(
@@ -76,11 +76,11 @@ def check(
             o, final = gla(*given[:4], scale, before, bounds)
         loss = (apart(o) * d_o.to(o)).sum() + ((apart(final) * d_final.to(final)).sum() if states else 0.0)
         results.append([o, final, *torch.autograd.grad(loss, leaves)])
-    for name, found, expected in zip(
+    for name, actual, expected in zip(
         ("o", "final", "dq", "dk", "dv", "dg", "d initial"), *reversed(results), strict=False
     ):
-        assert found.isfinite().all(), name
-        error = (found.double() - expected).norm() / expected.norm().clamp_min(1e-6)
+        assert actual.isfinite().all(), name
+        error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-6)
         assert error.item() < tolerance, (name, error.item())
     # To the last bit, where what is left of sums that cancel would be noise.
     assert not results[1][5][g.to(device) < -80.0].any()
@@ -99,17 +99,17 @@ def check(
     ],
 )
 def test_shapes(device: str, shape: tuple[int, int, int, int, int], states: bool) -> None:
-    """Whole chunks, and tokens, keys and values that do not fill their tiles."""
+    """Whole chunks; and lengths and head sizes that do not fill their tiles."""
     check(device, shape, states=states)
 
 
 @pytest.mark.parametrize("kind", ["none", "middling", "strong", "single", "later", "last", "infinite"])
 def test_every_decay(device: str, kind: str) -> None:
-    """Also over chunks that one exponential of a whole chunk's decay would take out of float32."""
+    """Also decays whose exponential over a whole chunk is outside of float32."""
     check(device, (1, 130, 1, 16, 16), kind, tolerance=5e-5)
 
 
-def test_a_scale_that_is_not_positive(device: str) -> None:
+def test_scale_that_is_not_positive(device: str) -> None:
     check(device, (1, 70, 2, 16, 16), scale=-0.3)
 
 
@@ -120,7 +120,7 @@ def test_packed_sequences(device: str, kind: str, states: bool) -> None:
     check(device, (1, 320, 2, 16, 16), kind, [0, 0, 1, 60, 188, 188, 252, 320, 320, 320], states, tolerance=5e-5)
 
 
-def test_as_many_chunks_as_packed_sequences_can_have(device: str) -> None:
+def test_largest_number_of_chunks_of_packed_sequences(device: str) -> None:
     check(device, (1, 67, 1, 16, 16), cu_seqlens=[0, 1, 2, 67])
 
 
@@ -129,8 +129,8 @@ def test_as_many_chunks_as_packed_sequences_can_have(device: str) -> None:
 def test_sequences_in_several_splits(
     device: str, packed: bool, length: int, group: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """What few long sequences take, here with 7 chunks in stretches of two, which one program joins or two; of 6 chunks the
-    last stretch is empty, and packed, of up to 10, the last are."""
+    """Few long sequences have splits: here 7 chunks in splits of two, merged by one or two programs. With 6 chunks the last
+    split is empty; packed, with up to 10 chunks, the last splits are."""
     from models.kernels.gla import gla as kernels
 
     request.addfinalizer(kernels._state_launches.cache_clear)
@@ -138,29 +138,29 @@ def test_sequences_in_several_splits(
     monkeypatch.setattr(kernels, "splits_of", lambda _: 4)
     monkeypatch.setattr(kernels, "_GROUP", group)
     bounds = [0, 90, 90, 230, length] if packed else None
-    # Packed, a final state is to hold what comes from another stretch.
+    # A packed final state includes the incoming state of its split.
     check(device, (1, length, 2, 16, 16), "mild" if packed else "later", bounds, tolerance=5e-5)
 
 
-def test_a_loss_on_the_final_states_alone(device: str) -> None:
+def test_loss_on_final_states_only(device: str) -> None:
     from models.kernels.gla.gla import gla
 
     inputs = [torch.randn(1, 70, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     results = []
-    for wide in (True, False):
-        leaves = [x.to(device, torch.float64 if wide else torch.float32).requires_grad_() for x in inputs]
+    for exact in (True, False):
+        leaves = [x.to(device, torch.float64 if exact else torch.float32).requires_grad_() for x in inputs]
         q, k, v, g = leaves
-        if wide:
+        if exact:
             final = local_gated_linear_attention(q, k, v, -g.abs(), scale=0.3, form="recurrent")[1] + 0 * q.sum()
         else:
             final = gla(q, k, v, -g.abs(), 0.3, None, None)[1]
         results.append(torch.autograd.grad(final.square().sum(), leaves))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_nan_is_not_hidden(device: str) -> None:
-    """A decay that is no number gives no finite output."""
+def test_nan_propagates(device: str) -> None:
+    """A nan decay gives a nan output."""
     from models.kernels.gla.gla import gla
 
     q, k, v = (torch.randn(1, 70, 1, 16, device=device) for _ in range(3))
@@ -171,7 +171,7 @@ def test_nan_is_not_hidden(device: str) -> None:
     assert final[0, 0, 3].isnan().all()
 
 
-def test_what_the_kernels_refuse(device: str) -> None:
+def test_unsupported_inputs_are_refused(device: str) -> None:
     from models.kernels.gla.gla import gla
 
     def call(dim_k: int, dim_v: int, length: int = 4, dtype: torch.dtype = torch.float32) -> None:

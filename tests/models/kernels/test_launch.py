@@ -1,4 +1,4 @@
-"""What Triton's launcher hands to the C function behind it, found for the forms that Triton's releases have."""
+"""`direct_launch` with the launchers of several Triton releases: the arguments that the C function receives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRID = (7, 3, 1)
 
 
 class Launcher:
-    """As in Triton 3.5 and 3.6: the launch's own settings, one after the other, then the kernel's arguments."""
+    """As in Triton 3.5 and 3.6: the launch's settings, then the kernel's arguments."""
 
     global_scratch_size = profile_scratch_size = 0
 
@@ -47,14 +47,14 @@ class Scratch(Launcher):
 
 
 class Swapped(Launcher):
-    """The same words in another order."""
+    """The same arguments in another order."""
 
     def __call__(self, x: int, y: int, z: int, stream: object, function: int, *rest: Any) -> None:
         self.launch(*reversed(rest), x, y, z, stream, function)
 
 
 class Strict(Launcher):
-    """What refuses stand-ins for numbers, as C code does."""
+    """A launcher that refuses objects in place of numbers, as C code does."""
 
     def __call__(self, x: int, y: int, z: int, stream: object, function: int, *rest: Any) -> None:
         raise TypeError("an integer is required")
@@ -66,13 +66,13 @@ def compiled(launcher: type[Launcher], calls: list[tuple[Any, ...]]) -> Any:
 
 
 @pytest.mark.parametrize("launcher", [Launcher, WithoutProfiler])
-def test_a_straight_call_passes_what_the_launcher_would(launcher: type[Launcher]) -> None:
+def test_direct_launch_passes_the_launchers_arguments(launcher: type[Launcher]) -> None:
     calls: list[tuple[Any, ...]] = []
     kernel = compiled(launcher, calls)
-    found = direct_launch(kernel, GRID, 5)
+    actual = direct_launch(kernel, GRID, 5)
     assert calls == []
-    assert found is not None
-    start, before, after = found
+    assert actual is not None
+    start, before, after = actual
     arguments = (4096, None, 8192, 128, 0.5)
     start(*before, 77, *after, *arguments)
     kernel.run(*GRID, 77, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
@@ -80,14 +80,14 @@ def test_a_straight_call_passes_what_the_launcher_would(launcher: type[Launcher]
 
 
 @pytest.mark.parametrize("launcher", [Packed, Scratch, Swapped, Strict])
-def test_another_launcher_is_left_alone(launcher: type[Launcher]) -> None:
+def test_unknown_launcher_has_no_direct_launch(launcher: type[Launcher]) -> None:
     calls: list[tuple[Any, ...]] = []
     kernel = compiled(launcher, calls)
     assert direct_launch(kernel, GRID, 5) is None
     assert calls == []
 
 
-def test_a_launcher_without_that_function_is_left_alone() -> None:
+def test_launcher_without_c_function_has_no_direct_launch() -> None:
     def run(*arguments: Any) -> None:
         raise AssertionError("launched")
 

@@ -36,9 +36,9 @@ def check(device: str, form: str, shape: tuple[int, int, int, int, int], toleran
     tensors = [x.to(device) for x in (q, k, v, gate)]
     arguments = {"decay": "gate", **arguments}
     expected = outputs(tensors, dy.to(device), torch.float64, form="recurrent", **arguments)
-    found = outputs(tensors, dy.to(device), torch.float32, form=form, **arguments)
-    assert len(found) == len(expected)
-    for name, x, y in zip(("y", "dq", "dk", "dv", "d decay"), found, expected, strict=False):
+    actual = outputs(tensors, dy.to(device), torch.float32, form=form, **arguments)
+    assert len(actual) == len(expected)
+    for name, x, y in zip(("y", "dq", "dk", "dv", "d decay"), actual, expected, strict=False):
         assert ((x - y).norm() / y.norm()).item() < tolerance, name
 
 
@@ -64,7 +64,7 @@ def test_shapes_that_do_not_fill_their_tiles(device: str, form: str, shape: tupl
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("decay", [None, "log_decay", "gate", "head"])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_a_whole_sequence_in_one_program(
+def test_single_tile_kernel(
     device: str,
     decay: str | None,
     scaled: bool,
@@ -103,10 +103,10 @@ def test_a_whole_sequence_in_one_program(
         (128, 64, False),
     ],
 )
-def test_all_pairs_at_once_where_it_was_the_faster(
+def test_all_pairs_kernel_is_selected_where_measured_faster(
     device: str, length: int, dim: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As docs/results/kernels.md has it: the kernel that is started, not the answer of the function that chooses."""
+    """As in docs/results/kernels.md. The test checks the kernel that is launched, not the function that selects it."""
     from models.kernels.lion import single_tile as lion_whole
     from models.kernels.lion.common import LOGITS, LionCase
 
@@ -126,7 +126,7 @@ def test_all_pairs_at_once_where_it_was_the_faster(
         (128, 64, torch.float32, False),
     ],
 )
-def test_a_sequence_is_taken_whole_where_that_was_measured_right(
+def test_single_tile_kernel_is_selected_where_measured_correct(
     device: str, length: int, dim: int, dtype: torch.dtype, whole: bool
 ) -> None:
     from models.kernels.lion.common import LOGITS, LionCase
@@ -140,7 +140,7 @@ def test_a_sequence_is_taken_whole_where_that_was_measured_right(
 @pytest.mark.parametrize("phi", ["silu", "silu_paper", "elu"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_feature_map(device: str, form: str, phi: str, masked: bool) -> None:
-    """In the operator's own node, and before it where padding is put in between."""
+    """The feature map in the operator's autograd node, and before it if there is padding."""
     # The feature map as printed in the paper is not always positive: normalizers may be close to 0.
     arguments = {"phi": phi, "scaled": phi != "silu_paper"}
     if masked:
@@ -152,7 +152,7 @@ def test_the_feature_map(device: str, form: str, phi: str, masked: bool) -> None
 def test_sequences_in_several_splits(
     device: str, decay: str | None, scaled: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """What long sequences take, here with 5 chunks in stretches of two, of which the fourth is left empty."""
+    """Long sequences have splits: here 5 chunks in splits of two, of which the fourth is empty."""
     from models.kernels.lion import chunk_state as lion_states
 
     request.addfinalizer(lion_states._scan.cache_clear)
@@ -179,21 +179,21 @@ def test_padding(device: str, form: str, decay: str) -> None:
 
 
 @pytest.mark.parametrize("form", KERNELS)
-def test_gates_in_low_precision_get_gradients_of_their_dtype(device: str, form: str) -> None:
+def test_gradients_of_16_bit_gates_have_their_dtype(device: str, form: str) -> None:
     q, k, v = (torch.rand(1, 40, 1, 16, device=device) for _ in range(3))
     gate = torch.randn(1, 40, 1, device=device, dtype=torch.bfloat16).requires_grad_()
     attend(q, k, v, decay_logits=gate, form=form).square().sum().backward()
-    wide = gate.detach().double().requires_grad_()
-    attend(q.double(), k.double(), v.double(), decay_logits=wide, form="parallel").square().sum().backward()
+    exact = gate.detach().double().requires_grad_()
+    attend(q.double(), k.double(), v.double(), decay_logits=exact, form="parallel").square().sum().backward()
     assert gate.grad is not None
     assert gate.grad.dtype == torch.bfloat16
-    assert ((gate.grad - wide.grad).norm() / wide.grad.norm()).item() < 1e-2
+    assert ((gate.grad - exact.grad).norm() / exact.grad.norm()).item() < 1e-2
 
 
 @pytest.mark.parametrize("form", KERNELS)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_projected_gate_and_its_gradients(
+def test_projected_decay_logits_and_gradients(
     device: str, form: str, biased: bool, masked: bool, replace: Replace
 ) -> None:
     from models.kernels.lion import gate as lion_gate
@@ -212,12 +212,12 @@ def test_a_projected_gate_and_its_gradients(
         results.append([y.detach(), *(t.grad for t in leaves[: 6 if biased else 5])])
     # A gate's gradient is a running sum of differences that nearly cancel: up to 4.3e-5 on a GPU.
     bound = 2e-5 if device == "cpu" else 1e-4
-    for i, (found, expected) in enumerate(zip(*results, strict=True)):
-        assert ((found.double() - expected).norm() / expected.norm()).item() < bound, i
+    for i, (actual, expected) in enumerate(zip(*results, strict=True)):
+        assert ((actual.double() - expected).norm() / expected.norm()).item() < bound, i
 
 
-def test_far_tiles_are_skipped_without_a_trace(device: str) -> None:
-    """With strong decays most tiles lie beyond e^-20, and the result is the same: also where few are between many tokens."""
+def test_skipping_far_tiles_does_not_change_results(device: str) -> None:
+    """With large decays most tiles are below e^-20 and are skipped; the result is the same."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.rand(1, 600, 1, 16, generator=generator).to(device) + 0.1 for _ in range(4)]
     log_decay = torch.full((1, 600, 1), -0.5, device=device)
@@ -229,14 +229,14 @@ def test_far_tiles_are_skipped_without_a_trace(device: str) -> None:
         leaves = [x.requires_grad_() for x in (*leaves, log_decay.to(dtype))]
         y = attend(*leaves, form=form)
         results.append([y, *torch.autograd.grad(y, leaves, dy)])
-    for found, expected in zip(*results, strict=True):
+    for actual, expected in zip(*results, strict=True):
         # Running sums of some hundreds are right to 2e-5, and what cancels in their gradient to less.
-        assert ((found.double() - expected).norm() / expected.norm()).item() < 5e-4
+        assert ((actual.double() - expected).norm() / expected.norm()).item() < 5e-4
 
 
 @pytest.mark.parametrize("form", KERNELS)
-def test_tokens_that_forget_all(device: str, form: str) -> None:
-    """A log decay of -inf counts as -100, which lets nothing through. It may have a last dimension of 1."""
+def test_infinite_log_decay(device: str, form: str) -> None:
+    """A log decay of -inf counts as -100, a factor of 0. It may have a last dimension of 1."""
     generator = torch.Generator().manual_seed(2)
     q, k, v, dy = (torch.rand(1, 70, 1, 16, generator=generator).to(device) + 0.1 for _ in range(4))
     log_decay = -torch.rand(1, 70, 1, generator=generator).to(device)
@@ -247,8 +247,8 @@ def test_tokens_that_forget_all(device: str, form: str) -> None:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
         y = attend(*leaves, decay, form=kind)
         results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
-    for found, expected in zip(*results, strict=True):
-        assert ((found.double() - expected).norm() / expected.norm()).item() < 2e-5
+    for actual, expected in zip(*results, strict=True):
+        assert ((actual.double() - expected).norm() / expected.norm()).item() < 2e-5
 
 
 def test_sizes_that_overflow_are_refused(device: str) -> None:
@@ -259,7 +259,7 @@ def test_sizes_that_overflow_are_refused(device: str) -> None:
         _case("chunk", -1, shape, 64, torch.bfloat16, None, False, False, False, True, False)
 
 
-def test_sizes_that_the_kernels_do_not_take(device: str) -> None:
+def test_unsupported_sizes_are_refused(device: str) -> None:
     q = torch.ones(1, 4, 1, 300, device=device)
     with pytest.raises(ValueError, match=r"300, 300: at most 256; use form='chunked'"):
         attend(q, q, q, form="triton_chunk")

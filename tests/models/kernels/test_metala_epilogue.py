@@ -41,7 +41,7 @@ def outputs(tensors: list[Tensor | None], form: str, dtype: torch.dtype, device:
 
 
 @pytest.mark.parametrize("augment", [True, False])
-def test_reference_is_the_equations(augment: bool) -> None:
+def test_reference_equals_the_equations(augment: bool) -> None:
     o, q, k, v, weight, gate = inputs(SHAPES[1], augment)
     x = o
     if weight is not None:
@@ -53,7 +53,7 @@ def test_reference_is_the_equations(augment: bool) -> None:
 
 @pytest.mark.parametrize("augment", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_are_the_reference(
+def test_kernels_equal_the_reference(
     device: str, shape: tuple[int, int, int, int, int], augment: bool, replace: Replace
 ) -> None:
     from models.kernels import metala as kernels
@@ -64,9 +64,9 @@ def test_kernels_are_the_reference(
         # Where an augmentation is next to nothing its digits are still there.
         tensors[0], tensors[3] = 1e-6 * tensors[0], 1e-4 * tensors[3]
     expected = outputs(tensors, "reference", torch.float64, device)
-    found = outputs(tensors, "triton", torch.float32, device)
-    assert len(found) == len(expected) == (7 if augment else 3)
-    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+    actual = outputs(tensors, "triton", torch.float32, device)
+    assert len(actual) == len(expected) == (7 if augment else 3)
+    for i, (x, y) in enumerate(zip(actual, expected, strict=True)):
         assert ((x.double() - y).norm() / y.norm()).item() < 1e-5, i
 
 

@@ -1,4 +1,4 @@
-"""MetaLA's gate, recurrence and epilogue as one step, against the three in plain PyTorch and float64."""
+"""MetaLA's decay, recurrence and epilogue as one autograd node against the three steps in PyTorch and float64."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def _interpreter(device: str) -> None:
 
 
 def gates(kind: str, *shape: int, generator: torch.Generator) -> Tensor:
-    """a of MetaLA at its start, of decays that keep all or forget all in every other channel, of both, or of ones that
-    hardly forget."""
+    """Return a: initial values of MetaLA, decays of almost 0 in every other channel, both, or decays of almost 1."""
     a = torch.randn(*shape, generator=generator)
     if kind == "strong":
         a[..., ::2] *= 300.0
@@ -43,10 +42,10 @@ def gates(kind: str, *shape: int, generator: torch.Generator) -> Tensor:
         ((1, 200, 2, 16, 16), "later", [0, 0, 1, 60, 188, 188, 200, 200], True),
     ],
 )
-def test_one_step_is_the_three(
+def test_fused_layer_equals_the_three_steps(
     device: str, shape: tuple[int, int, int, int, int], kind: str, cu_seqlens: list[int] | None, states: bool
 ) -> None:
-    """Outputs, final states and the gradients of all that goes in."""
+    """Outputs, final states and the gradients of all inputs."""
     from models.kernels.metala import metala_core
 
     batch, length, heads, dim_k, dim_v = shape
@@ -62,11 +61,11 @@ def test_one_step_is_the_three(
     inputs = [q, a, v, 0.3 * normal(heads * dim_k), normal(*d_y.shape), *([initial] if states else [])]
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=device)
     results = []
-    for wide in (True, False):
-        leaves = [x.to(device, torch.float64 if wide else torch.float32).requires_grad_() for x in inputs]
+    for exact in (True, False):
+        leaves = [x.to(device, torch.float64 if exact else torch.float32).requires_grad_() for x in inputs]
         q, a, v, weight, gate, *rest = (x if x.ndim == 1 else apart(x) for x in leaves)
         before = rest[0] if states else None
-        if wide:
+        if exact:
             g, k = decay_and_key_reference(a)
             o, final = local_gated_linear_attention(
                 q, k, v, g, scale=0.3, initial_state=before, cu_seqlens=bounds, form="recurrent"
@@ -77,40 +76,40 @@ def test_one_step_is_the_three(
         loss = (apart(y) * d_y.to(y)).sum() + ((apart(final) * d_final.to(final)).sum() if states else 0.0)
         results.append([y, final, *torch.autograd.grad(loss, leaves)])
     names = "y", "final", "dq", "da", "dv", "d weight", "d gate", "d initial"
-    for name, found, expected in zip(names, *reversed(results), strict=False):
-        assert found.isfinite().all(), name
-        error = (found.double() - expected).norm() / expected.norm().clamp_min(1e-6)
+    for name, actual, expected in zip(names, *reversed(results), strict=False):
+        assert actual.isfinite().all(), name
+        error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-6)
         assert error.item() < 5e-5, (name, error.item())
 
 
-def test_a_loss_on_the_final_states_alone(device: str) -> None:
+def test_loss_on_final_states_only(device: str) -> None:
     from models.kernels.metala import metala_core
 
     inputs = [torch.randn(1, 70, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     weight, gate = torch.ones(32, device=device), torch.ones(1, 70, 32, device=device)
     results = []
-    for wide in (True, False):
-        leaves = [x.to(device, torch.float64 if wide else torch.float32).requires_grad_() for x in inputs]
+    for exact in (True, False):
+        leaves = [x.to(device, torch.float64 if exact else torch.float32).requires_grad_() for x in inputs]
         q, a, v = leaves
-        if wide:
+        if exact:
             g, k = decay_and_key_reference(a)
             final = local_gated_linear_attention(q, k, v, g, scale=0.3, form="recurrent")[1] + 0 * q.sum()
         else:
             final = metala_core(q, a, v, weight, gate, 0.3, None, None)[1]
         results.append(torch.autograd.grad(final.square().sum(), leaves))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_are_adjacent_in_memory(device: str) -> None:
-    """Those of q, a, v and gate, in this order: one matrix for the products with the weights behind them."""
+    """The gradients of q, a, v and gate, in this order, are one matrix for the matmuls with the weights."""
     from models.kernels.metala import metala_core
 
     leaves = [torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(3)]
     q, a, v = leaves
     gate, weight = torch.randn(1, 20, 32, device=device, requires_grad=True), torch.randn(32, device=device)
     y, _ = metala_core(q, a, v, weight, gate, 0.3, None, None)
-    found = torch.autograd.grad(y.sum(), [*leaves, gate])
-    assert [x.storage_offset() for x in found] == [0, 32, 64, 96]
-    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
-    assert {x.stride(1) for x in found} == {128}
+    actual = torch.autograd.grad(y.sum(), [*leaves, gate])
+    assert [x.storage_offset() for x in actual] == [0, 32, 64, 96]
+    assert len({x.untyped_storage().data_ptr() for x in actual}) == 1
+    assert {x.stride(1) for x in actual} == {128}

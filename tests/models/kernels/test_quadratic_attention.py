@@ -19,7 +19,7 @@ from tests.models.kernels.conftest import apart
 def reference(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, scale: float, taylor: bool, scaled: bool
 ) -> Tensor:
-    """By the definition, token by token."""
+    """Compute the definition token by token."""
     seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
     s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     a = 1 + s + s**2 / 2 if taylor else s
@@ -50,22 +50,22 @@ def test_outputs_and_gradients(device: str, shape: tuple[int, ...], taylor: bool
     if decayed:
         leaves.append(-torch.rand(batch, length, heads, generator=generator) * 0.2)
     results = []
-    for wide in (True, False):
-        own = [(x.double() if wide else x.to(device)).detach().clone().requires_grad_() for x in leaves]
+    for exact in (True, False):
+        own = [(x.double() if exact else x.to(device)).detach().clone().requires_grad_() for x in leaves]
         given = [apart(x) for x in own] + ([] if decayed else [None])
-        if wide:
+        if exact:
             y = reference(*given, 0.3, taylor, scaled)
         else:
             y = quadratic_attention(*given, scale=0.3, taylor=taylor, normalized=scaled)
         results.append([y, *torch.autograd.grad(apart(y), own, dy.to(y))])
-    for name, expected, found in zip(("y", "dq", "dk", "dv", "d log decay"), *results, strict=False):
-        error = (found.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-12)
+    for name, expected, actual in zip(("y", "dq", "dk", "dv", "d log decay"), *results, strict=False):
+        error = (actual.double().cpu() - expected).norm() / expected.norm().clamp_min(1e-12)
         assert error < 2e-5, f"{name}: {error:.2e}"
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_as_the_recurrence_with_keys_shared_by_heads(device: str, queries: int) -> None:
-    """Mamba-2's, whose keys are copied by no one; decays as strong as they come are nothing special. And keys alone."""
+def test_shared_keys_equal_the_recurrence(device: str, queries: int) -> None:
+    """Mamba-2's shared queries and keys, which are not copied, with any decay; and shared keys only."""
     from models.kernels.quadratic_attention import quadratic_attention
 
     generator = torch.Generator().manual_seed(0)
@@ -76,9 +76,9 @@ def test_as_the_recurrence_with_keys_shared_by_heads(device: str, queries: int) 
     leaves = q, k, v.requires_grad_(), log_decay.to(device).requires_grad_()
     shared = [x.expand(-1, -1, 3, -1) for x in (q, k)]
     expected = gated_linear_attention(*shared, v, leaves[3].clamp_min(-80.0).unsqueeze(-1), form="recurrent")[0]
-    found = quadratic_attention(*shared, v, leaves[3], taylor=False, normalized=False)
+    actual = quadratic_attention(*shared, v, leaves[3], taylor=False, normalized=False)
     for x, y in zip(
-        (found, *torch.autograd.grad(found, leaves, dy)),
+        (actual, *torch.autograd.grad(actual, leaves, dy)),
         (expected, *torch.autograd.grad(expected, leaves, dy)),
         strict=True,
     ):
@@ -86,8 +86,8 @@ def test_as_the_recurrence_with_keys_shared_by_heads(device: str, queries: int) 
 
 
 @pytest.mark.parametrize("mixer", ["mamba2", "lion", "linear_attention"])
-def test_mixers_by_the_kernels(device: str, mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer's output and gradients, as by the recurrence."""
+def test_mixers_with_and_without_the_kernels(device: str, mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's output and gradients equal those of the recurrence."""
     from models.kernels.quadratic_attention import quadratic_attention
 
     module = sys.modules[f"models.mixers.{mixer}"]
@@ -112,8 +112,8 @@ def test_mixers_by_the_kernels(device: str, mixer: str, monkeypatch: pytest.Monk
         y = layer(x)
         results.append([y, *torch.autograd.grad(y, leaves, dy)])
     assert called == [mixer]
-    for expected, found in zip(*results, strict=True):
-        assert ((found - expected).norm() / expected.norm()).item() < 1e-4
+    for expected, actual in zip(*results, strict=True):
+        assert ((actual - expected).norm() / expected.norm()).item() < 1e-4
 
 
 def test_short_whole_sequences_in_16_bits_are_supported(device: str) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that compute by the kernels and forget what they make: the same gradients, to the last bit."""
+"""Elementwise activation recomputation of blocks with kernels: gradients are bitwise equal."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_block(device: str, monkeypatch: pytest.MonkeyPatch, mixer: str, norm:
         results = [y.detach(), *torch.autograd.grad(y.square().sum(), [leaf, *block.parameters()])]
         return launches - before, results
 
-    (once, expected), (again, found) = gradients(nullcontext()), gradients(recompute_elementwise())
+    (once, expected), (again, actual) = gradients(nullcontext()), gradients(recompute_elementwise())
     assert again == once + AGAIN[mixer] + CORE * core
     assert len(taken) == 2 * core
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))

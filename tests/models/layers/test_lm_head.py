@@ -32,7 +32,7 @@ def test_model_loss_and_gradients_tied_and_untied(tied, head):
     torch.testing.assert_close(torch.autograd.grad(actual, parameters), wanted, rtol=0, atol=1e-11)
 
 
-def test_the_head_of_bert():
+def test_mlm_head_equals_its_equation():
     config = ModelConfig(vocab_size=VOCAB, num_layers=1, hidden_size=16, num_heads=2, head="mlm")
     head = LanguageModel(config, seed=1).head.double()
     torch.nn.init.normal_(head.bias)

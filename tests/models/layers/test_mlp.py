@@ -32,7 +32,7 @@ def test_gated_mlp_equals_its_equation(name: str) -> None:
     torch.testing.assert_close(mlp(x), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_embedding_scale_leaves_positions_and_tied_head_alone() -> None:
+def test_embedding_scale_does_not_scale_positions_or_tied_head() -> None:
     shape = {"vocab_size": 11, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
     config = ModelConfig(**shape, positions="learned", max_positions=6, embedding_scale=8**0.5)
     model = LanguageModel(config, seed=0)

@@ -39,7 +39,7 @@ def ids(*shape: int) -> Tensor:
     return torch.randint(0, 61, shape, generator=torch.Generator().manual_seed(4))
 
 
-def test_the_vector_of_a_position_is_added_to_the_token() -> None:
+def test_position_vector_is_added_to_the_token() -> None:
     embedding, tokens = model().embedding, ids(2, 9)
     assert embedding.positions.weight.std().item() == pytest.approx(0.3, rel=0.1)
     expected = embedding.weight[tokens] + embedding.positions.weight[:9]
@@ -50,7 +50,7 @@ def test_the_vector_of_a_position_is_added_to_the_token() -> None:
     assert (gradient[9:] == 0).all()
 
 
-def test_order_matters_to_both_directions_without_a_decay() -> None:
+def test_bidirectional_model_without_decay_depends_on_order() -> None:
     """Without positions Lion-lit sees a set of tokens."""
     lm, tokens = model(causal=False), ids(1, 9)
     swapped = tokens[:, [0, 1, 5, 3, 4, 2, 6, 7, 8]]
@@ -61,7 +61,7 @@ def test_order_matters_to_both_directions_without_a_decay() -> None:
 
 
 @pytest.mark.parametrize("mixer", ["lion", "attention"])
-def test_decoding_goes_on_counting(mixer: str) -> None:
+def test_decoding_continues_positions(mixer: str) -> None:
     lm, tokens = model(mixer), ids(2, LONGEST)
     expected = lm(tokens)
     logits, state = lm(tokens[:, :9], return_state=True)
@@ -75,7 +75,7 @@ def test_decoding_goes_on_counting(mixer: str) -> None:
 
 
 @pytest.mark.parametrize("mixer", ["lion", "attention"])
-def test_padding_takes_no_position(mixer: str) -> None:
+def test_padding_has_no_position(mixer: str) -> None:
     lm, tokens = model(mixer, causal=False), ids(1, 7)
     expected = lm(tokens)
     for left, right in ((3, 0), (0, 3), (LONGEST, 2)):
@@ -95,12 +95,12 @@ def test_packed_documents_each_begin_at_position_zero() -> None:
         lm(tokens, cu_seqlens=torch.tensor([0, 10, bounds[-1]]))
 
 
-def test_a_sequence_beyond_the_last_position_is_refused() -> None:
+def test_sequence_longer_than_max_positions_is_refused() -> None:
     with pytest.raises(ValueError, match=r"25 tokens .* model.max_positions = 24, .*; use shorter sequences"):
         model()(ids(2, LONGEST + 1))
 
 
-def test_partition_word_and_kind() -> None:
+def test_sharding_spec_and_parameter_kind() -> None:
     embedding = model().embedding
     assert sharding_specs(embedding) == {"weight": "vocab", "positions.weight": "partial_grad"}
     assert parameter_kind(embedding, "positions.weight") == "embedding"

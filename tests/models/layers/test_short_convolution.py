@@ -53,7 +53,7 @@ def test_gradient_of_the_history():
 
 
 @pytest.mark.parametrize("channels", [16, 3])
-def test_no_tokens_give_the_history_no_gradient(monkeypatch, channels):
+def test_history_gradient_is_zero_without_tokens(monkeypatch, channels):
     empty_like = torch.empty_like
     # What new memory holds is anything.
     monkeypatch.setattr(torch, "empty_like", lambda *x, **options: empty_like(*x, **options).fill_(torch.nan))
@@ -68,7 +68,7 @@ def test_no_tokens_give_the_history_no_gradient(monkeypatch, channels):
 
 @pytest.mark.parametrize("channels", [16, 3])
 @pytest.mark.parametrize("shape", [(1, 3), (3, 3), (2, 2), (2, 4)])
-def test_a_history_of_another_shape_is_refused(channels, shape):
+def test_history_of_wrong_shape_is_refused(channels, shape):
     """Channels that the C++ kernel takes, which would read beyond it, and such that it does not."""
     layer, history = CausalConvolution(channels, 4, silu=True), torch.zeros(*shape, channels)
     words = rf"history \[{shape[0]}, {shape[1]}, {channels}\]: expected .* = \[2, 3, {channels}\]; give the"

@@ -48,7 +48,7 @@ def formula(layer: Attention, x: Tensor) -> Tensor:
     return layer.out_proj(out.flatten(-2))
 
 
-def test_an_odd_channel_is_not_rotated() -> None:
+def test_odd_rotary_channel_is_not_rotated() -> None:
     """Pairs turn: 0.4 of 8 channels are 3, of which 2 do."""
     layer, other = mixer(rotary_pct=0.4), mixer(rotary_pct=0.25)
     other.load_state_dict(layer.state_dict())
@@ -67,7 +67,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_is_the_formula(options):
+def test_equals_the_formula(options):
     layer = mixer(**options)
     x = torch.randn(2, 9, SIZE, dtype=torch.float64)
     # The rotation is in float32 at any dtype.
@@ -100,7 +100,7 @@ def test_padding_changes_no_real_token(causal, left):
     torch.testing.assert_close(y[:, left : left + 8], layer(x), rtol=0, atol=1e-6)
 
 
-def test_decode_behind_padding_equals_forward():
+def test_decode_after_padding_equals_forward():
     layer = mixer()
     x = torch.randn(2, 10, SIZE, dtype=torch.float64)
     rows, mask = torch.randn(2, 9, SIZE, dtype=torch.float64), torch.ones(2, 9, dtype=torch.bool)
@@ -125,7 +125,7 @@ def test_packed_segments_equal_runs_apart(causal):
         assert state["mask"].sum(1).tolist() == [b - a for a, b in pairwise(bounds)]
 
 
-def test_both_directions_have_no_state():
+def test_bidirectional_attention_refuses_a_state():
     """What came before would have to see what comes later."""
     layer = mixer(causal=False)
     x = torch.randn(1, 8, SIZE, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_both_directions_have_no_state():
             layer(x, state={}, **packed)
 
 
-def test_packed_state_goes_on():
+def test_packed_state_continues_each_segment():
     layer = mixer()
     bounds = [0, 4, 10]
     x, more = torch.randn(1, 10, SIZE, dtype=torch.float64), torch.randn(1, 2, SIZE, dtype=torch.float64)
@@ -147,7 +147,7 @@ def test_packed_state_goes_on():
         torch.testing.assert_close(z[:, i], together[:, -1], rtol=0, atol=1e-6)
 
 
-def test_wrong_head_counts_are_named():
+def test_wrong_head_counts_are_refused():
     message = "num_kv_heads = 3 does not divide model.num_heads = 8; nearest that do: 2 or 4"
     with pytest.raises(ValueError, match=message):
         ModelConfig(8, 2, 32, 8, mixers=("attention",), mixer_options={"attention": {"num_kv_heads": 3}})

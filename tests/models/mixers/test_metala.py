@@ -100,7 +100,7 @@ def test_decode_equals_forward(options):
     torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=0, atol=1e-10)
 
 
-def test_decode_from_nothing_equals_forward():
+def test_decode_without_prefill_equals_forward():
     layer = mixer()
     x = torch.randn(2, 6, 32, dtype=torch.float64)
     outputs, state = [], None
@@ -136,7 +136,7 @@ def test_padding_changes_no_real_token(left, right):
     torch.testing.assert_close(state, expected_state, rtol=0, atol=1e-10)
 
 
-def test_a_row_of_padding_keeps_its_state():
+def test_row_of_padding_keeps_its_state():
     layer = mixer()
     x = torch.randn(2, 9, 32, dtype=torch.float64)
     _, state = layer(x, return_state=True)
@@ -147,7 +147,7 @@ def test_a_row_of_padding_keeps_its_state():
         assert not torch.equal(after[name][0], state[name][0])
 
 
-def test_padding_gets_no_gradient_and_gives_none():
+def test_padding_has_no_gradient_and_adds_none():
     layer = mixer()
     x = torch.randn(2, 8, 32, dtype=torch.float64)
     layer(x).square().sum().backward()
@@ -175,7 +175,7 @@ def test_packed_segments_equal_runs_apart():
         torch.testing.assert_close(torch.cat([y[:, a:b], z[:, i : i + 1]], 1), apart, rtol=0, atol=1e-10)
 
 
-def test_heads_follow_from_the_weights():
+def test_head_count_follows_from_weight_shapes():
     """A layer cut to half its heads computes its half of the sum over heads."""
     whole = mixer()
     x = torch.randn(2, 10, 32, dtype=torch.float64)
@@ -197,13 +197,13 @@ def test_heads_follow_from_the_weights():
     torch.testing.assert_close(total, whole(x), rtol=0, atol=1e-10)
 
 
-def test_every_parameter_has_a_word():
+def test_every_parameter_has_a_sharding_spec():
     layer = mixer(key_projection=True)
     for name, _ in layer.named_parameters():
         assert name.split(".")[0] in MetaLA.tensor_parallel_plan, name
 
 
-def test_bfloat16_keys_keep_their_digits():
+def test_bfloat16_keys_are_computed_in_float32():
     """k = -expm1(g) in float32: 1 - exp(g) in bfloat16 is wrong by 3 % and more."""
     layer = mixer(64, 2).float()
     x = torch.randn(2, 50, 64)
@@ -212,7 +212,7 @@ def test_bfloat16_keys_keep_their_digits():
     assert ((actual - expected).norm() / expected.norm()).item() < 2e-2
 
 
-def test_small_outputs_keep_their_digits():
+def test_small_outputs_are_accurate():
     """The 1/2 of the sigmoid at zero augmentation is taken off exactly, so a float32 layer is float32 exact."""
     layer = mixer()
     with torch.no_grad():
@@ -235,7 +235,7 @@ def test_gradcheck_of_the_layer():
     assert torch.autograd.gradcheck(function, (x, *parameters.values()), atol=1e-7)
 
 
-def test_wrong_options():
+def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match=r"model\.mixer_options\.metala\.conv_kernel = 0: must be at least 1"):
         MetaLAOptions(conv_kernel=0)
     with pytest.raises(ValueError, match=r"metala\.expand_k = nan: must be greater than 0"):

@@ -1,4 +1,4 @@
-"""Partition words of every mixer, and that the pieces they cut it into are together the same mixer."""
+"""Tensor parallelism of every mixer: its sharding specs, and that its shards together equal the whole mixer."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def test_sharding_specs_and_kinds(case: tuple[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MIXERS))
-def test_a_mixers_word_for_a_part_decides(name: str) -> None:
+def test_plan_of_a_mixer_overrides_plan_of_its_submodule(name: str) -> None:
     mixer = build((name, {}))
-    words = sharding_specs(mixer)
-    for part, word in mixer.tensor_parallel_plan.items():
-        assert {words[n] for n in words if n.split(".")[0] == part} <= {word}, part
+    specs = sharding_specs(mixer)
+    for part, spec in mixer.tensor_parallel_plan.items():
+        assert {specs[n] for n in specs if n.split(".")[0] == part} <= {spec}, part
 
 
 @pytest.mark.parametrize("case", CUT, ids=name_of)
-def test_cut_by_heads_it_is_the_same_mixer(case: tuple[str, dict[str, Any]]) -> None:
-    """Two processes of tensor parallelism as two threads: each holds the pieces that the partition words give it."""
+def test_mixer_split_by_heads_equals_the_whole(case: tuple[str, dict[str, Any]]) -> None:
+    """Two tensor-parallel ranks as two threads, each with the shards that the sharding specs give it."""
     mixer, x = build(case), tokens(20)
     expected = mixer(x)
     exchange = _Exchange()

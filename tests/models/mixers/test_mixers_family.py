@@ -64,7 +64,7 @@ def test_equations_of_the_paper(case: tuple[str, dict[str, Any]], layer: int) ->
         (1, [0, 5, 3, 8], "falls from 5 to 3"),
     ],
 )
-def test_bounds_of_packed_segments_that_do_not_fit_are_an_error(case, batch, bounds, words):
+def test_cu_seqlens_that_do_not_cover_the_input_are_refused(case, batch, bounds, words):
     with pytest.raises(ValueError, match=words):
         build(case)(tokens(8, batch=batch), cu_seqlens=torch.tensor(bounds))
 
@@ -92,7 +92,7 @@ def test_tokens_do_not_see_the_future(case: tuple[str, dict[str, Any]]) -> None:
 
 
 @every_two_way_case
-def test_tokens_see_both_directions_and_have_no_state(case: tuple[str, dict[str, Any]]) -> None:
+def test_bidirectional_mixers_see_both_directions_and_refuse_a_state(case: tuple[str, dict[str, Any]]) -> None:
     mixer, x = build(case), tokens(12)
     for place in (0, 11):
         changed = x.clone()
@@ -175,7 +175,7 @@ OPERATORS: dict[str, Callable[[dict[str, Any]], int]] = {
 
 
 @pytest.mark.parametrize("case", [*CASES, ("attention", {"causal": False})], ids=name_of)
-def test_flops_are_those_of_the_matrices_and_the_operator(case: tuple[str, dict[str, Any]]) -> None:
+def test_flops_equal_matrices_and_operator(case: tuple[str, dict[str, Any]]) -> None:
     mixer = build(case)
     matrices = sum(p.numel() for p in mixer.parameters() if p.dim() > 1)
     assert mixer.flops_per_token(100) == 2 * matrices + OPERATORS[case[0]](case[1])
@@ -238,7 +238,7 @@ def test_padding_in_packed_segments_changes_nothing(case: tuple[str, dict[str, A
 
 
 @every_case
-def test_gradients_are_those_of_finite_differences(case: tuple[str, dict[str, Any]]) -> None:
+def test_gradients_equal_finite_differences(case: tuple[str, dict[str, Any]]) -> None:
     mixer = build(case, torch.float64, size=16, heads=2)
     names = [name for name, _ in mixer.named_parameters()]
     x = tokens(20, dtype=torch.float64, size=16).requires_grad_()
@@ -283,7 +283,7 @@ def test_every_mixer_has_a_tiny_configuration() -> None:
     assert {name for path in TINY for name in tiny(path).mixers} == set(MIXERS)
 
 
-def test_a_hybrid_decodes() -> None:
+def test_hybrid_model_decodes() -> None:
     config = tiny(ROOT / "configs/model/lion_hybrid_tiny.yml")
     assert config.mixers == ("metala", "attention", "lion")
     model = LanguageModel(config, seed=3)
@@ -313,7 +313,7 @@ def test_the_documentation_has_a_row_that_counts_the_parameters(name: str) -> No
         assert count == eval(formula, {"d": size, "h": heads}), cells[2]
 
 
-def test_lion_decays_at_the_start() -> None:
+def test_initial_lion_decays() -> None:
     def decays(**options: Any) -> list[float]:
         config = ModelConfig(
             vocab_size=8, num_layers=1, hidden_size=32, num_heads=4, mixers=("lion",), mixer_options={"lion": options}
@@ -369,7 +369,7 @@ def test_invalid_options_are_refused(mixer: str, options: dict[str, Any], messag
 
 
 @pytest.mark.parametrize("mixer", ["gla", "retnet", "metala_bidirectional"])
-def test_heads_that_do_not_fit(mixer: str) -> None:
+def test_heads_that_do_not_divide_are_refused(mixer: str) -> None:
     with pytest.raises(ValueError, match=r"num_heads = 8 does not divide .*; nearest that do: .*4"):
         build((mixer, {}), size=8, heads=8)
 

@@ -24,7 +24,7 @@ def _never_forgets(case: tuple[str, dict[str, Any]]) -> bool:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_sixteen_bits(case: tuple[str, dict[str, Any]]) -> None:
-    """Against float32 with the same parameters: rounding those is another matter."""
+    """Against float32 with the same (rounded) parameters."""
     mixer, x = build(case).bfloat16(), tokens(70).bfloat16()
     got = mixer(x)
     expected = mixer.float()(x.float())
@@ -33,7 +33,7 @@ def test_sixteen_bits(case: tuple[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not _never_forgets(case)], ids=name_of)
-def test_log_decays_keep_their_digits_in_sixteen_bits(
+def test_log_decays_stay_float32_in_sixteen_bits(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, dict[str, Any]]
 ) -> None:
     """What the operators are given is float32, and was not rounded to the 16 bits of the activations on the way."""
@@ -43,9 +43,9 @@ def test_log_decays_keep_their_digits_in_sixteen_bits(
         function = getattr(module, name)
 
         def watched(*arguments: Any) -> Any:
-            found = function(*arguments)
-            seen.append(found[0] if name == "decays" else arguments[place])
-            return found
+            actual = function(*arguments)
+            seen.append(actual[0] if name == "decays" else arguments[place])
+            return actual
 
         monkeypatch.setattr(module, name, watched)
 
@@ -61,7 +61,7 @@ def test_log_decays_keep_their_digits_in_sixteen_bits(
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_norm_and_gate_of_a_head_round_once(norm: str) -> None:
+def test_gated_head_norm_rounds_once(norm: str) -> None:
     o, gate = tokens(70).bfloat16().unflatten(-1, (4, 8)), tokens(71)[:, 1:].bfloat16()
     exact = gated_head_norm(o.double(), gate.double(), norm=norm)
     assert (gated_head_norm(o, gate, norm=norm) - exact).norm() <= 2**-9 * exact.norm()
@@ -72,7 +72,7 @@ def test_norm_and_gate_of_a_head_round_once(norm: str) -> None:
     [("linear_attention", {}), ("lion", {"variant": "lit", "phi": "elu", "output_norm": False})],
     ids=name_of,
 )
-def test_row_sums_above_the_largest_float16(case: tuple[str, dict[str, Any]]) -> None:
+def test_normalizers_above_the_largest_float16(case: tuple[str, dict[str, Any]]) -> None:
     """Outputs, the state and gradients; the first half of the tokens makes a state that the others go on from."""
     mixer, x = build(case, torch.float16, size=64, heads=1), (tokens(3000, size=64) + 0.5).half()
     results = []
@@ -88,7 +88,7 @@ def test_row_sums_above_the_largest_float16(case: tuple[str, dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("weight", [1, 100])
-def test_row_sums_of_many_tokens_in_float16(weight: int) -> None:
+def test_normalizers_of_many_tokens_in_float16(weight: int) -> None:
     """Room for a million tokens of this weight each; here 70,000, more than the largest number has of weight 1."""
     q = torch.full((1, 70_000, 1, 1), weight**0.5, dtype=torch.float16)
     v = torch.full_like(q, 3.0)
@@ -100,8 +100,8 @@ def test_row_sums_of_many_tokens_in_float16(weight: int) -> None:
 
 @pytest.mark.parametrize("variant", ["lit", "lstm"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_row_sums_of_both_directions_above_the_largest_float16(variant: str, count: int) -> None:
-    """Outputs and gradients, of the whole and over context-parallel ranks; gates that hardly forget."""
+def test_bidirectional_normalizers_above_the_largest_float16(variant: str, count: int) -> None:
+    """Outputs and gradients, of the whole sequence and over context-parallel ranks, with decays of almost 1."""
     case = ("lion", {"variant": variant, "causal": False, "phi": "elu", "output_norm": False})
     mixer, x = build(case, torch.float16, size=64, heads=1), (tokens(3000, size=64) + 0.5).half()
     if variant == "lstm":
@@ -118,8 +118,8 @@ def test_row_sums_of_both_directions_above_the_largest_float16(variant: str, cou
     if count == 1:
         parts = [outputs_and_gradients(mixer, x, weight)]
     else:
-        stretches = list(zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True))
-        parts = over_ranks(count, lambda index: outputs_and_gradients(copy.deepcopy(mixer), *stretches[index]))
+        shards = list(zip(x.chunk(count, 1), weight.chunk(count, 1), strict=True))
+        parts = over_ranks(count, lambda index: outputs_and_gradients(copy.deepcopy(mixer), *shards[index]))
     y, *gradients = zip(*parts, strict=True)
     for got, expected in zip([torch.cat(y, 1), *map(sum, gradients)], exact, strict=True):
         assert ((got - expected).norm() / expected.norm()).item() < 1e-2

@@ -19,7 +19,7 @@ from models.config import ModelConfig
 from models.mixers import MIXERS
 
 SIZE, HEADS, LAYERS = 16, 2, 3
-# Longer than a stretch of the selective scan, so that states pass from one to the next.
+# Longer than a chunk of the selective scan, so that states pass from one chunk to the next.
 LONG = 150
 
 
@@ -214,7 +214,7 @@ def test_equals_its_equations(case: str) -> None:
 
 @cases
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_goes_on_from_a_state(case: str, side: str) -> None:
+def test_padded_batch_continues_from_a_state(case: str, side: str) -> None:
     mixer = built(case)
     lengths, width = (5, 11, 0), 11
     before, x, after = tokens(3, 6), tokens(3, width, seed=2), tokens(3, 2, seed=3)
@@ -231,7 +231,7 @@ def test_a_padded_batch_goes_on_from_a_state(case: str, side: str) -> None:
             torch.testing.assert_close(end[row], expected[1], rtol=0, atol=1e-5)
 
 
-def test_states_pass_from_stretch_to_stretch_of_the_selective_scan() -> None:
+def test_states_pass_between_chunks_of_the_selective_scan() -> None:
     mixer = built("mamba")
     bounds = [0, 5, 5, 6, LONG, LONG + 20, LONG + 20]
     x = tokens(1, bounds[-1])
@@ -247,7 +247,7 @@ def test_states_pass_from_stretch_to_stretch_of_the_selective_scan() -> None:
                 torch.testing.assert_close(state["recurrent"][s : s + 1], h["recurrent"], rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_pass_through_stretches_of_the_selective_scan() -> None:
+def test_gradients_pass_between_chunks_of_the_selective_scan() -> None:
     mixer = built("mamba").double()
     x = tokens(1, 2 * LONG).double().requires_grad_()
     (whole,) = torch.autograd.grad(mixer(x).square().sum(), x)
@@ -276,7 +276,7 @@ def test_rwkv4_keys_of_any_size() -> None:
     assert all(p.grad.isfinite().all() for p in mixer.parameters())
 
 
-def test_rwkv4_segments_do_not_share_their_largest_key() -> None:
+def test_rwkv4_segments_have_separate_maxima() -> None:
     """Relative to the large keys of the segment before, all weights of the next would be 0."""
     mixer = build("rwkv4")
     with torch.no_grad():
@@ -290,7 +290,7 @@ def test_rwkv4_segments_do_not_share_their_largest_key() -> None:
     torch.testing.assert_close(state["recurrent"][1:], alone_state["recurrent"], rtol=1e-5, atol=1e-5)
 
 
-def test_rg_lru_gates_that_close() -> None:
+def test_rg_lru_closed_gates_have_finite_gradients() -> None:
     """a_t = 1 exactly, where the slope of sqrt(1 - a^2) is infinite."""
     mixer = build("rg_lru")
     with torch.no_grad():
@@ -300,7 +300,7 @@ def test_rg_lru_gates_that_close() -> None:
     assert all(p.grad.isfinite().all() for p in mixer.parameters())
 
 
-def test_hgrn_layers_forget_less_and_less() -> None:
+def test_hgrn_lower_bounds_grow_with_depth() -> None:
     """The bound is 0 in the first layer, where closed gates must not become log 0, and layer / layers above."""
     for index in range(LAYERS):
         mixer = build("hgrn", layer_index=index)
@@ -336,7 +336,7 @@ def assert_uniform(x: Tensor, low: float, high: float) -> None:
     assert abs(x.mean() - (low + high) / 2) < 5 * width / math.sqrt(12 * len(x))
 
 
-def test_mamba_at_the_start() -> None:
+def test_initial_mamba_parameters() -> None:
     """dt log-uniform in [0.001, 0.1], A = -1, ..., -N; the convolution as torch.nn.Conv1d's."""
     mixer, heads = first("mamba"), first("mamba2")
     for bias in (mixer.dt_bias, heads.dt_bias):
@@ -348,14 +348,14 @@ def test_mamba_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("exponent", [8.0, 2.0])
-def test_rg_lru_at_the_start(exponent: float) -> None:
+def test_initial_rg_lru_decays(exponent: float) -> None:
     mixer = first("rg_lru", {"exponent": exponent})
     assert_uniform((-exponent * F.softplus(mixer.decay.detach().double())).exp(), 0.9, 0.999)
     for weight in (mixer.decay_gate_weight, mixer.input_gate_weight):
         assert weight.std().item() == pytest.approx(4**-0.5, rel=0.05)
 
 
-def test_s5_at_the_start() -> None:
+def test_initial_s5_eigenvalues() -> None:
     """Eigenvalues uniform in the area of the ring, every state of variance 1 under white noise."""
     mixer = first("s5", {"min_radius": 0.3, "max_radius": 0.9})
     squared = (-2 * mixer.nu.detach().double().exp()).exp()
@@ -364,7 +364,7 @@ def test_s5_at_the_start() -> None:
     torch.testing.assert_close(mixer.log_gamma.double().exp() ** 2, 1 - squared, rtol=1e-5, atol=0)
 
 
-def test_rwkv4_at_the_start() -> None:
+def test_initial_rwkv4_parameters() -> None:
     """Appendix E for the second of three layers, d = 16: its layer over the last one is 1/2."""
     mixer = first("rwkv4", hidden_size=16, num_heads=2)
     for c in (0, 1, 7, 15):
@@ -379,7 +379,7 @@ def test_rwkv4_at_the_start() -> None:
         assert {name: getattr(mixer, name)[c].item() for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-def test_hgrn2_bounds_at_the_start() -> None:
+def test_initial_hgrn2_lower_bounds() -> None:
     """The second of three layers: a third, in both parametrisations."""
     for where in ("free", "layer"):
         mixer = first("hgrn2", {"lower_bound_range": where})
@@ -387,14 +387,14 @@ def test_hgrn2_bounds_at_the_start() -> None:
         torch.testing.assert_close(one_minus_f, torch.full_like(one_minus_f, 2 / 3))
 
 
-def test_the_norm_of_mamba2_has_the_epsilon_of_the_model() -> None:
+def test_mamba2_norm_uses_the_models_epsilon() -> None:
     x = torch.randn(1, 5, 64)
     # Beside so large a number the mean square is nothing, and the norm a division by 100 or 200.
     one, other = (first("mamba2", hidden_size=64, num_heads=2, norm_eps=eps)(x) for eps in (1e4, 4e4))
     torch.testing.assert_close(one, 2 * other, rtol=1e-3, atol=1e-6)
 
 
-def test_phases_at_the_start() -> None:
+def test_initial_phases() -> None:
     """Those of rotary positions, over the channels of a head (TransNormer) or of the layer (HGRN)."""
     theta = first("transnormer", {"phase_base": 100.0}, hidden_size=32, num_heads=4).theta
     torch.testing.assert_close(theta, 100.0 ** (-torch.arange(8) / 8).repeat(4))
@@ -442,6 +442,6 @@ def test_parameters_are_counted(case: str) -> None:
         ("hgrn", {"input_gate": "none"}, "allowed are tied, free"),
     ],
 )
-def test_options_that_cannot_be_built_are_named(mixer: str, options: dict, message: str) -> None:
+def test_options_that_cannot_be_built_are_refused(mixer: str, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(mixer, options)

@@ -80,7 +80,7 @@ def test_local_shards_equal_the_whole(case: tuple[str, dict[str, Any]], count: i
 
 
 @every_case
-def test_local_shards_equal_the_whole_in_single_precision(case: tuple[str, dict[str, Any]]) -> None:
+def test_local_shards_equal_the_whole_in_float32(case: tuple[str, dict[str, Any]]) -> None:
     compare(build(case), tokens(120, batch=2), 3, 1e-4)
 
 
@@ -89,7 +89,7 @@ def test_rwkv4_keys_of_any_size() -> None:
 
 
 @every_case
-def test_sixteen_bits_follow_the_whole_in_single_precision(case: tuple[str, dict[str, Any]]) -> None:
+def test_sixteen_bit_shards_follow_the_whole_in_float32(case: tuple[str, dict[str, Any]]) -> None:
     mixer, x = build(case).bfloat16(), tokens(48, batch=2).bfloat16()
     got = torch.cat(over_ranks(3, lambda index: mixer(x.chunk(3, 1)[index])), 1)
     expected = mixer.float()(x.float())
@@ -116,7 +116,7 @@ def test_packed_sequences_across_ranks(case: tuple[str, dict[str, Any]]) -> None
 
 
 @every_case
-def test_what_is_exchanged_does_not_grow_with_the_sequence(case: tuple[str, dict[str, Any]]) -> None:
+def test_exchanged_elements_do_not_grow_with_the_sequence(case: tuple[str, dict[str, Any]]) -> None:
     sent = []
     for length in (16, 64):
         meeting = Meeting(2)
@@ -163,7 +163,7 @@ def operands(length: int, dtype: torch.dtype, scalar: bool) -> tuple[Tensor, ...
 
 
 @pytest.mark.parametrize("scalar", [True, False])
-def test_decays_that_forget_everything_stay_exact(scalar: bool) -> None:
+def test_infinite_decays_stay_exact(scalar: bool) -> None:
     q, k, v, decay = operands(32, torch.float64, scalar)
     decay = decay * 30
     decay[:, 11] = decay[:, 16] = -torch.inf
@@ -180,7 +180,7 @@ def test_decays_that_forget_everything_stay_exact(scalar: bool) -> None:
         assert_close(torch.cat(got, 1), wanted.detach(), 1e-12)
 
 
-def test_single_precision_stays_exact_over_long_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_stays_exact_over_long_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow decays and turning phases over 20000 tokens per shard: running sums lose no digits."""
     monkeypatch.undo()
     generator = torch.Generator().manual_seed(1)
@@ -198,7 +198,7 @@ def test_single_precision_stays_exact_over_long_shards(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_language_model_with_positions(recompute: bool) -> None:
+def test_language_model_with_positions(recompute: bool) -> None:
     """Embedding, hybrid blocks under activation checkpointing, and the loss, from the thread that runs the backward."""
     config = ModelConfig(
         vocab_size=31,
@@ -249,23 +249,23 @@ def test_positions_are_those_of_the_whole_sequence() -> None:
             except ValueError as error:
                 return str(error)
 
-        found = over_ranks(4, work)
-        if not isinstance(found[0], str):
-            assert torch.equal(torch.cat(found, 1), layer(ids, mask, cu_seqlens, None)[0])
-        return found
+        actual = over_ranks(4, work)
+        if not isinstance(actual[0], str):
+            assert torch.equal(torch.cat(actual, 1), layer(ids, mask, cu_seqlens, None)[0])
+        return actual
 
     run(8)
     for arguments, longest in (((12,), 12), ((40,), 40), ((16, None, [0, 4, 15, 16]), 11)):
         words = f"a sequence of {longest} tokens has more positions than model.max_positions = 10"
-        assert all(words in found for found in run(*arguments))
+        assert all(words in actual for actual in run(*arguments))
     run(16, None, [0, 4, 14, 16])
     mask = torch.arange(16).expand(2, 16) >= torch.tensor([[6], [9]])
     run(16, mask)
     mask = mask.index_fill(1, torch.tensor([0]), True)
-    assert all("a sequence of 11 tokens" in found for found in run(16, mask))
+    assert all("a sequence of 11 tokens" in actual for actual in run(16, mask))
 
 
-def test_the_context_is_that_of_the_thread_that_set_it() -> None:
+def test_context_belongs_to_the_thread_that_set_it() -> None:
     assert context_parallel_group() is None
     group = Threads(1, 2, Meeting(2))
     with context_parallel(group):
@@ -281,7 +281,7 @@ def config(*mixers: str, **options: Any) -> ModelConfig:
     return ModelConfig(vocab_size=8, num_layers=2, hidden_size=32, num_heads=4, mixers=mixers, mixer_options=given)
 
 
-def test_what_cannot_be_split_is_refused_before_the_start() -> None:
+def test_unsupported_splits_are_refused_by_the_configuration() -> None:
     check_context_parallel(config("metala", "lion"), 4, 64)
     check_context_parallel(config("attention"), 1, 63)
     with pytest.raises(
@@ -297,7 +297,7 @@ def test_what_cannot_be_split_is_refused_before_the_start() -> None:
     check_context_parallel(config("metala", conv_kernel=3), 8, 16)
 
 
-def test_what_cannot_be_split_is_refused_when_it_runs() -> None:
+def test_unsupported_splits_are_refused_in_the_forward_pass() -> None:
     lm, ids = LanguageModel(config("metala", "attention"), seed=1), torch.zeros(1, 8, dtype=torch.long)
 
     def group() -> Threads:

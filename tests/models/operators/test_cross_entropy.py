@@ -37,7 +37,7 @@ def test_value_and_gradients(chunk):
     torch.testing.assert_close(torch.autograd.grad(3 * actual, [hidden, weight]), wanted, rtol=0, atol=1e-12)
 
 
-def test_gradient_of_one_input_alone():
+def test_gradient_of_one_input_only():
     hidden, weight, labels, loss_weight = example()
     expected = torch.autograd.grad(reference(hidden, weight, labels, loss_weight.double()), hidden)
     actual = torch.autograd.grad(cross_entropy_sum(hidden, weight.detach(), labels, loss_weight), hidden)
@@ -45,7 +45,7 @@ def test_gradient_of_one_input_alone():
 
 
 @pytest.mark.parametrize("chunk", [7, None])
-def test_the_gradient_of_a_weight_is_the_loss_of_its_token(chunk):
+def test_gradient_of_a_loss_weight_is_the_nll_of_its_token(chunk):
     hidden, weight, labels, loss_weight = example()
     loss_weight = loss_weight.double().requires_grad_()
     expected = torch.autograd.grad(reference(hidden, weight, labels, loss_weight), loss_weight)[0]
@@ -80,7 +80,7 @@ def test_bias_correct_predictions_and_few_labels():
     assert hits > 0
 
 
-def test_of_equal_logits_the_first_is_the_prediction():
+def test_first_of_equal_logits_is_the_prediction():
     hidden, weight = torch.ones(2, 4), torch.zeros(5, 4)
     weight[2:4] = 1.0
     num_correct = torch.zeros(())
@@ -88,7 +88,7 @@ def test_of_equal_logits_the_first_is_the_prediction():
     assert num_correct.item() == 1.0
 
 
-def test_correct_predictions_of_a_vocabulary_in_parts():
+def test_correct_predictions_of_a_split_vocabulary():
     """Two parts in two threads; ties over their border count once, for the first."""
     from tests.models.rank_threads import Meeting, Threads, over_ranks
 
@@ -129,7 +129,7 @@ def test_correct_predictions_of_a_vocabulary_in_parts():
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float64, 18), (torch.float32, 16)])
-def test_gradients_of_a_vocabulary_in_parts(dtype, rows):
+def test_gradients_of_a_split_vocabulary(dtype, rows):
     """By PyTorch's operators, and with parts that the C++ kernels take; logits of one part far above the other's."""
     from tests.models.rank_threads import Meeting, Threads, over_ranks
 
@@ -162,7 +162,7 @@ def test_without_weights_every_label_counts_once():
 
 
 @pytest.mark.parametrize("nothing", ["weights", "labels", "tokens"])
-def test_nothing_to_learn_is_zero(nothing):
+def test_loss_without_labels_is_zero(nothing):
     hidden, weight, labels, loss_weight = example()
     if nothing == "weights":
         loss_weight = torch.zeros_like(loss_weight)
@@ -202,13 +202,13 @@ def test_labels_outside_the_vocabulary_are_refused(vocab, few_labels):
                 )
 
 
-def test_a_label_for_every_row():
+def test_labels_of_wrong_shape_are_refused():
     for labels in (torch.tensor([3]), torch.tensor(3), torch.tensor([[3], [3]])):
         with pytest.raises(ValueError, match="one per row of hidden"):
             cross_entropy_sum(torch.randn(2, 8), torch.randn(16, 8), labels)
 
 
-def test_labels_outside_a_vocabulary_in_parts_are_refused():
+def test_labels_outside_a_split_vocabulary_are_refused():
     from tests.models.rank_threads import Meeting, Threads, over_ranks
 
     hidden, weight, meeting = torch.randn(2, 8), torch.randn(2, 16, 8), Meeting(2)
@@ -224,7 +224,7 @@ def test_labels_outside_a_vocabulary_in_parts_are_refused():
             over_ranks(2, lambda index, label=label: work(index, label))
 
 
-def test_a_token_that_counts_nothing_may_be_anything():
+def test_token_of_weight_zero_may_be_nan():
     hidden, weight, labels, loss_weight = example()
     poisoned = hidden.detach().clone()
     poisoned[1] = torch.nan

@@ -11,7 +11,7 @@ from models.operators.cumulative_decay import decay_from_start, decay_to_end, ru
 @pytest.mark.parametrize("length", [1, 5, 128, 129, 300])
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_two_levels_are_one_sum(length: int, dim: int, dtype: torch.dtype) -> None:
+def test_two_level_sums_equal_one_sum(length: int, dim: int, dtype: torch.dtype) -> None:
     shape = [2, 3, 4]
     shape[dim] = length
     x = torch.randn(shape, dtype=dtype) - 0.5
@@ -22,7 +22,7 @@ def test_two_levels_are_one_sum(length: int, dim: int, dtype: torch.dtype) -> No
     torch.testing.assert_close(decay_to_end(x, dim), after.exp(), rtol=1e-11, atol=1e-300)
 
 
-def test_infinite_decays_are_zeros_with_gradients() -> None:
+def test_infinite_decays_give_zeros_with_finite_gradients() -> None:
     x = torch.full((1, 300, 2), -0.1, dtype=torch.float64)
     x[0, 7, 0] = x[0, 130, 1] = -torch.inf
     x.requires_grad_()
@@ -34,7 +34,7 @@ def test_infinite_decays_are_zeros_with_gradients() -> None:
         assert gradient.isfinite().all()
 
 
-def test_long_sums_in_single_precision_keep_their_digits() -> None:
+def test_long_float32_sums_are_accurate() -> None:
     x = -torch.rand(1, 100000, 1, generator=torch.Generator().manual_seed(0)) * 1e-4
     exact = x.double().cumsum(1).exp()
     error = (decay_from_start(x, 1).double() / exact - 1).abs().max()

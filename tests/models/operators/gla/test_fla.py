@@ -58,9 +58,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("dim_k", "dim_v"), [(4, 8), (16, 8), (8, 32), (32, 32)])
 @pytest.mark.parametrize("channels", [True, False])
-def test_heads_of_few_channels_are_widened(
-    kernels: list[tuple[int, int]], dim_k: int, dim_v: int, channels: bool
-) -> None:
+def test_small_heads_are_padded(kernels: list[tuple[int, int]], dim_k: int, dim_v: int, channels: bool) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -70,15 +68,15 @@ def test_heads_of_few_channels_are_widened(
     log_decay = -draw(dim_k if channels else 1).abs()
     before = torch.randn(2, 3, dim_k, dim_v, generator=generator, dtype=torch.float64).float()
     expected = chunk_form(q, k, v, log_decay, 0.5, before, None)
-    found = fla_form(Selection(Kernel.FLA_CHUNK), q, k, v, log_decay, 0.5, before, None)
+    actual = fla_form(Selection(Kernel.FLA_CHUNK), q, k, v, log_decay, 0.5, before, None)
     assert kernels == [(max(16, dim_k), max(16, dim_v))]
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, check_dtype=False)
 
 
 @pytest.mark.parametrize("length", [17, 64, 150])
 @pytest.mark.parametrize("channels", [True, False])
-def test_without_gradients_the_decays_are_summed_chunk_by_chunk(
+def test_forward_kernels_receive_decays_summed_per_chunk(
     kernels: list[tuple[int, int]], length: int, channels: bool
 ) -> None:
     generator = torch.Generator().manual_seed(length)
@@ -87,9 +85,9 @@ def test_without_gradients_the_decays_are_summed_chunk_by_chunk(
     before = torch.randn(3, 2, 16, 16, generator=generator)
     expected = chunk_form(q, k, v, log_decay, 0.5, before, None)
     with torch.no_grad():
-        found = fla_form(Selection(Kernel.FLA_CHUNK_FORWARD), q, k, v, log_decay, 0.5, before, None)
+        actual = fla_form(Selection(Kernel.FLA_CHUNK_FORWARD), q, k, v, log_decay, 0.5, before, None)
     trained = fla_form(Selection(Kernel.FLA_CHUNK), q.requires_grad_(), k, v, log_decay, 0.5, before, None)
-    for one, two, other in zip(found, trained, expected, strict=True):
+    for one, two, other in zip(actual, trained, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(two, other, rtol=1e-4, atol=1e-4)
 
@@ -104,8 +102,8 @@ def test_per_head_decay_that_fla_cannot_differentiate_is_expanded_for_the_projec
     q, k, v, decay = (torch.randn(3, 70, 2, 16, generator=generator) for _ in range(4))
     log_decay = (-decay.abs()[..., :1]).requires_grad_()
     expected = chunk_form(q, k, v, log_decay, 0.5, None, None)[0]
-    found, _ = gated_linear_attention(q, k, v, log_decay, scale=0.5)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    actual, _ = gated_linear_attention(q, k, v, log_decay, scale=0.5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     (wanted,) = torch.autograd.grad(expected.square().sum(), log_decay)
-    (gradient,) = torch.autograd.grad(found.square().sum(), log_decay)
+    (gradient,) = torch.autograd.grad(actual.square().sum(), log_decay)
     torch.testing.assert_close(gradient, wanted, rtol=1e-3, atol=1e-3)

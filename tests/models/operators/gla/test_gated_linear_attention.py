@@ -40,7 +40,7 @@ def token_by_token(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Te
 
 
 @pytest.mark.parametrize("scalar", [False, True])
-def test_recurrent_form_is_the_definition(scalar):
+def test_recurrent_form_equals_the_definition(scalar):
     q, k, v, g, s = inputs(9, 1.0, scalar=scalar)
     expected = token_by_token(q, k, v, g, s, 0.3)
     actual = gated_linear_attention(q, k, v, g, scale=0.3, initial_state=s, form="recurrent")
@@ -186,7 +186,7 @@ def test_extreme_decays_stay_finite_and_exact(scalar, dtype, kind, form):
         assert leaf.grad.isfinite().all()
 
 
-def test_infinite_decay_forgets_all_that_was_before():
+def test_infinite_decay_clears_the_state():
     q, k, v, g, s = inputs(80, 0.05)
     g[:, 30] = -torch.inf
     o, _ = gated_linear_attention(q, k, v, g, initial_state=s)
@@ -198,11 +198,11 @@ def test_infinite_decay_forgets_all_that_was_before():
     ("decay", "expected"),
     [(0.1, (64, True)), (0.9, (32, True)), (1.9, (16, True)), (60.0, (16, False)), (float("inf"), (16, False))],
 )
-def test_chunks_shrink_with_the_decay_before_they_go_pairwise(decay, expected):
+def test_chunk_length_shrinks_with_the_decay_before_the_exact_form(decay, expected):
     assert select_kernel.plan_chunks(torch.full((1, 200, 2, 4), -decay)) == expected
 
 
-def test_one_strong_channel_is_seen():
+def test_one_channel_outside_the_matmul_form_is_detected():
     log_decay = torch.full((2, 200, 2, 4), -0.01)
     log_decay[1, 77, 1, 3] = -torch.inf
     assert select_kernel.plan_chunks(log_decay) == (16, False)
@@ -265,7 +265,7 @@ def test_an_empty_batch(form, scalar):
         assert gradient.shape == x.shape
 
 
-def test_inputs_are_left_alone():
+def test_inputs_are_not_modified():
     arguments = inputs(70, 0.1)
     copies = [x.clone() for x in arguments]
     *qkvg, s = (x.requires_grad_() for x in arguments)
@@ -286,7 +286,7 @@ def test_inputs_are_left_alone():
         ({"form": "fast"}, "form = 'fast': allowed are"),
     ],
 )
-def test_wrong_shapes_are_named(change, message):
+def test_wrong_shapes_are_refused(change, message):
     q, k, v, g, s = inputs(9, 0.1, dtype=torch.float32)
     arguments = {"q": q, "k": k, "v": v, "log_decay": g, "initial_state": s} | change
     with pytest.raises(ValueError, match=message):

@@ -34,7 +34,7 @@ def inputs(
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scaled: bool, convention: str) -> Tensor:
-    """Entry by entry, from products of decays between two tokens."""
+    """Compute the formula entry by entry, multiplying the decays between two tokens."""
     y = torch.zeros_like(v)
     for b, h in np.ndindex(q.shape[0], q.shape[2]):
         for i in range(q.shape[1]):
@@ -56,7 +56,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scaled: bool, conven
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("vector", [True, False])
-def test_forms_are_the_formula(form: str, convention: str, scaled: bool, vector: bool) -> None:
+def test_forms_equal_the_formula(form: str, convention: str, scaled: bool, vector: bool) -> None:
     q, k, v, decay = inputs(length=19, batch=1, vector=vector)
     y = attend(q, k, v, decay, scaled=scaled, mask_convention=convention, form=form)
     torch.testing.assert_close(y, formula(q, k, v, decay, scaled, convention), rtol=1e-10, atol=1e-12)
@@ -83,7 +83,7 @@ def test_float32_stays_exact_over_a_long_sequence() -> None:
 @pytest.mark.parametrize("vector", [True, False])
 @pytest.mark.parametrize("length", [64, 200])
 @pytest.mark.parametrize("is_cuda", [False, True])
-def test_float32_stays_exact_past_gates_that_close(
+def test_float32_stays_exact_after_closed_gates(
     monkeypatch: pytest.MonkeyPatch, form: str, vector: bool, length: int, is_cuda: bool
 ) -> None:
     """Sums over closed gates are thousands of times the differences behind them, on any device."""
@@ -100,7 +100,7 @@ def test_float32_stays_exact_past_gates_that_close(
         assert (got - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
-def test_no_decay_is_one_and_decay_logits_are_its_logit() -> None:
+def test_missing_decay_equals_decay_one_and_logits_equal_log_decay() -> None:
     q, k, v, decay = inputs(length=70)
     torch.testing.assert_close(attend(q, k, v), attend(q, k, v, torch.zeros_like(decay)))
     gate = torch.randn(2, 70, 2, dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_padding_changes_nothing(form: str, vector: bool) -> None:
 @pytest.mark.parametrize("form", PLAIN)
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("vector", [True, False])
-def test_padding_between_tokens_decays_nothing(form: str, convention: str, vector: bool) -> None:
+def test_padding_between_tokens_has_no_decay(form: str, convention: str, vector: bool) -> None:
     q, k, v, decay = inputs(length=70, vector=vector)
     mask = torch.arange(70).expand(2, 70) % 7 != torch.tensor([[0], [4]])
     y = attend(q, k, v, decay, mask=mask, mask_convention=convention, form=form)
@@ -175,8 +175,8 @@ def test_infinite_decay_cuts_both_directions(form: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "decay"), [(torch.float32, -60.0), (torch.float64, -300.0)])
 @pytest.mark.parametrize("form", PLAIN)
-def test_strong_decays_keep_what_a_number_holds(form: str, dtype: torch.dtype, decay: float) -> None:
-    """Seen where a token's own key is zero, and all that it gets comes through the decay."""
+def test_large_decays_are_exact(form: str, dtype: torch.dtype, decay: float) -> None:
+    """A token whose key is zero receives only the other token's value, times the decay."""
     one = torch.ones(1, 2, 1, 1, dtype=dtype)
     for own in (0, 1):
         k = one.clone()
@@ -209,8 +209,8 @@ def test_local_shards_of_a_sequence(
         torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-9, atol=1e-10)
 
 
-def test_sums_over_shards_may_leave_float16() -> None:
-    """300 values of 300 sum to more than 65504; their mean is what is asked for."""
+def test_sums_over_shards_may_exceed_float16() -> None:
+    """300 values of 300 sum to more than 65504, but the result is their mean."""
     q, v = torch.ones(1, 900, 1, 1, dtype=torch.float16), torch.full((1, 900, 1, 2), 300.0, dtype=torch.float16)
     parts = over_ranks(3, lambda index: attend(*(x.chunk(3, 1)[index] for x in (q, q, v))))
     torch.testing.assert_close(torch.cat(parts, 1), v)
@@ -251,7 +251,7 @@ def test_low_precision_is_computed_in_float32(form: str) -> None:
         ({"log_decay": torch.ones(1, 4, 2, 3), "form": "triton_tile"}, ["a per-head decay", "form='chunked'"]),
     ],
 )
-def test_wrong_arguments_are_named(change: dict, words: list[str]) -> None:
+def test_wrong_arguments_are_refused(change: dict, words: list[str]) -> None:
     arguments = {"q": torch.ones(1, 4, 2, 3), "k": torch.ones(1, 4, 2, 3), "v": torch.ones(1, 4, 2, 3), **change}
     with pytest.raises(ValueError) as error:  # noqa: PT011  the words are checked below
         attend(**arguments)
@@ -279,14 +279,14 @@ def test_the_form_is_selected_once_by_device_length_and_head_size(monkeypatch: p
     assert selected(20, 64) == "chunked", "a per-channel decay"
 
 
-def test_packed_segments_need_one_batch() -> None:
+def test_packed_segments_need_batch_one() -> None:
     q, k, v, _ = inputs(length=4)
     with pytest.raises(ValueError, match="batch 1"):
         attend(q, k, v, cu_seqlens=torch.tensor([0, 4]))
 
 
 @pytest.mark.parametrize("bounds", [[0, 2, 3], [0, 5], [1, 4]])
-def test_packed_segments_cover_the_sequence(bounds: list[int]) -> None:
+def test_cu_seqlens_must_cover_the_sequence(bounds: list[int]) -> None:
     q, k, v, _ = inputs(length=4, batch=1)
     words = f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}: must run from 0 to the length 4"
     for form in ("auto", *PLAIN):
@@ -294,7 +294,7 @@ def test_packed_segments_cover_the_sequence(bounds: list[int]) -> None:
             attend(q, k, v, cu_seqlens=torch.tensor(bounds), form=form)
 
 
-def test_packed_segments_rise() -> None:
+def test_cu_seqlens_must_not_decrease() -> None:
     """The kernels trust their bounds: what lies between the ends is looked at too."""
     q, k, v, _ = inputs(length=4, batch=1)
     with pytest.raises(ValueError, match="cu_seqlens falls from 7 to 2: no segment ends before it begins"):

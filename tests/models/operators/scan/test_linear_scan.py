@@ -43,7 +43,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> None:
 @pytest.mark.parametrize("kind", ["real", "complex", "complex decay"])
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 17, 100])
 @pytest.mark.parametrize("form", FORMS)
-def test_equals_the_loop(form: str, length: int, kind: str) -> None:
+def test_equals_a_python_loop(form: str, length: int, kind: str) -> None:
     x, log_decay = inputs(2, length, 3, kind)
     state = inputs(1, 2, 3, kind, seed=1)[0][0]
     for initial in (None, state):
@@ -141,7 +141,7 @@ def test_result_dtypes() -> None:
         ({"form": "parallel"}, "allowed are auto, recurrent, chunked, kernel"),
     ],
 )
-def test_wrong_arguments_are_named(change: dict, message: str) -> None:
+def test_wrong_arguments_are_refused(change: dict, message: str) -> None:
     arguments = {"x": torch.zeros(1, 5, 3), "log_decay": torch.zeros(1, 5, 3)} | change
     with pytest.raises(ValueError, match=message):
         scan(**arguments)
