@@ -1,7 +1,7 @@
-"""Writes configs/README.md: every key of a configuration with its type, default and meaning, read from the schema.
+"""Write configs/README.md: every configuration key with its type, default and meaning, from the schema.
 
-python -m tools.config_reference            # write it
-python -m tools.config_reference --check    # exit 1 where it is stale
+python -m tools.config_reference            # write the file
+python -m tools.config_reference --check    # exit with status 1 if the file is out of date
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Generated from the schema by `python -m tools.config_reference`: edit there, not
 
 
 def config_reference(model_type: type, mixer_options: Mapping[str, type], configs: Path) -> str:
-    """The reference as Markdown.
+    """Return the reference as Markdown.
 
     model_type: the dataclass of the section `model`. mixer_options: mixer name -> dataclass of its options.
     configs: the folder whose files are listed.
@@ -58,9 +58,11 @@ def config_reference(model_type: type, mixer_options: Mapping[str, type], config
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check configs/README.md; returns the exit status."""
+    """Write or check configs/README.md. Returns the exit status."""
     parser = command_line("python -m tools.config_reference", "Write configs/README.md from the schema.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the file is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with status 1 if the file is out of date"
+    )
     check = parser.parse_args(arguments).check
     target = CONFIGS / "README.md"
     text = project_reference()
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def project_reference() -> str:
-    """The reference of this project's model and mixers."""
+    """Return the reference of this project's model and mixers."""
     from models.config import ModelConfig
     from models.mixers import MIXERS
 
@@ -85,13 +87,13 @@ def project_reference() -> str:
 def _files(configs: Path) -> str:
     rows = []
     for path in sorted(configs.rglob("*.yml"), key=lambda path: (len(path.parts), path)):
-        what = _first_sentence(path.read_text(encoding="utf-8"))
-        rows.append([f"[{path.relative_to(configs)}]({path.relative_to(configs)})", what])
+        sentence = _first_sentence(path.read_text(encoding="utf-8"))
+        rows.append([f"[{path.relative_to(configs)}]({path.relative_to(configs)})", sentence])
     return markdown_table(["file", "what"], rows, text_columns=2) + "\n"
 
 
 def _first_sentence(text: str) -> str:
-    """Of the comment that a file begins with: its first line, and the rest of the sentence where that goes on."""
+    """Return the first sentence of the comment at the beginning of a file."""
     first, *others = text.splitlines()
     sentence = first.removeprefix("#").strip()
     for line in others:
@@ -128,7 +130,7 @@ def _yaml(value: Any) -> str:
 
 
 def _plain(doc: str | None) -> str:
-    """A docstring as one paragraph."""
+    """Return a docstring as one paragraph."""
     return " ".join((doc or "").split())
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints to Hugging Face and back: `python -m tools.convert_hf export runs/default out/`."""
+"""Convert checkpoints to Hugging Face folders and back: `python -m tools.convert_hf export runs/default out/`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, 1 when logits differ by more than the tolerance, 2 after an error."""
+    """Run the command line. Returns 0, 1 if logits differ by more than the tolerance, 2 after an error."""
     options = _parser().parse_args(arguments)
     if getattr(options, "text", None) is not None:
-        options.text.open("rb").close()  # refused before a folder is written, not when logits are compared
+        options.text.open("rb").close()  # raise before a folder is written
     return {"export": _export, "import": _import, "verify": _verify}[options.command](options)
 
 
@@ -102,7 +102,7 @@ def _import(options: argparse.Namespace) -> int:
     if over:
         print(f"error: over the tolerance of {options.tolerance:g}; {done.run} was left as it is", file=sys.stderr)
         return 1
-    # Of the two the configuration names one, and refuses the other beside it.
+    # The configuration has either data.train or data.corpus, and refuses both together.
     texts = "data.train=... data.validation=..." if done.config["data"].get("train") else "data.corpus=..."
     file = shlex.quote(f"{done.run}/config.yml")
     processes = processes_of_a_copy(done.config)
@@ -158,7 +158,7 @@ def _bytes(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line(
         "python -m tools.convert_hf",
-        "Checkpoints to Hugging Face folders and back.",
+        "Convert checkpoints to Hugging Face folders and back.",
         (
             "examples:\n"
             "  python -m tools.convert_hf export runs/default exported/           weights as float32\n"
@@ -167,23 +167,26 @@ def _parser() -> argparse.ArgumentParser:
             "  python -m tools.convert_hf import pythia-410m/ runs/pythia          GPT-NeoX, Llama, MetaLA, GLA, RetNet, HGRN2\n"
             "  python -m tools.convert_hf verify runs/default                      read and check every file of a run or export\n"
             "\n"
-            "An export ends by comparing its logits with the trainer's and fails over the tolerance. docs/guide/huggingface.md"
+            "An export compares its logits with the trainer's and fails if they differ by more than the tolerance.\n"
+            "See docs/guide/huggingface.md"
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser(
         "export",
-        help="a checkpoint as a Hugging Face folder",
+        help="export a checkpoint to a Hugging Face folder",
         description="Write a folder that AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) loads.",
     )
     export.add_argument("checkpoint", help="folder of a run, or one of its checkpoints/step_*")
     export.add_argument("folder", type=Path, help="the folder to write")
-    export.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="of the weights (fp32)")
+    export.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="type of the weights (fp32)")
     export.add_argument(
-        "--max-shard-size", type=_bytes, default="5GB", help="largest weight file, as 500MB or 5GB (default 5GB)"
+        "--max-shard-size", type=_bytes, default="5GB", help="largest weight file, such as 500MB (default 5GB)"
     )
-    export.add_argument("--overwrite", action="store_true", help="replace the folder where it is an export already")
-    export.add_argument("--licence", default="apache-2.0", help="the model card's, as the hub spells it (apache-2.0)")
+    export.add_argument("--overwrite", action="store_true", help="replace the folder if it is an export")
+    export.add_argument(
+        "--licence", default="apache-2.0", help="licence in the model card, a name of the hub (apache-2.0)"
+    )
     export.add_argument(
         "--tokenizer",
         type=Path,
@@ -200,25 +203,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     imported = commands.add_parser(
         "import",
-        help="a Hugging Face folder as a run to train on",
+        help="import a Hugging Face folder as a run for further training",
         description="Write a run with a checkpoint, the tokenizer and a config.yml for train.py. Weights: safetensors.",
     )
     imported.add_argument(
         "folder", type=Path, help="an export of this project, or a gpt_neox, llama, metala, gla, retnet or hgrn2 model"
     )
     imported.add_argument("run", type=Path, help="the run folder to write")
-    imported.add_argument("--overwrite", action="store_true", help="replace an import in which nothing was trained")
+    imported.add_argument("--overwrite", action="store_true", help="replace an import that was not trained further")
     imported.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="of an export with source that is not this version's: run it, to compare logits with it",
+        help="run the source in the folder, if it differs from this version's, to compare its logits",
     )
     imported.add_argument("--text", type=Path, help="text to compare logits on (default: as for export)")
     imported.add_argument(
         "--tolerance",
         type=above_zero,
         default=1e-4,
-        help="largest difference, over the largest logit where that is over 1 (1e-4)",
+        help="largest difference of logits, relative to the largest logit if that is > 1 (1e-4)",
     )
     verified = commands.add_parser(
         "verify",

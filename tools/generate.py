@@ -1,4 +1,4 @@
-"""Text from a checkpoint: `python -m tools.generate runs/default --prompt "def "`."""
+"""Generate text from a checkpoint: `python -m tools.generate runs/default --prompt "def "`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for text, tokens in _stream(loaded, prompts[0], options):
                 print(text, end="", flush=True)
                 count = tokens
-        except KeyboardInterrupt:  # enough was seen
+        except KeyboardInterrupt:  # Ctrl-C ends the text; the speed is still printed
             status = INTERRUPTED
         print()
     else:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stream(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Pieces of the text as they are complete, and the number of tokens so far."""
+    """Yield complete pieces of the text and the number of tokens so far."""
     from tools.inference.generation import TextStream, generate, prompt_ids
 
     ids = prompt_ids(loaded.tokenizer, prompt)
@@ -93,7 +93,7 @@ def _stream(loaded: LoadedModel, prompt: str, options: argparse.Namespace) -> It
 def _batched(
     loaded: LoadedModel, prompts: Sequence[str], options: argparse.Namespace
 ) -> Iterator[tuple[str, str, int]]:
-    """(prompt, its text, tokens) in the order of the prompts."""
+    """Yield (prompt, generated text, tokens) in the order of the prompts."""
     from tools.inference.generation import TextStream, generate, prompt_ids
 
     for first in range(0, len(prompts), options.batch_size):
@@ -141,7 +141,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line(
         "python -m tools.generate",
-        "Let a trained model continue a text. The text is printed as it is made.",
+        "Continue a text with a trained model. The text is printed while it is generated.",
         (
             "examples:\n"
             '  python -m tools.generate runs/default --prompt "def "\n'
@@ -149,28 +149,36 @@ def _parser() -> argparse.ArgumentParser:
             '  python -m tools.generate runs/default/checkpoints/step_00000100 --prompt "class " --greedy\n'
             "  python -m tools.generate runs/default --prompts-file prompts.txt --out texts.jsonl\n"
             "\n"
-            "The same seed gives the same text. Prompt n of a file draws from seed + n (counted from 0), whatever the\n"
-            "other prompts are. Results go to stdout, speed and errors to stderr."
+            "The same seed gives the same text. Prompt n of a file, counted from 0, uses seed + n and does not depend on\n"
+            "the other prompts. Results go to stdout, speed and errors to stderr."
         ),
     )
     parser.add_argument("checkpoint", help="folder of a run, or one of its checkpoints/step_*")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", default="", help="text to go on from; without one a new document is begun")
-    source.add_argument("--prompts-file", type=Path, help="UTF-8 file with one prompt a line, continued in batches")
-    parser.add_argument("--out", type=Path, help="with --prompts-file: also write the results here, as JSON lines")
-    parser.add_argument("--max-tokens", type=positive, default=256, help="length of the continuation (default 256)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy, 1 the model's own (default 0.8)")
+    source.add_argument("--prompt", default="", help="text to continue (default: a new document)")
+    source.add_argument("--prompts-file", type=Path, help="UTF-8 file with one prompt per line, continued in batches")
+    parser.add_argument(
+        "--out", type=Path, help="with --prompts-file: also write the results to this file as JSON lines"
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, default=256, help="most tokens of the continuation (default 256)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: greedy; 1: the model's distribution (default 0.8)"
+    )
     parser.add_argument(
         "--top-p",
         type=float,
         default=0.95,
-        help="draw among the likeliest tokens that reach this probability together (default 0.95; 1 is all)",
+        help="sample from the most likely tokens that together reach this probability (default 0.95; 1: all)",
     )
-    parser.add_argument("--top-k", type=from_zero, default=0, help="draw among the k likeliest tokens (default 0: all)")
-    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
-    parser.add_argument("--batch-size", type=positive, default=16, help="prompts side by side (default 16)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU where there is one)")
+    parser.add_argument(
+        "--top-k", type=from_zero, default=0, help="sample from the k most likely tokens (default 0: all)"
+    )
+    parser.add_argument("--greedy", action="store_true", help="always select the most likely token")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--batch-size", type=positive, default=16, help="prompts per batch (default 16)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     parser.add_argument("--dtype", default="auto", help="fp32, bf16, fp16, fp64 (default: bf16 on a GPU, else fp32)")
     return parser
 

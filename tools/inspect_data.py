@@ -1,4 +1,4 @@
-"""What is in a pair of token files: python -m tools.inspect_data PREFIX"""
+"""Inspect a pair of token files: python -m tools.inspect_data PREFIX"""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ EXAMPLES = """examples:
   python -m tools.inspect_data data/pile_text_document                      counts, lengths, integrity
   python -m tools.inspect_data data/pile_text_document --document 7         document 7 as text
   python -m tools.inspect_data data/pile_text_document --sample 0 --sequence-length 2048 --num-samples 1000 --seed 1234
-                                                                            what a run takes first, and from where
+                                                                            the first sample of a run and its origin
   python -m tools.inspect_data data/pile_text_document --histogram lengths.png --most-common 20
-  python -m tools.inspect_data data/pile_text_document --verify              compare every byte with the checksums
-  python -m tools.inspect_data runs/cache --verify                           the same for the caches of a folder
+  python -m tools.inspect_data data/pile_text_document --verify              compare all bytes with the checksums
+  python -m tools.inspect_data runs/cache --verify                           the same for a folder of caches
 
-The tokenizer is the one that the .json beside the files names; for files of other projects give --tokenizer-type and
+The .json file next to the token files names the tokenizer. For files of other projects give --tokenizer-type and
 --vocab-file.
 """
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verify(path: Path) -> int:
-    """Print what is as it was written and what is not. Returns 1 where something is damaged."""
+    """Print which files are intact, unknown or damaged. Returns 1 if a file is damaged."""
     findings = verify_caches(path) if path.is_dir() else verify_token_files(path)
     for line in findings.compared:
         print(f"OK       {line}")
@@ -74,7 +74,7 @@ def _verify(path: Path) -> int:
 
 
 def document_lengths(tokens: IndexedTokens) -> NDArray[np.int64]:
-    """Tokens of every document, int64 [documents]."""
+    """Return the number of tokens of each document, int64 [documents]."""
     ends = np.concatenate([[0], np.cumsum(tokens.sizes, dtype=np.int64)])
     return np.diff(ends[tokens.document_starts])
 
@@ -134,33 +134,33 @@ def _print_sample(options: argparse.Namespace, tokenizer: Tokenizer | None) -> N
 
 
 def _origin(tokens: IndexedTokens, document: int) -> str:
-    """The input file and the source of a document, as far as they are known."""
+    """Return the input file and the source of a document, as far as they are known."""
     manifest = read_manifest(tokens.prefix) or {}
     names, ids = read_sources(tokens.prefix, len(tokens))
     source = f"{names[ids[int(tokens.document_starts[document])]]}" if manifest.get("sources") else ""
-    before = 0
+    previous = 0
     for path, count in manifest.get("documents_of_files", []):
-        if document < before + count:
-            return f"{path}, text {document - before + 1} of {count}" + (f", {source}" if source else "")
-        before += count
+        if document < previous + count:
+            return f"{path}, text {document - previous + 1} of {count}" + (f", {source}" if source else "")
+        previous += count
     return source or "a file that is not recorded"
 
 
 def _print_most_common(tokens: IndexedTokens, count: int, tokenizer: Tokenizer | None) -> None:
     totals = np.zeros(np.iinfo(np.uint16).max + 1, np.int64)
-    looked_at = 0
+    counted = 0
     for sequence in range(len(tokens)):
-        found = np.bincount(tokens[sequence])
-        if len(found) > len(totals):
-            totals = np.pad(totals, (0, len(found) - len(totals)))
-        totals[: len(found)] += found
-        looked_at += len(tokens[sequence])
-        if looked_at > 100_000_000:
+        counts = np.bincount(tokens[sequence])
+        if len(counts) > len(totals):
+            totals = np.pad(totals, (0, len(counts) - len(totals)))
+        totals[: len(counts)] += counts
+        counted += len(tokens[sequence])
+        if counted > 100_000_000:
             break
-    print(f"most common of the first {looked_at:,} tokens:")
+    print(f"most common of the first {counted:,} tokens:")
     for token in np.argsort(-totals, kind="stable")[: min(count, np.count_nonzero(totals))]:
         spelled = "" if tokenizer is None else repr(tokenizer.decode([int(token)]))
-        print(f"  {100 * totals[token] / looked_at:6.2f} %  {token:>6} {spelled}")
+        print(f"  {100 * totals[token] / counted:6.2f} %  {token:>6} {spelled}")
 
 
 def _text(ids: NDArray, tokenizer: Tokenizer | None) -> str:
@@ -181,7 +181,7 @@ def _draw_lengths(lengths: NDArray[np.int64], path: Path, title: str) -> None:
         shown, list(edges), weights=100 * shown / shown.sum(), histtype="step", color="black", label="their tokens"
     )
     axes.set_xscale("log")
-    axes.set_xlabel("tokens of a document")
+    axes.set_xlabel("tokens per document")
     axes.set_ylabel("share (%)")
     axes.legend()
     axes.set_title(title, fontsize=9)
@@ -192,7 +192,7 @@ def _draw_lengths(lengths: NDArray[np.int64], path: Path, title: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line(
         "python -m tools.inspect_data",
-        "Look into token files: counts, documents as text, what a run reads, lengths as a picture.",
+        "Inspect token files: counts, documents as text, training samples, a histogram of lengths.",
         EXAMPLES,
     )
     add = parser.add_argument
@@ -205,15 +205,15 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument(
         "--verify",
         action="store_true",
-        help="read everything and compare it with its checksums; exit status 1 if damaged",
+        help="compare all files with their checksums; exit status 1 if one is damaged",
     )
-    add("--sequence-length", type=positive, default=2048, metavar="T", help="of the sample (2048)")
-    add("--num-samples", type=positive, metavar="N", help="samples of the whole run: train_steps x global batch size")
+    add("--sequence-length", type=positive, default=2048, metavar="T", help="length of the sample (2048)")
+    add("--num-samples", type=positive, metavar="N", help="samples of the run: train_steps x global batch size")
     add("--seed", type=int, default=1234, metavar="S", help="run.seed (1234)")
     add("--order", choices=ORDERS, default="neox", help="data.order (neox)")
-    add("--histogram", type=Path, metavar="PNG", help="draw the lengths of the documents")
+    add("--histogram", type=Path, metavar="PNG", help="write a histogram of document lengths")
     add("--most-common", type=from_zero, default=0, metavar="N", help="print the N most common tokens")
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="for files without a .json beside them")
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="for files without a .json file")
     add("--vocab-file", metavar="FILE", help="the tokenizer's file")
     return parser
 

@@ -1,4 +1,4 @@
-"""A GPT-NeoX configuration as one of this project: `python -m tools.neox_config pythia-410M.yml -o run.yml`."""
+"""Translate a GPT-NeoX configuration to one of this project: `python -m tools.neox_config pythia-410M.yml -o run.yml`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_lite.config.loader import ConfigError, load_config
 from tools.cli.arguments import command_line, positive
 from tools.conversion.neox_config import Translation, translate, underscored
 
-OWN_SECTIONS = ("run", "model", "batch", "schedule", "parallel", "precision")  # none is a section there
+OWN_SECTIONS = ("run", "model", "batch", "schedule", "parallel", "precision")  # GPT-NeoX has no such sections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. The configuration goes to stdout or to a file, what was ignored and assumed to stderr."""
+    """Run the command line. Write the configuration to stdout or a file, and ignored and assumed keys to stderr."""
     options = _parser().parse_args(arguments)
     import yaml
 
@@ -34,21 +34,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sources = parse_yaml(file.read_text(encoding="utf-8"), str(file))
             if sources.problems:
                 raise ConfigError(sources.problems)
-            if own := [key for key in OWN_SECTIONS if isinstance(sources.tree.get(key), dict)]:
-                raise ConfigError([f"{file} has the section {own[0]}: it is of this project already, run it as it is"])
+            if sections := [key for key in OWN_SECTIONS if isinstance(sources.tree.get(key), dict)]:
+                raise ConfigError(
+                    [f"{file} has the section {sections[0]}: it is of this project already, run it as it is"]
+                )
             neox |= underscored(sources.tree)
-        done = translate(neox, vocab_size=options.vocab_size)
-        done.set("run.name", options.files[-1].stem)
+        translation = translate(neox, vocab_size=options.vocab_size)
+        translation.set("run.name", options.files[-1].stem)
         text = f"# From GPT-NeoX's {', '.join(file.name for file in options.files)} by tools/neox_config.\n"
-        text += yaml.safe_dump(_ordered(done.tree), sort_keys=False, default_flow_style=None)
+        text += yaml.safe_dump(_ordered(translation.tree), sort_keys=False, default_flow_style=None)
         with tempfile.TemporaryDirectory() as folder:
             draft = Path(folder) / options.files[-1].with_suffix(".yml").name
             draft.write_text(text, encoding="utf-8")
-            layout = done.tree.get("parallel", {})
+            layout = translation.tree.get("parallel", {})
             processes = layout.get("pipeline", 1) * layout.get("tensor", 1) * options.data_ranks
             try:
                 load_config([draft], [], model_type=ModelConfig, world_size=processes)
-            except ConfigError as error:  # without the lines of a file that nobody sees
+            except ConfigError as error:  # without line numbers of the temporary file
                 origin = re.compile(rf" \({re.escape(str(draft))}:\d+\)$")
                 raise ConfigError(origin.sub("", problem) for problem in error.problems) from error
         if options.out is not None:
@@ -58,15 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if options.out is None:
         print(text, end="")
-    print(_report(done), file=sys.stderr)
+    print(_report(translation), file=sys.stderr)
     return 0
 
 
-def _report(done: Translation) -> str:
-    lines = ["assumed:", *(f"  {line}" for line in done.assumed)]
-    if done.ignored:
-        width = max(map(len, done.ignored))
-        lines += ["ignored:", *(f"  {key:<{width}}  {why}" for key, why in sorted(done.ignored.items()))]
+def _report(translation: Translation) -> str:
+    lines = ["assumed:", *(f"  {line}" for line in translation.assumed)]
+    if translation.ignored:
+        width = max(map(len, translation.ignored))
+        lines += ["ignored:", *(f"  {key:<{width}}  {why}" for key, why in sorted(translation.ignored.items()))]
     return "\n".join(lines)
 
 
@@ -78,16 +80,16 @@ def _ordered(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line(
         "python -m tools.neox_config",
-        "Turn GPT-NeoX configuration files into one of this project, and say what was left out and why.",
+        "Translate GPT-NeoX configuration files to one of this project, and list the ignored keys with reasons.",
         (
             "examples:\n"
-            "  python -m tools.neox_config pythia-410M.yml                      to the screen\n"
-            "  python -m tools.neox_config 410M.yml local_setup.yml -o run.yml  merged left to right, the last value of a key\n"
+            "  python -m tools.neox_config pythia-410M.yml                      to standard output\n"
+            "  python -m tools.neox_config 410M.yml local_setup.yml -o run.yml  later files override earlier ones\n"
             "  python train.py run.yml --dry-run                                parameters, memory, FLOPs"
         ),
     )
-    parser.add_argument("files", nargs="+", type=Path, help="GPT-NeoX's files")
-    parser.add_argument("-o", "--out", type=Path, help="the file to write (default: the screen)")
+    parser.add_argument("files", nargs="+", type=Path, help="configuration files of GPT-NeoX")
+    parser.add_argument("-o", "--out", type=Path, help="file to write (default: standard output)")
     parser.add_argument(
         "--vocab-size",
         type=positive,
@@ -95,7 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         help="rows of the embedding (50304: GPT-NeoX-20B's tokenizer, padded)",
     )
     parser.add_argument(
-        "--data-ranks", type=positive, default=1, help="data ranks that the batch is checked for (default 1)"
+        "--data-ranks",
+        type=positive,
+        default=1,
+        help="number of data ranks for which the batch size is checked (default 1)",
     )
     return parser
 

@@ -1,6 +1,6 @@
-"""Raw text to token files: python -m tools.preprocess_data --input ... --tokenizer-type hf --vocab-file ... ...
+"""Tokenize raw text to token files: python -m tools.preprocess_data --input ... --tokenizer-type hf --vocab-file ... ...
 
-The arguments carry GPT-NeoX's names and meanings; the files open in GPT-NeoX and Megatron-LM.
+Options have the names and meanings of GPT-NeoX. GPT-NeoX and Megatron-LM can read the files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from data.preprocessing.encode import Recipe
 from data.preprocessing.pipeline import finished, preprocess
 from tools.cli.arguments import command, command_line, from_zero, positive, share
 
-# GPT-NeoX's and Megatron-LM's names for what can be read here.
+# Names of tokenizer types, including those of GPT-NeoX and Megatron-LM.
 TOKENIZER_TYPES = {
     "sentencepiece": "sentencepiece",
     "SPMTokenizer": "sentencepiece",
@@ -32,21 +32,20 @@ EXAMPLES = """examples:
   the Pile, with its own tokenizer
     python -m tools.preprocess_data --input pile/train/*.jsonl.zst --tokenizer-type hf \\
         --vocab-file tokenizers/gpt-neox-20b/tokenizer.json --append-eod --output-prefix data/pile_train --workers 16
-  C4, with 1 % of the documents for validation, chosen by hash, and exact repeats left out
+  C4, with 1 % of the documents for validation, chosen by hash, without exact duplicates
     python -m tools.preprocess_data --input c4/*.json.gz --tokenizer-type wordpiece --vocab-file bert/vocab.txt \\
         --append-eod --split 99,1 --deduplicate --output-prefix data/c4 --workers 16
 
-what is written, for every key of --jsonl-keys
+outputs, for each key of --jsonl-keys
   PREFIX_text_document.bin    the tokens           (with --split: PREFIX_train_text_document.bin and so on)
-  PREFIX_text_document.idx    where each document lies
-  PREFIX_text_document.json   counts, bytes a token, the tokenizer and its hash, documents of each input file, checksums
-  PREFIX_text_document.sources.npy   where the records name it: the source of each document
-A config names the path without extension: data.train=PREFIX_text_document. Look into the files with
-python -m tools.inspect_data PREFIX_text_document, and compare them with their checksums with --verify.
+  PREFIX_text_document.idx    the position of each document
+  PREFIX_text_document.json   counts, bytes per token, the tokenizer and its hash, documents per input file, checksums
+  PREFIX_text_document.sources.npy   the source of each document, if the records name it
+A configuration names the path without extension: data.train=PREFIX_text_document. To inspect the files, run
+python -m tools.inspect_data PREFIX_text_document; with --verify it compares them with their checksums.
 
-A job that was killed goes on where it was when the same command is given again: what is finished, in parts of about
-256 MiB of text, is not tokenised again; of a job that is complete it says so. Outputs of other input or settings are
-replaced with --overwrite only. The output is the same bytes for any number of workers.
+To resume a job that was killed, run the same command again. Finished parts of about 256 MiB of text are not tokenized
+again. Outputs of other input or settings are replaced only with --overwrite. The output does not depend on --workers.
 """
 
 
@@ -71,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--output-prefix {options.output_prefix} names a folder: add how the names of the files in it begin, for example "
             f"{os.path.join(options.output_prefix, 'train')}"
         )
-    # A name that has a comma itself is one that is there.
+    # An existing path may contain a comma; any other word is split at commas.
     files = source_files([p for word in options.input for p in ([word] if os.path.exists(word) else word.split(","))])
     if not options.overwrite and (manifests := finished(files, options.output_prefix, recipe)):
-        _say(options.output_prefix, manifests)
+        _print_summary(options.output_prefix, manifests)
         print("complete: written before from this input with these settings (--overwrite writes it again)")
         return 0
     start = time.perf_counter()
@@ -82,28 +81,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files, options.output_prefix, recipe, workers=options.workers, progress=not options.no_progress
     )
     seconds = time.perf_counter() - start
-    _say(options.output_prefix, manifests)
+    _print_summary(options.output_prefix, manifests)
     tokens = sum(manifest["tokens"] for manifest in manifests.values())
     print(f"{seconds:.1f} seconds, {tokens / seconds / 1e6:.2f} million tokens/s")
     return 0
 
 
-def _say(prefix: str, manifests: Mapping[str, Mapping[str, Any]]) -> None:
+def _print_summary(prefix: str, manifests: Mapping[str, Mapping[str, Any]]) -> None:
     for name, manifest in manifests.items():
         print(
             f"{prefix}_{name}_document: {manifest['documents']:,} documents,"
-            f" {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:.3f} bytes a token"
+            f" {manifest['tokens']:,} tokens, {manifest['bytes_per_token']:.3f} bytes per token"
         )
     first = next(iter(manifests.values()))
     if first["skipped"]:
-        print("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in first["skipped"].items()))
-    print(f"rows of a model for this tokenizer: model.vocab_size={first['padded_vocab_size']}")
+        print("skipped: " + ", ".join(f"{count:,} {reason}" for reason, count in first["skipped"].items()))
+    print(f"vocabulary size of a model with this tokenizer: model.vocab_size={first['padded_vocab_size']}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_line(
         "python -m tools.preprocess_data",
-        "Raw text to token files that a config trains from (data.train, data.validation).",
+        "Tokenize raw text to token files for training (data.train, data.validation).",
         EXAMPLES,
     )
     add = parser.add_argument_group("input").add_argument
@@ -112,16 +111,16 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders, globs, stdlib, a folder that datasets saved, or hf:NAME[:CONFIGURATION][:SPLIT] to stream; "
-        "also separated by commas. .jsonl and .json (one object a line), .parquet, .txt; plain, .gz or .zst",
+        help="files, folders, globs, stdlib, a folder saved by datasets, or hf:NAME[:CONFIGURATION][:SPLIT] to stream; "
+        "may be separated by commas. .jsonl and .json (one object per line), .parquet, .txt; plain, .gz or .zst",
     )
-    add("--jsonl-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text; one output each (text)")
+    add("--jsonl-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the text; one output per key (text)")
     add(
         "--max-broken",
         type=from_zero,
         default=0,
         metavar="N",
-        help="lines that may fail to parse, or files in another encoding, before the job stops (0)",
+        help="most lines that cannot be parsed, or files in another encoding, before the job stops (0)",
     )
     add(
         "--max-empty",
@@ -134,10 +133,10 @@ def _parser() -> argparse.ArgumentParser:
         "--source-key",
         default=SOURCE_KEY,
         metavar="KEY",
-        help="where a record names its source, for a loss of each (%(default)s, the Pile's)",
+        help="key of the source in a record, for the per-source loss (%(default)s, as in the Pile)",
     )
-    add("--min-characters", type=from_zero, default=0, metavar="N", help="leave out shorter documents (0)")
-    add("--deduplicate", action="store_true", help="keep the first of equal texts")
+    add("--min-characters", type=from_zero, default=0, metavar="N", help="skip shorter documents (0)")
+    add("--deduplicate", action="store_true", help="skip documents whose text equals an earlier one")
     add("--ftfy", action="store_true", help="repair mis-decoded text with the package ftfy, which must be installed")
     add = parser.add_argument_group("tokenizer").add_argument
     add(
@@ -149,12 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab-file", metavar="FILE", help="the tokenizer's file; bytes needs none")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token (recommended)")
     add = parser.add_argument_group("output").add_argument
-    add("--output-prefix", required=True, metavar="PREFIX", help="start of the names of all outputs")
-    add("--split", metavar="A,B[,C]", help="shares of train,validation,test by hash of the text; without it one output")
+    add("--output-prefix", required=True, metavar="PREFIX", help="beginning of all output paths")
+    add("--split", metavar="A,B[,C]", help="shares of train,validation,test, by hash of the text (default: one output)")
     add(
         "--overwrite",
         action="store_true",
-        help="replace outputs that were made from something else, or make them again",
+        help="replace existing outputs, even if other input or settings made them",
     )
     add = parser.add_argument_group("runtime").add_argument
     add(
@@ -162,10 +161,10 @@ def _parser() -> argparse.ArgumentParser:
         type=positive,
         default=os.cpu_count() or 1,
         metavar="N",
-        help="processes that tokenise (%(default)s)",
+        help="processes that tokenize (%(default)s)",
     )
-    add("--no-progress", action="store_true", help="no progress bar")
-    # GPT-NeoX's, accepted so that its command lines run: there is one format, and progress needs no help here.
+    add("--no-progress", action="store_true", help="hide the progress bar")
+    # Options of GPT-NeoX that are accepted without effect, so that its command lines run.
     add("--dataset-impl", choices=["mmap"], default="mmap", help=argparse.SUPPRESS)
     add("--num-docs", type=int, help=argparse.SUPPRESS)
     add("--log-interval", type=int, help=argparse.SUPPRESS)

@@ -1,11 +1,10 @@
-"""Write a checkpoint again as another layout would have written it.
+"""Rewrite a checkpoint for another layout.
 
 python -m tools.reshard runs/x out/ --data 8 --tensor 4 --pipeline 2
 python -m tools.reshard runs/x/checkpoints/step_00001000 out/           # one file, for one process
 
-Training does not need this: a run resumes in any layout by itself. It saves reading: after it, a process of that layout
-finds most of what it owns in one file, where it would otherwise read from many. Nothing changes but the files: tensors,
-optimizer state and the trainer's state are the same, bit for bit.
+Training does not need this command: a run resumes in any layout. It only makes reading faster, because each process of the
+new layout then reads mostly one file instead of many. Tensors, optimizer state and trainer state stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tools.cli.arguments import command, command_line, positive
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, or 2 with a message."""
+    """Run the command line. Returns 0, or 2 with a message."""
     parser = command_line("python -m tools.reshard", __doc__)
     parser.add_argument("checkpoint", type=Path, help="run folder, checkpoints folder or step folder")
     parser.add_argument("output", type=Path, help="new folder; the checkpoint becomes OUTPUT/step_XXXXXXXX")
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -> str:
-    """Write `source` into the folder `output` as data x tensor x pipeline processes would; a line about what was done.
+    """Rewrite `source` into the folder `output` for data x tensor x pipeline processes. Return a line for the user.
 
     Raises:
         CheckpointError: the source cannot be read, or the output exists or cannot be written.
@@ -56,13 +55,13 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
     settings = checkpoint.read_config_yaml(source)
     model = ModelConfig(**settings["model"])
     length = settings["batch"]["sequence_length"]
-    wanted, limits = Layout(tensor, pipeline), replace(limits_of(model, length), context_refused="not stored")
-    for key, problem in layout_problems(wanted, limits):
+    target, limits = Layout(tensor, pipeline), replace(limits_of(model, length), context_refused="not stored")
+    for key, problem in layout_problems(target, limits):
         near = " or ".join(
             f"--tensor {layout.tensor} --pipeline {layout.pipeline}"
-            for layout in nearest_layouts(wanted, wanted.model_ranks, limits)
+            for layout in nearest_layouts(target, target.model_ranks, limits)
         )
-        raise ValueError(f"--{key} {problem}; nearest that can be: {near}")
+        raise ValueError(f"--{key} {problem}; nearest allowed: {near}")
     import torch
 
     specs = layer_specs(model)
@@ -95,7 +94,7 @@ def reshard(source: Path, output: Path, data: int, tensor: int, pipeline: int) -
 
 
 def _shares(numel: int, parts: int) -> list[tuple[int, int, int]]:
-    """(part, start, stop) of the non-empty shares of a flattened tensor."""
+    """Return (part, start, stop) of the non-empty shares of a flattened tensor."""
     cuts = [numel * part // parts for part in range(parts + 1)]
     return [(part, cuts[part], cuts[part + 1]) for part in range(parts) if cuts[part] < cuts[part + 1]]
 

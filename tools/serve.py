@@ -1,10 +1,9 @@
-"""An export behind Transformers' own OpenAI-compatible server: `python -m tools.serve exported/ --port 8000`.
+"""Serve an export with the OpenAI-compatible server of Transformers: `python -m tools.serve exported/ --port 8000`.
 
-`transformers serve` finds a model's class in the transformers module alone, so this command puts the project's class there,
-after comparing the source beside the weights with the project's. `RequestGuard` stands in front of the server: it closes
-every path that loads another model, and answers requests that are too large or odd. The server's list of models is that of
-the hub's cache; here it is the export. It passes a request's temperature and top_p on and leaves it to the model's settings
-whether they are used; here they are. An empty prompt begins a document, as in tools.generate.
+`transformers serve` looks up model classes only in the transformers module, so this command registers the project's class
+there, after it has compared the export's source with the project's. `RequestGuard` closes all paths that load another model
+and refuses invalid requests. The list of models is the export only. Sampling with a request's temperature and top_p is
+enabled. An empty prompt starts a document, as in tools.generate.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from tools.inference.request_guard import CHAT, Limits, RefusedRequestError, Req
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; options that are not its own go to `transformers serve` as they are."""
+    """Run the command line. Unknown options are passed to `transformers serve`."""
     options, rest = _parser().parse_known_args(arguments)
-    config, mend = options.folder / "config.json", "python -m tools.convert_hf export RUN FOLDER writes one"
+    config, remedy = options.folder / "config.json", "python -m tools.convert_hf export RUN FOLDER writes one"
     if not config.is_file():
-        raise ValueError(f"{options.folder} is no export: config.json is missing; {mend}")
-    described = read_json(config, mend, "architectures")
+        raise ValueError(f"{options.folder} is no export: config.json is missing; {remedy}")
+    described = read_json(config, remedy, "architectures")
     from tools.conversion.hf_folder import check_folder  # imports torch, which --help does not need
 
     check_folder(options.folder)
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def served_class(base: Any) -> type:
-    """The export's class; what it loads draws from the model's own distribution where a request says nothing else."""
+    """Return a subclass of the export's class that samples from the model's distribution unless a request changes it."""
     from tools.inference.sampling import LEAST_TEMPERATURE
 
     class Served(base):
@@ -74,9 +73,9 @@ def served_class(base: Any) -> type:
             return model
 
         def generate(self, *arguments: Any, **settings: Any) -> Any:
-            asked = settings.get("generation_config")
-            if asked is not None and 0 < (asked.temperature or 0) < LEAST_TEMPERATURE:
-                asked.temperature = LEAST_TEMPERATURE
+            requested = settings.get("generation_config")
+            if requested is not None and 0 < (requested.temperature or 0) < LEAST_TEMPERATURE:
+                requested.temperature = LEAST_TEMPERATURE
             ids = settings.get("input_ids")
             if ids is None or ids.shape[1]:
                 return super().generate(*arguments, **settings)
@@ -112,7 +111,7 @@ def token_counter(tokenizer: Any, config: Mapping[str, Any]) -> Callable[[str, M
 
 
 def _rendered(tokenizer: Any, messages: Any) -> int:
-    """Number of tokens of a conversation."""
+    """Return the number of tokens of a conversation."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -130,7 +129,7 @@ def _rendered(tokenizer: Any, messages: Any) -> int:
 
 
 def _class(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
-    """The project's class, known to transformers under the model's type; or the folder's own where it is trusted."""
+    """Return the project's class, registered with transformers, or with `trust_remote_code` the class in the folder."""
     if trust_remote_code:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -145,7 +144,7 @@ def _class(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> 
 
 
 def _bound_names(host: str) -> list[str]:
-    """The name by which requests reach the address that the server listens at; none for every address."""
+    """Return the host name of the address that the server listens on, or an empty list for all addresses."""
     if host in ("0.0.0.0", "::"):
         return []
     return [f"[{host}]" if ":" in host else host]
@@ -163,28 +162,28 @@ def _parser() -> argparse.ArgumentParser:
             "  curl localhost:8000/v1/completions -H 'content-type: application/json' \\\n"
             '       -d \'{"model": "exported", "prompt": "def ", "max_tokens": 64}\'\n'
             "\n"
-            "/v1/completions continues a text, drawn with the request's temperature (default 1; 0 is greedy) and top_p.\n"
-            "/v1/chat/completions needs a chat template, which a pretrained model has not.\n"
-            "Needs transformers' extra: pip install 'transformers[serving]'. docs/guide/huggingface.md"
+            "/v1/completions continues a text with the request's temperature (default 1; 0: greedy) and top_p.\n"
+            "/v1/chat/completions needs a chat template, which a pretrained model does not have.\n"
+            "Requires pip install 'transformers[serving]'. See docs/guide/huggingface.md"
         ),
     )
-    parser.add_argument("folder", type=Path, help="what tools.convert_hf export wrote")
-    parser.add_argument("--host", default="localhost", help="address to listen at (default %(default)s)")
+    parser.add_argument("folder", type=Path, help="folder written by `tools.convert_hf export`")
+    parser.add_argument("--host", default="localhost", help="address to listen on (default %(default)s)")
     parser.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="Host header to answer besides localhost, 127.0.0.1, [::1] and --host; may be given again",
+        help="allowed Host header besides localhost, 127.0.0.1, [::1] and --host; may be repeated",
     )
-    for option, default, words in (
-        ("--max-request-bytes", limits.body_bytes, "largest body of a request"),
+    for option, default, text in (
+        ("--max-request-bytes", limits.body_bytes, "largest request body"),
         ("--max-prompt-tokens", limits.prompt_tokens, "longest prompt"),
         ("--max-tokens", limits.new_tokens, "largest max_tokens of a request"),
     ):
-        parser.add_argument(option, type=positive, default=default, help=f"{words} (default {default:,})")
+        parser.add_argument(option, type=positive, default=default, help=f"{text} (default {default:,})")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the folder's own source instead of the project's"
+        "--trust-remote-code", action="store_true", help="run the source in the folder instead of the project's"
     )
     return parser
 

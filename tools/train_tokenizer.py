@@ -1,4 +1,4 @@
-"""A SentencePiece tokenizer from raw text: python -m tools.train_tokenizer --input ... --output tokenizer.model"""
+"""Train a SentencePiece tokenizer on raw text: python -m tools.train_tokenizer --input ... --output tokenizer.model"""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ EXAMPLES = """example:
   python -m tools.train_tokenizer --input stdlib --vocab-size 4096 --output tokenizer.model
   python train.py data.tokenizer.type=sentencepiece data.tokenizer.path=tokenizer.model
 
-The model loses nothing: decoding gives back every text, spaces, line ends and rare characters included. Characters
-that are not in the vocabulary become bytes. Ids 0 and 1 are the end of a document and "unknown", which is never used.
-bpe trains in seconds; unigram takes some twenty times as long and compresses source code a little less.
+Decoding returns the exact text, including spaces, line ends and rare characters. Characters outside the vocabulary become
+bytes. Id 0 is the end of a document. Id 1 is "unknown", which is never used. bpe trains in seconds; unigram takes about
+twenty times as long and compresses source code slightly less.
 """
 
 
@@ -34,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     check_sentencepiece_size(options.vocab_size)
     files = source_files(options.input)
-    made_from = {key: getattr(options, key) for key in ("vocab_size", "model_type", "sample_characters", "jsonl_key")}
-    made_from["files"] = hashlib.sha256(json.dumps([file.identity() for file in files]).encode()).hexdigest()[:16]
+    settings = {key: getattr(options, key) for key in ("vocab_size", "model_type", "sample_characters", "jsonl_key")}
+    settings["files"] = hashlib.sha256(json.dumps([file.identity() for file in files]).encode()).hexdigest()[:16]
     record = Path(f"{options.output}.json")
     if options.output.exists() and not options.overwrite:
-        before = read_json(record, "remove it", *made_from, "hash") if record.is_file() else {}
-        if before != {**made_from, "hash": load_tokenizer("sentencepiece", options.output).hash}:
+        previous = read_json(record, "remove it", *settings, "hash") if record.is_file() else {}
+        if previous != {**settings, "hash": load_tokenizer("sentencepiece", options.output).hash}:
             raise ValueError(
                 f"{options.output} exists, made from other input, with other settings or elsewhere; name another --output, or "
                 "replace it with --overwrite"
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             held_out.append(document.text)
         else:
             sample.add(position, document.text)
-    if not sample.characters:  # the hashes of a few documents may all be low
+    if not sample.characters:  # with few documents, all hashes may select held-out documents
         for text in held_out:
             sample.add(0.0, text)
         held_out = []
@@ -65,21 +65,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not texts:
         raise ValueError(f"--input {' '.join(options.input)}: holds no text")
     print(f"training {options.model_type} of {options.vocab_size:,} on {sample.characters:,} characters")
-    aside = options.output.with_name(f".{options.output.name}.trained")
+    temporary = options.output.with_name(f".{options.output.name}.trained")
     try:
         train_sentencepiece(
-            texts, aside, vocab_size=options.vocab_size, model_type=options.model_type, threads=options.workers
+            texts, temporary, vocab_size=options.vocab_size, model_type=options.model_type, threads=options.workers
         )
-        tokenizer = load_tokenizer("sentencepiece", aside)
-        # First, so that no kill leaves a tokenizer without it, which the same command would refuse.
-        write_whole(record, json.dumps({**made_from, "hash": tokenizer.hash}, indent=2) + "\n")
-        aside.replace(options.output)
+        tokenizer = load_tokenizer("sentencepiece", temporary)
+        # Written first: the same command would refuse a tokenizer without its record.
+        write_whole(record, json.dumps({**settings, "hash": tokenizer.hash}, indent=2) + "\n")
+        temporary.replace(options.output)
     finally:
-        aside.unlink(missing_ok=True)
-    measured, what = (held_out, "held-out documents") if held_out else (texts[:100], "the training text")
+        temporary.unlink(missing_ok=True)
+    measured, source = (held_out, "held-out documents") if held_out else (texts[:100], "the training text")
     tokens = sum(len(ids) for ids in tokenizer.encode_batch(measured, options.workers))
     size = sum(len(text.encode()) for text in measured)
-    print(f"{options.output}: {tokenizer.vocab_size:,} pieces, {size / tokens:.3f} bytes a token on {what}")
+    print(f"{options.output}: {tokenizer.vocab_size:,} pieces, {size / tokens:.3f} bytes per token on {source}")
     print(f"{time.perf_counter() - start:.1f} seconds")
     return 0
 
@@ -89,16 +89,16 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs, or stdlib")
     add("--jsonl-key", default="text", metavar="KEY", help="key of the text in JSON lines (text)")
-    add("--output", type=Path, required=True, metavar="FILE", help="the model to write, and FILE.json: what from")
-    add("--overwrite", action="store_true", help="replace a FILE that was made from something else, or train it again")
-    add("--vocab-size", type=positive, default=4096, metavar="N", help="pieces, the 256 bytes included (4096)")
+    add("--output", type=Path, required=True, metavar="FILE", help="model to write; FILE.json records its input")
+    add("--overwrite", action="store_true", help="replace FILE, even if other input or settings made it")
+    add("--vocab-size", type=positive, default=4096, metavar="N", help="pieces, including the 256 bytes (4096)")
     add("--model-type", choices=["bpe", "unigram"], default="bpe", help="(bpe)")
     add(
         "--sample-characters",
         type=positive,
         default=48_000_000,
         metavar="N",
-        help="text to train on, documents chosen by hash (48 million)",
+        help="most characters to train on; documents are chosen by hash (48 million)",
     )
     add("--workers", type=positive, default=os.cpu_count() or 1, metavar="N", help="threads (%(default)s)")
     return parser

@@ -109,7 +109,7 @@ def test_a_layout_that_does_not_divide_is_refused(folder, tmp_path, capsys):
     assert reshard.main([str(folder / "zero3-tensor"), str(tmp_path), "--tensor=3"]) == 2
     error = capsys.readouterr().err
     assert "--tensor = 3 does not divide model.num_heads = 4" in error
-    assert "; nearest that can be: --tensor " in error
+    assert "; nearest allowed: --tensor " in error
     assert reshard.main([str(folder / "zero3-tensor"), str(tmp_path), "--pipeline=9"]) == 2
     assert "--pipeline = 9" in capsys.readouterr().err
 

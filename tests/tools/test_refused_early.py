@@ -48,7 +48,7 @@ CASES = [
         "tools.length.__main__",
         "RUN -o /proc/l.png",
         WEIGHTS,
-        r"--out /proc/l\.png: cannot be written \(.*: /proc\); name",
+        r"--out /proc/l\.png: cannot be written \(.*: /proc\); give",
     ),
     ("tools.length.__main__", "RUN -o FILE/l.png", WEIGHTS, r"--out .*: cannot be written \(Not a directory: .*file\)"),
     ("tools.length.__main__", "RUN -o OUT", WEIGHTS, "--out .*out: the name must end in an image format, such as"),

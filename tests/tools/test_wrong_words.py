@@ -163,7 +163,7 @@ CASES = {
         ("BROKEN OUT", "corrupted"),
         (
             "RUN OUT --tensor 3",
-            "--tensor = 3 does not divide model.num_heads = 4; nearest that can be: --tensor 1 --pipeline 1",
+            "--tensor = 3 does not divide model.num_heads = 4; nearest allowed: --tensor 1 --pipeline 1",
         ),
         ("RUN OUT --data 0", "--data: 0: a whole number, 1 or more"),
     ],
