@@ -46,17 +46,17 @@ def recomputable(results: Tensor | tuple[Tensor, ...], function: Callable[..., A
     # torch.compile decides about recomputation itself.
     if torch.compiler.is_compiling() or not _ACTIVE.get():
         return
-    recipe = _Recipe(function, inputs)
+    recomputation = _Recomputation(function, inputs)
     for place, y in enumerate((results,) if isinstance(results, Tensor) else results):
         if y._base is None:  # else the storage holds more than y
             # On the storage, so that views and aliases find it, and it ends with the memory.
-            y.untyped_storage()._source = _Source(recipe, place, y.dtype, y._version)  # type: ignore[attr-defined]
+            y.untyped_storage()._source = _Source(recomputation, place, y.dtype, y._version)  # type: ignore[attr-defined]
 
 
 class _Source(NamedTuple):
     """How to compute the tensor of a storage, as it was at one version."""
 
-    recipe: _Recipe
+    recomputation: _Recomputation
     place: int
     dtype: torch.dtype
     version: int
@@ -70,16 +70,16 @@ class _Saved(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A stand-in for a tensor: the result of a recipe and the view of it."""
+    """A stand-in for a tensor: the result of a recomputation and the view of it."""
 
-    recipe: _Recipe
+    recomputation: _Recomputation
     place: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class _Recipe:
+class _Recomputation:
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
         # Detached: the values of a weight that ZeRO 3 releases stay here.
         self._function = function
@@ -101,12 +101,12 @@ def _pack(x: Tensor) -> _Saved | _View:
     if source is None or (source.dtype, source.version) != (x.dtype, x._version):
         # Detached: an operation that saves its own result must not hold itself through the tensor.
         return _Saved(x if x.is_leaf else x.detach(), x._version)
-    return _View(source.recipe, source.place, x.size(), x.stride(), int(x.storage_offset()))
+    return _View(source.recomputation, source.place, x.size(), x.stride(), int(x.storage_offset()))
 
 
 def _unpack(saved: _Saved | _View) -> Tensor:
     if isinstance(saved, _View):
-        return saved.recipe.result(saved.place).as_strided(saved.size, saved.stride, saved.offset)
+        return saved.recomputation.result(saved.place).as_strided(saved.size, saved.stride, saved.offset)
     if saved.tensor._version != saved.version:
         raise RuntimeError(
             f"a tensor {list(saved.tensor.shape)} that the backward pass needs was changed in place after it was saved (version "

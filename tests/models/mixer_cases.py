@@ -1,4 +1,4 @@
-"""The registered mixers under the settings that their tests run through, and how these tests build them."""
+"""The settings of all registered mixers that tests use, and functions that build them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from models.mixers import MIXERS
 
 SIZE, HEADS, LAYERS, LAYER = 32, 4, 3, 1
 
-# Settings beside the defaults: (mixer, its options).
+# Settings in addition to the defaults: (mixer, its options).
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *(
         ("lion", {"variant": variant, "causal": causal})
@@ -61,7 +61,7 @@ def build(
     heads: int = HEADS,
     layer: int = LAYER,
 ) -> nn.Module:
-    """The mixer with all parameters away from their initial values, so that none is hidden by a zero."""
+    """Return the mixer with all parameters changed from their initial values: a zero would hide an error."""
     name, options = case
     config = ModelConfig(
         vocab_size=8,

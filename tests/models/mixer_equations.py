@@ -49,7 +49,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
 
 
 def _both(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, shifted: bool = False) -> tuple[Tensor, Tensor]:
-    """The sum over all pairs, the decay of a pair as the product of what lies between; and the sum of each row."""
+    """Return the sum over all pairs and the normalizers. A pair's decay is the product of the decays between its tokens."""
     out, rows = torch.zeros_like(v), torch.zeros_like(v[..., :1])
     for i in range(len(q)):
         for j in range(len(q)):

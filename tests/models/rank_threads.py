@@ -15,7 +15,7 @@ from models.operators.context_parallel import context_parallel
 
 @dataclass
 class Meeting:
-    """Where the threads of a test meet; `gathers` counts the numbers that one of them sends forward."""
+    """Exchange tensors between the threads of a test; `gathers` counts the elements that one thread sends forward."""
 
     count: int
     gathers: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How many files a reader must open to follow a MetaLA block to its CUDA kernels."""
+"""The number of files that a reader must open to follow a MetaLA block to its CUDA kernels."""
 
 from __future__ import annotations
 

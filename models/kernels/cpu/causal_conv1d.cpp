@@ -1,5 +1,5 @@
 // The depthwise causal convolution of models/layers/short_convolution.py with its activation, forward and backward, in one pass each.
-// A task walks along a sequence with COLUMNS channels, whose last TAPS inputs stay in registers or the first cache.
+// A task computes COLUMNS channels of a sequence, token by token. Their last TAPS inputs stay in registers or the L1 cache.
 // Compiled for one REAL (float or bf16), TAPS, SILU (0 or 1) and COLUMNS, a multiple of 16 that divides the channels.
 #include "vectors.h"
 
@@ -37,13 +37,13 @@ extern "C" void forward(const REAL* before, const REAL* x, const float* taps, RE
     }
 }
 
-// d_taps: float [batch, TAPS, channels], a row's part each; the others of the shapes above.
+// d_taps: float [batch, TAPS, channels], the sums of each batch row. The other shapes are as in `forward`.
 extern "C" void backward(const REAL* before, const REAL* x, const float* taps, const REAL* dy, REAL* d_before, REAL* dx,
                          float* d_taps, int64_t batch, int64_t length, int64_t channels, int64_t threads) {
 #pragma omp parallel for collapse(2) num_threads(threads)
   for (int64_t b = 0; b < batch; b++)
     for (int64_t c = 0; c < channels; c += COLUMNS) {
-      // through[i]: of the inputs at t - PAST + i, what the outputs up to t give to them.
+      // through[i]: the gradient of the input at t - PAST + i from the outputs up to t.
       Column window[TAPS], weight[TAPS], of_weight[TAPS] = {}, through[TAPS] = {};
       for (int i = 0; i < TAPS; i++)
         for (int j = 0; j < V; j++) weight[i].x[j] = load(taps + i * channels + c + j * W);

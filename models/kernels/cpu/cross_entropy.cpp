@@ -1,12 +1,12 @@
-// What models/layers/lm_head.py asks of rows of logits: their statistics, and the gradient in place of them, in one pass each over a row,
-// which stays in the first cache. Compiled for one REAL (float or bf16). The vocabulary is a multiple of 16.
+// Cross entropy of rows of logits (models/operators/cross_entropy.py): statistics, and the gradient in place of the logits. Each
+// function reads a row once; the row stays in the cache. Compiled for one REAL (float or bf16). The vocabulary is a multiple of 16.
 #include "vectors.h"
 
 static inline vec logit(const REAL* z, const float* bias, int64_t j) { return bias ? load(z + j) + load(bias + j) : load(z + j); }
 
 static inline float one(const REAL* z, const float* bias, int64_t j) { return number(z[j]) + (bias ? bias[j] : 0.0f); }
 
-// Of each row z + bias (bias may be null): the largest logit, the first place that has it (unless `best` is null), sum exp(z - largest), z[label].
+// Per row z + bias (bias may be null): the largest logit, its first index (unless `best` is null), sum exp(z - largest), z[label].
 extern "C" void statistics(const REAL* logits, const float* bias, const int64_t* label, float* largest, int64_t* best, float* mass, float* chosen,
                            int64_t rows, int64_t vocab, int64_t threads) {
 #pragma omp parallel for num_threads(threads)
@@ -32,7 +32,7 @@ extern "C" void statistics(const REAL* logits, const float* bias, const int64_t*
   }
 }
 
-// logits <- weight (exp(z + bias - log_sum) - [j == label]); a negative label stands elsewhere.
+// logits <- weight (exp(z + bias - log_sum) - [j == label]); a negative label is in another vocabulary shard.
 extern "C" void gradient(REAL* logits, const float* bias, const int64_t* label, const float* log_sum, const float* weight, int64_t rows,
                          int64_t vocab, int64_t threads) {
 #pragma omp parallel for num_threads(threads)

@@ -1,13 +1,13 @@
-// MetaLA's gate, recurrence and epilogue, token by token: a head's state stays in the first cache, and everything between
-// the projections is read and written once. Mathematics: models/mixers/metala.py and models/operators/metala.py.
+// MetaLA's decay, recurrence and epilogue, token by token. A head's state stays in the L1 cache; all other tensors are read or
+// written once. Equations: models/mixers/metala.py and models/operators/metala.py.
 //
 //   g = logsigmoid(a) / 16    alpha = exp(g)    k = 1 - alpha
 //   S <- alpha S + k v        o = scale q S     x = o + sigmoid((sum_c q_c w_c k_c) v) - 1/2
 //   n = (x - mean) / sqrt(var + eps)            y = SiLU(u) n
 //
-// Compiled for one REAL (float or bf16), KEYS and VALUES, the channels of a head, multiples of 16.
-// Tokens lie one after another; sequence s is bounds[s] to bounds[s + 1]. The state at the start of every CHUNK tokens is kept
-// for the backward pass, at place bounds[s] / CHUNK + s + n for the n-th chunk of sequence s.
+// Compiled for one REAL (float or bf16), and for KEYS and VALUES, the channels per head, multiples of 16.
+// Tokens are consecutive; sequence s is bounds[s] to bounds[s + 1]. The state at the start of every CHUNK tokens is saved for the
+// backward pass, at index bounds[s] / CHUNK + s + n for the n-th chunk of sequence s.
 #include "vectors.h"
 
 constexpr int K = KEYS / W, V = VALUES / W;
@@ -21,7 +21,7 @@ static inline void gate(const REAL* a, float* alpha, float* k, float* slope) {
   for (int i = 0; i < K; i++) {
     const vec x = load(a + i * W);
     const vec z = exp(x < 0.0f ? x : -x);
-    // log(1 + z) as 2 artanh(z / (2 + z)), to full relative precision: z is at most 1, the series' next term under 2e-9.
+    // log(1 + z) = 2 artanh(z / (2 + z)), to full relative precision: z is at most 1, the next term below 2e-9.
     const vec r = z / (2.0f + z), y = r * r;
     vec series = y * (1.0f / 15) + 1.0f / 13;
     series = series * y + 1.0f / 11;
@@ -32,7 +32,7 @@ static inline void gate(const REAL* a, float* alpha, float* k, float* slope) {
     series = series * y + 1.0f;
     const vec g = ((x < 0.0f ? x : vec{}) - 2.0f * r * series) * 0.0625f;
     const vec decay = exp(g);
-    // 1 - exp(g) loses its digits where g is small; the series ends where the next term is under 1e-8 of the sum.
+    // 1 - exp(g) cancels for small g. The next term of the series is below 1e-8 of the sum.
     vec small = g * (1.0f / 720) + 1.0f / 120;
     small = small * g + 1.0f / 24;
     small = small * g + 1.0f / 6;
@@ -76,7 +76,7 @@ static inline float normalised(const vec* o, const vec* v, float strength, float
 }
 
 // q, a: [tokens, heads, KEYS]; v, u, y: [tokens, heads, VALUES]; w: [heads, KEYS]; state: [sequences, heads, KEYS, VALUES],
-// in: at the start, out: at the end; starts: as said above, or null.
+// in: at the start, out: at the end; starts: the saved states as above, or null.
 extern "C" void forward(const REAL* q, const REAL* a, const REAL* v, const REAL* w, const REAL* u, float* state, float* starts,
                         REAL* y, const int64_t* bounds, int64_t sequences, int64_t heads, float scale, float eps, int64_t threads) {
 #pragma omp parallel for collapse(2) num_threads(threads)
@@ -107,7 +107,7 @@ extern "C" void forward(const REAL* q, const REAL* a, const REAL* v, const REAL*
     }
 }
 
-// The gradients of q, a, v and u lie side by side in a row of `stride` numbers a token, that of w in float32 a sequence.
+// The gradients of q, a, v and u are adjacent in a row of `stride` numbers per token; that of w is float32, one per sequence.
 // d_state: in: of the final state, out: of the initial one.
 extern "C" void backward(const REAL* q, const REAL* a, const REAL* v, const REAL* w, const REAL* u, const float* starts,
                          const REAL* dy, float* d_state, REAL* dq, REAL* da, REAL* dv, REAL* du, float* dw,
@@ -116,7 +116,7 @@ extern "C" void backward(const REAL* q, const REAL* a, const REAL* v, const REAL
 #pragma omp parallel for collapse(2) num_threads(threads)
   for (int64_t s = 0; s < sequences; s++)
     for (int64_t h = 0; h < heads; h++) {
-      // Of the chunk: the states before each token and after the last, and per token what the way back reads again.
+      // For the chunk: the states before each token and after the last, and per token the values that the backward loop reads.
       alignas(64) float S[CHUNK + 1][KEYS * VALUES], alpha[CHUNK][KEYS], k[CHUNK][KEYS], slope[CHUNK][KEYS], qs[CHUNK][KEYS];
       alignas(64) float D[KEYS * VALUES], of_q[KEYS], of_k[KEYS];
       alignas(64) vec o[CHUNK][V];

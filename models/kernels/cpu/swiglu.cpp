@@ -1,7 +1,7 @@
 // SiLU(gate) * up, forward and backward, in one pass each. Compiled for one REAL (float or bf16).
 #include "vectors.h"
 
-// All of `count` numbers, a multiple of 16.
+// All tensors have `count` numbers, a multiple of 16.
 extern "C" void forward(const REAL* gate, const REAL* up, REAL* y, int64_t count, int64_t threads) {
 #pragma omp parallel for num_threads(threads)
   for (int64_t i = 0; i < count; i += W) {

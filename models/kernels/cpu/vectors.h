@@ -1,4 +1,4 @@
-// Vectors of 16 float32 in the vector extensions of GCC and Clang, and how they are read from and written to bfloat16.
+// Vectors of 16 float32 in the vector extensions of GCC and Clang, with loads from and stores to bfloat16.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -28,7 +28,7 @@ static inline vec load(const bf16* p) {
 
 static inline void store(float* p, vec x) { std::memcpy(p, &x, sizeof x); }
 
-// To nearest, ties to even; a nan stays one.
+// Round to nearest, ties to even; nan stays nan.
 static inline void store(bf16* p, vec x) {
 #ifdef __AVX512BF16__
   const auto h = __builtin_ia32_cvtneps2bf16_v16sf(x);
@@ -57,7 +57,7 @@ static inline float sum(vec x) {
   return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
-// exp(x) to 2 units in the last place, of numbers between -87 and 88; beyond, what it is there. nan for nan.
+// exp(x) to 2 units in the last place. x is clamped to -87.3 ... 88.7; nan stays nan.
 static inline vec exp(vec x) {
   vec z = x > 88.7f ? vec{} + 88.7f : x;
   z = z < -87.3f ? vec{} - 87.3f : z;

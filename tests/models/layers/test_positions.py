@@ -1,4 +1,4 @@
-"""Learned positions: decoding goes on counting, padding and packing change nothing, too long a sequence is an error."""
+"""Learned positions: decoding continues them, padding and packing do not change them, longer sequences are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_position_vector_is_added_to_the_token() -> None:
 
 
 def test_bidirectional_model_without_decay_depends_on_order() -> None:
-    """Without positions Lion-lit sees a set of tokens."""
+    """Without positions, LION-lit does not depend on the order of tokens."""
     lm, tokens = model(causal=False), ids(1, 9)
     swapped = tokens[:, [0, 1, 5, 3, 4, 2, 6, 7, 8]]
     assert (lm(tokens) - lm(swapped))[0, 0].abs().max() > 1e-3

@@ -55,7 +55,7 @@ def test_gradient_of_the_history():
 @pytest.mark.parametrize("channels", [16, 3])
 def test_history_gradient_is_zero_without_tokens(monkeypatch, channels):
     empty_like = torch.empty_like
-    # What new memory holds is anything.
+    # Uninitialised memory may hold any number.
     monkeypatch.setattr(torch, "empty_like", lambda *x, **options: empty_like(*x, **options).fill_(torch.nan))
     layer, history = CausalConvolution(channels, 4, silu=True), torch.randn(2, 3, channels, requires_grad=True)
     y, after = layer(torch.zeros(2, 0, channels), history=history, return_history=True)
@@ -69,7 +69,7 @@ def test_history_gradient_is_zero_without_tokens(monkeypatch, channels):
 @pytest.mark.parametrize("channels", [16, 3])
 @pytest.mark.parametrize("shape", [(1, 3), (3, 3), (2, 2), (2, 4)])
 def test_history_of_wrong_shape_is_refused(channels, shape):
-    """Channels that the C++ kernel takes, which would read beyond it, and such that it does not."""
+    """With 16 channels, which the C++ kernel supports, and with 3, which it does not."""
     layer, history = CausalConvolution(channels, 4, silu=True), torch.zeros(*shape, channels)
     words = rf"history \[{shape[0]}, {shape[1]}, {channels}\]: expected .* = \[2, 3, {channels}\]; give the"
     for x, options in (
@@ -85,7 +85,7 @@ def test_history_of_wrong_shape_is_refused(channels, shape):
 
 @pytest.mark.parametrize("channels", [16, 3])
 def test_bfloat16_sums_in_float32(channels):
-    """In the C++ kernel and in tiles, which takes the other channels: outputs and gradients are rounded once."""
+    """The C++ kernel, and the form in tiles for other channel counts, round outputs and gradients once."""
     layer = CausalConvolution(channels, 4, silu=True).bfloat16()
     x = torch.randn(2, 50, channels).bfloat16().requires_grad_()
     y, _ = layer(x)

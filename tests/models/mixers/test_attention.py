@@ -24,7 +24,7 @@ def mixer(**options) -> Attention:
 
 
 def formula(layer: Attention, x: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v a head, a query at a time, rotations as complex numbers."""
+    """Compute softmax(q k^T / sqrt(d)) v per head and query, with rotations as complex numbers."""
     dim, options = SIZE // HEADS, layer.options
     project = [getattr(layer, name)(x).unflatten(-1, (-1, dim)) for name in ("q_proj", "k_proj", "v_proj")]
     rotary = int(dim * options.rotary_pct)
@@ -49,7 +49,7 @@ def formula(layer: Attention, x: Tensor) -> Tensor:
 
 
 def test_odd_rotary_channel_is_not_rotated() -> None:
-    """Pairs turn: 0.4 of 8 channels are 3, of which 2 do."""
+    """Channels are rotated in pairs: 0.4 of 8 channels are 3, of which 2 are rotated."""
     layer, other = mixer(rotary_pct=0.4), mixer(rotary_pct=0.25)
     other.load_state_dict(layer.state_dict())
     x = torch.randn(1, 9, SIZE, dtype=torch.float64)
@@ -126,7 +126,7 @@ def test_packed_segments_equal_runs_apart(causal):
 
 
 def test_bidirectional_attention_refuses_a_state():
-    """What came before would have to see what comes later."""
+    """Earlier outputs would depend on later tokens."""
     layer = mixer(causal=False)
     x = torch.randn(1, 8, SIZE, dtype=torch.float64)
     for packed in ({}, {"cu_seqlens": torch.tensor([0, 8])}):
