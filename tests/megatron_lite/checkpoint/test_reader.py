@@ -161,10 +161,10 @@ def test_an_alias_bomb_ends_with_a_sentence(tmp_path):
     (folder / "SHA256SUMS").unlink()
     (folder / "config.yml").write_text(BOMB)
     with pytest.raises(
-        CheckpointError, match=r"config\.yml is damaged \(its aliases stand for more than 100,000 values"
+        CheckpointError, match=r"config\.yml is damaged \(its aliases expand to more than 100,000 values"
     ):
         reader.read_config_yaml(tmp_path)
-    assert "its aliases stand for more than" in read_sources([folder / "config.yml"]).problems[0]
+    assert "its aliases expand to more than" in read_sources([folder / "config.yml"]).problems[0]
     for text in ("[" * 400, "a: &a [*a]"):
         with pytest.raises(yaml.YAMLError):
             yaml.load(text, BoundedLoader)

@@ -286,5 +286,5 @@ def test_without_validation_text_nothing_is_trained(place: Path, monkeypatch, ca
     data = {"data": {"corpus": "toy.jsonl", "tokenizer": {"type": "bytes"}, "validation_fraction": 0}}
     Path("all.yml").write_text(yaml.safe_dump(data))
     assert main(["tiny.yml", "--name", "blind", "--data", "all.yml", "--devices", "cpu"]) == 2
-    assert "data.validation_fraction above 0" in capsys.readouterr().err
+    assert "data.validation_fraction > 0" in capsys.readouterr().err
     assert not list(Path("runs/blind").glob("*/train.log"))
