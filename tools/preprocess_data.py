@@ -14,7 +14,7 @@ from typing import Any
 
 from data.corpus.discovery import source_files
 from data.corpus.readers import SOURCE_KEY
-from data.preprocessing.encode import Recipe
+from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.pipeline import finished, preprocess
 from tools.cli.arguments import command, command_line, from_zero, positive, share
 
@@ -52,7 +52,7 @@ again. Outputs of other input or settings are replaced only with --overwrite. Th
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    recipe = Recipe(
+    recipe = PreprocessingSettings(
         tokenizer_type=TOKENIZER_TYPES[options.tokenizer_type],
         tokenizer_path=options.vocab_file,
         keys=tuple(options.jsonl_keys),

@@ -1,4 +1,4 @@
-"""Documents to tokens: the part of preprocessing that every path from a corpus to token files shares."""
+"""Encode documents as tokens. `prepare_corpus.py` and `pipeline.py` share this step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from ..tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What to make of a corpus.
+class PreprocessingSettings:
+    """Settings of a preprocessing job.
 
-    keys: one pair of token files is written for each. split: shares of (train, validation, test) by hash of the text,
-    or () for one output. min_characters: shorter documents are skipped. deduplicate: of equal texts the first is kept
-    (16 bytes of memory a document and Python's overhead). max_broken: how many lines may fail to parse, or files be in
-    another encoding, before the job stops; they are counted. max_empty: the share of the documents that may be empty, of
-    a thousand or more. source_key: where a record names its source, with dots into inner objects.
+    keys: text keys; one pair of token files is written per key.
+    append_eod: append the end-of-document token to every document. ftfy: repair the text with ftfy.
+    split: shares of (train, validation, test) by hash of the text, or () for one output.
+    min_characters: shorter documents are skipped.
+    deduplicate: keep only the first of equal texts (16 bytes of memory per document and the overhead of Python).
+    max_broken: number of lines or files that may fail to parse before the job stops.
+    max_empty: maximum fraction of empty documents, checked from 1,000 documents on.
+    source_key: key of the source of a record; dots address inner objects.
     """
 
     tokenizer_type: str
@@ -41,7 +44,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not self.keys:
-            raise ValueError("no key to read the text from: give at least one")
+            raise ValueError("no text key: set at least one (--jsonl-keys)")
         if self.split and (len(self.split) > 3 or not (min(self.split) >= 0 and 0 < sum(self.split) < math.inf)):
             raise ValueError(f"split {self.split} must be up to three shares, train,validation,test, such as 98,1,1")
         if self.ftfy:
@@ -51,14 +54,14 @@ class Recipe:
                 raise ValueError("--ftfy needs the package ftfy, which is not installed: pip install ftfy") from error
 
     def names(self) -> list[str]:
-        """The outputs, as they stand in file names: ``{output_prefix}_{name}_document``."""
+        """Return the name of each output in the file name ``{output_prefix}_{name}_document``."""
         return [f"{side}{key}" for key in self.keys for side in self._sides()]
 
     def _sides(self) -> list[str]:
         return [f"{side}_" for side in ("train", "validation", "test")[: len(self.split)]] or [""]
 
     def side_of(self, position: float) -> int:
-        """0 train, 1 validation, 2 test. Validation takes the lowest positions, then test, then train."""
+        """Return 0 (train), 1 (validation) or 2 (test). Validation has the lowest positions, then test, then train."""
         if not self.split:
             return 0
         shares = [*self.split, 0.0, 0.0][:3]
@@ -70,8 +73,8 @@ class Recipe:
 
 @dataclass
 class Encoded:
-    """Hold some documents as tokens: ``tokens`` of all in a row, and for each its length, side (0 train, 1 validation,
-    2 test), digest (16 bytes), UTF-8 size and source."""
+    """Encoded documents: their concatenated tokens [sum of lengths], and per document its length, side (0 train,
+    1 validation, 2 test), digest (16 bytes), UTF-8 size and source."""
 
     tokens: NDArray
     lengths: list[int] = field(default_factory=list)
@@ -83,26 +86,26 @@ class Encoded:
     broken: list[str] = field(default_factory=list)
 
 
-def encode_block(block: Block, key: str, recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
-    """Parse and tokenise one block for one key."""
-    parsed = parse_block(block, key, recipe.source_key)
+def encode_block(block: Block, key: str, settings: PreprocessingSettings, tokenizer: Tokenizer) -> Encoded:
+    """Parse and tokenise one block for one text key. Raises ValueError as `parse_block` and `encode_documents`."""
+    parsed = parse_block(block, key, settings.source_key)
     skipped, broken = parsed.skipped, parsed.broken
     if skipped.pop("undecodable", 0):
         broken.append(f"{block.file.path}: not text in the encoding that it declares")
     documents, sides = [], []
     for document in parsed.documents:
-        side = recipe.side_of(split_position(document))
-        if recipe.ftfy:
+        side = settings.side_of(split_position(document))
+        if settings.ftfy:
             import ftfy
 
             document = replace(document, text=ftfy.fix_text(document.text))
-        if len(document.text) < recipe.min_characters:
+        if len(document.text) < settings.min_characters:
             skipped["short"] += 1
             continue
         documents.append(document)
         sides.append(side)
-    outcome = encode_documents(documents, sides, tokenizer, append_eod=recipe.append_eod)
-    outcome.tokens = outcome.tokens.astype(token_dtype(tokenizer.vocab_size))  # smaller between processes
+    outcome = encode_documents(documents, sides, tokenizer, append_eod=settings.append_eod)
+    outcome.tokens = outcome.tokens.astype(token_dtype(tokenizer.vocab_size))  # less data between processes
     outcome.skipped.update(skipped)
     outcome.broken = broken
     return outcome
@@ -119,21 +122,22 @@ def encode_documents(
 ) -> Encoded:
     """Tokenise documents, each on its side of the split. Raises ValueError for a document that the format cannot hold.
 
-    keep_empty: keep a document without tokens; else it is counted as skipped.
+    sides: side of each document. keep_empty: keep documents without tokens; otherwise they count as skipped.
+    threads: threads of the tokenizer.
     """
     outcome = Encoded(np.zeros(0, np.int64))
     encoded = tokenizer.encode_batch([document.text for document in documents], threads)
     end = [np.array([tokenizer.end_of_document_id])] if append_eod else []
     pieces: list[NDArray] = []
     for document, side, tokens in zip(documents, sides, encoded, strict=True):
-        if not (len(tokens) or keep_empty):  # control characters alone, which a tokenizer may leave out
+        if not (len(tokens) or keep_empty):  # a tokenizer may drop control characters
             outcome.skipped["empty"] += 1
             continue
         length = len(tokens) + len(end)
         if length > LONGEST_SEQUENCE:
             raise ValueError(
                 f"{document.path} line {document.position}: a document of {length:,} tokens; the format holds at most"
-                f" {LONGEST_SEQUENCE:,} in one. Cut the document before this step."
+                f" {LONGEST_SEQUENCE:,} in one. Split the document in the input."
             )
         pieces += [tokens, *end]
         outcome.lengths.append(length)

@@ -1,9 +1,8 @@
-"""Corpora of any size to token files: many processes, one order.
+"""Tokenise corpora of any size with many processes, resumably.
 
-One process reads blocks of lines and writes; workers parse and tokenise. Blocks are taken back in the order in which
-they were read, so the files are the same bytes for any number of workers. Some blocks of an input file become a part,
-written aside; after a kill the finished parts are not done again (a compressed file is only read past them), and at the
-end all parts are joined and removed.
+One process reads blocks of lines and writes; workers parse and tokenise. Results are written in reading order, so the files
+do not depend on the number of workers. Every `SHARD_BLOCKS` blocks become a temporary shard. After a kill, finished shards
+are reused. At the end all shards are joined and removed.
 """
 
 from __future__ import annotations
@@ -33,50 +32,55 @@ from ..corpus.readers import Block, read_blocks
 from ..indexed import bin_path, idx_path, token_dtype
 from ..manifest import read_manifest, same_tokenizer
 from ..tokenizer import Tokenizer, load_tokenizer
-from .encode import Encoded, Recipe, encode_block
-from .shards import Part, finished_reports, input_records, join_parts, read_digests
+from .encode import Encoded, PreprocessingSettings, encode_block
+from .shards import Shard, finished_reports, input_records, join_shards, read_digests
 
 PREPROCESS_VERSION = 2
-PART_BLOCKS = 256  # a part is about as many MiB of text
-OWNER = "owner"  # the process that writes a folder of parts, as PID@HOST
+SHARD_BLOCKS = 256  # a block is about 1 MiB of text
+OWNER = "owner"  # file that names the writing process as PID@HOST
 
 
 def preprocess(
-    files: Sequence[SourceFile], output_prefix: str | Path, recipe: Recipe, *, workers: int = 1, progress: bool = True
+    files: Sequence[SourceFile],
+    output_prefix: str | Path,
+    settings: PreprocessingSettings,
+    *,
+    workers: int = 1,
+    progress: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Write ``{output_prefix}_{name}_document.{bin,idx,json}`` and return the manifest of each name.
 
-    Raises ValueError for lines that do not parse beyond ``max_broken``, a key that is not there and a corpus without
-    text; each names file and position. DamagedDataError for an input that these settings were applied to before and that has
-    other content now, with the same size and time.
+    Raises ValueError for more than ``max_broken`` lines that do not parse, a missing text key and a corpus without text. The
+    message names file and position. Raises DamagedDataError if an input file has other content than in an earlier job with
+    these settings, but the same size and time.
     """
-    tokenizer = load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
-    made_from = _made_from(files, recipe, tokenizer)
-    known = _known_inputs(output_prefix, recipe, made_from)
+    tokenizer = load_tokenizer(settings.tokenizer_type, settings.tokenizer_path)
+    made_from = _made_from(files, settings, tokenizer)
+    known = _known_inputs(output_prefix, settings, made_from)
     parts = _parts_folder(output_prefix, made_from, tokenizer)
     parts.mkdir(parents=True, exist_ok=True)
     for folder in (parts, parts.parent):
         remove_leftovers(folder)
     try:
         write_whole(parts / OWNER, f"{os.getpid()}@{socket.gethostname()}")
-        _write_parts(files, parts, recipe, tokenizer, workers, progress, known)
-        manifests = join_parts(files, parts, Path(output_prefix), recipe, tokenizer, made_from)
+        _write_parts(files, parts, settings, tokenizer, workers, progress, known)
+        manifests = join_shards(files, parts, Path(output_prefix), settings, tokenizer, made_from)
     except BaseException:
-        if not any(parts.glob("*.report")):  # finished parts, which the same command will use, keep it
+        if not any(parts.glob("*.report")):  # finished shards are kept for the next attempt
             shutil.rmtree(parts, ignore_errors=True)
         raise
-    # A kill inside the removal must leave no reports of parts that are gone.
+    # Rename first: a kill during the removal must not leave reports of removed shards.
     shutil.rmtree(_done(parts), ignore_errors=True)
     shutil.rmtree(parts.rename(_done(parts)))
     _remove_other_parts(output_prefix)
     return manifests
 
 
-def _known_inputs(output_prefix: str | Path, recipe: Recipe, made_from: str) -> dict[str, Record]:
-    """The records of the input files that the outputs there were made from, where these are the same files."""
+def _known_inputs(output_prefix: str | Path, settings: PreprocessingSettings, made_from: str) -> dict[str, Record]:
+    """Return the records of the input files from the manifests of existing outputs with the same settings."""
     known: dict[str, Record] = {}
-    for name in recipe.names():
-        with contextlib.suppress(DamagedDataError):  # it is written anew
+    for name in settings.names():
+        with contextlib.suppress(DamagedDataError):  # it is rewritten
             manifest = read_manifest(f"{output_prefix}_{name}_document")
             if manifest is not None and manifest.get("made_from") == made_from:
                 known.update(manifest.get("inputs", {}))
@@ -84,7 +88,7 @@ def _known_inputs(output_prefix: str | Path, recipe: Recipe, made_from: str) -> 
 
 
 def _remove_other_parts(output_prefix: str | Path) -> None:
-    """Remove the parts of jobs with other settings for these outputs, where their process on this host is dead."""
+    """Remove the shards of jobs with other settings for these outputs whose process on this host is dead."""
     prefix = Path(output_prefix)
     for owner in prefix.parent.glob(f"{globbing.escape(prefix.name)}.parts-*/{OWNER}"):
         process, _, host = owner.read_text().partition("@")
@@ -93,19 +97,19 @@ def _remove_other_parts(output_prefix: str | Path) -> None:
 
 
 def finished(
-    files: Sequence[SourceFile], output_prefix: str | Path, recipe: Recipe
+    files: Sequence[SourceFile], output_prefix: str | Path, settings: PreprocessingSettings
 ) -> dict[str, dict[str, Any]] | None:
-    """What `preprocess` returned when it wrote these outputs of the same files and settings; None where it has yet to.
+    """Return the manifests if `preprocess` has written these outputs from the same files and settings; else None.
 
-    Raises ValueError for token files under these names that were made from something else, or nobody knows from what.
+    Raises ValueError for token files under these names with another or unknown origin.
     """
-    tokenizer = load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
-    made_from = _made_from(files, recipe, tokenizer)
+    tokenizer = load_tokenizer(settings.tokenizer_type, settings.tokenizer_path)
+    made_from = _made_from(files, settings, tokenizer)
     parts = _parts_folder(output_prefix, made_from, tokenizer)
-    shutil.rmtree(_done(parts), ignore_errors=True)  # of a job that was stopped while it removed them
-    again = begun = parts.exists()  # of a job that was stopped, perhaps while it joined them
+    shutil.rmtree(_done(parts), ignore_errors=True)  # a job was stopped during their removal
+    again = begun = parts.exists()  # a job was stopped before or during the join
     manifests = {}
-    for name in recipe.names():
+    for name in settings.names():
         prefix = f"{output_prefix}_{name}_document"
         manifest = read_manifest(prefix)
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
@@ -118,16 +122,16 @@ def finished(
             manifests[name] = manifest
         elif manifest is not None or not begun:
             raise ValueError(
-                f"{bin_path(prefix)} exists, made from other input, with other settings or elsewhere; name another "
+                f"{bin_path(prefix)} exists, but was made from other input or with other settings; name another "
                 "--output-prefix, or replace it with --overwrite"
             )
     return None if again else manifests or None
 
 
-def _made_from(files: Sequence[SourceFile], recipe: Recipe, tokenizer: Tokenizer) -> str:
+def _made_from(files: Sequence[SourceFile], settings: PreprocessingSettings, tokenizer: Tokenizer) -> str:
     made_from = {
         "version": PREPROCESS_VERSION,
-        "recipe": {**asdict(recipe), "tokenizer_path": None},
+        "recipe": {**asdict(settings), "tokenizer_path": None},
         "tokenizer": tokenizer.hash,
         "files": [file.identity() for file in files],
     }
@@ -135,19 +139,19 @@ def _made_from(files: Sequence[SourceFile], recipe: Recipe, tokenizer: Tokenizer
 
 
 def _parts_folder(output_prefix: str | Path, made_from: str, tokenizer: Tokenizer) -> Path:
-    # What ends a document may be named in a file beside the one that the tokenizer's hash is of.
+    # The hash of the tokenizer does not cover the end-of-document id, which another file may set.
     return Path(f"{output_prefix}.parts-{made_from}-{tokenizer.end_of_document_id}")
 
 
 def _done(parts: Path) -> Path:
-    """Where a job's parts go to be removed."""
+    """Return the path to which the shards are renamed before their removal."""
     return parts.with_name(f"{parts.name}.done")
 
 
 def _write_parts(
     files: Sequence[SourceFile],
     parts: Path,
-    recipe: Recipe,
+    settings: PreprocessingSettings,
     tokenizer: Tokenizer,
     workers: int,
     progress: bool,
@@ -159,7 +163,7 @@ def _write_parts(
     for path, recorded in input_records(files, reports).items():
         if problem := difference(Path(path), recorded):
             raise DamagedDataError(_other_input(problem))
-    counts = _Counts(recipe)
+    counts = _Counts(settings)
     seen: set[bytes] = set()
     for file, of_file in enumerate(reports):
         for number, report in enumerate(of_file):
@@ -171,18 +175,18 @@ def _write_parts(
     done = [(sum(report["blocks"] for report in of_file), bool(of_file) and of_file[-1]["last"]) for of_file in reports]
     numbers = [len(of_file) for of_file in reports]
     inputs: dict[int, Record] = {}
-    part: Part | None = None
+    part: Shard | None = None
     total = sum(file.bytes for file in files)
     with (
         tqdm(total=total or None, unit="B", unit_scale=True, disable=not progress, mininterval=0.5) as bar,
-        _pool(recipe, workers) as pool,
+        _pool(settings, workers) as pool,
     ):
         speed = _Speed(bar)
         bar.update(sum(file.bytes for file, (_, last) in zip(files, done, strict=True) if last))
         try:
-            for file, block, outcomes in _encoded_blocks(files, done, recipe, pool, workers, inputs):
+            for file, block, outcomes in _encoded_blocks(files, done, settings, pool, workers, inputs):
                 if part is None:
-                    part = Part(parts, file, numbers[file], recipe, token_dtype(tokenizer.vocab_size))
+                    part = Shard(parts, file, numbers[file], settings, token_dtype(tokenizer.vocab_size))
                 if block is not None and outcomes is not None:
                     for key, outcome in enumerate(_result(outcomes, block)):
                         counts.add(outcome.skipped, len(outcome.broken), len(outcome.lengths), outcome.broken)
@@ -190,12 +194,12 @@ def _write_parts(
                         speed.documents += len(outcome.lengths)
                         speed.text_bytes += sum(outcome.sizes)
                     part.blocks += 1
-                if block is None or outcomes is None or part.blocks == PART_BLOCKS:
+                if block is None or outcomes is None or part.blocks == SHARD_BLOCKS:
                     record = inputs.get(file)
                     before = known.get(str(files[file].path))
                     if block is None and record and before and record["sha256"] != before["sha256"]:
                         raise DamagedDataError(
-                            _other_input(f"{files[file].path} has other content, of the same size and time")
+                            _other_input(f"{files[file].path} has other content with the same size and time")
                         )
                     part.finish(last=block is None, input_record=record if block is None else None)
                     numbers[file] += 1
@@ -213,7 +217,7 @@ def _write_parts(
 def _other_input(problem: str) -> str:
     return (
         f"{problem}, than when token files were made from it with these settings. Copy or download it again; if it was"
-        " changed on purpose, touch it."
+        " changed on purpose, update its time with touch."
     )
 
 
@@ -222,46 +226,46 @@ def _result(outcomes: Future[list[Encoded]], block: Block) -> list[Encoded]:
         return outcomes.result()
     except BrokenProcessPool as error:
         raise ChildProcessError(
-            f"a process that tokenises was killed near {block.file.path}, block from {block.first:,} on: too little memory"
-            " (take fewer --workers) or a file so damaged that its reader crashes. Finished parts are kept."
+            f"a worker process was killed near {block.file.path}, block from {block.first:,} on: too little memory"
+            " (use fewer --workers), or a damaged file that crashes its reader. Finished parts are kept."
         ) from error
 
 
 @dataclass
 class _Counts:
-    """What was left out so far, and when that is too much."""
+    """Count skipped documents and broken lines, and stop the job above the limits."""
 
-    recipe: Recipe
+    settings: PreprocessingSettings
     documents: int = 0
     broken: int = 0
     empty: int = 0
 
     def add(self, skipped: Counter[str], broken: int, documents: int, messages: Sequence[str] = ()) -> None:
-        """Raises ValueError past the recipe's thresholds."""
-        before, allowed = self.broken, self.recipe.max_broken
+        """Add the counts of a block. Raises ValueError above the limits of the settings."""
+        previous, allowed = self.broken, self.settings.max_broken
         self.broken += broken
         self.empty += skipped["empty"]
         self.documents += documents + skipped["empty"]
         if self.broken > allowed:
             raise ValueError(
-                f"{messages[allowed - before]} ({allowed} such lines are allowed). Repair the file, or let that many be"
-                " left out with --max-broken."
+                f"{messages[allowed - previous]} ({allowed} such lines are allowed). Repair the file, or skip such lines with"
+                " --max-broken."
             )
         if self.documents >= 1000:
             self.check_at_end()
 
     def check_at_end(self) -> None:
-        """The share of empty documents, of what was read by now."""
-        if self.documents > self.empty > self.recipe.max_empty * self.documents:
+        """Raise ValueError if the fraction of empty documents so far is above the limit."""
+        if self.documents > self.empty > self.settings.max_empty * self.documents:
             raise ValueError(
-                f"{self.empty:,} of {self.documents:,} documents are empty, more than the share {self.recipe.max_empty}"
-                " that is allowed: is the text under another key (--jsonl-keys)? Else allow more with --max-empty."
+                f"{self.empty:,} of {self.documents:,} documents are empty, more than the share {self.settings.max_empty}"
+                " that is allowed: is the text under another key (--jsonl-keys)? Otherwise allow more with --max-empty."
             )
 
 
 @dataclass
 class _Speed:
-    """Documents and text a second of this run, beside the bar's ETA."""
+    """Show documents and text per second of this run in the progress bar."""
 
     bar: Any
     documents: int = 0
@@ -275,24 +279,24 @@ class _Speed:
         )
 
 
-def _pool(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
-    # Spawned and not forked: a fork of a process with threads may hang.
+def _pool(settings: PreprocessingSettings, workers: int) -> ProcessPoolExecutor:
+    # Spawn, because forking a process with threads may hang.
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(recipe,))
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(settings,))
 
 
 def _encoded_blocks(
     files: Sequence[SourceFile],
     done: Sequence[tuple[int, bool]],
-    recipe: Recipe,
+    settings: PreprocessingSettings,
     pool: ProcessPoolExecutor,
     workers: int,
     inputs: dict[int, Record],
 ) -> Iterator[tuple[int, Block | None, Future[list[Encoded]] | None]]:
-    """(number of the file, block, its outcome) in reading order, and a None for the block at the end of each file.
+    """Yield (file number, block, future of its result) in reading order, with block None at the end of each file.
 
-    done: for each file the blocks that need not be done again, and whether that is all of it. inputs: takes the record of
-    each file that was read to its end. A few blocks more than the workers can hold are read ahead, so memory stays bounded.
+    done: per file the number of finished blocks, and whether the file is complete. inputs: receives the record of each file
+    that was read to its end. At most 4 blocks per worker are read ahead, so memory is bounded.
     """
     waiting: deque[tuple[int, Block | None, Future[list[Encoded]] | None]] = deque()
     for number, (file, (skip, whole)) in enumerate(zip(files, done, strict=True)):
@@ -309,25 +313,25 @@ def _encoded_blocks(
     yield from waiting
 
 
-_worker: tuple[Recipe, Tokenizer]
+_worker: tuple[PreprocessingSettings, Tokenizer]
 
 
-def _start_worker(recipe: Recipe) -> None:
+def _start_worker(settings: PreprocessingSettings) -> None:
     global _worker
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    # One process a worker is the parallelism; threads inside would fight over the same cores.
+    # The processes are the parallelism; threads inside them would compete for the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = (recipe, load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path))
+    _worker = (settings, load_tokenizer(settings.tokenizer_type, settings.tokenizer_path))
 
 
 def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
-    """End this worker with its parent: where that is killed, a worker would wait for work without end."""
+    """End this worker when its parent ends; otherwise it would wait for work forever."""
     parent.join()
     os._exit(1)
 
 
 def _encode_block(block: Block) -> list[Encoded]:
-    recipe, tokenizer = _worker
-    return [encode_block(block, key, recipe, tokenizer) for key in recipe.keys]
+    settings, tokenizer = _worker
+    return [encode_block(block, key, settings, tokenizer) for key in settings.keys]

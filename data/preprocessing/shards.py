@@ -1,4 +1,4 @@
-"""Outputs of preprocessing in parts of an input file: finished parts survive a kill, and are joined in order."""
+"""Write the shards of a preprocessing job and join them in order. Finished shards survive a kill."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from ..corpus.document_sources import SourceTable, read_sources_file, sources_pa
 from ..indexed import IndexedWriter, bin_path, idx_path, token_dtype
 from ..manifest import describe_tokenizer, manifest_path, write_manifest
 from ..tokenizer import Tokenizer, padded_vocab_size
-from .encode import Encoded, Recipe
+from .encode import Encoded, PreprocessingSettings
 
-DIGEST_BYTES = 17  # the number of the key, then the digest of the text
+DIGEST_BYTES = 17  # number of the text key, then digest of the text
 
 
 class Output:
-    """A pair of token files being written, with the sources of its documents and the bytes of their text."""
+    """Write a pair of token files, and collect the sources and text bytes of its documents."""
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
         self.writer, self.sources, self.bytes = IndexedWriter(prefix, dtype), SourceTable(), 0
 
-    def add(self, encoded: Encoded, chosen: NDArray[np.bool_]) -> None:
-        """Append the chosen documents. chosen: [documents]."""
+    def add(self, encoded: Encoded, selected: NDArray[np.bool_]) -> None:
+        """Append the selected documents. selected: bool [documents]."""
         lengths, sizes = np.array(encoded.lengths, np.int64), np.array(encoded.sizes, np.int64)
-        tokens = encoded.tokens if chosen.all() else encoded.tokens[np.repeat(chosen, lengths)]
-        self.writer.add_documents(tokens, lengths[chosen])
-        self.bytes += int(sizes[chosen].sum())
-        for document in np.flatnonzero(chosen):
+        tokens = encoded.tokens if selected.all() else encoded.tokens[np.repeat(selected, lengths)]
+        self.writer.add_documents(tokens, lengths[selected])
+        self.bytes += int(sizes[selected].sum())
+        for document in np.flatnonzero(selected):
             self.sources.add(encoded.sources[document])
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest's account of the token files, which are in place, and write their sources beside them."""
+        """Write the sources of the finished token files, and return their counts and checksums for the manifest."""
         prefix, checksums = self.writer.prefix, dict(self.writer.checksums)
         if self.sources.names:
             checksums["sources.npy"] = write_sources(prefix, self.sources.ids)
@@ -57,36 +57,39 @@ class Output:
         }
 
 
-class Part:
-    """The outputs of some blocks of one input file: a pair of token files a name, the digests of the documents, and a
-    report that marks it finished."""
+class Shard:
+    """Write the outputs of some blocks of one input file: one pair of token files per name, the digests of the documents, and
+    a report that marks the shard as finished."""
 
-    def __init__(self, folder: Path, file: int, number: int, recipe: Recipe, dtype: np.dtype) -> None:
-        self.folder, self.name, self.recipe = folder, _part_name(file, number), recipe
-        self.outputs = [Output(folder / f"{self.name}_{name}", dtype) for name in recipe.names()]
+    def __init__(self, folder: Path, file: int, number: int, settings: PreprocessingSettings, dtype: np.dtype) -> None:
+        self.folder, self.name, self.settings = folder, _shard_name(file, number), settings
+        self.outputs = [Output(folder / f"{self.name}_{name}", dtype) for name in settings.names()]
         self.skipped: Counter[str] = Counter()
         self.broken = self.blocks = 0
         self.digests: list[bytes] = []
 
     def add(self, key: int, outcome: Encoded, seen: set[bytes]) -> None:
-        """What a worker made of a block for one key; ``seen`` are the digests of all documents so far."""
+        """Add the documents of a block for text key number ``key``. seen: digests of all documents so far, updated in place."""
         self.skipped.update(outcome.skipped)
         self.broken += len(outcome.broken)
-        kept = np.ones(len(outcome.lengths), bool)
-        if self.recipe.deduplicate:
+        unique = np.ones(len(outcome.lengths), bool)
+        if self.settings.deduplicate:
             for document, digest in enumerate(outcome.digests):
                 digest = bytes([key]) + digest
-                kept[document] = digest not in seen
-                if kept[document]:
+                unique[document] = digest not in seen
+                if unique[document]:
                     seen.add(digest)
                     self.digests.append(digest)
-            self.skipped["repeat"] += int((~kept).sum())
-        sides = max(1, len(self.recipe.split))
+            self.skipped["repeat"] += int((~unique).sum())
+        sides = max(1, len(self.settings.split))
         for side in range(sides):
-            self.outputs[key * sides + side].add(outcome, kept & (np.array(outcome.sides) == side))
+            self.outputs[key * sides + side].add(outcome, unique & (np.array(outcome.sides) == side))
 
     def finish(self, last: bool, input_record: Record | None = None) -> None:
-        """Put the outputs in place; ``last``: the file ends here, and this is its record."""
+        """Rename the outputs to their final names and write the report.
+
+        last: this shard ends the input file. input_record: checksum record of that file.
+        """
         documents = [output.writer.num_documents for output in self.outputs]
         records: dict[str, Record] = {}
         for output in self.outputs:
@@ -117,21 +120,23 @@ class Part:
         write_sealed(_report_path(self.folder, self.name), report)
 
     def abandon(self) -> None:
+        """Remove the temporary files of all outputs."""
         for output in self.outputs:
             output.writer.abandon()
 
 
 def finished_reports(parts: Path, files: int) -> list[list[dict[str, Any]]]:
-    """Reports of the finished parts of so many files. From the first damaged part on all parts are removed, with a line.
+    """Return the reports of the finished shards per input file. files: number of input files.
 
-    Later parts go too, since they leave out repeats of documents of the damaged one.
+    From the first damaged shard on, all shards are removed, with a line on stderr. Later shards omit documents that repeat
+    those of the damaged shard, so they are removed too.
     """
     reports: list[list[dict[str, Any]]] = []
     problem: str | None = None
     for file in range(files):
         reports.append([])
         number = 0
-        while (path := _report_path(parts, _part_name(file, number))).is_file():
+        while (path := _report_path(parts, _shard_name(file, number))).is_file():
             problem = problem or _damage(path)
             if problem:
                 path.unlink()
@@ -144,13 +149,13 @@ def finished_reports(parts: Path, files: int) -> list[list[dict[str, Any]]]:
 
 
 def _damage(report: Path) -> str | None:
-    """What is wrong with a part; the content of its large token files is compared when they are joined."""
+    """Return the problem of a shard, or None. The content of large token files is compared at the join."""
     try:
         records = read_sealed(report, "it is written again", "files")["files"]
     except DamagedDataError as error:
         return str(error)
-    found = (difference(report.with_name(name), record) for name, record in records.items())
-    return next((problem for problem in found if problem), None)
+    differences = (difference(report.with_name(name), record) for name, record in records.items())
+    return next((problem for problem in differences if problem), None)
 
 
 def _report_path(parts: Path, name: str) -> Path:
@@ -158,22 +163,22 @@ def _report_path(parts: Path, name: str) -> Path:
 
 
 def read_digests(parts: Path, file: int, number: int) -> Iterator[bytes]:
-    """Digests of the documents of a finished part, DIGEST_BYTES each."""
-    content = (parts / f"{_part_name(file, number)}.digests").read_bytes()
+    """Return the digests of the documents of a finished shard, DIGEST_BYTES each."""
+    content = (parts / f"{_shard_name(file, number)}.digests").read_bytes()
     return (content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES))
 
 
-def join_parts(
+def join_shards(
     files: Sequence[SourceFile],
     parts: Path,
     output_prefix: Path,
-    recipe: Recipe,
+    settings: PreprocessingSettings,
     tokenizer: Tokenizer,
     made_from: str,
 ) -> dict[str, dict[str, Any]]:
-    """Write the outputs and their manifests from the finished parts of all files. Returns the manifest of each name.
+    """Write the outputs and their manifests from the finished shards of all files. Return the manifest per name.
 
-    made_from: what tells this input and these settings from others.
+    made_from: hash of the input and the settings. Raises ValueError if the input holds no text.
     """
     reports = finished_reports(parts, len(files))
     every = [report for of_file in reports for report in of_file]
@@ -184,13 +189,15 @@ def join_parts(
     if not any(sum(report["documents"]) for report in every):
         why = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count) or "no documents"
         shutil.rmtree(parts)
-        raise ValueError(f"the input holds no text: {files[0].path} and {len(files) - 1} more files ({why})")
+        raise ValueError(
+            f"the input holds no text: {files[0].path} and {len(files) - 1} more files ({why}). Check the text key (--jsonl-keys)"
+        )
     manifests = {}
-    for index, name in enumerate(recipe.names()):
+    for index, name in enumerate(settings.names()):
         by_file = [sum(report["documents"][index] for report in of_file) for of_file in reports]
         prefix = output_prefix.with_name(f"{output_prefix.name}_{name}_document")
         if sum(by_file) == 0:
-            # What an earlier input had here would be taken for this one's.
+            # Remove the output of an earlier input, which would look like an output of this one.
             for path in (idx_path(prefix), bin_path(prefix), manifest_path(prefix), sources_path(prefix)):
                 path.unlink(missing_ok=True)
             continue
@@ -199,7 +206,7 @@ def join_parts(
             for file, of_file in enumerate(reports):
                 for number, report in enumerate(of_file):
                     if report["documents"][index]:
-                        part = parts / f"{_part_name(file, number)}_{name}"
+                        part = parts / f"{_shard_name(file, number)}_{name}"
                         output.writer.add_file(part, report["files"][f"{part.name}.bin"])
                         output.sources.extend(report["sources"][index], read_sources_file(sources_path(part)))
                         output.bytes += report["bytes"][index]
@@ -207,7 +214,7 @@ def join_parts(
             "made_from": made_from,
             "files": len(files),
             **output.describe(),
-            "append_eod": recipe.append_eod,
+            "append_eod": settings.append_eod,
             "skipped": {reason: count for reason, count in sorted(skipped.items()) if count},
             "tokenizer": describe_tokenizer(tokenizer, prefix.parent),
             "padded_vocab_size": padded_vocab_size(tokenizer.vocab_size),
@@ -219,10 +226,10 @@ def join_parts(
 
 
 def input_records(files: Sequence[SourceFile], reports: Sequence[list[dict[str, Any]]]) -> dict[str, Record]:
-    """The record of each input file that was read to its end, by its path."""
+    """Return path -> checksum record of each input file that was read to its end."""
     ends = ((file, of_file[-1]["input"]) for file, of_file in zip(files, reports, strict=True) if of_file)
     return {str(file.path): record for file, record in ends if record is not None}
 
 
-def _part_name(file: int, number: int) -> str:
+def _shard_name(file: int, number: int) -> str:
     return f"{file:06d}.{number:06d}"

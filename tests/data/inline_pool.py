@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from data.corpus.readers import Block
-from data.preprocessing.encode import Recipe, encode_block
+from data.preprocessing.encode import PreprocessingSettings, encode_block
 from data.tokenizer import load_tokenizer
 
 
@@ -17,7 +17,7 @@ class Inline:
     done: ClassVar[list[str]] = []
     stop_at: str | None = None
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: PreprocessingSettings) -> None:
         self.recipe, self.tokenizer = recipe, load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
 
     def __enter__(self) -> "Inline":

@@ -23,7 +23,7 @@ from data.datasets.causal import CausalDataset
 from data.indexed import IndexedTokens, IndexedWriter, idx_path
 from data.manifest import read_manifest
 from data.preprocessing import pipeline
-from data.preprocessing.encode import Recipe
+from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.pipeline import preprocess
 from tests.data.inline_pool import Inline
 from tools import inspect_data, preprocess_data
@@ -41,7 +41,12 @@ def flip(path: Path, at: int) -> None:
 def prefix(tmp_path: Path, inline: None) -> Path:
     records = [{"text": f"document {n} " * 20, "meta": {"pile_set_name": "ab"[n % 2]}} for n in range(40)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
-    preprocess(source_files(tmp_path / "in.jsonl"), tmp_path / "out", Recipe("bytes", append_eod=True), progress=False)
+    preprocess(
+        source_files(tmp_path / "in.jsonl"),
+        tmp_path / "out",
+        PreprocessingSettings("bytes", append_eod=True),
+        progress=False,
+    )
     return tmp_path / "out_text_document"
 
 
@@ -117,7 +122,7 @@ def test_an_input_that_was_damaged_since_is_noticed(prefix: Path, capsys, monkey
     assert "in.jsonl is damaged between bytes 0 and " in capsys.readouterr().out
     words = ["--input", str(path), "--tokenizer-type", "bytes", "--append-eod", "--no-progress", "--overwrite"]
     assert preprocess_data.main([*words, "--output-prefix", str(prefix.parent / "out")]) == 2
-    assert "in.jsonl has other content, of the same size and time, than when" in capsys.readouterr().err
+    assert "in.jsonl has other content with the same size and time, than when" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["flipped", "empty", "cut", "gone", "contents"])
@@ -234,14 +239,14 @@ def test_a_damaged_part_of_a_killed_job_is_written_again(tmp_path, inline, monke
         ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     files = source_files([tmp_path / f"{name}.jsonl" for name in "abc"])
-    recipe = Recipe("bytes", deduplicate=True)
+    recipe = PreprocessingSettings("bytes", deduplicate=True)
     preprocess(files, tmp_path / "whole", recipe, progress=False)
 
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "join_parts", stopped)
+        patch.setattr(pipeline, "join_shards", stopped)
         with pytest.raises(KeyboardInterrupt):
             preprocess(files, tmp_path / "cut", recipe, progress=False)
     (part,) = tmp_path.glob(f"cut.parts-*/000001*{ending}")
@@ -266,8 +271,8 @@ def test_a_worker_that_dies_ends_with_a_sentence(tmp_path, inline, monkeypatch, 
     monkeypatch.setattr(pipeline, "_pool", lambda recipe, workers: Dead(recipe))
     words = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer-type", "bytes", "--no-progress"]
     assert preprocess_data.main([*words, "--output-prefix", str(tmp_path / "out")]) == 2
-    assert "a process that tokenises was killed near " in (said := capsys.readouterr().err)
-    assert "in.jsonl, block from 1 on: too little memory (take fewer --workers)" in said
+    assert "a worker process was killed near " in (said := capsys.readouterr().err)
+    assert "in.jsonl, block from 1 on: too little memory (use fewer --workers)" in said
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -276,5 +281,5 @@ def test_parts_of_dead_jobs_with_other_settings_are_removed_at_the_end(tmp_path,
     for name, owner in (("dead", DEAD), ("alive", f"{os.getpid()}@{socket.gethostname()}"), ("elsewhere", "1@other")):
         (tmp_path / f"out.parts-{name}").mkdir()
         (tmp_path / f"out.parts-{name}" / pipeline.OWNER).write_text(owner)
-    preprocess(source_files(tmp_path / "in.jsonl"), tmp_path / "out", Recipe("bytes"), progress=False)
+    preprocess(source_files(tmp_path / "in.jsonl"), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
     assert {path.name for path in tmp_path.glob("out.parts-*")} == {"out.parts-alive", "out.parts-elsewhere"}

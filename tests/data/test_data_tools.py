@@ -7,7 +7,7 @@ import pytest
 
 from data.corpus.discovery import source_files
 from data.indexed import IndexedWriter
-from data.preprocessing.encode import Recipe
+from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.pipeline import preprocess
 from data.preprocessing.prepare_corpus import prepare_corpus
 from data.tokenizer import load_tokenizer
@@ -67,7 +67,9 @@ def test_the_file_and_the_source_of_a_document(tmp_path, capsys, inline):
     for name, texts in (("a", ["one", "two"]), ("b", ["three"])):
         records = [{"text": text, "meta": {"pile_set_name": f"set {text}"}} for text in texts]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
-    preprocess(source_files(tmp_path), tmp_path / "out", Recipe("bytes", append_eod=True), progress=False)
+    preprocess(
+        source_files(tmp_path), tmp_path / "out", PreprocessingSettings("bytes", append_eod=True), progress=False
+    )
     prefix = str(tmp_path / "out_text_document")
     assert inspect_data.main([prefix, "--document", "2"]) == 0
     assert capsys.readouterr().out.endswith(f"three\nfrom {tmp_path}/b.jsonl, text 1 of 1, set three\n")

@@ -40,7 +40,7 @@ from data.datasets.causal import CausalDataset
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, manifest_tokenizer
 from data.preprocessing import pipeline
-from data.preprocessing.encode import Recipe
+from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.prepare_corpus import prepare_corpus
 from data.tokenizer import load_tokenizer
 from tests.data.inline_pool import Inline
@@ -151,7 +151,7 @@ def _targets(folder: Path) -> list[Target]:
     vocabulary = folder / "vocab.txt"
     vocabulary.write_text("\n".join(["[UNK]", "[SEP]", "[CLS]", *(f"w{n}" for n in range(40)), ".", "document"]))
     prefix = folder / "out"
-    recipe = Recipe("wordpiece", str(vocabulary), append_eod=True)
+    recipe = PreprocessingSettings("wordpiece", str(vocabulary), append_eod=True)
     pipeline.preprocess(source_files(inputs), prefix, recipe, progress=False)
     own = Path(f"{prefix}_text_document")
     foreign = folder / "foreign"

@@ -20,7 +20,7 @@ from data.corpus.split import split_position
 from data.indexed import IndexedTokens
 from data.manifest import check_tokenizer, read_manifest, write_manifest
 from data.preprocessing import pipeline as module
-from data.preprocessing.encode import Recipe
+from data.preprocessing.encode import PreprocessingSettings
 from data.preprocessing.pipeline import finished, preprocess
 from data.preprocessing.prepare_corpus import prepare_corpus
 from data.preprocessing.shards import finished_reports
@@ -75,7 +75,7 @@ def test_one_worker_and_two_write_the_same_bytes(corpus, tmp_path, sentencepiece
 
 def test_what_is_written(corpus, tmp_path, inline):
     prefix = tmp_path / "out"
-    preprocess(source_files(corpus), prefix, Recipe("bytes", append_eod=True), progress=False)
+    preprocess(source_files(corpus), prefix, PreprocessingSettings("bytes", append_eod=True), progress=False)
     tokens = IndexedTokens(tmp_path / "out_text_document")
     expected = [f"text {n} of a" * (n % 7) for n in range(50) if n % 7]
     expected += [f"text {n} of {'ab'[n % 2]}" for n in range(40)] + [f"text {n} of d" for n in range(5)]
@@ -92,7 +92,7 @@ def test_what_is_written(corpus, tmp_path, inline):
         *(f"out_text_document.{s}" for s in ("bin", "idx", "json")),
     }
 
-    preprocess(source_files(corpus), prefix, Recipe("bytes", min_characters=20), progress=False)
+    preprocess(source_files(corpus), prefix, PreprocessingSettings("bytes", min_characters=20), progress=False)
     assert decoded(tmp_path / "out_text_document") == [text for text in expected if len(text) >= 20]
     assert IndexedTokens(tmp_path / "out_text_document")[0][-1] != 256
 
@@ -114,7 +114,9 @@ def test_finished_outputs_are_not_replaced_unasked(corpus, tmp_path, inline, cap
     for more in (["--append-eod"], ["--input", str(corpus / "d.jsonl")]):
         assert run(*more) == 2
         said = capsys.readouterr().err
-        assert "out_text_document.bin exists, made from other input, with other settings or elsewhere" in said
+        assert (
+            "out_text_document.bin exists, but was made from other input or with other settings; name another" in said
+        )
         assert "--overwrite" in said
         assert outputs(tmp_path / "out") == written
     assert run("--append-eod", "--overwrite") == 0
@@ -157,7 +159,9 @@ def test_another_end_of_documents_is_another_tokenizer(tmp_path, inline, capsys)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     assert prepared() == [3, 2]
     assert main(words) == 2
-    assert "out_text_document.bin exists, made from other input, with other settings" in capsys.readouterr().err
+    assert (
+        "out_text_document.bin exists, but was made from other input or with other settings" in capsys.readouterr().err
+    )
     with pytest.raises(ValueError, match=r"another tokenizer: hf .*end of a document 1,.*end of a document 2,"):
         check_tokenizer(tmp_path / "out_text_document", load_tokenizer("hf", tmp_path))
     assert main([*words, "--overwrite"]) == 0
@@ -215,7 +219,7 @@ def test_a_job_that_was_stopped_while_it_removed_its_parts_is_complete(corpus, t
 
 
 def test_repeats_are_dropped_across_files(corpus, tmp_path, inline):
-    recipe = Recipe("bytes", keys=("text", "title"), deduplicate=True)
+    recipe = PreprocessingSettings("bytes", keys=("text", "title"), deduplicate=True)
     manifests = preprocess(source_files(corpus), tmp_path / "out", recipe, progress=False)
     texts, titles = decoded(tmp_path / "out_text_document"), decoded(tmp_path / "out_title_document")
     assert len(set(texts)) == len(texts) == manifests["text"]["documents"]
@@ -224,7 +228,7 @@ def test_repeats_are_dropped_across_files(corpus, tmp_path, inline):
 
 
 def test_a_killed_job_goes_on_where_it_was(corpus, tmp_path, inline):
-    recipe = Recipe("bytes", append_eod=True, deduplicate=True, split=(80, 20))
+    recipe = PreprocessingSettings("bytes", append_eod=True, deduplicate=True, split=(80, 20))
     files = source_files(corpus)
     preprocess(files, tmp_path / "whole", recipe, progress=False)
     expected = {name.removeprefix("whole"): content for name, content in outputs(tmp_path / "whole").items()}
@@ -242,10 +246,10 @@ def test_a_killed_job_goes_on_where_it_was(corpus, tmp_path, inline):
 def test_a_kill_inside_a_large_file_costs_its_last_part(tmp_path, inline, monkeypatch):
     """Parts of two blocks: what a killed job finished of a file is not tokenised again."""
     monkeypatch.setattr(readers, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(module, "PART_BLOCKS", 2)
+    monkeypatch.setattr(module, "SHARD_BLOCKS", 2)
     records = [{"text": f"text {n % 50} of the file", "meta": {"pile_set_name": "ab"[n % 2]}} for n in range(60)]
     files = source_files([write(tmp_path / "large.jsonl", records), write(tmp_path / "more.jsonl", records[:3])])
-    recipe = Recipe("bytes", append_eod=True, deduplicate=True)
+    recipe = PreprocessingSettings("bytes", append_eod=True, deduplicate=True)
     preprocess(files, tmp_path / "whole", recipe, progress=False)
     total = len(Inline.done)
     assert total > 8
@@ -278,24 +282,24 @@ def test_sources_and_files_of_the_documents(tmp_path, inline):
         write(tmp_path / "a.jsonl", [{"text": f"a{n}", "meta": {"pile_set_name": "xyx"[n]}} for n in range(3)]),
         write(tmp_path / "b.jsonl", [{"text": "b", "meta": {"pile_set_name": "y"}}, {"text": "c"}]),
     ]
-    manifest = preprocess(source_files(files), tmp_path / "out", Recipe("bytes"), progress=False)["text"]
+    manifest = preprocess(source_files(files), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)["text"]
     assert manifest["sources"] == ["x", "y", "other"]
     assert manifest["documents_of_files"] == [[str(files[0]), 3], [str(files[1]), 2]]
     assert (manifest["padded_vocab_size"], manifest["append_eod"]) == (384, False)
     names, ids = read_sources(tmp_path / "out_text_document", 5)
     assert [names[i] for i in ids] == ["x", "y", "x", "y", "other"]
     other = write(tmp_path / "c.jsonl", [{"text": "c", "domain": {"name": "web"}}])
-    recipe = Recipe("bytes", source_key="domain.name")
+    recipe = PreprocessingSettings("bytes", source_key="domain.name")
     assert preprocess(source_files(other), tmp_path / "out", recipe, progress=False)["text"]["sources"] == ["web"]
     assert sources_path(tmp_path / "out_text_document").exists()
-    preprocess(source_files(other), tmp_path / "out", Recipe("bytes"), progress=False)
+    preprocess(source_files(other), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
     assert not sources_path(tmp_path / "out_text_document").exists(), "of the files that were there before"
 
 
 def test_every_output_is_what_a_plain_loop_makes(tmp_path, inline, monkeypatch):
     """Two keys, three sides, repeats within and across files and keys, sources, short texts, many parts."""
     monkeypatch.setattr(readers, "BLOCK_BYTES", 400)
-    monkeypatch.setattr(module, "PART_BLOCKS", 2)
+    monkeypatch.setattr(module, "SHARD_BLOCKS", 2)
     draw = random.Random(0)
     records = [
         {key: " ".join(draw.choices(["a", "bé", "値"], k=draw.randrange(1, 6))) for key in ("text", "title")}
@@ -304,7 +308,7 @@ def test_every_output_is_what_a_plain_loop_makes(tmp_path, inline, monkeypatch):
     ]
     of_files = {"a": records[:120], "b": [], "c": records[120:150], "d": records[150:]}
     files = source_files([write(tmp_path / f"{name}.jsonl", of) for name, of in of_files.items()])
-    recipe = Recipe(
+    recipe = PreprocessingSettings(
         "bytes", keys=("text", "title"), append_eod=True, split=(5, 3, 2), deduplicate=True, min_characters=2
     )
     manifests = preprocess(files, tmp_path / "out", recipe, progress=False)
@@ -340,8 +344,10 @@ def test_many_empty_documents_stop_the_job(tmp_path, inline):
     path = write(tmp_path / "x.jsonl", [{"text": "a" * (n % 4 == 0)} for n in range(20)])
     for _ in range(2):  # the parts of the first time are finished, and it is refused as before
         with pytest.raises(ValueError, match=r"15 of 20 documents are empty, more than the share 0\.5 .*--max-empty"):
-            preprocess(source_files(path), tmp_path / "out", Recipe("bytes"), progress=False)
-    manifest = preprocess(source_files(path), tmp_path / "out", Recipe("bytes", max_empty=0.8), progress=False)["text"]
+            preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
+    manifest = preprocess(
+        source_files(path), tmp_path / "out", PreprocessingSettings("bytes", max_empty=0.8), progress=False
+    )["text"]
     assert manifest["skipped"] == {"empty": 15}
 
 
@@ -352,7 +358,7 @@ def test_a_document_without_tokens_is_an_empty_one(tmp_path, inline, append_eod)
     for name, text in (("a.txt", "\x01\x02"), ("b.txt", "word"), ("c.txt", "\x03 \x04")):
         (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text(text)
-    recipe = Recipe("wordpiece", str(vocabulary), append_eod=append_eod, max_empty=0.9)
+    recipe = PreprocessingSettings("wordpiece", str(vocabulary), append_eod=append_eod, max_empty=0.9)
     manifest = preprocess(source_files(tmp_path / "in"), tmp_path / "out", recipe, progress=False)["text"]
     assert (manifest["documents"], manifest["tokens"]) == (1, 1 + append_eod)
     assert manifest["skipped"] == {"empty": 2}
@@ -362,7 +368,7 @@ def test_a_document_without_tokens_is_an_empty_one(tmp_path, inline, append_eod)
 
 
 def test_a_side_that_gets_no_document_leaves_no_earlier_one(tmp_path, inline):
-    recipe = Recipe("bytes", split=(50, 50))
+    recipe = PreprocessingSettings("bytes", split=(50, 50))
     path = write(tmp_path / "x.jsonl", [{"text": f"document {n}", "meta": {"pile_set_name": "a"}} for n in range(20)])
     assert len(preprocess(source_files(path), tmp_path / "out", recipe, progress=False)) == 2
     write(path, [{"text": "document 0"}])
@@ -376,8 +382,8 @@ def test_files_in_another_encoding_are_counted(tmp_path, inline):
     (tmp_path / "b.py").write_bytes(b"x = 1\n")
     files = [SourceFile(tmp_path / name, "python", name) for name in ("a.py", "b.py")]
     with pytest.raises(ValueError, match=r"a\.py: not text in the encoding that it declares \(0 such lines"):
-        preprocess(files, tmp_path / "out", Recipe("bytes"), progress=False)
-    manifest = preprocess(files, tmp_path / "out", Recipe("bytes", max_broken=1), progress=False)["text"]
+        preprocess(files, tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
+    manifest = preprocess(files, tmp_path / "out", PreprocessingSettings("bytes", max_broken=1), progress=False)["text"]
     assert (manifest["documents"], manifest["skipped"]) == (1, {"broken": 1})
 
 
@@ -404,10 +410,10 @@ def test_parts_of_another_recipe_are_not_used(corpus, tmp_path, inline):
     files = source_files(corpus)
     Inline.stop_at = "d.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        preprocess(files, tmp_path / "out", Recipe("bytes", append_eod=True), progress=False)
+        preprocess(files, tmp_path / "out", PreprocessingSettings("bytes", append_eod=True), progress=False)
     Inline.stop_at = None
     Inline.done.clear()
-    preprocess(files, tmp_path / "out", Recipe("bytes"), progress=False)
+    preprocess(files, tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
     assert Inline.done == ["a.jsonl", "b.jsonl.gz", "d.jsonl"]
 
 
@@ -420,13 +426,15 @@ def test_parts_of_another_tokenizer_are_not_used(tmp_path, inline):
         (tmp_path / "vocab.txt").write_text(f"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n{more}\n")
         Inline.stop_at = stop_at
         with contextlib.suppress(KeyboardInterrupt):
-            preprocess(files, tmp_path / "out", Recipe("wordpiece", str(tmp_path / "vocab.txt")), progress=False)
+            preprocess(
+                files, tmp_path / "out", PreprocessingSettings("wordpiece", str(tmp_path / "vocab.txt")), progress=False
+            )
     assert [ids.tolist() for ids in IndexedTokens(tmp_path / "out_text_document")] == [[6], [6]]
 
 
 def test_a_split_is_by_hash(tmp_path, inline):
     path = write(tmp_path / "x.jsonl", [{"text": f"document {n}"} for n in range(400)])
-    recipe = Recipe("bytes", split=(50, 30, 20))
+    recipe = PreprocessingSettings("bytes", split=(50, 30, 20))
     manifests = preprocess(source_files(path), tmp_path / "out", recipe, progress=False)
     counts = [manifests[f"{side}_text"]["documents"] for side in ("train", "validation", "test")]
     assert sum(counts) == 400
@@ -443,10 +451,10 @@ def test_broken_lines_stop_the_job_or_are_counted(tmp_path, inline):
     with pytest.raises(
         ValueError, match=r"x\.jsonl line 2: not valid JSON.*\(0 such lines are allowed\).*--max-broken"
     ):
-        preprocess(source_files(path), tmp_path / "out", Recipe("bytes"), progress=False)
+        preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
     with pytest.raises(ValueError, match=r"x\.jsonl line 4: not valid JSON.*\(1 such lines"):
-        preprocess(source_files(path), tmp_path / "out", Recipe("bytes", max_broken=1), progress=False)
-    preprocess(source_files(path), tmp_path / "out", Recipe("bytes", max_broken=2), progress=False)
+        preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes", max_broken=1), progress=False)
+    preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes", max_broken=2), progress=False)
     assert decoded(tmp_path / "out_text_document") == ["a", "b"]
     manifest = read_manifest(tmp_path / "out_text_document")
     assert manifest is not None
@@ -480,14 +488,14 @@ def test_messages(tmp_path, capsys, inline, changes, message):
 def test_input_without_text(tmp_path, inline):
     path = write(tmp_path / "x.jsonl", [{"text": ""}])
     with pytest.raises(ValueError, match=r"the input holds no text: .*x\.jsonl.*\(1 empty\)"):
-        preprocess(source_files(path), tmp_path / "out", Recipe("bytes"), progress=False)
+        preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.jsonl"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ftfy") is not None, reason="ftfy is installed here")
 def test_ftfy_must_be_installed():
     with pytest.raises(ValueError, match="--ftfy needs the package ftfy, which is not installed: pip install ftfy"):
-        Recipe("bytes", ftfy=True)
+        PreprocessingSettings("bytes", ftfy=True)
 
 
 def test_the_help_teaches(capsys):
@@ -500,7 +508,7 @@ def test_the_help_teaches(capsys):
 
 def test_the_pile_sample(shared, tmp_path, inline):
     folder = shared / "data/tokenizers/gpt-neox-20b"
-    recipe = Recipe("hf", str(folder), append_eod=True)
+    recipe = PreprocessingSettings("hf", str(folder), append_eod=True)
     files = source_files(shared / "data/pile_sample/val.jsonl.zst")
     manifest = preprocess(files, tmp_path / "val", recipe, progress=False)["text"]
     tokens = IndexedTokens(tmp_path / "val_text_document")
