@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> Path:
-    """A run whose weights are as at the start of training. The tokenizer is a Hugging Face tokenizer.json."""
+    """Write a run with initial weights. The tokenizer is a Hugging Face tokenizer.json."""
     import torch
 
     from data.tokenizer import load_tokenizer, padded_vocab_size
@@ -148,7 +148,7 @@ def random_checkpoint(model: Path, tokenizer: Path, run: Path, device: str) -> P
 
 
 def measure(name: str, lm: Any, prepared: Any, limit_minutes: float | None = None) -> Timing:
-    """Runs the suites through a model, with a line every few seconds."""
+    """Run the suites with a model and print a line every few seconds."""
     from tools.evaluation.harness import evaluate
     from tools.evaluation.progress import TimeUpError, Watch, follow
 
@@ -184,7 +184,7 @@ def measure(name: str, lm: Any, prepared: Any, limit_minutes: float | None = Non
 
 
 def report(timings: Sequence[Timing], output: Path) -> None:
-    """Prints the table and writes `evaluation.json`."""
+    """Print the table and write `evaluation.json`."""
     header = ["model", "requests", "tokens asked", "whole, s", "tokenising, s", "scoring, s", "tokens asked per second"]
     rows = []
     for t in timings:

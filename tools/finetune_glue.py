@@ -41,7 +41,7 @@ class TaskRecipe(BaseModel):
 
 
 class Recipe(BaseModel):
-    """How to fine-tune: one set of numbers for all tasks but their epochs."""
+    """Hold the fine-tuning settings, which all tasks share except the epochs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     lr: float = Field(gt=0)
@@ -55,7 +55,7 @@ class Recipe(BaseModel):
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 2 for what cannot be run."""
+    """Run the command line. Returns 2 for invalid input."""
     parser = command_line("python -m tools.finetune_glue", __doc__, EPILOG)
     parser.add_argument("checkpoint", type=Path, help="a run, a step folder, or a Hugging Face export")
     parser.add_argument("override", nargs="*", metavar="key=value", help="values of the recipe")
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe file with single values over it. Raises ValueError naming the key."""
+    """Read a settings file with overrides. Raises ValueError naming the key."""
     from tools.evaluation.glue_tasks import TASKS
 
     recipe = read_as(Recipe, path, overrides)
@@ -107,7 +107,7 @@ class Session:
     def __init__(
         self, checkpoint: Path, recipe: Recipe, output: Path, data: Path | None, seeds: int, hold_out: float | None
     ) -> None:
-        """Raises ValueError where `output` holds the results of something else, CheckpointError for no checkpoint."""
+        """Raise ValueError if `output` holds results of another checkpoint, CheckpointError without a checkpoint."""
         if seeds < 1:
             raise ValueError(f"--seeds {seeds}: at least 1")
         self.checkpoint, self.recipe, self.output, self.data = checkpoint, recipe, output, data
@@ -146,7 +146,7 @@ class Session:
         return text
 
     def _check_data(self, starts: Mapping[str, str | None]) -> None:
-        """FileNotFoundError for a file that is not there: before the first task is trained, not when its turn comes."""
+        """Raise FileNotFoundError for a missing data file before the first task is trained."""
         from tools.evaluation.glue_tasks import split_file
 
         if self.data is None:
@@ -367,7 +367,7 @@ def _weights_hash(checkpoint: Path) -> str | None:
 
 
 def _exported(checkpoint: Path, output: Path) -> Path:
-    """The Hugging Face folder of a checkpoint, written where it is none itself."""
+    """Return the Hugging Face folder of a checkpoint; export the checkpoint if it is not such a folder."""
     if (checkpoint / "config.json").is_file():
         return checkpoint
     folder = output / "pretrained"
@@ -382,7 +382,7 @@ def _exported(checkpoint: Path, output: Path) -> Path:
 
 
 def _keep(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
-    """A folder that loads as the export does: the fine-tuned weights beside a copy of its source."""
+    """Write the fine-tuned weights with a copy of the export's source, so that the folder loads as the export."""
     with atomic_folder(folder, overwrite=True) as aside:
         ignored = shutil.ignore_patterns("*.safetensors*", "training", "SHA256SUMS")
         shutil.copytree(source, aside, ignore=ignored, dirs_exist_ok=True)
@@ -391,7 +391,7 @@ def _keep(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
 
 
 def _run_of(checkpoint: Path) -> Path:
-    """The run's folder, or the export itself."""
+    """Return the run's folder, or the export itself."""
     if checkpoint.name.startswith("step_"):
         return checkpoint.parent.parent
     return checkpoint.parent if checkpoint.name == "checkpoints" else checkpoint

@@ -1,4 +1,4 @@
-"""LION's exact forms on one checkpoint: how far their outputs differ, and the time and memory of each over length.
+"""Compare LION's exact forms on one checkpoint: differences of outputs, time and memory by length.
 
 Beside them stands a softmax encoder of the same shape (untrained: its time and memory do not depend on weights). What runs
 is the model without its head, on random tokens, forward. Memory is the peak of what the forward pass allocates.
@@ -30,7 +30,7 @@ example:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 1 where the forms disagree, 2 for what cannot be compared."""
+    """Run the command line. Returns 1 if the forms differ, 2 for invalid input."""
     parser = command_line("python -m tools.masked_forms", __doc__, EPILOG)
     parser.add_argument("run", type=Path, help="a run, or a step folder")
     parser.add_argument("--lengths", type=positive, nargs="+", default=[128, 256, 512, 1024, 2048, 4096], help="tokens")
@@ -102,7 +102,7 @@ def _encode(model: Any, tokens: Any) -> Any:
 
 
 def _measure(work: Callable[[], Any], tokens: Any) -> tuple[Any, float, float]:
-    """(result, median milliseconds, peak MiB) of one forward pass. What takes seconds is run once."""
+    """Return (result, median milliseconds, peak MiB) of a forward pass. A pass that takes seconds is run once."""
     import torch
 
     def once() -> tuple[Any, float, int]:
@@ -128,7 +128,7 @@ def _measure(work: Callable[[], Any], tokens: Any) -> tuple[Any, float, float]:
 
 
 def _host_peak(work: Callable[[], Any]) -> int:
-    """Bytes that PyTorch holds at most at a time of what `work` allocates on the CPU."""
+    """Return the peak bytes that `work` allocates on the CPU."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -142,7 +142,7 @@ def _host_peak(work: Callable[[], Any]) -> int:
 
 
 def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """Time and memory against length, a line a form."""
+    """Plot time and memory against length, one line per form."""
     from tools.reporting.style import COLORS, saved_figure
 
     with saved_figure(out, 1, 2, figsize=(8.2, 3.4)) as (_, panels):

@@ -1,6 +1,6 @@
-"""A checkpoint as a Hugging Face folder: weights tensor by tensor, config, tokenizer, model card, source.
+"""Export a checkpoint to a Hugging Face folder: weights, configuration, tokenizer, model card, source.
 
-The folder is written beside its place and renamed into it, so that what stands there is always whole.
+The folder is written under a temporary name and then renamed, so that it is never incomplete.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRAINING_FOLDER = "training"
 
 @dataclass(frozen=True)
 class Export:
-    """What was written.
+    """Describe an export that was written.
 
     Attributes:
         folder: the Hugging Face folder.
@@ -119,7 +119,7 @@ def export(
 
 def _tokenizer(run: Path, config: dict[str, Any], checkpoint: Path) -> Tokenizer | None:
     manifest = read_manifest(checkpoint)
-    # Bytes that neither the run nor its checkpoint knows are the placeholder of an import without a tokenizer.
+    # A byte tokenizer without a record in the run or checkpoint is the placeholder of an import without tokenizer.
     known = saved_tokenizer(run) is not None or manifest["state"].get("tokenizer") is not None
     return read_tokenizer(run, config, manifest) if known or data_config(config).tokenizer.type != "bytes" else None
 
@@ -130,7 +130,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def check_target(folder: Path, overwrite: bool) -> None:
-    """FileExistsError where `folder` may not be written: it is there, or with `overwrite` it is no export."""
+    """Raise FileExistsError if `folder` exists, or with `overwrite` if it is not an export."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
@@ -146,7 +146,7 @@ def check_target(folder: Path, overwrite: bool) -> None:
 
 
 def check_vocabulary(entries: int, rows: int, tokenizer: str) -> None:
-    """ValueError for a tokenizer with more entries than the embedding has rows."""
+    """Raise ValueError if the tokenizer has more entries than the embedding has rows."""
     if entries > rows:
         raise ValueError(
             f"the tokenizer {tokenizer} has {entries} entries and the embedding {rows} rows: it is not the tokenizer that "
@@ -155,7 +155,7 @@ def check_vocabulary(entries: int, rows: int, tokenizer: str) -> None:
 
 
 def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, source: Path | str) -> None:
-    """ValueError naming tensors that are missing, too many (with the nearest name) or of another shape (both shapes)."""
+    """Raise ValueError naming missing and unknown tensors, with the nearest name, and wrong shapes."""
     import difflib
 
     from models.language_model import LanguageModel
@@ -181,7 +181,7 @@ def check_shapes(given: Mapping[str, tuple[int, ...]], config: ModelConfig, sour
 def write_description(
     folder: Path, model: ModelConfig, tokenizer: Tokenizer | None, dtype: str, sequence_length: int
 ) -> None:
-    """config.json, generation_config.json, source, and the tokenizer where there is one."""
+    """Write config.json, generation_config.json, the source files, and the tokenizer if there is one."""
     causal = not model.bidirectional_mixers()
     special, entries = {}, model.vocab_size
     if tokenizer is not None:
@@ -206,7 +206,7 @@ def write_description(
     }
     _write_json(folder / "config.json", config)
     if causal:
-        # Rows that pad the embedding to a round number mean nothing and are never drawn.
+        # The padding rows of the embedding have no meaning: never sample them.
         padding = list(range(entries, model.vocab_size))
         _write_json(folder / "generation_config.json", {**ids, **({"suppress_tokens": padding} if padding else {})})
     for name, text in flat_source(model.mixers).items():
@@ -214,7 +214,7 @@ def write_description(
 
 
 def write_training_side(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer | None) -> None:
-    """The folder `training/`: what the run was, for an import to train on."""
+    """Write the folder `training/` with the run's configuration and tokenizer, for a later import."""
     import yaml
 
     side = folder / TRAINING_FOLDER
@@ -235,7 +235,7 @@ def write_shards(
     *,
     progress: bool = False,
 ) -> list[int]:
-    """model.safetensors, or several with their index. One tensor stands in memory at a time. Returns the files' bytes."""
+    """Write one or several safetensors files, with one tensor in memory at a time. Return the bytes of each file."""
     from tqdm import tqdm
 
     groups: list[dict[str, tuple[int, ...]]] = [{}]

@@ -1,4 +1,4 @@
-"""The source files beside an export's weights: compared with the project's, which then loads the weights itself."""
+"""Compare the source files of an export with the project's, so that the project's own code can load the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.conversion.flatten_source import flat_source
 
 
 def check_source(folder: Path, mixers: Collection[str]) -> None:
-    """Raise ValueError where a file of source in an export is not as the exporter writes it for these mixers.
+    """Raise ValueError if a source file in an export differs from what the exporter writes for these mixers.
 
     Nothing of the folder is run. Line ends do not count, and a file that is missing cannot differ.
     """

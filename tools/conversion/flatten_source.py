@@ -1,4 +1,4 @@
-"""The model's own source as one folder of files, which is what Transformers can load.
+"""Copy the model's source into one flat folder, which Transformers can load.
 
 Transformers follows relative imports within one folder only, so `mixers/metala.py` becomes `mixers_metala.py` and every
 relative import is rewritten to match. The other changes are:

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as it lies on the disk: its config and its tensors, read when asked for. Pickles are never read."""
+"""Read the configuration and the tensors of a Hugging Face folder on demand. Pickles are never read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json. Raises FileNotFoundError for a folder without one, ValueError for one that is no JSON object."""
+    """Read config.json. Raises FileNotFoundError if it is missing, ValueError if it is not a JSON object."""
     path = folder / "config.json"
     if not path.is_file():
         near = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) if folder.is_dir() else "there is no such folder"
@@ -49,7 +49,7 @@ def _open(file: Path) -> Any:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors of model.safetensors, or of the files that model.safetensors.index.json names; in their own dtype.
+    """Map names to tensors of model.safetensors, or of the files in its index, in their stored type.
 
     Raises:
         FileNotFoundError: no safetensors there, or a file of the index is missing.

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a run to train on: a checkpoint, its tokenizer and a configuration. Weights go tensor by tensor."""
+"""Import a Hugging Face folder as a run: checkpoint, tokenizer and configuration. Weights are copied tensor by tensor."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _COPY = f"copy it again, or remove {TRAINING_FOLDER}/ to begin with placeholders
 
 @dataclass(frozen=True)
 class Import:
-    """What was written.
+    """Describe an import that was written.
 
     Attributes:
-        run: the run's folder; `config.yml` in it is what train.py takes.
+        run: the run's folder, with a `config.yml` for train.py.
         checkpoint: the step folder.
         kind: `model_type` of the folder that was read.
         model: its architecture here.
@@ -133,7 +133,7 @@ def import_folder(
 def original_logits(
     folder: Path, kind: str, model: ModelConfig, tokens: Tensor, *, trust_remote_code: bool = False
 ) -> tuple[Tensor | None, str]:
-    """Return the logits of the model that was read in float32 and what computed them; or None and why nothing can.
+    """Return the original model's float32 logits and the name of its code, or None and the reason.
 
     trust_remote_code: of an export, run the folder's own source; else the project's own classes load its weights.
     """
@@ -158,7 +158,7 @@ def original_logits(
 
 
 def processes_of_a_copy(config: Mapping[str, Any]) -> int:
-    """Processes that hold one copy of the model between them, by the layout of a configuration."""
+    """Return the number of processes per copy of the model in the layout of a configuration."""
     parallel = config.get("parallel") or {}
     return math.prod(parallel.get(key) or 1 for key in ("tensor", "pipeline", "context"))
 
@@ -183,7 +183,7 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 def _configuration(
     folder: Path, run: Path, aside: Path, theirs: Mapping[str, Any], model: ModelConfig, tokenizer: Tokenizer | None
 ) -> str:
-    """The resolved configuration of a run that goes on from here: an export's own, or defaults to be adapted.
+    """Return the resolved configuration of the imported run: the export's, or defaults to be adapted.
 
     Args:
         aside: where `run` is being written, with its tokenizer.

@@ -33,7 +33,7 @@ _FEWEST = 32
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest differences of logits.
+    """Hold the largest differences of logits.
 
     Attributes:
         converted: export against the trainer's model with the stored weights; both in float32. It must be small.
@@ -67,10 +67,10 @@ def compare_logits(
 
 @torch.no_grad()
 def exported_logits(folder: Path, tokens: Tensor, config: ModelConfig, *, trust_remote_code: bool) -> Tensor:
-    """Return the logits of an export in float32. Blocks are widened one at a time."""
+    """Return the logits of an export in float32. One block at a time is converted to float32."""
     model = load_export(folder, causal=not config.bidirectional_mixers(), trust_remote_code=trust_remote_code)
     for layer in (model.embedding, *model.blocks, model.head):
-        _widen_while_running(layer)
+        _float32_while_running(layer)
     return model(input_ids=tokens, use_cache=False).logits.float()
 
 
@@ -99,7 +99,7 @@ def load_export(folder: Path, *, causal: bool, trust_remote_code: bool = False, 
 def trainer_logits(
     weights: Weights, config: ModelConfig, tokens: Tensor, dtype: torch.dtype, *, progress: bool = False
 ) -> Tensor:
-    """Logits of the trainer's layers in float32, their weights rounded to `dtype`; one layer in memory at a time."""
+    """Return float32 logits of the trainer's layers with weights rounded to `dtype`, one layer in memory at a time."""
     from tqdm import tqdm
 
     hidden = tokens
@@ -119,7 +119,7 @@ def _stored_name(name: str, tied_to: str | None) -> str:
     return f"{tied_to}.weight" if tied_to is not None and parameter == "weight" and layer == "head" else name
 
 
-def _widen_while_running(layer: nn.Module) -> None:
+def _float32_while_running(layer: nn.Module) -> None:
     narrow = next(layer.parameters()).dtype
     if narrow == torch.float32:
         return
@@ -128,7 +128,7 @@ def _widen_while_running(layer: nn.Module) -> None:
 
 
 def real_text(config: Mapping[str, Any], tokenizer: Tokenizer, given: Path | None = None) -> tuple[str, str]:
-    """About 100 kB of text, and where it is from: a given file, what the run was trained on, or a module of Python's.
+    """Return about 100 kB of text and its origin: the given file, the run's data, or a module of Python.
 
     Raises FileNotFoundError for a given file that is not there, ValueError for one that is too short to compare on.
     """
@@ -149,12 +149,12 @@ def real_text(config: Mapping[str, Any], tokenizer: Tokenizer, given: Path | Non
 
 
 def counted_rows(config: ModelConfig) -> Tensor:
-    """Token ids [1, up to 256] for a model without a tokenizer."""
+    """Return token ids [1, up to 256] for a model without a tokenizer."""
     return (torch.arange(min(256, config.max_positions or 256)) % config.vocab_size)[None]
 
 
 def rows_of(text: str, tokenizer: Tokenizer, config: ModelConfig) -> Tensor:
-    """The beginning of a text as tokens [2, up to LENGTH, or as many as the model has positions]."""
+    """Return the first tokens of a text as [2, length], with at most LENGTH and the model's positions per row."""
     ids = [int(i) for i in tokenizer.encode(text[: 64 * LENGTH])][: 2 * min(LENGTH, config.max_positions or LENGTH)]
     half = len(ids) // 2
     return torch.tensor([ids[:half], ids[half : 2 * half]])

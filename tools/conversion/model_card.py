@@ -1,4 +1,4 @@
-"""The model card (README.md) of an export: what the run's own files say of it, and nothing else."""
+"""Write the model card (README.md) of an export from the run's own files only."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def model_card(
     dtype: str,
     licence: str,
 ) -> str:
-    """Markdown with the metadata that the Hugging Face hub reads.
+    """Return Markdown with the metadata for the Hugging Face hub.
 
     config: the run's configuration as plain YAML values. step: name of the step folder. parameters: weights, tied ones
     once. Tables of evaluations come from `results.json` in the run's folder, tokens from its metrics.
@@ -136,7 +136,7 @@ def _tokens(run: Path, step: int) -> str:
 
 
 def _evaluation(run: Path, step: str) -> str:
-    """A table of results.json, if it speaks of this checkpoint."""
+    """Return a table of results.json if it is about this checkpoint."""
     file = run / "results.json"
     if not file.is_file():
         return ""

@@ -1,4 +1,4 @@
-"""What the keys of a GPT-NeoX configuration are here: their values in this project's sections, and what is left out and why."""
+"""Translate GPT-NeoX configuration keys to this project's sections, and list ignored keys with reasons."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass
 class Translation:
-    """The configuration so far, what was left out and why, and what was assumed."""
+    """Hold the translated configuration, the ignored keys with reasons, and the assumptions."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Translation:
 
 
 def translate(neox: Mapping[str, Any], *, vocab_size: int) -> Translation:
-    """The values of a GPT-NeoX configuration, keys with underscores, as a configuration of this project.
+    """Translate a GPT-NeoX configuration, whose keys have underscores, to one of this project.
 
     Raises ValueError for a setting that changes the model and does not exist here.
     """
@@ -411,7 +411,7 @@ def _data(neox: Mapping[str, Any], out: Translation) -> None:
 
 
 def underscored(values: Any) -> Any:
-    """GPT-NeoX writes its keys with dashes or underscores."""
+    """Return the configuration with underscores in keys, which GPT-NeoX also writes with dashes."""
     if isinstance(values, Mapping):
         return {str(key).replace("-", "_"): underscored(value) for key, value in values.items()}
     return values

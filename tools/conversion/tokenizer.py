@@ -1,4 +1,4 @@
-"""A training tokenizer as the files that `AutoTokenizer` loads, with the same ids and without SentencePiece at hand.
+"""Export a training tokenizer to files that `AutoTokenizer` loads, with equal ids and without SentencePiece.
 
 Every tokenizer becomes a `tokenizer.json` of Hugging Face tokenizers. What the trainer does not add around a text is not
 added there either: a call gives the ids that the model was trained on. Masked models keep the tokens that their
@@ -148,7 +148,7 @@ def _bytes(tokenizer: Tokenizer) -> Any:
 
 
 def _json(tokenizer: Tokenizer) -> Any:
-    """As it is; with the end of a document among the special tokens, where it must be to be left out of texts."""
+    """Return the tokenizer with the end of a document as a special token, so that decoding can skip it."""
     import tokenizers
 
     model = tokenizers.Tokenizer.from_str(tokenizer._model.to_str())
@@ -159,7 +159,7 @@ def _json(tokenizer: Tokenizer) -> Any:
 
 
 def _sentencepiece(tokenizer: Tokenizer) -> Any:
-    """The same pieces as BPE merges or Unigram scores (Kudo and Richardson 2018, arXiv 1808.06226).
+    """Convert the pieces to BPE merges or Unigram scores (Kudo and Richardson 2018, arXiv 1808.06226).
 
     Spaces inside pieces are spaces here and not U+2581, so that this character, where a text has it, is its bytes, as
     the trainer writes it. A model that puts a space before every text cannot tell the two apart and does so here too.
@@ -239,14 +239,14 @@ def _sentencepiece(tokenizer: Tokenizer) -> Any:
 
 
 def _ranges(characters: set[str]) -> str:
-    """These characters inside the brackets of a regular expression, which takes some 10,000 ranges and no more."""
+    """Return a regular expression class of these characters, within the limit of about 10,000 ranges."""
     codes = set(map(ord, characters))
     first, last = (sorted(c for c in codes if c + step not in codes) for step in (-1, 1))
     return "".join(f"\\x{{{a:X}}}-\\x{{{b:X}}}" for a, b in zip(first, last, strict=True))
 
 
 def _merges(pieces: Sequence[str], scores: Sequence[float], normal: Sequence[bool]) -> list[tuple[str, str]]:
-    """Every way to form a piece from two, the best piece first: SentencePiece merges any pair whose union it knows."""
+    """Return all merges of two pieces to a known piece, best piece first, as SentencePiece merges them."""
     known = {piece for piece, is_normal in zip(pieces, normal, strict=True) if is_normal}
     order = sorted((i for i, is_normal in enumerate(normal) if is_normal), key=lambda i: (-scores[i], i))
     merges = []

@@ -502,7 +502,13 @@ def test_the_help_teaches(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    for word in ("examples:", "--append-eod", "data.train=", "PREFIX_text_document.idx", "goes on where it was"):
+    for word in (
+        "examples:",
+        "--append-eod",
+        "data.train=",
+        "PREFIX_text_document.idx",
+        "To resume a job that was killed",
+    ):
         assert word in text
 
 
