@@ -24,7 +24,7 @@ _stand_ins: Mapping[str, Callable[..., Any]] | None = None
 
 @contextlib.contextmanager
 def cuda_on_meta(stand_ins: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, tensors on "meta" take the paths of tensors on CUDA, so that a planner counts what these allocate.
+    """Make tensors on "meta" use the code paths of CUDA tensors, so that a planner counts their allocations.
 
     The kernels of `models/kernels` launch nothing for such tensors. stand_ins: replaces every `replaceable` function, by
     its name, because these read values or call packages that "meta" does not have.

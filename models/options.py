@@ -17,7 +17,7 @@ HEAD_NORM_EPS = "Added to the variance (or mean square) in that norm."
 
 
 class ModelShape(Protocol):
-    """The part of `models.config.ModelConfig` that layers and mixers read; the keys are described there."""
+    """Declare the part of `models.config.ModelConfig` that layers and mixers read. The keys are described there."""
 
     @property
     def vocab_size(self) -> int: ...

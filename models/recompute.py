@@ -25,7 +25,7 @@ _ACTIVE: ContextVar[bool] = ContextVar("recompute_elementwise", default=False)
 
 @contextmanager
 def recompute_elementwise() -> Iterator[None]:
-    """Inside, do not save `recomputable` results for the backward pass. Without gradients it changes nothing."""
+    """Do not save `recomputable` results for the backward pass inside this context. No effect without gradients."""
     if not torch.is_grad_enabled():
         yield
         return
@@ -54,7 +54,7 @@ def recomputable(results: Tensor | tuple[Tensor, ...], function: Callable[..., A
 
 
 class _Source(NamedTuple):
-    """How to compute the tensor of a storage, as it was at one version."""
+    """Hold how to compute the tensor of a storage, at one version."""
 
     recomputation: _Recomputation
     place: int
@@ -63,14 +63,14 @@ class _Source(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """A saved tensor and its version when it was saved."""
+    """Hold a saved tensor and its version when it was saved."""
 
     tensor: Tensor
     version: int
 
 
 class _View(NamedTuple):
-    """A stand-in for a tensor: the result of a recomputation and the view of it."""
+    """Replace a saved tensor: the result of a recomputation and a view of it."""
 
     recomputation: _Recomputation
     place: int

@@ -49,7 +49,7 @@ def head_numbers(config: ModelShape) -> Tensor:
 
 
 class FusedProjections(Protocol):
-    """Several projections of one input. A module holds it as an attribute, so that a trainer can replace it.
+    """Apply several projections to one input. A module holds it as an attribute, so that a trainer can replace it.
 
     A module with `project_inputs_is_entry` computes its whole tensor-parallel region from these projections.
     """

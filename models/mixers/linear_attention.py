@@ -87,8 +87,8 @@ class LinearAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Return the output, of x's shape [batch, length, hidden_size], and with return_state the new state.
 
-        The state is "recurrent" [batch, heads, features, head_dim + 1] in float32, S and z side by side, and with a
-        convolution "conv" [batch, kernel - 1, hidden_size], its last inputs; with cu_seqlens one row per segment.
+        The state is "recurrent" [batch, heads, features, head_dim + 1] in float32, S and z concatenated. A convolution adds
+        "conv" [batch, kernel - 1, hidden_size], its last inputs. With cu_seqlens both have one row per segment.
         """
         state = state or {}
         x, new_state = convolve_input(self.conv, x, mask, cu_seqlens, state, return_state)

@@ -74,7 +74,7 @@ def refuse_state() -> NoReturn:
 
 @dataclass(frozen=True)
 class ShardSegments:
-    """Packed sequences as the local shard sees them.
+    """Describe packed sequences inside the local shard.
 
     cu_seqlens: [segments + 1], inside the shard; segments outside it are empty.
     from_left, from_right: [length] bool, tokens whose segment began before the shard, or continues after it.

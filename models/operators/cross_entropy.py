@@ -16,7 +16,7 @@ IGNORED_LABEL = -100
 
 
 class VocabularyPart(Protocol):
-    """The parts of a vocabulary whose rows are split evenly over several processes."""
+    """Describe one part of a vocabulary whose rows are split evenly over several ranks."""
 
     @property
     def index(self) -> int:

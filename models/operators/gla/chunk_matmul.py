@@ -181,7 +181,7 @@ def spans_of(v: Tensor, bounds: list[int] | None) -> list[Span]:
 
 
 def _cut(x: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
-    """[batch, length, heads, dim] -> a copy [batch, heads, chunks, chunk, dim], zero after the last token."""
+    """Copy x [batch, length, heads, dim] to [batch, heads, chunks, chunk, dim], zero after the last token."""
     batch, length, heads, dim = x.shape
     chunks = -(-length // chunk)
     out = torch.empty(batch, heads, chunks * chunk, dim, dtype=dtype, device=x.device)

@@ -32,7 +32,7 @@ _LARGEST_DECAY = 40.0
 
 
 class Kernel(Enum):
-    """What computes the operator, by the value of `form` where it can be requested."""
+    """Name the kernel of the operator. The value is its `form`, if it can be requested."""
 
     RECURRENT = "recurrent"  # naive.py, one token after the other
     QUADRATIC = "parallel"  # naive.py, quadratic in length
@@ -44,7 +44,7 @@ class Kernel(Enum):
 
 
 class Decay(Enum):
-    """The form in which a CUDA kernel receives the log decay."""
+    """Name the form in which a CUDA kernel receives the log decay."""
 
     AS_GIVEN = "per channel or per head, as given"
     PER_CHANNEL = "per head, expanded to one per channel"
@@ -53,7 +53,7 @@ class Decay(Enum):
 
 @dataclass(frozen=True)
 class Selection:
-    """The decision for one call."""
+    """Hold the decision for one call."""
 
     kernel: Kernel
     decay: Decay = Decay.AS_GIVEN

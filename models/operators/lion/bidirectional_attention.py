@@ -40,7 +40,7 @@ _TILE_LENGTHS = {64: 192, 128: 256}
 
 
 class ProjectedDecayLogits(NamedTuple):
-    """Decay logits that are a projection of the layer's input, x weight^T + bias, as in LION-s.
+    """Hold decay logits that are a projection of the layer's input, x weight^T + bias, as in LION-s.
 
     x: [batch, length, size], weight: [heads, size], bias: [heads] or None. The kernels compute the projection and its
     gradients in their autograd node.

@@ -20,7 +20,7 @@ _CUT = {torch.float32: -100.0, torch.float64: -700.0}
 
 @dataclass(frozen=True)
 class Segments:
-    """ids: [1, length] number of each token's segment; last: the number of the last segment."""
+    """Hold the segment number of each token, ids [1, length], and the number of the last segment."""
 
     ids: Tensor
     last: int

@@ -164,7 +164,7 @@ def fla_scan(x: Tensor, log_decay: Tensor) -> Tensor:
 
 
 class _Scan(torch.autograd.Function):
-    """h_t = decay_t h_{t-1} + x_t from zero. The backward pass is the same recurrence, from the last token to the first."""
+    """Compute h_t = decay_t h_{t-1} + x_t from zero. The backward pass is the same recurrence, from last to first token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, decay: Tensor) -> Tensor:
