@@ -1,8 +1,8 @@
-"""From a raw corpus to token files in one call, cached: read, split, train a tokenizer where none is given, tokenise.
+"""Prepare token files from a raw corpus in one call, cached: read, split, train a tokenizer if needed, tokenise.
 
-A corpus is split by whole documents: a document goes to validation when the hash of its key (its path inside the
-standard library, else its text) falls under ``validation_fraction``. So the split is the same every time and documents
-keep their side when others are added. Exact repeats are dropped before it.
+A document goes to validation if the hash of its key (its path in the standard library, else its text) is below
+``validation_fraction``. So the split is deterministic, and documents keep their side when others are added. Exact duplicates
+are dropped before the split.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ SIDES = ("train", "validation")  # of the split, in the order of `Encoded.sides`
 
 @dataclass(frozen=True)
 class Prepared:
-    """Where a prepared corpus lies.
+    """Paths of a prepared corpus.
 
-    Prefixes are token files without extension. ``validation_text_path`` is the raw validation text (UTF-8, documents
-    one after another): what gzip and xz are measured on; ``manifest["validation"]["bytes"]`` is its size. The
-    validation paths are None when validation_fraction is 0.
+    Prefixes are paths of token files without extension. ``validation_text_path`` is the concatenated raw validation text
+    (UTF-8), the input of the gzip and xz baselines; ``manifest["validation"]["bytes"]`` is its size. The validation paths are
+    None if validation_fraction is 0.
     """
 
     train_prefix: Path
@@ -67,18 +67,18 @@ def prepare_corpus(
     cache_directory: str | Path = "runs/cache",
     progress: bool = True,
 ) -> Prepared:
-    """Token files of a corpus; from the cache when the same files were prepared with the same settings before.
+    """Return the token files of a corpus, from the cache if the same files were prepared with the same settings.
 
     ``tokenizer_type`` "sentencepiece" without a path trains a model of ``vocab_size`` on the training documents. Every
-    document ends with the tokenizer's end-of-document id. Built aside and renamed into place; call it on one rank and
-    let the others wait.
+    document ends with the end-of-document id. The cache folder is written atomically. Call this on one rank while the other
+    ranks wait.
 
-    Raises FileNotFoundError for a path that does not exist and ValueError for a corpus without text, a text key that
-    the documents do not have, a line that does not parse (file and line), or too few documents to split.
+    Raises FileNotFoundError for a path that does not exist. Raises ValueError for a corpus without text, a missing text key,
+    a line that does not parse (with file and line), or too few documents to split.
     """
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"data.validation_fraction {validation_fraction} must be in [0, 1)")
-    recipe = _Recipe(
+    settings = _CorpusSettings(
         source_files(corpus),
         tokenizer_type,
         tokenizer_path,
@@ -88,12 +88,16 @@ def prepare_corpus(
         validation_fraction,
         progress,
     )
-    description = json.dumps(recipe.description())
-    return _prepared(built_folder(cache_directory, "corpus", description, lambda aside: _build(recipe, aside)))
+    description = json.dumps(settings.description())
+    return _prepared(
+        built_folder(cache_directory, "corpus", description, lambda temporary: _build(settings, temporary))
+    )
 
 
 def _prepared(folder: Path) -> Prepared:
-    manifest = read_json(folder / "manifest.json", f"remove {folder}, it is built again", "validation", "tokenizer")
+    manifest = read_json(
+        folder / "manifest.json", f"remove {folder}; it is rebuilt at the next start", "validation", "tokenizer"
+    )
     validation = manifest["validation"] is not None
     tokenizer = manifest["tokenizer"]
     return Prepared(
@@ -107,7 +111,7 @@ def _prepared(folder: Path) -> Prepared:
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _CorpusSettings:
     files: list[SourceFile]
     tokenizer_type: str
     tokenizer_path: str | Path | None
@@ -122,12 +126,12 @@ class _Recipe:
         return self.tokenizer_type == "sentencepiece" and self.tokenizer_path is None
 
     def description(self) -> dict[str, Any]:
-        """Everything that the outcome depends on."""
+        """Return everything that the result depends on, for the hash of the cache."""
         tokenizer: Any = ["train", self.vocab_size]
         if not self.trains_tokenizer:
-            given = load_tokenizer(self.tokenizer_type, self.tokenizer_path)
-            # What ends a document may be named in a file beside the one that the hash is of.
-            tokenizer = [given.hash, given.end_of_document_id] if given.type == "hf" else given.hash
+            requested = load_tokenizer(self.tokenizer_type, self.tokenizer_path)
+            # The hash does not cover the end-of-document id, which another file may set.
+            tokenizer = [requested.hash, requested.end_of_document_id] if requested.type == "hf" else requested.hash
         return {
             "version": PREPARE_VERSION,
             "interpreter": sys.version if any(file.format == "python" for file in self.files) else None,
@@ -141,8 +145,8 @@ class _Recipe:
 
 @dataclass
 class _Survey:
-    """The first pass: the side of each document in reading order ("train", "validation" or "repeat"), what was skipped
-    and why, and a sample of the training text for the tokenizer."""
+    """Result of the first pass: the side of each document in reading order ("train", "validation" or "repeat"), skipped
+    documents by reason, and a sample of the training text for the tokenizer."""
 
     sides: list[str] = field(default_factory=list)
     positions: list[float] = field(default_factory=list)
@@ -150,32 +154,32 @@ class _Survey:
     sample: TextSample = field(default_factory=lambda: TextSample(TOKENIZER_SAMPLE))
 
 
-def _build(recipe: _Recipe, folder: Path) -> None:
+def _build(settings: _CorpusSettings, folder: Path) -> None:
     start = time.perf_counter()
-    survey = _survey_documents(recipe)
+    survey = _survey_documents(settings)
     surveyed = time.perf_counter()
-    if recipe.trains_tokenizer:
-        if recipe.progress:
+    if settings.trains_tokenizer:
+        if settings.progress:
             print(
-                f"training a SentencePiece tokenizer of {recipe.vocab_size:,} pieces on"
+                f"training a SentencePiece tokenizer of {settings.vocab_size:,} pieces on"
                 f" {survey.sample.characters / 1e6:.1f} million characters",
                 file=sys.stderr,
             )
         path = folder / "tokenizer.model"
-        train_sentencepiece(survey.sample.texts(), path, vocab_size=recipe.vocab_size, threads=_threads())
+        train_sentencepiece(survey.sample.texts(), path, vocab_size=settings.vocab_size, threads=_threads())
         tokenizer = load_tokenizer("sentencepiece", path)
     else:
-        tokenizer = load_tokenizer(recipe.tokenizer_type, recipe.tokenizer_path)
+        tokenizer = load_tokenizer(settings.tokenizer_type, settings.tokenizer_path)
     trained = time.perf_counter()
-    counts = _tokenise(recipe, folder, tokenizer, survey)
+    counts = _tokenise(settings, folder, tokenizer, survey)
     entry = describe_tokenizer(tokenizer, folder)
     for side, count in counts.items():
         if count is not None:
             write_manifest(folder / f"{side}_text_document", {**count, "tokenizer": entry})
     manifest = {
-        "files": len(recipe.files),
-        "text_key": recipe.text_key,
-        "validation_fraction": recipe.validation_fraction,
+        "files": len(settings.files),
+        "text_key": settings.text_key,
+        "validation_fraction": settings.validation_fraction,
         **counts,
         "skipped": dict(survey.skipped),
         "tokenizer": entry,
@@ -188,10 +192,10 @@ def _build(recipe: _Recipe, folder: Path) -> None:
     write_whole(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
-def _survey_documents(recipe: _Recipe) -> _Survey:
+def _survey_documents(settings: _CorpusSettings) -> _Survey:
     survey = _Survey()
     seen: set[bytes] = set()
-    for document in _documents(recipe, "reading", survey.skipped):
+    for document in _documents(settings, "reading", survey.skipped):
         position = split_position(document)
         survey.positions.append(position)
         digest = text_digest(document.text)
@@ -200,36 +204,36 @@ def _survey_documents(recipe: _Recipe) -> _Survey:
             survey.sides.append("repeat")
             continue
         seen.add(digest)
-        survey.sides.append("validation" if position < recipe.validation_fraction else "train")
-        if survey.sides[-1] == "train" and recipe.trains_tokenizer:
+        survey.sides.append("validation" if position < settings.validation_fraction else "train")
+        if survey.sides[-1] == "train" and settings.trains_tokenizer:
             survey.sample.add(position, document.text)
-    _check_sides(recipe, survey)
+    _check_sides(settings, survey)
     return survey
 
 
-def _check_sides(recipe: _Recipe, survey: _Survey) -> None:
-    kept = [number for number, side in enumerate(survey.sides) if side != "repeat"]
-    where = str(recipe.files[0].path) + (f" and {len(recipe.files) - 1} more" if len(recipe.files) > 1 else "")
-    if not kept:
+def _check_sides(settings: _CorpusSettings, survey: _Survey) -> None:
+    unique = [number for number, side in enumerate(survey.sides) if side != "repeat"]
+    where = str(settings.files[0].path) + (f" and {len(settings.files) - 1} more" if len(settings.files) > 1 else "")
+    if not unique:
         why = ", ".join(f"{count} {reason}" for reason, count in survey.skipped.items()) or "no documents"
         raise ValueError(
             f"the corpus holds no text: {where} ({why}). Name files that hold text (data.corpus), and the key that"
-            f" holds it (data.text_key, now {recipe.text_key!r})."
+            f" holds it (data.text_key, now {settings.text_key!r})."
         )
-    if recipe.validation_fraction == 0:
+    if settings.validation_fraction == 0:
         return
-    if len(kept) == 1:
+    if len(unique) == 1:
         raise ValueError(
-            f"the corpus holds one document ({where}), and it is split into training and validation by whole"
-            " documents: add documents, or train without validation (data.validation_fraction=0)."
+            f"the corpus holds one document ({where}), and the split into training and validation needs two or more:"
+            " add documents, or train without validation (data.validation_fraction=0)."
         )
-    # The hashes of a few documents may all fall on one side; each side gets at least the document nearest to it.
+    # The hashes of few documents may all fall on one side. Each side gets at least its nearest document.
     for side, nearest in (("validation", min), ("train", max)):
         if side not in survey.sides:
-            survey.sides[nearest(kept, key=lambda number: survey.positions[number])] = side
+            survey.sides[nearest(unique, key=lambda number: survey.positions[number])] = side
 
 
-def _tokenise(recipe: _Recipe, folder: Path, tokenizer: Tokenizer, survey: _Survey) -> dict[str, Any]:
+def _tokenise(settings: _CorpusSettings, folder: Path, tokenizer: Tokenizer, survey: _Survey) -> dict[str, Any]:
     outputs: dict[str, Output] = {}
     with contextlib.ExitStack() as stack:
         validation_text = stack.enter_context(open(folder / "validation.txt", "wb"))
@@ -237,7 +241,7 @@ def _tokenise(recipe: _Recipe, folder: Path, tokenizer: Tokenizer, survey: _Surv
             if side in survey.sides:
                 outputs[side] = Output(folder / f"{side}_text_document", token_dtype(tokenizer.vocab_size))
                 stack.enter_context(outputs[side].writer)
-        for batch in _batches(recipe, survey.sides):
+        for batch in _batches(settings, survey.sides):
             documents, sides = [document for document, _ in batch], [SIDES.index(side) for _, side in batch]
             encoded = encode_documents(
                 documents, sides, tokenizer, append_eod=True, keep_empty=True, threads=_threads()
@@ -249,11 +253,11 @@ def _tokenise(recipe: _Recipe, folder: Path, tokenizer: Tokenizer, survey: _Surv
     return {side: outputs[side].describe() if side in outputs else None for side in SIDES}
 
 
-def _batches(recipe: _Recipe, sides: list[str]) -> Iterator[list[tuple[Document, str]]]:
-    """Kept documents with their sides, some MB at a time, for the tokenizer's threads to share."""
+def _batches(settings: _CorpusSettings, sides: list[str]) -> Iterator[list[tuple[Document, str]]]:
+    """Yield unique documents with their sides, a few MB at a time, so that the tokenizer can use its threads."""
     batch: list[tuple[Document, str]] = []
     size = 0
-    for document, side in zip(_documents(recipe, "tokenising", Counter()), sides, strict=True):
+    for document, side in zip(_documents(settings, "tokenising", Counter()), sides, strict=True):
         if side == "repeat":
             continue
         batch.append((document, side))
@@ -265,16 +269,16 @@ def _batches(recipe: _Recipe, sides: list[str]) -> Iterator[list[tuple[Document,
         yield batch
 
 
-def _documents(recipe: _Recipe, what: str, skipped: Counter[str]) -> Iterator[Document]:
-    """Every document, under a progress bar. Raises ValueError at the first line that does not parse."""
+def _documents(settings: _CorpusSettings, what: str, skipped: Counter[str]) -> Iterator[Document]:
+    """Yield every document, with a progress bar. Raises ValueError at the first line that does not parse."""
     from tqdm import tqdm
 
-    total = sum(file.bytes for file in recipe.files) or None
+    total = sum(file.bytes for file in settings.files) or None
     with tqdm(
-        total=total, desc=what, unit="B", unit_scale=True, disable=not recipe.progress, leave=False, mininterval=0.5
+        total=total, desc=what, unit="B", unit_scale=True, disable=not settings.progress, leave=False, mininterval=0.5
     ) as bar:
-        for block in read_blocks(recipe.files):
-            parsed = parse_block(block, recipe.text_key, recipe.source_key)
+        for block in read_blocks(settings.files):
+            parsed = parse_block(block, settings.text_key, settings.source_key)
             if parsed.broken:
                 raise ValueError(parsed.broken[0])
             skipped.update(parsed.skipped)

@@ -1,4 +1,4 @@
-"""Generated examples, and drawing without replacement in every row at once."""
+"""Hold generated examples, and draw without replacement in all rows at once."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.signedinteger[Any]]
 
-# The label of a position that is not asked about.
+# Label of a position that does not count in the loss.
 UNLABELLED = -100
 
 
 class Examples(NamedTuple):
-    """tokens [examples, length], and labels of that shape: what to answer at a position, or UNLABELLED; [examples, 1]
-    where a label is of the whole example."""
+    """tokens [examples, length] and labels of the same shape, or [examples, 1] for one label per example. Positions
+    without a label hold UNLABELLED."""
 
     tokens: Ids
     labels: Ids
 
 
 def distinct(generator: np.random.Generator, rows: int, count: int, options: int) -> NDArray[np.int64]:
-    """[rows, count]: in every row `count` different numbers below `options`, each ordered choice equally likely.
+    """Return [rows, count]: `count` distinct numbers below `options` per row; every ordered choice is equally likely.
 
-    Floyd's algorithm (Bentley and Floyd 1987) gives the sets, a shuffle their order. ValueError where count > options.
+    Floyd's algorithm (Bentley and Floyd 1987) draws the sets, and a shuffle orders them. Raises ValueError if count > options.
     """
     if count > options:
-        raise ValueError(f"{count} different numbers below {options} do not exist")
+        raise ValueError(f"cannot draw {count} distinct numbers below {options}: at most {options} are allowed")
     chosen = np.empty((rows, count), np.int64)
     for i, last in enumerate(range(options - count, options)):
         drawn = generator.integers(0, last + 1, rows)
@@ -37,9 +37,9 @@ def distinct(generator: np.random.Generator, rows: int, count: int, options: int
 
 
 def weighted_distinct(generator: np.random.Generator, rows: int, count: int, weights: NDArray) -> NDArray[np.int64]:
-    """[rows, count]: different indices of `weights`, drawn one after the other with probability proportional to them.
+    """Return [rows, count]: distinct indices of `weights`, drawn sequentially with probability proportional to the weights.
 
-    The order of exponential variables of these rates has that distribution (Efraimidis and Spirakis 2006).
+    Sorted exponential variables with these rates have this distribution (Efraimidis and Spirakis 2006).
     """
     waits = generator.standard_exponential((rows, len(weights))) / weights
     if count < len(weights):

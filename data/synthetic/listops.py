@@ -1,5 +1,8 @@
-"""ListOps: Nangia and Bowman 2018 (arXiv 1804.06028), with the long sequences of Long Range Arena (Tay et al. 2020, arXiv
-2011.04006): nested operations on lists of digits, whose result is a digit."""
+"""Generate ListOps: nested operations on lists of digits whose result is a digit.
+
+Source: Nangia and Bowman 2018 (arXiv 1804.06028), with the long sequences of Long Range Arena (Tay et al. 2020, arXiv
+2011.04006).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from numpy.typing import NDArray
 
 from .examples import Examples
 
-# Ids by place: a digit is its own id, the classes too.
+# The index is the id. A digit is its own id and class.
 TOKENS = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]", "<pad>")
 CLASSES = 10
 MIN, MAX, MED, SM, CLOSE, PAD = range(10, 16)
-# Expressions that are drawn together; most are too short or too long and are dropped before their tokens are written.
+# Expressions drawn together. Most are too short or too long and are dropped before their tokens are written.
 _TREES = 4_000
 
 Numbers = NDArray[np.int64]
@@ -30,18 +33,19 @@ def listops(
     nested: float = 0.25,
     seed: int | list[int] = 0,
 ) -> Examples:
-    """Expressions such as `[MAX 2 9 [MIN 4 7 ] 0 ]`, padded with PAD on the right, and their values.
+    """Return expressions such as `[MAX 2 9 [MIN 4 7 ] 0 ]`, padded with PAD on the right, and their values.
 
-    An element above level `depth` (the whole is level 1) is an operation with probability `nested`, else a digit; below it
-    is a digit. An operation is MIN, MAX, MED (median, rounded down) or SM (sum modulo 10), each as likely, of 2 to
-    `arguments` elements. Expressions of `shortest` to `length` tokens are kept; a bracket with its word is one token.
+    Above level `depth` (the whole expression is level 1) an element is an operation with probability `nested`, else a digit. At
+    level `depth` it is a digit. An operation is MIN, MAX, MED (median, rounded down) or SM (sum modulo 10) with equal
+    probability, of 2 to `arguments` elements. Only expressions of `shortest` to `length` tokens are used. A bracket and its
+    operation are one token.
 
     Returns tokens [examples, length] int8 and labels [examples, 1] int32, 0 to 9.
 
-    Raises ValueError for lengths that no expression has, or fewer than 2 arguments or levels.
+    Raises ValueError for impossible lengths, and for fewer than 2 arguments or levels.
     """
     if arguments < 2 or depth < 2:
-        raise ValueError(f"{arguments} arguments, depth {depth}: at least 2 each")
+        raise ValueError(f"{arguments} arguments, depth {depth}: at least 2 each is required")
     longest = 1 + _most_tokens(depth, arguments)
     if not 4 <= shortest <= length or shortest > longest:
         raise ValueError(
@@ -54,21 +58,21 @@ def listops(
     while done < examples:
         levels = _draw(generator, depth, arguments, nested)
         size = levels[0].size
-        kept = np.flatnonzero((size >= shortest) & (size <= length))[: examples - done]
-        levels = _only(levels, kept)
-        labels[done : done + len(kept), 0] = _values(levels)
-        _write(levels, tokens[done : done + len(kept)])
-        done += len(kept)
+        valid = np.flatnonzero((size >= shortest) & (size <= length))[: examples - done]
+        levels = _select(levels, valid)
+        labels[done : done + len(valid), 0] = _values(levels)
+        _write(levels, tokens[done : done + len(valid)])
+        done += len(valid)
     return Examples(tokens, labels)
 
 
 @dataclass
 class _Level:
-    """The elements of one depth of many expressions, children of one operation next to one another.
+    """The elements of one level of many expressions; the arguments of an operation are adjacent.
 
-    Attributes:
-        tree: expression of each. operation: MIN to SM, or -1 for a digit. digit: of digits. count: arguments, 0 of digits.
-        size: tokens of the element with everything inside.
+    Attributes, int64 [elements]:
+        tree: number of the expression. operation: MIN to SM, or -1 for a digit. digit: value of a digit.
+        count: number of arguments, 0 for digits. size: tokens of the element, arguments included.
     """
 
     tree: Numbers
@@ -79,13 +83,13 @@ class _Level:
 
     @property
     def first(self) -> Numbers:
-        """Of each operation, where its arguments begin in the next level."""
+        """Return the position in the next level of the first argument of each operation."""
         counts = self.count[self.operation >= 0]
         return np.cumsum(counts) - counts
 
 
 def _draw(generator: np.random.Generator, depth: int, arguments: int, nested: float) -> list[_Level]:
-    """Expressions level by level. The first level is an operation: a digit alone would be too short."""
+    """Return expressions level by level. The first level is always an operation, since a single digit is too short."""
     levels: list[_Level] = []
     tree = np.arange(_TREES)
     for number in range(1, depth + 1):
@@ -102,21 +106,21 @@ def _draw(generator: np.random.Generator, depth: int, arguments: int, nested: fl
     return levels
 
 
-def _only(levels: list[_Level], kept: Numbers) -> list[_Level]:
-    """Some of the expressions, numbered anew."""
+def _select(levels: list[_Level], selected: Numbers) -> list[_Level]:
+    """Return the selected expressions, renumbered from 0."""
     number = np.full(_TREES, -1)
-    number[kept] = np.arange(len(kept))
-    found = []
+    number[selected] = np.arange(len(selected))
+    selected_levels = []
     for level in levels:
         stays = number[level.tree] >= 0
         if stays.any():
             parts = (level.operation, level.digit, level.count, level.size)
-            found.append(_Level(number[level.tree[stays]], *(part[stays] for part in parts)))
-    return found
+            selected_levels.append(_Level(number[level.tree[stays]], *(part[stays] for part in parts)))
+    return selected_levels
 
 
 def _values(levels: list[_Level]) -> Numbers:
-    """The value of every expression, from the innermost level outwards."""
+    """Return the value of every expression, computed from the innermost level outwards."""
     below = np.empty(0, np.int64)
     for level in reversed(levels):
         value = level.digit.copy()
@@ -141,21 +145,21 @@ def _applied(operation: Numbers, count: Numbers, first: Numbers, values: Numbers
 
 
 def _write(levels: list[_Level], out: NDArray[np.int8]) -> None:
-    """The tokens of the expressions, from the first column on."""
+    """Write the tokens of the expressions to `out` [expressions, length], from the first column on."""
     place = np.zeros(len(out), np.int64)
     for number, level in enumerate(levels):
         inner = level.operation >= 0
         out[level.tree, place] = np.where(inner, level.operation, level.digit)
         out[level.tree[inner], place[inner] + level.size[inner] - 1] = CLOSE
         if inner.any():
-            # An argument begins after its operation's bracket and the arguments before it.
+            # An argument begins after the bracket of its operation and the previous arguments.
             lower = levels[number + 1]
-            before = np.cumsum(lower.size) - lower.size
-            place = np.repeat(place[inner] + 1 - before[level.first], level.count[inner]) + before
+            offset = np.cumsum(lower.size) - lower.size
+            place = np.repeat(place[inner] + 1 - offset[level.first], level.count[inner]) + offset
 
 
 def _most_tokens(depth: int, arguments: int) -> int:
-    """Tokens of the largest expression, at most 10^6."""
+    """Return the number of tokens of the largest expression, at most 10^6."""
     size = 1
     for _ in range(depth - 1):
         size = min(10**6, 2 + arguments * size)

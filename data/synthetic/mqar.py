@@ -1,4 +1,4 @@
-"""Multi-query associative recall (MQAR): Arora et al. 2023 (Zoology, arXiv 2312.04927), section 3 and appendix."""
+"""Generate multi-query associative recall (MQAR): Arora et al. 2023 (Zoology, arXiv 2312.04927), section 3 and appendix."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ import numpy as np
 
 from .examples import UNLABELLED, Examples, distinct, weighted_distinct
 
-# Rows that are drawn together: what they need beside the result stays under 100 MB.
+# Rows drawn together; bounds the temporary memory to 100 MB.
 _ROWS = 10_000
 
 
 def mqar(
     examples: int, length: int, pairs: int, *, vocabulary: int = 8192, power: float = 0.01, seed: int | list[int] = 0
 ) -> Examples:
-    """Pairs of keys and values, then every key again, at places that follow a power law; its label is its value.
+    """Return key-value pairs, followed by every key once as a query. The label of a query is its value.
 
-    Keys are different ids of 1 .. vocabulary / 2 - 1, values different ids of vocabulary / 2 .. vocabulary - 1; the first
-    2 pairs tokens are k1 v1 k2 v2 ... The rest are slots of two tokens; the queries go to different slots, in the order of
-    the keys, slot s drawn with a probability proportional to power (s + 1)^(power - 1). A query stands at its slot's
-    first position, its label too; all other tokens are 0 and unlabelled.
+    Keys are distinct ids of 1 .. vocabulary / 2 - 1, values distinct ids of vocabulary / 2 .. vocabulary - 1. The first
+    2 * pairs tokens are k1 v1 k2 v2 ... The rest is split into slots of two tokens. Queries go to distinct slots in key order;
+    slot s has probability proportional to power (s + 1)^(power - 1). A query and its label are at the first position of the
+    slot. All other tokens are 0 and unlabelled.
 
-    Raises ValueError for an odd length, 4 pairs > length, pairs that the vocabulary has no ids for, and power <= 0.
+    Returns tokens and labels, int32 [examples, length]. Raises ValueError for an odd length, 4 * pairs > length, more pairs
+    than the vocabulary has ids, and power <= 0.
     """
     if length % 2 or 4 * pairs > length:
-        raise ValueError(f"length {length} with {pairs} pairs: an even length of at least 4 x pairs = {4 * pairs}")
+        raise ValueError(
+            f"length {length} with {pairs} pairs: an even length of at least 4 x pairs = {4 * pairs} is required"
+        )
     if pairs < 1 or pairs > vocabulary // 2 - 1:
-        raise ValueError(f"{pairs} pairs: a vocabulary of {vocabulary} has keys for 1 to {vocabulary // 2 - 1}")
+        raise ValueError(f"{pairs} pairs: a vocabulary of {vocabulary} allows 1 to {vocabulary // 2 - 1} pairs")
     if power <= 0:
         raise ValueError(f"power = {power}: a number above 0 is allowed")
     generator = np.random.default_rng(seed)

@@ -194,7 +194,7 @@ def test_a_seed_is_a_data_set() -> None:
     [
         ("in_context_recall", {"length": 15}, "length 15: an even number"),
         ("noisy_recall", {"noise": 0.2}, "set noise_vocabulary"),
-        ("fuzzy_recall", {"vocabulary": 5}, "has 2"),
+        ("fuzzy_recall", {"vocabulary": 5}, "2 with vocabulary 5"),
         ("fuzzy_recall", {"length": 18}, "more than 18"),
         ("selective_copying", {"length": 33}, "more than 2 x copied"),
     ],
