@@ -82,7 +82,7 @@ def test_a_sealed_file_of_json_is_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["bin", "idx", "json", "sources.npy"])
-def test_a_change_of_one_bit_is_found_at_the_start(prefix: Path, ending: str) -> None:
+def test_flipped_bit_is_detected_at_the_start(prefix: Path, ending: str) -> None:
     path = Path(f"{prefix}.{ending}")
     for at in np.linspace(0, path.stat().st_size - 1, 12, dtype=int):
         whole = path.read_bytes()
@@ -113,7 +113,7 @@ def test_files_without_checksums_open(prefix: Path, capsys) -> None:
     assert "it has no checksum" in capsys.readouterr().out
 
 
-def test_an_input_that_was_damaged_since_is_noticed(prefix: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_changed_with_same_size_and_time_is_refused(prefix: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     path = prefix.parent / "in.jsonl"
     state = path.stat()
     flip(path, 14)
@@ -259,7 +259,7 @@ def test_a_damaged_part_of_a_killed_job_is_written_again(tmp_path, inline, monke
     assert not list(tmp_path.glob("*.parts-*"))
 
 
-def test_a_worker_that_dies_ends_with_a_sentence(tmp_path, inline, monkeypatch, capsys) -> None:
+def test_killed_worker_gives_an_error_message(tmp_path, inline, monkeypatch, capsys) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
 
     class Dead(Inline):

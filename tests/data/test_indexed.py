@@ -45,7 +45,7 @@ def test_a_vocabulary_under_65500_is_stored_in_two_bytes():
     documents=st.lists(st.lists(st.integers(0, 100), max_size=9), min_size=1, max_size=20).filter(any),
     dtype=st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]),
 )
-def test_what_is_written_is_read(tmp_path_factory, documents, dtype):
+def test_written_token_files_read_back_equal(tmp_path_factory, documents, dtype):
     tokens = IndexedTokens(write(tmp_path_factory.mktemp("rt") / "x", documents, dtype))
     assert [tokens[i].tolist() for i in range(len(tokens))] == documents
     assert tokens.dtype == np.dtype(dtype)
@@ -242,7 +242,7 @@ def test_a_wrong_header(tmp_path, at, value, message):
         IndexedTokens(prefix)
 
 
-def test_a_missing_file_names_what_is_there(tmp_path):
+def test_missing_file_error_names_similar_prefixes(tmp_path):
     prefix = write(tmp_path / "corpus_text_document", [[1]])
     with pytest.raises(
         FileNotFoundError, match=r"corpus_text_documents\.idx does not exist\. Beside it: .*t_document "
@@ -259,7 +259,7 @@ def test_a_missing_file_names_what_is_there(tmp_path):
         IndexedTokens(prefix)
 
 
-def test_a_sequence_that_is_not_there(tmp_path):
+def test_sequence_index_out_of_range_is_refused(tmp_path):
     tokens = IndexedTokens(write(tmp_path / "x", [[1]]))
     with pytest.raises(IndexError, match="sequence 1 of 1"):
         tokens[1]

@@ -97,7 +97,7 @@ def test_what_is_written(corpus, tmp_path, inline):
     assert IndexedTokens(tmp_path / "out_text_document")[0][-1] != 256
 
 
-def test_finished_outputs_are_not_replaced_unasked(corpus, tmp_path, inline, capsys):
+def test_existing_outputs_need_overwrite(corpus, tmp_path, inline, capsys):
     def run(*more: str) -> int:
         words = ["--input", str(corpus), "--tokenizer-type", "bytes", "--output-prefix", str(tmp_path / "out")]
         return main([*words, "--workers", "1", "--no-progress", *more])

@@ -199,6 +199,6 @@ def test_a_seed_is_a_data_set() -> None:
         ("selective_copying", {"length": 33}, "more than 2 x copied"),
     ],
 )
-def test_settings_that_cannot_be(task: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(task: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TASKS[task](1, **options)

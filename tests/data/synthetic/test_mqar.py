@@ -101,7 +101,7 @@ def test_looking_up_solves_it_and_guessing_does_not() -> None:
         ({"length": 64, "pairs": 4, "power": 0}, "power = 0: a number above 0"),
     ],
 )
-def test_settings_that_cannot_be(arguments: dict[str, int], message: str) -> None:
+def test_invalid_settings_are_refused(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mqar(1, **arguments)
     with pytest.raises(ValueError, match="cannot draw 5 distinct"):

@@ -58,7 +58,7 @@ BATCH = ("batch.micro_batch_size=4", "batch.global_batch_size=32")
         ((*BATCH, "batch.ramp.samples=9"), "batch.ramp.start is missing: the size of the first batches"),
     ],
 )
-def test_values_that_do_not_go_together(overrides: tuple[str, ...], message: str) -> None:
+def test_conflicting_values_are_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([CONFIGS / "default.yml"], list(overrides), model_type=ModelConfig, world_size=1)
     assert [line for line in caught.value.problems if line.startswith(message)], caught.value.problems

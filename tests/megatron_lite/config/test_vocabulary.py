@@ -29,7 +29,7 @@ def test_padding(entries, rows):
         (("model.vocab_size=null", "model=3"), []),
     ],
 )
-def test_a_size_that_is_left_out(overrides, expected):
+def test_unset_vocab_size_is_derived_from_the_tokenizer(overrides, expected):
     assert vocabulary_override(DEFAULT, overrides) == expected
 
 
@@ -46,7 +46,7 @@ def test_a_plan_reads_such_a_configuration_too():
     assert read_config(words, 1).model.vocab_size == 384
 
 
-def test_a_tokenizer_that_is_not_there(capsys):
+def test_missing_tokenizer_file_is_reported(capsys):
     import train
 
     words = ["model.vocab_size=null", "data.tokenizer={type: hf, path: nowhere.json}"]
