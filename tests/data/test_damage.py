@@ -113,7 +113,9 @@ def test_files_without_checksums_open(prefix: Path, capsys) -> None:
     assert "it has no checksum" in capsys.readouterr().out
 
 
-def test_input_changed_with_same_size_and_time_is_refused(prefix: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_input_changed_with_same_size_and_time_is_refused(
+    prefix: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = prefix.parent / "in.jsonl"
     state = path.stat()
     flip(path, 14)
