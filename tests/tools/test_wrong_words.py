@@ -173,7 +173,7 @@ CASES = {
     ],
     "tools.train_tokenizer": [
         ("--input NONE --output OUT", "nothing does not exist"),
-        ("--input TEXT --output OUT --vocab-size 10", "vocab_size 10 is too small: .* from 264 on"),
+        ("--input TEXT --output OUT --vocab-size 10", "vocab_size 10 is too small: .* set 264 or more"),
         ("--input TEXT --output OUT --workers 0", "--workers: 0: a whole number, 1 or more"),
     ],
 }
