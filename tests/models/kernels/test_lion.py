@@ -248,7 +248,7 @@ def test_infinite_log_decay(device: str, form: str) -> None:
         y = attend(*leaves, decay, form=kind)
         results.append([y, *torch.autograd.grad(y, leaves, dy.to(dtype))])
     for actual, expected in zip(*results, strict=True):
-        assert ((actual.double() - expected).norm() / expected.norm()).item() < 2e-5
+        assert ((actual.double() - expected).norm() / expected.norm()).item() < 4e-5
 
 
 def test_sizes_that_overflow_are_refused(device: str) -> None:
