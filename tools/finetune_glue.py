@@ -237,17 +237,16 @@ def finetune(
     def encode(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         columns = [[row[text] for row in rows] for text in task.texts]
         coded = tokenizer(*columns, truncation=True, max_length=recipe.max_length)
-        kind = float if task.labels == 1 else int
+        label_type = float if task.labels == 1 else int
         return [
-            {"input_ids": ids, "attention_mask": mask, "labels": kind(row["label"])}
+            {"input_ids": ids, "attention_mask": mask, "labels": label_type(row["label"])}
             for ids, mask, row in zip(coded["input_ids"], coded["attention_mask"], rows, strict=True)
         ]
 
     set_seed(seed)
-    kind = AutoModelForSequenceClassification
-    if read_config(weights)["model_type"] == "metalion":
-        kind = model_class(weights, "SequenceClassification", trust_remote_code=False)
-    model = kind.from_pretrained(
+    own_export = read_config(weights)["model_type"] == "metalion"
+    project_class = model_class(weights, "SequenceClassification", trust_remote_code=False) if own_export else None
+    model = (project_class or AutoModelForSequenceClassification).from_pretrained(
         weights,
         num_labels=task.labels,
         problem_type="regression" if task.labels == 1 else "single_label_classification",

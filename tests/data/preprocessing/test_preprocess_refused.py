@@ -1,0 +1,149 @@
+"""Splits, broken lines, and what tools.preprocess_data refuses."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from data.corpus.discovery import SourceFile, source_files
+from data.corpus.readers import read_blocks
+from data.indexed import IndexedTokens
+from data.manifest import read_manifest
+from data.preprocessing.encode import PreprocessingSettings
+from data.preprocessing.pipeline import preprocess
+from data.tokenizer import load_tokenizer
+from tests.data.preprocessing.test_preprocess_data import decoded, write
+from tools.preprocess_data import main
+
+
+def test_a_split_is_by_hash(tmp_path, inline):
+    path = write(tmp_path / "x.jsonl", [{"text": f"document {n}"} for n in range(400)])
+    recipe = PreprocessingSettings("bytes", split=(50, 30, 20))
+    manifests = preprocess(source_files(path), tmp_path / "out", recipe, progress=False)
+    counts = [manifests[f"{side}_text"]["documents"] for side in ("train", "validation", "test")]
+    assert sum(counts) == 400
+    assert np.abs(np.array(counts) - [200, 120, 80]).max() < 40
+    before = set(decoded(tmp_path / "out_validation_text_document"))
+    write(path, [{"text": f"document {n}"} for n in range(500)])
+    preprocess(source_files(path), tmp_path / "out", recipe, progress=False)
+    assert before <= set(decoded(tmp_path / "out_validation_text_document"))
+
+
+def test_broken_lines_stop_the_job_or_are_counted(tmp_path, inline):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n{"text": \n{"text": "b"}\nnonsense\n')
+    with pytest.raises(
+        ValueError, match=r"x\.jsonl line 2: not valid JSON.*\(0 such lines are allowed\).*--max-broken"
+    ):
+        preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
+    with pytest.raises(ValueError, match=r"x\.jsonl line 4: not valid JSON.*\(1 such lines"):
+        preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes", max_broken=1), progress=False)
+    preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes", max_broken=2), progress=False)
+    assert decoded(tmp_path / "out_text_document") == ["a", "b"]
+    manifest = read_manifest(tmp_path / "out_text_document")
+    assert manifest is not None
+    assert manifest["skipped"] == {"broken": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--input": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+        ({"--jsonl-keys": "content"}, "line 1: no key 'content'; the keys there are text"),
+        ({"--tokenizer-type": "hf"}, "a tokenizer of type 'hf' needs a path"),
+        ({"--split": "a,b"}, "--split 'a,b' must be numbers"),
+        ({"--split": "1,2,3,4"}, "must be up to three shares"),
+        ({"--split": "nan,1"}, "must be up to three shares"),
+        (
+            {"--output-prefix": "out/"},
+            "--output-prefix out/ names a folder: add how the names of the files in it begin",
+        ),
+        ({"--output-prefix": "."}, "--output-prefix . names a folder"),
+    ],
+)
+def test_messages(tmp_path, capsys, inline, changes, message):
+    path = write(tmp_path / "x.jsonl", [{"text": "a"}])
+    options = {"--input": str(path), "--tokenizer-type": "bytes", "--output-prefix": str(tmp_path / "out"), **changes}
+    assert main([word for pair in options.items() for word in pair]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("out_*"))
+
+
+def test_input_without_text(tmp_path, inline):
+    path = write(tmp_path / "x.jsonl", [{"text": ""}])
+    with pytest.raises(ValueError, match=r"the input holds no text: .*x\.jsonl.*\(1 empty\)"):
+        preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ftfy") is not None, reason="ftfy is installed here")
+def test_ftfy_must_be_installed():
+    with pytest.raises(ValueError, match="--ftfy needs the package ftfy, which is not installed: pip install ftfy"):
+        PreprocessingSettings("bytes", ftfy=True)
+
+
+def test_the_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for word in (
+        "examples:",
+        "--append-eod",
+        "data.train=",
+        "PREFIX_text_document.idx",
+        "To resume a job that was killed",
+    ):
+        assert word in text
+
+
+def test_the_pile_sample(shared, tmp_path, inline):
+    folder = shared / "data/tokenizers/gpt-neox-20b"
+    recipe = PreprocessingSettings("hf", str(folder), append_eod=True)
+    files = source_files(shared / "data/pile_sample/val.jsonl.zst")
+    manifest = preprocess(files, tmp_path / "val", recipe, progress=False)["text"]
+    tokens = IndexedTokens(tmp_path / "val_text_document")
+    assert tokens.dtype == np.dtype("<u2")
+    assert manifest["documents"] == len(tokens) == 27
+    assert 3 < manifest["bytes_per_token"] < 5
+    tokenizer = load_tokenizer("hf", folder)
+    (block, *_) = read_blocks(files)
+    first = json.loads(block.lines[0])["text"]
+    assert tokens[0].tolist() == [*tokenizer.encode(first), tokenizer.end_of_document_id]
+
+
+def test_many_empty_documents_stop_the_job(tmp_path, inline):
+    path = write(tmp_path / "x.jsonl", [{"text": "a" * (n % 4 == 0)} for n in range(20)])
+    for _ in range(2):  # the parts of the first time are finished, and it is refused as before
+        with pytest.raises(ValueError, match=r"15 of 20 documents are empty, more than the share 0\.5 .*--max-empty"):
+            preprocess(source_files(path), tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
+    manifest = preprocess(
+        source_files(path), tmp_path / "out", PreprocessingSettings("bytes", max_empty=0.8), progress=False
+    )["text"]
+    assert manifest["skipped"] == {"empty": 15}
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_a_document_without_tokens_is_an_empty_one(tmp_path, inline, append_eod):
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n")
+    for name, text in (("a.txt", "\x01\x02"), ("b.txt", "word"), ("c.txt", "\x03 \x04")):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text(text)
+    recipe = PreprocessingSettings("wordpiece", str(vocabulary), append_eod=append_eod, max_empty=0.9)
+    manifest = preprocess(source_files(tmp_path / "in"), tmp_path / "out", recipe, progress=False)["text"]
+    assert (manifest["documents"], manifest["tokens"]) == (1, 1 + append_eod)
+    assert manifest["skipped"] == {"empty": 2}
+    (tmp_path / "in" / "b.txt").unlink()
+    with pytest.raises(ValueError, match=r"the input holds no text: .*\(2 empty\)"):
+        preprocess(source_files(tmp_path / "in"), tmp_path / "out", recipe, progress=False)
+
+
+def test_files_in_another_encoding_are_counted(tmp_path, inline):
+    (tmp_path / "a.py").write_bytes(b"x = '\xff'\n")
+    (tmp_path / "b.py").write_bytes(b"x = 1\n")
+    files = [SourceFile(tmp_path / name, "python", name) for name in ("a.py", "b.py")]
+    with pytest.raises(ValueError, match=r"a\.py: not text in the encoding that it declares \(0 such lines"):
+        preprocess(files, tmp_path / "out", PreprocessingSettings("bytes"), progress=False)
+    manifest = preprocess(files, tmp_path / "out", PreprocessingSettings("bytes", max_broken=1), progress=False)["text"]
+    assert (manifest["documents"], manifest["skipped"]) == (1, {"broken": 1})
