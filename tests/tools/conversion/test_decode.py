@@ -29,7 +29,7 @@ def test_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [float(row["state"]) * 2**30 for row in peer] == [2 * 2 * 64 * 4 * 2 * context for context in (8, 32)]
     for row in rows:
         assert float(row["tokens_per_second"]) == pytest.approx(2 * 1e3 / float(row["milliseconds"]))
-    assert "eager over Hugging Face's Llama with its cache at context 32" in capsys.readouterr().out
+    assert "eager / Hugging Face's Llama with its cache at context 32" in capsys.readouterr().out
 
 
 def test_ratios() -> None:
@@ -40,9 +40,9 @@ def test_ratios() -> None:
         Row("llama", 8192, 64, 4.0, 15500.0, 110.0, 100.0),
     ]
     said = "\n".join(ratios(rows))
-    assert "eager: context 8192 over 128: 0.969 of the tokens/s, 1.000 of the memory" in said
-    assert "llama: context 8192 over 128: 0.484 of the tokens/s, 22.000 of the memory" in said
-    assert "eager over Hugging Face's Llama with its cache at context 8192: 4.00 x" in said
+    assert "eager: context 8192 / 128: 0.969 of the tokens/s, 1.000 of the memory" in said
+    assert "llama: context 8192 / 128: 0.484 of the tokens/s, 22.000 of the memory" in said
+    assert "eager / Hugging Face's Llama with its cache at context 8192: 4.00 x" in said
 
 
 def test_a_step_is_the_median_of_fifths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +59,11 @@ def test_a_step_is_the_median_of_fifths(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_whole_context_is_read_before_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    model = decode._own(decode.model_of(Path("configs/model/transformer_tiny.yml")), "cpu", torch.float32)
+    model = decode._project_model(decode.model_of(Path("configs/model/transformer_tiny.yml")), "cpu", torch.float32)
     model.register_forward_pre_hook(lambda _, words: read.append(words[0].shape[1]))
     monkeypatch.setattr(decode, "_time", lambda once, *_: (once(), (4.0, None))[1])
     with torch.inference_mode():
-        row = decode._measure_own(model, 1100, 2, 5, graph=False)
+        row = decode._measure_project(model, 1100, 2, 5, graph=False)
     assert read == [512, 512, 76, 1]
     assert (row.tokens_per_second, row.context) == (500, 1100)
     keys_and_values = 2 * 4 * model.config.num_layers * model.config.hidden_size

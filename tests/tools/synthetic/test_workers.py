@@ -179,8 +179,8 @@ def test_a_failed_group_is_reported_and_the_others_continue(runs: Runs, tmp_path
     results = Results(tmp_path / "results.jsonl")
     failed, _ = train([Group((run,), (run,)) for run in (bad, good)], results, ["cpu"])
     assert failed == [
-        "8x2 metala d=16 lr 0.005: ValueError: length 8 with 3 pairs: an even length of at least 4 x pairs = 12 "
-        "(data/synthetic/mqar.py:26)"
+        "8x2 metala d=16 lr 0.005: ValueError: length 8 with 3 pairs: an even length of at least 4 x pairs = 12 is required "
+        "(data/synthetic/mqar.py:27)"
     ]
     assert list(results.lines) == [good.id]
     deadly = replace(good, network={**good.network, "mlp": _EndsTheProcess()})
