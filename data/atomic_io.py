@@ -46,7 +46,7 @@ def read_json(path: Path, remedy: str, *keys: str) -> dict[str, Any]:
     return content
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a text file atomically. Create its folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
@@ -58,7 +58,7 @@ def write_json(path: Path, content: Any, default: Callable[[Any], Any] | None = 
 
     default: converts values that JSON cannot hold, as in `json.dumps`.
     """
-    write_whole(path, json.dumps(of_json(content, default), indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(of_json(content, default), indent=1, ensure_ascii=False) + "\n")
 
 
 def of_json(content: Any, default: Callable[[Any], Any] | None = None) -> Any:

@@ -20,7 +20,7 @@ from .atomic_io import (
     sync_tree,
     temporary_path,
     write_array,
-    write_whole,
+    write_text,
 )
 from .checksum import DamagedDataError, difference, read_sealed, record_of, write_sealed
 
@@ -48,7 +48,7 @@ def cached_arrays(
         for key, array in build().items():
             with naming_file_in_errors(temporary / f"{key}.npy"), open(temporary / f"{key}.npy", "wb") as file:
                 write_array(file, array)
-        write_whole(temporary / "made_from.json", description)
+        write_text(temporary / "made_from.json", description)
 
     for _ in range(_ATTEMPTS - 1):
         # Another process may rebuild a damaged folder between the check and the opening.

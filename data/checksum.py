@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .atomic_io import read_json, write_whole
+from .atomic_io import read_json, write_text
 
 ALWAYS_CHECKED = 64 * 2**20
 UNIT = 2**16
@@ -113,7 +113,7 @@ def difference(path: Path, record: Mapping[str, Any], *, whole: bool = False) ->
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object with the SHA-256 of its content, atomically."""
-    write_whole(path, json.dumps({**content, SEAL: _content_hash(content)}, indent=2) + "\n")
+    write_text(path, json.dumps({**content, SEAL: _content_hash(content)}, indent=2) + "\n")
 
 
 def read_sealed(path: Path, remedy: str, *keys: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import write_whole
+from data.atomic_io import write_text
 from tools.cli.arguments import above_zero, command, command_line, positive
 from tools.evaluation.full_size_sets import write_whole_sets
 from tools.reporting.tables import markdown_table
@@ -218,7 +218,7 @@ def report(timings: Sequence[Timing], output: Path) -> None:
         )
         content["largest_difference"], content["largest_relative_difference"] = difference, relative
         content["ratio"] = {"whole": other.whole / mine.whole, "asking": other.asking / mine.asking}
-    write_whole(output / "evaluation.json", json.dumps(content, indent=1) + "\n")
+    write_text(output / "evaluation.json", json.dumps(content, indent=1) + "\n")
 
 
 def _entry(timing: Timing) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from data.atomic_io import atomic_folder, read_json, write_json, write_whole
+from data.atomic_io import atomic_folder, read_json, write_json, write_text
 from tools.cli.arguments import command, command_line, positive, words
 from tools.cli.yaml_file import read_as
 from tools.reporting.tables import markdown_table
@@ -142,7 +142,7 @@ class Session:
                 kept = self.output / name if seed == 0 and name in starts.values() else None
                 self._once(name, seed, weights, start, keep=kept)
         text = table(self.results["runs"], starts, self.hold_out)
-        write_whole(self.output / "glue.md", text)
+        write_text(self.output / "glue.md", text)
         return text
 
     def _check_data(self, starts: Mapping[str, str | None]) -> None:

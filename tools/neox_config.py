@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import write_whole
+from data.atomic_io import write_text
 from megatron_lite.config.files import parse_yaml
 from megatron_lite.config.loader import ConfigError, load_config
 from tools.cli.arguments import command_line, positive
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 origin = re.compile(rf" \({re.escape(str(draft))}:\d+\)$")
                 raise ConfigError(origin.sub("", problem) for problem in error.problems) from error
         if options.out is not None:
-            write_whole(options.out, text)
+            write_text(options.out, text)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

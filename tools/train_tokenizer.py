@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.atomic_io import read_json, write_whole
+from data.atomic_io import read_json, write_text
 from data.corpus.discovery import source_files
 from data.corpus.readers import read_documents
 from data.corpus.split import TextSample, split_position
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         tokenizer = load_tokenizer("sentencepiece", temporary)
         # Written first: the same command would refuse a tokenizer without its record.
-        write_whole(record, json.dumps({**settings, "hash": tokenizer.hash}, indent=2) + "\n")
+        write_text(record, json.dumps({**settings, "hash": tokenizer.hash}, indent=2) + "\n")
         temporary.replace(options.output)
     finally:
         temporary.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic_io import is_dead, remove_leftovers, write_whole
+from ..atomic_io import is_dead, remove_leftovers, write_text
 from ..checksum import Checksum, DamagedDataError, Record, difference
 from ..corpus.discovery import SourceFile
 from ..corpus.readers import Block, read_blocks
@@ -62,7 +62,7 @@ def preprocess(
     for folder in (parts, parts.parent):
         remove_leftovers(folder)
     try:
-        write_whole(parts / OWNER, f"{os.getpid()}@{socket.gethostname()}")
+        write_text(parts / OWNER, f"{os.getpid()}@{socket.gethostname()}")
         _write_parts(files, parts, settings, tokenizer, workers, progress, known)
         manifests = join_shards(files, parts, Path(output_prefix), settings, tokenizer, made_from)
     except BaseException:

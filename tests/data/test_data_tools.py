@@ -127,7 +127,7 @@ def test_a_kill_before_the_record_costs_no_more_than_the_training(tmp_path, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_tokenizer, "write_whole", killed)
+        patch.setattr(train_tokenizer, "write_text", killed)
         assert train_tokenizer.main(words) == 130
     assert train_tokenizer.main(words) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.model", "t.model.json"]

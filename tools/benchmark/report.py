@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from data.atomic_io import write_whole
+from data.atomic_io import write_text
 from tools.reporting.style import pyplot, save_figure
 from tools.reporting.tables import markdown_table
 
@@ -39,7 +39,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    write_whole(path, text.getvalue())
+    write_text(path, text.getvalue())
 
 
 def plot_lines(

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
     """Print the tables, and write results.md, results.json and the figures to the comparison's folder."""
-    from data.atomic_io import write_whole
+    from data.atomic_io import write_text
     from megatron_lite.checkpoint.storage import versions
     from megatron_lite.metrics.logger import finite
     from tools.compare.figures import draw
@@ -93,8 +93,8 @@ def write_results(comparison: Comparison, runs: Sequence[Run]) -> None:
             for result in results
         ],
     }
-    write_whole(comparison.folder / "results.md", document)
-    write_whole(
+    write_text(comparison.folder / "results.md", document)
+    write_text(
         comparison.folder / "results.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     )
     written = [comparison.folder / "results.md", comparison.folder / "results.json"]

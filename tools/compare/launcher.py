@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.atomic_io import write_whole
+from data.atomic_io import write_text
 from megatron_lite.metrics.logger import FILE_NAME
 from tools.compare.spec import Run, differing_keys
 
@@ -58,7 +58,7 @@ def prepare(runs: Sequence[Run]) -> None:
     from tools.loading.token_data import prepared_data
 
     for run in runs:
-        write_whole(run.file, run.text)
+        write_text(run.file, run.text)
     data = {run.config.data.model_dump_json(): run for run in runs}
     for run in data.values():
         if prepared_data(run.config.data, run.config.model.vocab_size).validation is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.atomic_io import read_json, write_whole
+from data.atomic_io import read_json, write_text
 from tools.evaluation.harness import (
     Prepared,
     evaluate,
@@ -147,7 +147,7 @@ def write_tables(suites: Sequence[Suite], models: Sequence[tuple[str, Results]],
             print(f"  {note}")
     files = {".md": markdown(tables, models), ".tex": latex(tables)}
     for suffix, text in files.items():
-        write_whole(out.with_suffix(suffix), text)
+        write_text(out.with_suffix(suffix), text)
     bar_chart(tables, out.with_suffix(".png"))
     written = (out.with_suffix(suffix) for suffix in (".json", *files, ".png"))
     print("\n" + "\n".join(str(path) for path in written if path.is_file()))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from data import atomic_io as files
-from data.atomic_io import read_json, write_whole
+from data.atomic_io import read_json, write_text
 from models.options import nearest_names
 from tools.evaluation import multirc
 from tools.evaluation.request import TaskRequest
@@ -240,7 +240,7 @@ def write_samples(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]
     for task, rows in samples.items():
         plain = (files.of_json(row, handle_non_serializable) for row in rows)
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in plain]
-        write_whole(folder / f"samples_{task}.jsonl", "".join(lines))
+        write_text(folder / f"samples_{task}.jsonl", "".join(lines))
 
 
 # What tables read beside the results: of the harness, and of ours.

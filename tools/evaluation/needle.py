@@ -329,10 +329,10 @@ def _validation_text(loaded: LoadedModel, tokens: int) -> str:
 
 
 def _write(out: Path, results: dict[str, Any], text: str) -> None:
-    from data.atomic_io import write_whole
+    from data.atomic_io import write_text
     from tools.evaluation.harness import write_json
 
     write_json(out, results)
-    write_whole(out.with_suffix(".md"), text)
+    write_text(out.with_suffix(".md"), text)
     heat_map(results, out.with_suffix(".png"))
     print("\n".join(str(out.with_suffix(suffix)) for suffix in (".json", ".md", ".png")))

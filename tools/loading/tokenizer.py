@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import atomic_write, read_json, write_whole
+from data.atomic_io import atomic_write, read_json, write_text
 from data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.checksums import FILE_NAME, check_files, checksums_text, file_sha256, inside
 from tools.loading.token_data import data_config
@@ -27,11 +27,11 @@ def save_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
             if path.is_file() and path.resolve() != (folder / path.name).resolve():
                 with atomic_write(folder / path.name) as file:
                     file.write(path.read_bytes())
-    write_whole(folder / "description.json", json.dumps(description, indent=1) + "\n")
+    write_text(folder / "description.json", json.dumps(description, indent=1) + "\n")
     names = ["description.json"]
     if tokenizer.path is not None:
         names += [name for name in (source.name, "tokenizer_config.json") if (folder / name).is_file()]
-    write_whole(folder / FILE_NAME, checksums_text({name: file_sha256(folder / name) for name in names}))
+    write_text(folder / FILE_NAME, checksums_text({name: file_sha256(folder / name) for name in names}))
 
 
 def read_tokenizer(run: Path, config: dict[str, Any], manifest: Mapping[str, Any]) -> Tokenizer:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import write_whole
+from data.atomic_io import write_text
 from megatron_lite.checkpoint.reader import CONFIG, exists, read_manifest, resolve
 from megatron_lite.metrics.logger import read_metrics
 
@@ -32,7 +32,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     data = json.dumps(collect(run), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # A script element ends at the first "</script", also inside a string.
     page = PAGE.read_text(encoding="utf-8").replace(PLACEHOLDER, data.replace("<", "\\u003c"), 1)
-    write_whole(out, page)
+    write_text(out, page)
     return out
 
 

@@ -175,7 +175,7 @@ def _check(experiment: Experiment, runs: list[Run], devices: list[str]) -> int:
 
 
 def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
-    from data.atomic_io import write_whole
+    from data.atomic_io import write_text
 
     from .experiment import sweeps
     from .learning_curves import draw_curves
@@ -190,7 +190,7 @@ def _report(experiment: Experiment, runs: list[Run], results: Results) -> None:
         cells = mad_scores(experiment, cells, grouped)
     text = markdown(experiment, cells)
     target = results.path.with_suffix(".md")
-    write_whole(target, text)
+    write_text(target, text)
     written = [results.path, target, results.path.with_suffix(".png")]
     if experiment.suite == "listops":
         draw_curves(experiment, grouped, results, written[-1])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from data.atomic_io import write_whole
+from data.atomic_io import write_text
 from megatron_lite.metrics.logger import read_metrics
 from tools.compare.__main__ import _devices, main
 from tools.compare.launcher import _Slot, run_all
@@ -234,7 +234,7 @@ def test_runs_go_out_seed_by_seed_and_the_longest_first(place: Path, tmp_path: P
 
         def train(self, run: Run, _threads: int) -> int:
             trained.append(run.name)
-            write_whole(run.folder / "summary.json", "{}")
+            write_text(run.folder / "summary.json", "{}")
             return 0
 
         def close(self) -> None:
