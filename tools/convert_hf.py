@@ -68,6 +68,7 @@ def _import(options: argparse.Namespace) -> int:
     import torch
 
     from megatron_lite.checkpoint.reader import Weights
+    from tools.conversion.hf_folder import Tensors
     from tools.conversion.import_hf import import_folder, original_logits, processes_of_a_copy
     from tools.conversion.logit_parity import counted_rows, real_text, rows_of, trainer_logits
 
@@ -100,7 +101,11 @@ def _import(options: argparse.Namespace) -> int:
         )
         over = not difference <= options.tolerance * max(1.0, largest)
     if over:
-        print(f"error: over the tolerance of {options.tolerance:g}; {done.run} was left as it is", file=sys.stderr)
+        print(
+            f"error: over the tolerance of {options.tolerance:g}; {done.run} was left as it is. The largest weight is "
+            f"{Tensors(options.folder).largest()}; if the file is damaged, copy it again and import with --overwrite",
+            file=sys.stderr,
+        )
         return 1
     # The configuration has either data.train or data.corpus, and refuses both together.
     texts = "data.train=... data.validation=..." if done.config["data"].get("train") else "data.corpus=..."

@@ -73,6 +73,7 @@ class Tensors(Mapping[str, Tensor]):
                     "are not opened. Save the model as safetensors where you trust it: save_pretrained writes them"
                 )
             raise FileNotFoundError(f"{folder}: model.safetensors is missing")
+        self._folder = folder
         self._files: dict[str, Any] = {}
         self._of: dict[str, str] = {}
         for name in names:
@@ -85,6 +86,12 @@ class Tensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files[self._of[name]].get_tensor(name)
+
+    def largest(self) -> str:
+        """Return the largest absolute weight with its name and file, "3.1e+38 of head.weight in out/model.safetensors"."""
+        sizes = {name: tensor.abs().max().item() for name, tensor in self.items() if tensor.is_floating_point()}
+        name = max(sizes, key=sizes.__getitem__)
+        return f"{sizes[name]:.1e} of {name} in {self._folder / self._of[name]}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._of)

@@ -150,6 +150,20 @@ def test_a_damaged_export_is_named(
     assert not (tmp_path / "run").exists()
 
 
+def test_weight_that_makes_the_logits_not_finite_is_named_with_its_file(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    tensors = broken(exported, folder)
+    tensors["head.norm.weight"][0] = 3e38
+    save_file(tensors, folder / "model.safetensors")
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert (
+        f"The largest weight is 3.0e+38 of head.norm.weight in {folder / 'model.safetensors'}; if the file is" in error
+    )
+
+
 def test_a_folder_that_cannot_name_a_run(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
