@@ -1,4 +1,5 @@
 """Operators: the recurrences and losses that mixers and the head call, in PyTorch. Each chooses its kernel.
 
-Start with `gla/gated_linear_attention.py`; `scan/` has elementwise recurrences, `lion/` the bidirectional operator.
+Start with `gla/gated_linear_attention.py`; `delta_rule/` has the delta rule, `scan/` elementwise recurrences, `lion/` the
+bidirectional operator.
 """

@@ -1,12 +1,15 @@
 """Context parallelism: one sequence over several ranks, each with a contiguous local shard of it.
 
-Rank 0 holds the start of the sequence, [batch, length / count, ...]. Every causal linear operator runs in four steps
-(`causal_over_ranks`), with S a state and b_t the sum of log decays up to token t of the shard:
+Rank 0 holds the start of the sequence, [batch, length / count, ...]. Every causal operator with decays runs in
+four steps (`causal_over_ranks`), with S a state and b_t the sum of log decays up to token t of the shard:
 
 1. local result: outputs and end state from a zero state, by any kernel;
 2. exchange: one all-gather of (end state, total decay), whose size does not depend on the length;
 3. incoming state: S <- exp(b_last) S + (end state), over the previous ranks;
 4. correction: o_t = (local o)_t + q_t exp(b_t) S.
+
+The delta rule's transition is a matrix (`affine_over_ranks`). Each rank computes the map of its shard, exchanges it, and then
+runs the operator from its incoming state.
 
 All ranks build the same graph, so that their backward passes meet in the same collectives. A trainer sets the group from
 outside with `context_parallel`; nothing here knows how the ranks communicate.
@@ -149,10 +152,48 @@ def causal_over_ranks(
     return o + correction(state, from_left).to(o.dtype), final.index_add(0, segments.first, first_decay * state)
 
 
-def incoming_states(group: ContextParallelGroup, *directions: tuple[Tensor, Tensor]) -> list[Tensor]:
+def affine_over_ranks(
+    group: ContextParallelGroup,
+    length: int,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    *,
+    shard_map: Callable[[Tensor | None], tuple[Tensor, Tensor]],
+    local: Callable[[Tensor | None, Tensor | None], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Run a causal operator with matrix transitions on the local shard: the exchange first, then the operator.
+
+    A shard maps the state by S <- M S + B, and maps of shards compose. The backward pass composes their transposes.
+    cu_seqlens: [segments + 1] of the whole sequence, or None. initial_state: must be None.
+    shard_map: (tokens [length] bool, None for all) -> M [batch, ..., dim_k, dim_k] and B [batch, ..., dim_k, dim_v] of them.
+    local: (cu_seqlens of the shard, initial states [batch or segments, ...]) -> outputs and final states.
+
+    Returns what `local` returns. Raises ValueError for an initial state.
+    """
+    if initial_state is not None:
+        refuse_state()
+    if cu_seqlens is None:
+        transition, end = shard_map(None)
+        (state,) = incoming_states(group, (end, transition), apply=torch.matmul)
+        return local(None, state)
+    segments = shard_segments(cu_seqlens, length, group)
+    in_last = torch.arange(length, device=cu_seqlens.device) >= segments.cu_seqlens[segments.last]
+    transition, end = shard_map(in_last)
+    (state,) = incoming_states(group, (end, transition * segments.from_left[-1]), apply=torch.matmul)
+    before = state.new_zeros(len(cu_seqlens) - 1, *state.shape[1:])
+    before = before.index_copy(0, segments.first, state * segments.from_left[0])
+    return local(segments.cu_seqlens, before)
+
+
+def incoming_states(
+    group: ContextParallelGroup,
+    *directions: tuple[Tensor, Tensor],
+    apply: Callable[[Tensor, Tensor], Tensor] = torch.mul,
+) -> list[Tensor]:
     """Return the state that reaches the local shard in each direction, S <- decay S + end state over the ranks before it.
 
     directions: (end state, total decay) of the local shard. The first runs from rank 0 to the last, the second back.
+    apply: (total decay, S) -> the decayed S; torch.matmul where the decay is a matrix.
     """
     ranks = all_gather_states(group, *(x for direction in directions for x in direction))
     states = []
@@ -160,7 +201,7 @@ def incoming_states(group: ContextParallelGroup, *directions: tuple[Tensor, Tens
         state = zeros_with_grad(ranks[0][2 * number])
         for rank in before:
             end, decay = rank[2 * number : 2 * number + 2]
-            state = decay * state + end
+            state = apply(decay, state) + end
         states.append(state)
     return states
 

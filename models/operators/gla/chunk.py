@@ -12,16 +12,15 @@ and is slower.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...backend import leave_out_of_graphs, replaceable
 from ...precision import accumulation_dtype
+from ..chunks import cut, join, place_segments, walk
 from ..cumulative_decay import pairwise_decay, sum_after
 from .chunk_matmul import matmul_form, spans_of
 from .select_kernel import plan_chunks
@@ -52,41 +51,10 @@ def chunk_form(
     chunk, fits_matmul_form = plan_chunks(log_decay)
     if fits_matmul_form:
         return matmul_form(q, k, v, log_decay, state, scale, spans_of(v, bounds), chunk)
-    index, runs = _packing(bounds, chunk, v.device)
-    q, k, v, log_decay = (_cut(x.to(accumulation), chunk, index) for x in (q, k, v, log_decay))
+    index, runs = place_segments(bounds, chunk, v.device)
+    q, k, v, log_decay = (cut(x.to(accumulation), chunk, index) for x in (q, k, v, log_decay))
     o, state = _pairwise(q * scale, k, v, log_decay, state, runs)
-    o = o.movedim(1, 3).flatten(1, 2)
-    o = o[:, :length] if index is None else o[:, index >= 0]
-    return o.to(dtype), state
-
-
-def _packing(
-    bounds: list[int] | None, chunk: int, device: torch.device
-) -> tuple[Tensor | None, list[tuple[int, int]] | None]:
-    """Place packed segments so that each begins at a chunk of its own.
-
-    Returns the token index of every slot (-1 for none) and the chunks [first, last) of every segment.
-    """
-    if bounds is None:
-        return None, None
-    slots: list[Tensor] = []
-    runs = []
-    first = 0
-    for start, end in pairwise(bounds):
-        count = -(-(end - start) // chunk)
-        slots += [torch.arange(start, end), torch.full((count * chunk - (end - start),), -1)]
-        runs.append((first, first + count))
-        first += count
-    return torch.cat(slots).to(device), runs
-
-
-def _cut(x: Tensor, chunk: int, index: Tensor | None) -> Tensor:
-    """Return [batch, length, heads, dim] as [batch, heads, chunks, chunk, dim], zeros where there is no token."""
-    if index is None:
-        x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
-    else:
-        x = F.pad(x, (0, 0, 0, 0, 0, 1)).index_select(1, torch.where(index < 0, x.shape[1], index))
-    return x.unflatten(1, (-1, chunk)).movedim(3, 1)
+    return join(o, length, index).to(dtype), state
 
 
 def _pairwise(
@@ -116,7 +84,7 @@ class _StateScan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         states = torch.empty_like(updates)
         final = initial.clone()
-        for sequence, chunks in _walk(updates.shape[2], runs):
+        for sequence, chunks in walk(updates.shape[2], runs):
             s = final[sequence]
             for n in chunks:
                 states[:, :, n] = s
@@ -131,7 +99,7 @@ class _StateScan(torch.autograd.Function):
         states, decay = ctx.saved_tensors
         d_updates = torch.empty_like(states)
         d_initial = d_final.clone()
-        for sequence, chunks in _walk(states.shape[2], ctx.runs):
+        for sequence, chunks in walk(states.shape[2], ctx.runs):
             d = d_initial[sequence]
             for n in reversed(chunks):
                 d_updates[:, :, n] = d
@@ -140,10 +108,3 @@ class _StateScan(torch.autograd.Function):
         if decay.shape[-2] == 1:
             d_decay = d_decay.sum(-2, keepdim=True)
         return d_updates, d_decay, d_initial, None
-
-
-def _walk(chunks: int, runs: list[tuple[int, int]] | None) -> list[tuple[slice, range]]:
-    """Return the sequences of the state tensor, each with its chunks."""
-    if runs is None:
-        return [(slice(None), range(chunks))]
-    return [(slice(s, s + 1), range(*run)) for s, run in enumerate(runs)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +19,7 @@ from models.layers.embedding import LearnedPositions
 from models.layers.short_convolution import CausalConvolution
 from models.mixers import MIXERS
 from models.operators.context_parallel import context_parallel, context_parallel_group
+from models.operators.delta_rule.delta_rule import delta_rule
 from models.operators.gla.gated_linear_attention import gated_linear_attention
 from models.operators.scan.linear_scan import scan
 from models.operators.scan.selective_scan import selective_scan
@@ -131,10 +133,21 @@ def _selective(x: Tensor, b: Tensor, dt: Tensor, decay: Tensor, cu_seqlens: Tens
     return selective_scan(x, dt.abs(), a, b[..., :3], x[..., 1:], cu_seqlens=cu_seqlens)
 
 
+def _delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    decay = decay.squeeze(-1) if decay.shape[-1] == 1 else decay
+    gate = v[..., 0].sigmoid()
+    return delta_rule(
+        q, F.normalize(k, dim=-1), v, decay, 2 * gate, gate, output_final_state=True, cu_seqlens=cu_seqlens
+    )
+
+
 OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]] = {
     "recurrence": lambda q, k, v, decay, cu_seqlens: gated_linear_attention(q, k, v, decay, cu_seqlens=cu_seqlens),
     "scan": lambda q, k, v, decay, cu_seqlens: scan(q[:, :, 0], decay.expand_as(q)[:, :, 0], cu_seqlens=cu_seqlens),
     "selective scan": _selective,
+    "delta rule": _delta_rule,
 }
 
 
@@ -163,17 +176,18 @@ def operands(length: int, dtype: torch.dtype, scalar: bool) -> tuple[Tensor, ...
 
 
 @pytest.mark.parametrize("scalar", [True, False])
-def test_infinite_decays_stay_exact(scalar: bool) -> None:
+@pytest.mark.parametrize("operator", [gated_linear_attention, _delta_rule])
+def test_infinite_decays_stay_exact(operator: Callable[..., tuple[Tensor, Tensor]], scalar: bool) -> None:
     q, k, v, decay = operands(32, torch.float64, scalar)
     decay = decay * 30
     decay[:, 11] = decay[:, 16] = -torch.inf
     leaves = [x.clone().requires_grad_() for x in (q, k, v, decay)]
-    expected, _ = gated_linear_attention(*leaves)
+    expected, _ = operator(*leaves)
     gradients = torch.autograd.grad(expected.square().sum(), leaves)
 
     def work(index: int) -> tuple[Tensor, ...]:
         parts = [x.chunk(4, 1)[index].clone().requires_grad_() for x in (q, k, v, decay)]
-        y, _ = gated_linear_attention(*parts)
+        y, _ = operator(*parts)
         return y.detach(), *torch.autograd.grad(y.square().sum(), parts)
 
     for got, wanted in zip(zip(*over_ranks(4, work), strict=True), (expected, *gradients), strict=True):

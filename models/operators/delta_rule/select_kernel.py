@@ -1,0 +1,114 @@
+"""The arguments of the delta rule: their one common form, a check of their shapes, and which kernel computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+
+from torch import Tensor
+
+from ...precision import accumulation_dtype
+from ..varlen import check_packed
+
+
+class Kernel(Enum):
+    """Name the kernel of the operator."""
+
+    RECURRENT = "recurrent"  # naive.py, one token after the other
+    CHUNKED = "chunked"  # chunked.py, linear in length
+
+
+def select_kernel(q: Tensor, cu_seqlens: Tensor | None) -> Kernel:
+    """Return the kernel for these arguments of `models.operators.delta_rule.delta_rule.delta_rule`."""
+    return Kernel.RECURRENT if q.shape[1] == 1 and cu_seqlens is None else Kernel.CHUNKED
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Hold a step as S' = Diag(exp(log_decay)) S; S_t = S' - removal (read^T R) + k written^T; o_t = q^T S_t.
+
+    R is S', or S for `read_before_decay`. All tensors are [batch, length, heads, dim] in the accumulation dtype, with
+    log_decay [..., 1] for one decay per head. q is scaled. If `removal` is `k`, both have one update k (written - read^T R)^T.
+    """
+
+    q: Tensor
+    k: Tensor
+    written: Tensor
+    read: Tensor
+    removal: Tensor
+    log_decay: Tensor
+    read_before_decay: bool
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: x for name, x in values.items() if isinstance(x, Tensor)}
+
+
+def operands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    erase: Tensor,
+    write: Tensor,
+    removal_key: Tensor | None,
+    scale: float,
+) -> Operands:
+    """Return the arguments of the operator in the common form. They were checked."""
+    dtype = accumulation_dtype(v)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    erase, write = (_trailing(x.to(dtype)) for x in (erase, write))
+    decay = q.new_zeros(*q.shape[:3], 1) if log_decay is None else _trailing(log_decay.to(dtype))
+    if removal_key is None:
+        return Operands(q * scale, k, write * v, erase * k, k, decay, False)
+    read = removal_key.to(dtype)
+    return Operands(q * scale, k, write * v, read, erase * read, decay, True)
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    erase: Tensor,
+    write: Tensor,
+    removal_key: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise ValueError for arguments of the operator whose shapes do not agree."""
+    if q.dim() != 4 or k.shape != q.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"q {_shape(q)}, k {_shape(k)}, v {_shape(v)}: expected [batch, length, heads, head_dim] with q and k alike "
+            "and v equal to them but for its last axis; repeat q and k for grouped value heads"
+        )
+    for name, x, like in (("log_decay", log_decay, q), ("erase", erase, q), ("write", write, v)):
+        if x is not None and x.shape not in (like.shape, like.shape[:3]):
+            raise ValueError(f"{name} {_shape(x)}: expected {list(like.shape[:3])} or {_shape(like)}")
+    if removal_key is not None and removal_key.shape != q.shape:
+        raise ValueError(f"removal_key {_shape(removal_key)}: expected {_shape(q)}")
+    sequences = q.shape[0]
+    if cu_seqlens is not None:
+        check_packed(q, cu_seqlens)
+        sequences = len(cu_seqlens) - 1
+    expected = (sequences, q.shape[2], q.shape[3], v.shape[3])
+    if initial_state is not None and tuple(initial_state.shape) != expected:
+        raise ValueError(f"initial_state {_shape(initial_state)}: expected {list(expected)}")
+
+
+def initial(x: Operands, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the initial state [sequences, heads, head_dim_k, head_dim_v] in the accumulation dtype, zeros for None."""
+    if initial_state is not None:
+        return initial_state.to(x.q.dtype)
+    sequences = x.q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    return x.q.new_zeros(sequences, *x.q.shape[2:], x.written.shape[-1])
+
+
+def _trailing(x: Tensor) -> Tensor:
+    """Return a gate of one value per head, [batch, length, heads], with a last axis of 1."""
+    return x.unsqueeze(-1) if x.dim() == 3 else x
+
+
+def _shape(x: Tensor) -> list[int]:
+    return list(x.shape)
