@@ -1,7 +1,8 @@
 """Repeat every kind of fault many times: `python -m tests.faults.campaign [--counts small|large] [KIND ...]`.
 
-Each kind is a module of this folder with `run(count, seed, folder)`, which returns counts. One table shows them, a JSON file
-keeps them, and the exit status is 1 when a count that must be 0 is not.
+Each kind is a module of this folder with `run(count, seed, folder)`, which returns counts. A kind may describe failed cases in
+`failures.jsonl` of the folder. One table shows the counts, a JSON file holds counts and failures. The exit status is 1 if a
+count misses its target.
 """
 
 from __future__ import annotations
@@ -52,15 +53,17 @@ KINDS = {
 
 
 def run_kind(name: str, count: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Run one kind and return its counts, the seconds it took, and whether every target holds ("holds" or "violated")."""
+    """Run one kind and return its counts, seconds, verdict ("holds" or "violated: ...") and failed cases."""
     begin = time.monotonic()
     counts = import_module(f"tests.faults.{name}").run(count, seed, folder)
     violated = KINDS[name].violated(counts)
+    failures = folder / "failures.jsonl"
     return {
         "kind": name,
         "counts": counts,
         "seconds": round(time.monotonic() - begin),
         "verdict": f"violated: {', '.join(violated)}" if violated else "holds",
+        "failures": [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else [],
     }
 
 

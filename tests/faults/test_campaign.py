@@ -24,12 +24,19 @@ def test_a_run_killed_at_a_random_moment_equals_the_uninterrupted_one(tmp_path):
 
 def test_a_violated_target_is_named_and_is_the_exit_status(tmp_path, monkeypatch, capsys):
     counts = {"kills": 3, "orphans": 2, "equal": 3}
-    monkeypatch.setitem(sys.modules, "tests.faults.stub", SimpleNamespace(run=lambda count, seed, folder: counts))
+
+    def run(count, seed, folder):
+        folder.mkdir()
+        (folder / "failures.jsonl").write_text('{"case": 2}\n')
+        return counts
+
+    monkeypatch.setitem(sys.modules, "tests.faults.stub", SimpleNamespace(run=run))
     monkeypatch.setitem(campaign.KINDS, "stub", campaign.Kind(3, 30, ("orphans",), ("equal",)))
     out = tmp_path / "campaign.json"
     assert campaign.main(["stub", "--out", str(out)]) == 1
     assert "| stub | kills 3, orphans 2, equal 3 | 0       | violated: orphans |" in capsys.readouterr().out
-    assert json.loads(out.read_text())["results"][0]["counts"] == counts
+    [result] = json.loads(out.read_text())["results"]
+    assert (result["counts"], result["failures"]) == (counts, [{"case": 2}])
     counts |= {"orphans": 0, "equal": 2}
     assert campaign.main(["stub", "--out", str(out)]) == 1
     counts["equal"] = 3
