@@ -70,6 +70,12 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
     return below + above
 
 
+def nearest_multiples(value: int, factor: int) -> str:
+    """Return the multiples of `factor` on both sides of `value`, at least `factor`, as "a or b"."""
+    below = value // factor * factor
+    return join_names(x for x in (below, below + factor) if x)
+
+
 def require_at_least(mixer: str, options: Any, least: int, *keys: str) -> None:
     """Raise ValueError for an option of `mixer` among `keys` that is below `least`; None is a default and passes."""
     for key in keys:

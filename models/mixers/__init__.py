@@ -27,9 +27,13 @@ from __future__ import annotations
 from typing import Any
 
 from .attention import Attention
+from .delta_net import DeltaNet
+from .gated_delta_net import GatedDeltaNet
+from .gdn2 import GDN2
 from .gla import GLA
 from .hgrn import HGRN
 from .hgrn2 import HGRN2
+from .kda import KDA
 from .linear_attention import LinearAttention
 from .lion import Lion
 from .mamba import Mamba
@@ -46,9 +50,13 @@ from .transnormer import TransNormer
 
 MIXERS: dict[str, Any] = {
     "attention": Attention,
+    "delta_net": DeltaNet,
+    "gated_delta_net": GatedDeltaNet,
+    "gdn2": GDN2,
     "gla": GLA,
     "hgrn": HGRN,
     "hgrn2": HGRN2,
+    "kda": KDA,
     "linear_attention": LinearAttention,
     "lion": Lion,
     "mamba": Mamba,

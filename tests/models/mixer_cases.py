@@ -39,6 +39,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("hgrn", {"input_gate": "free"}),
     ("qlstm", {"forget_gate": "reversed"}),
     ("attention", {"num_kv_heads": 2, "bias": True, "rotary_pct": 0.5}),
+    ("gated_delta_net", {"num_heads": 2, "num_value_heads": 4, "head_dim": 6, "allow_negative_eigenvalues": True}),
+    ("kda", {"num_value_heads": 8, "head_dim": 4, "expand_v": 1.5}),
+    (
+        "gdn2",
+        {"num_heads": 2, "num_value_heads": 6, "head_dim": 8, "norm_eps": 1e-6, "allow_negative_eigenvalues": True},
+    ),
     ("metala", {"preset": "paper", "key_projection": True, "self_augmentation": False}),
     ("metala", {"dynamic_decay": False, "key_projection": True, "expand_k": 1.0, "conv_kernel": 2}),
     ("metala_bidirectional", {"preset": "paper", "convolution": False}),

@@ -217,3 +217,51 @@ def _metala(p: Weights, x: Tensor, heads: int, layer: int, layers: int, both: bo
 
 metala = partial(_metala, both=False)
 metala_bidirectional = partial(_metala, both=True)
+
+
+def _convolved_heads(p: Weights, name: str, x: Tensor, heads: int) -> Tensor:
+    y = _convolved({"conv.weight": p[f"conv_{name}.weight"]}, _map(p, f"{name}_proj", x))
+    return _heads(_swish(y), heads)
+
+
+def _delta(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, erase: Tensor, write: Tensor) -> Tensor:
+    """alpha, erase: [length, key heads, dk or 1] or for value heads; write: [length, value heads, dv or 1]."""
+    q, k = (y / torch.sqrt((y**2).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    group = v.shape[1] // k.shape[1]
+    out = torch.zeros_like(v)
+    for head in range(v.shape[1]):
+        key_head = head // group
+        state = torch.zeros(k.shape[-1], v.shape[-1], dtype=torch.float64)
+        for t in range(len(q)):
+            key = k[t, key_head]
+            a, e = (y[t, head if y.shape[1] == v.shape[1] else key_head] for y in (alpha, erase))
+            state = (torch.eye(len(key)) - torch.outer(key, e * key)) @ (a[:, None] * state)
+            state = state + torch.outer(key, write[t, head] * v[t, head])
+            out[t, head] = q[t, key_head] @ state / math.sqrt(len(key))
+    return out
+
+
+def _delta_mixer(name: str, p: Weights, x: Tensor, heads: int, layer: int, layers: int, **options: Any) -> Tensor:
+    key_heads = options.get("num_heads", heads)
+    value_heads = options.get("num_value_heads", key_heads)
+    q, k = (_convolved_heads(p, key, x, key_heads) for key in "qk")
+    v = _convolved_heads(p, "v", x, value_heads)
+    beta = _sigmoid(_map(p, "b_proj", x)) * (2 if options.get("allow_negative_eigenvalues") else 1)
+    beta = _heads(beta, key_heads if name == "gdn2" else value_heads)
+    gate, alpha = torch.ones_like(v), torch.ones_like(beta)
+    if name == "gated_delta_net":
+        logits, gate = _heads(_map(p, "a_proj", x) + p["dt_bias"], value_heads), _swish(_map(p, "gate_proj", x))
+    elif name != "delta_net":
+        logits = _map(p, "decay_up", _map(p, "decay_down", x)) + p["dt_bias"]
+        logits = _heads(logits, len(p["a_log"]))
+        gate = _sigmoid(_map(p, "gate_up", _map(p, "gate_down", x)))
+    if name != "delta_net":
+        alpha = torch.exp(-torch.exp(p["a_log"])[:, None] * torch.log1p(torch.exp(logits)))
+    write = _heads(_sigmoid(_map(p, "w_proj", x)), value_heads) if name == "gdn2" else beta
+    o = p["norm_weight"] * _rms_norm(_delta(q, k, v, alpha, beta, write), options.get("norm_eps", 1e-5))
+    return _map(p, "out_proj", o.flatten(1) * gate.flatten(1))
+
+
+delta_net, gated_delta_net, kda, gdn2 = (
+    partial(_delta_mixer, name) for name in ("delta_net", "gated_delta_net", "kda", "gdn2")
+)

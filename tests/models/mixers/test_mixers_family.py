@@ -26,7 +26,7 @@ EQUATIONS = {
     name: getattr(equations, name)
     for name in (
         *("gla", "hgrn2", "linear_attention", "lion", "metala", "metala_bidirectional"),
-        *("normalised_attention", "retnet", "transnormer"),
+        *("normalised_attention", "retnet", "transnormer", "delta_net", "gated_delta_net", "gdn2", "kda"),
     )
 }
 ETA = {"softplus": lambda a: torch.log1p(torch.exp(a)) + 1e-6, "sigmoid": lambda a: 1 / (1 + torch.exp(-a)) + 1e-6}
@@ -45,7 +45,7 @@ def test_equations_of_the_paper(case: tuple[str, dict[str, Any]], layer: int) ->
     mixer = build(case, torch.float64, layer=layer)
     x = tokens(70, dtype=torch.float64)
     reference = EQUATIONS[name]
-    if name in ("lion", "metala", "metala_bidirectional", "gla", "retnet", "hgrn2", "linear_attention"):
+    if name not in ("normalised_attention", "transnormer"):
         reference = partial(reference, **options)
     elif options.get("normaliser"):
         reference = partial(reference, eta=ETA[options["normaliser"]])
@@ -151,9 +151,20 @@ def _chunks(heads: int, dim_k: int, dim_v: int) -> int:
     return heads * (64 * (dim_k + dim_v) + 4 * dim_k * dim_v)
 
 
+def _delta_rule(o: dict[str, Any], dim_k: int, dim_v: int) -> int:
+    """The recurrence in chunks of 64, two triangles, their inverse and its states."""
+    dim_k = o.get("head_dim", dim_k)
+    dim_v = int(dim_k * o["expand_v"]) if "expand_v" in o else dim_v
+    return o.get("num_value_heads", 4) * (64 * (3 * dim_k + 2 * dim_v) + 6 * dim_k * dim_v)
+
+
 # What a token of a sequence of 100 costs beside its matrices, in d = 32 with 4 heads.
 OPERATORS: dict[str, Callable[[dict[str, Any]], int]] = {
     "attention": lambda o: (2 if o.get("causal", True) else 4) * 32 * 100,
+    "delta_net": lambda o: _delta_rule(o, 8, 8),
+    "gated_delta_net": lambda o: _delta_rule(o, 6, 12),
+    "gdn2": lambda o: _delta_rule(o, 8, 8),
+    "kda": lambda o: _delta_rule(o, 8, 8),
     "gla": lambda o: _chunks(4, int(8 * o.get("expand_k", 0.5)), 8),
     "hgrn": lambda o: (16 if o.get("rotation") else 4) * 32,
     "hgrn2": lambda o: _chunks(4, 8, 8),
@@ -360,6 +371,20 @@ def test_hgrn2_lower_bounds_grow_with_depth() -> None:
         ("linear_attention", {"feature_map": "x"}, r"linear_attention\.feature_map = 'x': allowed are elu, taylor"),
         ("linear_attention", {"feature_dim": 0}, r"linear_attention\.feature_dim = 0: must be at least 1"),
         ("retnet", {"expand_v": 0}, r"retnet\.expand_v = 0: must be at least 1"),
+        ("kda", {"num_value_heads": 6}, r"kda\.num_value_heads = 6 is not a multiple of .*num_heads = 4; .*: 4 or 8"),
+        (
+            "kda",
+            {"num_heads": 3},
+            r"kda\.num_heads = 3 does not divide key_dim of kda, .* = 32; nearest that do: 2 or 4",
+        ),
+        ("kda", {"head_dim": 5, "expand_v": 0.5}, r"kda\.expand_v = 0\.5: .* 2\.5 channels .* for example 2 / 5"),
+        ("gdn2", {"conv_kernel": 0}, r"gdn2\.conv_kernel = 0: must be at least 1"),
+        ("delta_net", {"expand_v": 0.0}, r"delta_net\.expand_v = 0\.0: must be greater than 0"),
+        (
+            "gated_delta_net",
+            {"num_heads": 5},
+            r"gated_delta_net\.num_heads = 5 does not divide .* 0\.75 .* = 24; .*4 or 6",
+        ),
         ("transnormer", {"phase": "x"}, r"transnormer\.phase = 'x': allowed are all, first, none"),
     ],
 )

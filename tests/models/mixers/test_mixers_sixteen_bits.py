@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import models.operators.delta_rule.delta_rule
 import models.operators.gla.gated_linear_attention
 import models.operators.lion.bidirectional_attention
 import models.operators.scan.linear_scan
@@ -19,7 +20,10 @@ from tests.models.rank_threads import over_ranks
 
 
 def _never_forgets(case: tuple[str, dict[str, Any]]) -> bool:
-    return case[0] in ("attention", "linear_attention", "normalised_attention") or case[1].get("variant") == "lit"
+    return (
+        case[0] in ("attention", "delta_net", "linear_attention", "normalised_attention")
+        or case[1].get("variant") == "lit"
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -50,6 +54,7 @@ def test_log_decays_stay_float32_in_sixteen_bits(
         monkeypatch.setattr(module, name, watched)
 
     watch(models.operators.gla.gated_linear_attention, "check_shapes", 3)
+    watch(models.operators.delta_rule.delta_rule, "check_arguments", 3)
     watch(models.operators.scan.linear_scan, "_check", 1)
     watch(models.operators.lion.bidirectional_attention, "decays", 0)
     build(case).bfloat16()(tokens(70).bfloat16())

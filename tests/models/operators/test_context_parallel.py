@@ -299,7 +299,8 @@ def test_unsupported_splits_are_refused_by_the_configuration() -> None:
     check_context_parallel(config("metala", "lion"), 4, 64)
     check_context_parallel(config("attention"), 1, 63)
     with pytest.raises(
-        ValueError, match=r"'attention' does not support context parallelism: .* supported are gla, hgrn,"
+        ValueError,
+        match=r"'attention' does not support context parallelism: .* supported are delta_net, gated_delta_net,",
     ):
         check_context_parallel(config("metala", "attention"), 2, 64)
     with pytest.raises(
