@@ -40,8 +40,7 @@ def chunked_form(x: Operands, state: Tensor, cu_seqlens: Tensor | None) -> tuple
     length = x.q.shape[1]
     if length == 0:
         return x.written, state
-    # Autocast would compute the sums of log decays in 16 bits.
-    with torch.autocast(x.q.device.type, enabled=False):
+    with _without_autocast(x.q):
         chunk, fits = plan_chunks(x.log_decay)
         bounds = None if cu_seqlens is None else [int(edge) for edge in cu_seqlens.tolist()]
         index, runs = place_segments(bounds, chunk, x.q.device)
@@ -61,7 +60,7 @@ def affine_form(x: Operands) -> tuple[Tensor, Tensor]:
     """
     batch, _, heads, dim = x.k.shape
     identity = torch.eye(dim, dtype=x.k.dtype, device=x.k.device).expand(batch, heads, dim, dim)
-    with torch.autocast(x.q.device.type, enabled=False):
+    with _without_autocast(x.q):
         chunk, fits = plan_chunks(x.log_decay)
         # Columns of the identity, which nothing is written to, then those of the state.
         x = replace(_cut(x, chunk, None), written=F.pad(cut(x.written, chunk, None), (dim, 0)))
@@ -82,6 +81,11 @@ class _Chunks:
     tail: Tensor
     total: Tensor
     added: Tensor | None
+
+
+def _without_autocast(x: Tensor) -> torch.autocast:
+    """Return a context without autocast, which would compute the sums of log decays in 16 bits. It does not know "meta"."""
+    return torch.autocast("cuda" if x.is_meta else x.device.type, enabled=False)
 
 
 def _cut(x: Operands, chunk: int, index: Tensor | None) -> Operands:

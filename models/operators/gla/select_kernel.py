@@ -129,6 +129,8 @@ def plan_chunks(log_decay: Tensor) -> tuple[int, bool]:
     largest, smallest = _CHUNKS[0], _CHUNKS[-1]
     if log_decay.shape[-1] == 1 or not log_decay.numel():
         return largest, False
+    if log_decay.is_meta:  # has no values
+        return largest, True
     with torch.no_grad():
         # Windows start at the first token and ignore segments: a segment's chunk is inside two of them.
         steps = F.pad(log_decay, (0, 0, 0, 0, 0, -log_decay.shape[1] % largest)).unflatten(1, (-1, smallest))

@@ -161,7 +161,7 @@ def test_the_axis_of_times_has_figures(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_errors_name_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--only mambo: allowed are attention, gla" in refusal(
+    assert "--only mambo: allowed are attention, delta_net" in refusal(
         ["mixers", "--output", str(tmp_path), "--only", "mambo"], capsys
     )
     assert "num_heads = 5 does not divide model.hidden_size = 32" in refusal(
