@@ -21,17 +21,17 @@ from tools.reporting.tables import markdown_table
 INTRODUCTION = f"""\
 # Configuration reference
 
-Generated from the schema by `python -m tools.config_reference`: edit there, not here.
+`python -m tools.config_reference` generates this file from the schema. Do not edit it.
 
     python train.py                                                     # configs/default.yml
-    python train.py configs/metala_360m.yml configs/cluster/1gpu.yml    # files are laid over one another, left to right
+    python train.py configs/metala_360m.yml configs/cluster/1gpu.yml    # merged from left to right
     python train.py configs/metala_360m.yml optimizer.lr=2e-4 run.name=trial data.tokenizer.path=/disk/tokenizer.json
-    python train.py configs/metala_360m.yml --print-config              # every value, and where it comes from
+    python train.py configs/metala_360m.yml --print-config              # every value and its origin
 
-- A file may begin with `include: [model/metala_360m.yml, data/pile.yml]`: files that it is laid over, named relative to
-  its own folder or to `configs/`.
-- Sections are merged key by key; a list replaces the list before it. `null` gives a key its default back.
-- `{EQUATION}`: give two of the three, the third follows.
+- A file may begin with `include: [model/metala_360m.yml, data/pile.yml]`. Its values then override those of these files. Names are
+  relative to its own folder or to `configs/`.
+- Sections are merged key by key. A list replaces the earlier list. `null` restores the default of a key.
+- `{EQUATION}`: give two of the three, and the third follows.
   Data ranks are processes / (parallel.tensor x parallel.pipeline x parallel.context).
 - Unknown keys are refused with the nearest names, GPT-NeoX keys with their name here.
 """

@@ -1,4 +1,7 @@
-"""Paths, links, commands, options and configuration keys that the documentation names exist."""
+"""Paths, links, options and configuration keys of the documentation exist.
+
+tests/tools/test_commands.py compares the options of whole commands with --help.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from megatron_lite.config.describe import leaves
 from megatron_lite.config.schema import Config
 from models.config import ModelConfig
 
-from .test_imports import ROOT, modules, named_by
+from .test_imports import ROOT, modules
 
 # The log and the changelog also name what was removed.
 HISTORY = {ROOT / "CHANGELOG.md", ROOT / "docs" / "dev_log.md"}
@@ -45,10 +48,6 @@ LAUNCHER_OPTIONS = {
     "--time",
     "--ignore",
     "--tool",
-}
-NOT_IN_SOURCE = {  # options of transformers serve, and those that a loop builds
-    "tools.serve": {"--port", "--host"},
-    "tools.reshard": {"--data", "--tensor", "--pipeline", "--context", "--zero-stage"},
 }
 
 
@@ -100,24 +99,6 @@ def is_key(name: str) -> bool:
     return name in config_keys() or name.startswith("model.mixer_options")
 
 
-@cache
-def options(program: str) -> frozenset[str]:
-    """Return the options in the source of a program: its own files and those that it imports, two levels deep."""
-    name = program.removesuffix(".py")
-    files = modules() | {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-        for path in (ROOT / "tests" / "faults").glob("*.py")
-    }
-    names = {one for one in files if one == name or one.startswith(f"{name}.")}
-    assert names, f"there is no program {program}"
-    for _ in range(2):
-        names |= {one for known in names for one in named_by().get(known, ())}
-    source = "".join(files[one].read_text() for one in names)
-    return (
-        frozenset(re.findall(r"\"(--[a-z][a-z-]*|-[a-z])\"", source)) | NOT_IN_SOURCE.get(program, set()) | {"--help"}
-    )
-
-
 @by_page(sorted({*PAGES, *HISTORY}))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     wrong = []
@@ -142,17 +123,6 @@ def test_named_paths_exist(page: Path) -> None:
     bases = (ROOT, ROOT / "configs")
     wrong = [
         name for name in names if not any(list(base.glob(name.rstrip("/."))) for base in bases) and name not in NOT_HERE
-    ]
-    assert not wrong
-
-
-@by_page([*PAGES, *CONFIGS])
-def test_options_of_commands_exist(page: Path) -> None:
-    wrong = [
-        f"{program} {word}"
-        for program, *words in commands(page)
-        for word in words
-        if re.match(r"--[a-z]|-[a-z]$", word) and word.partition("=")[0] not in options(program)
     ]
     assert not wrong
 
