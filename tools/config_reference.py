@@ -28,7 +28,7 @@ INTRODUCTION = f"""\
     python train.py configs/metala_360m.yml optimizer.lr=2e-4 run.name=trial data.tokenizer.path=/disk/tokenizer.json
     python train.py configs/metala_360m.yml --print-config              # every value and its origin
 
-- A file may begin with `include: [model/metala_360m.yml, data/pile.yml]`. Its values then override those of these files. Names are
+- A file may begin with `include: [model/metala_360m.yml, data/pile.yml]`. Its values override those of these files. Names are
   relative to its own folder or to `configs/`.
 - Sections are merged key by key. A list replaces the earlier list. `null` restores the default of a key.
 - `{EQUATION}`: give two of the three, and the third follows.
