@@ -1,4 +1,4 @@
-"""Which layouts a run can take on so many GPUs, what they cost in memory, and how long the run takes."""
+"""List the parallel layouts of a run on N GPUs with their memory and the time of the run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from tools.cli.arguments import above_zero, above_zero_to_one, command, command_line, from_zero, positive
-from tools.planning.estimate import any_layout, layer_flops, memory, read_config, workload
+from tools.cli.arguments import FAILED, above_zero, above_zero_to_one, command, command_line, from_zero, positive
+from tools.planning.estimate import layer_flops, memory, read_config, read_config_any_layout, workload
 
-if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
+if TYPE_CHECKING:  # torch is imported on use, so that --help is fast
     from megatron_lite.config.schema import Config
     from megatron_lite.parallel.layout import Layout
     from megatron_lite.planning.communication_cost import Links
@@ -23,20 +24,29 @@ EPILOG = """
 examples:
   python -m tools.plan configs/metala_1.4b.yml --gpus 32
   python -m tools.plan configs/metala_1.4b.yml batch.micro_batch_size=4 --gpus 64 --gpu "A100" --gpu-memory 40
-  torchrun --nproc-per-node 2 -m tools.plan configs/metala_360m.yml --measure     estimate beside what is allocated
+  torchrun --nproc-per-node 2 -m tools.plan configs/metala_360m.yml --measure     compare the estimate with allocations
 
-Nothing is trained (but with --measure) and no GPU is needed. Memory is counted from one layer of each kind, run without
-computing; it leaves out the CUDA context and NCCL's buffers, about 1 to 2 GiB a GPU. Speed follows from --mfu, the FLOP/s that
-one GPU reaches alone, and from the links (docs/guide/parallelism.md). Rows that do not fit are marked and come last.
+Nothing is trained (except with --measure) and no GPU is needed. Memory is counted from one layer of each kind, run without
+computing. It excludes the CUDA context and NCCL's buffers, about 1 to 2 GiB per GPU. Speed follows from --mfu, the share of
+the peak that one GPU reaches alone, and from the links (docs/guide/parallelism.md). Layouts that do not fit come last.
+Exit status 1: no layout fits.
 """
+# Settings that save memory, least cost first.
+SAVINGS = (
+    ("parallel.activation_checkpointing.mode", "full"),
+    ("batch.micro_batch_size", 1),
+    ("precision.optimizer_state", "bf16"),
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One layout of the plan.
+    """Hold the cost of one layout with one ZeRO stage.
 
     Attributes:
-        memory: bytes by part of the fullest process; seconds: of a step, by part.
+        data: data-parallel ranks.
+        memory: bytes by part of the process with the most memory.
+        seconds: of one step, by part.
     """
 
     layout: Layout
@@ -48,25 +58,25 @@ class Row:
 
     @property
     def bytes(self) -> float:
-        """Of the fullest process."""
+        """Return the bytes of the process with the most memory."""
         return sum(self.memory.values())
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
+        """Return the seconds of one step."""
         return sum(self.seconds.values())
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, or 2 for a configuration that cannot run."""
+    """Run the command line. Returns 0, 1 if no layout fits, 2 for a configuration that cannot run."""
     parser = command_line("python -m tools.plan", __doc__, EPILOG)
     parser.add_argument("config", nargs="+", metavar="FILE.yml | key.sub=value", help="as for train.py")
     parser.add_argument("--gpus", type=positive, default=1, help="processes of the run (default 1)")
     parser.add_argument(
         "--gpu", default="H200", help="name as in megatron_lite/planning/flops.py, for the peak (default H200)"
     )
-    parser.add_argument("--gpu-memory", type=above_zero, default=141.0, metavar="GB", help="of one GPU (default 141)")
+    parser.add_argument("--gpu-memory", type=above_zero, default=141.0, metavar="GB", help="per GPU (default 141)")
     parser.add_argument(
         "--mfu", type=above_zero_to_one, default=0.4, help="share of the peak that one GPU reaches (default 0.4)"
     )
@@ -98,12 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Print the table."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # only its arithmetic is used; it would look for one and say so
+    """Print the table and the fastest layout that fits. Returns 0, or 1 if no layout fits."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed searches for a GPU and prints a warning
     from megatron_lite.planning.communication_cost import Links
     from megatron_lite.planning.flops import PEAK_TERAFLOPS, listed_peak_flops
 
-    config, words, problem = any_layout(options.config, options.gpus)
+    config, words, problem = read_config_any_layout(options.config, options.gpus)
     dtype = "bf16" if config.precision.dtype == "auto" else config.precision.dtype
     peak = listed_peak_flops(options.gpu, dtype)
     if peak is None:
@@ -127,19 +137,35 @@ def plan(options: argparse.Namespace) -> int:
         f"\n{len(rows)} layouts, {len(fitting)} fit into {options.gpu_memory:g} GB"
         + (f", {hidden} not shown" if hidden else "")
     )
-    if fitting:
-        best = fitting[0]
-        words = [f"parallel.{key}={getattr(best.layout, key)}" for key in ("tensor", "pipeline", "context")]
-        if best.layout.sequence_parallel:
-            words.append("parallel.sequence_parallel=true")
-        print(f"the first: {' '.join([*words, f'parallel.zero_stage={best.zero_stage}'])}")
+    if not fitting:
+        print(advice(config, min(rows, key=lambda row: row.bytes), options.gpu_memory), file=sys.stderr)
+        return FAILED
+    print(f"the fastest: {' '.join(_overrides(fitting[0]))}")
     return 0
+
+
+def advice(config: Config[ModelConfig], smallest: Row, gigabytes: float) -> str:
+    """Return the message that no layout fits: the smallest layout, its largest part and the settings that save memory."""
+    part = max(smallest.memory, key=lambda name: smallest.memory[name])
+    settings = [f"{key}={value}" for key, value in SAVINGS if attrgetter(key)(config) != value]
+    return (
+        f"error: no layout fits into {gigabytes:g} GB. The smallest ({' '.join(_overrides(smallest))}) needs "
+        f"{smallest.bytes / 1e9:.3g} GB, most of it for {part}: "
+        f"{', '.join([*settings, 'more --gpus'])} or a smaller model need less"
+    )
+
+
+def _overrides(row: Row) -> list[str]:
+    words = [f"parallel.{key}={getattr(row.layout, key)}" for key in ("tensor", "pipeline", "context")]
+    if row.layout.sequence_parallel:
+        words.append("parallel.sequence_parallel=true")
+    return [*words, f"parallel.zero_stage={row.zero_stage}"]
 
 
 def layouts(
     config: Config[ModelConfig], words: Sequence[str], gpus: int, dtype: str, flops: float, links: Links
 ) -> Iterator[Row]:
-    """Every legal layout with every ZeRO stage that it can take, and its cost."""
+    """Yield the cost of each legal layout with each ZeRO stage that it supports."""
     from tqdm import tqdm
 
     from megatron_lite.config.loader import ConfigError
@@ -147,40 +173,37 @@ def layouts(
     from megatron_lite.planning.communication_cost import step_seconds
 
     limits = limits_of(config.model, config.batch.sequence_length)
-    found = legal_layouts(gpus, limits)
+    candidates = legal_layouts(gpus, limits)
     if gpus > 1:
-        cut = legal_layouts(gpus, limits, sequence_parallel=True)
-        found += [layout for layout in cut if layout.sequence_parallel]
+        with_sequence_parallel = legal_layouts(gpus, limits, sequence_parallel=True)
+        candidates += [layout for layout in with_sequence_parallel if layout.sequence_parallel]
     known: dict[Any, list[LayerCost]] = {}
     flops_of = layer_flops(config)
     work = workload(config, flops_of, dtype)
-    for layout in tqdm(found, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
+    for layout in tqdm(candidates, desc="layouts", leave=False, disable=not sys.stderr.isatty()):
         more = [f"parallel.{key}={getattr(layout, key)}" for key in ("tensor", "pipeline", "context")]
         more += [f"parallel.sequence_parallel={str(layout.sequence_parallel).lower()}"]
         for stage in (1, 2, 3):
             try:
-                here = read_config([*words, *more, f"parallel.zero_stage={stage}"], gpus)
-            except (
-                ConfigError
-            ):  # the batch does not divide, or the stage, and those above it, do not go with another setting
+                candidate = read_config([*words, *more, f"parallel.zero_stage={stage}"], gpus)
+            except ConfigError:  # the batch does not divide, or another setting excludes this stage and higher ones
                 break
             # The engine calls the layers in one way for ZeRO 1 and 2, in another for 3.
             called = (layout.tensor, layout.context, layout.sequence_parallel, stage == 3)
             if called not in known:
-                known[called] = _layers(here, layout, dtype, stage)
-            layers = known[called]
+                known[called] = _layers(candidate, layout, dtype, stage)
             yield Row(
                 layout,
-                here.batch.data_ranks,
+                candidate.batch.data_ranks,
                 stage,
-                here.batch.gradient_accumulation_steps,
-                memory(layers, flops_of, here, layout, dtype, stage),
+                candidate.batch.gradient_accumulation_steps,
+                memory(known[called], flops_of, candidate, layout, dtype, stage),
                 step_seconds(replace(work, zero_stage=stage), layout, gpus, flops, links),
             )
 
 
 def header(config: Config[ModelConfig], gpus: int, dtype: str) -> str:
-    """The model and the run in three lines."""
+    """Return three lines about the model and the run."""
     work = workload(config, layer_flops(config), dtype)
     batch, steps = config.batch, config.schedule.train_steps
     tokens = batch.tokens_of(steps)
@@ -188,14 +211,14 @@ def header(config: Config[ModelConfig], gpus: int, dtype: str) -> str:
     return (
         f"{'+'.join(dict.fromkeys(config.model.mixers))}, {work.parameters / 1e6:,.1f} M parameters, {dtype}, "
         f"activation checkpointing {mode}, on {gpus} GPUs\n"
-        f"{batch.global_batch_size} samples of {batch.sequence_length} a step in micro batches of "
+        f"{batch.global_batch_size} samples of {batch.sequence_length} per step in micro-batches of "
         f"{batch.micro_batch_size}; {steps:,} steps, {tokens / 1e9:,.2f} G tokens\n"
-        f"{work.flops_per_token / 1e9:,.2f} GFLOP a token, {work.flops_per_token * tokens:.3g} FLOP in all"
+        f"{work.flops_per_token / 1e9:,.2f} GFLOP per token, {work.flops_per_token * tokens:.3g} FLOP in total"
     )
 
 
 def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str:
-    """The rows as text."""
+    """Return the rows as a text table."""
     from megatron_lite.planning.memory import GIB
 
     lines = [
@@ -216,7 +239,7 @@ def table(rows: Sequence[Row], config: Config[ModelConfig], limit: float) -> str
             f"{row.seconds['compute'] / row.step:>6.0%}" + ("   does not fit" if row.bytes > limit else "")
         )
     lines.append(
-        "activations: with what one layer needs at work (logits in chunks included); busy: share spent computing"
+        "activations: with the workspace of one layer (logits in chunks included); busy: share of time spent computing"
     )
     return "\n".join(lines)
 

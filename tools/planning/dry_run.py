@@ -1,8 +1,8 @@
-"""What a configuration would cost, from one real layer of each kind: `python train.py CONFIG --dry-run`.
+"""Print what a configuration costs, from one layer of each kind: `python train.py CONFIG --dry-run`.
 
-The whole model is counted without being allocated. The embedding, one block of each mixer and the head are built at
-full width and run forward and backward on one fake sample, so a shape that does not fit fails here. Memory is that of the fullest
-moment of a step as `tools.plan` counts it: on a GPU, unless `run.device` is cpu. Nothing is saved.
+The embedding, one block of each mixer and the head are built at full width and run forward and backward on one sample, so
+that shapes that do not fit fail here. Memory is the peak of a step as `tools.plan` counts it: on a GPU, unless `run.device`
+is cpu. Nothing is saved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def dry_run(config: Config[ModelConfig]) -> int:
     flops = 3 * sum(layer_flops(config))
     seconds = _seconds(config, specs, device, DTYPES[dtype])
     parallel = config.parallel
-    cuda = config.run.device != "cpu"  # "auto" on a machine without a GPU: the run's own may have one
+    cuda = config.run.device != "cpu"  # "auto" on a machine without a GPU: the run's machine may have one
     counted = dtype if config.precision.dtype != "auto" or not cuda else "bf16"
     memory = memory_of(config, counted, cuda=cuda)
     run_tokens = batch.tokens_of(config.schedule.train_steps)
@@ -52,10 +52,12 @@ def dry_run(config: Config[ModelConfig]) -> int:
     print(f"blocks {sum(sizes[1:-1]):,}, head {sizes[-1]:,}{' (tied)' if specs[-1].tied_to else ''}")
     print(
         f"batch        {batch.global_batch_size} = {batch.micro_batch_size} x {batch.gradient_accumulation_steps} "
-        f"accumulation x {batch.data_ranks} data ranks, sequence {batch.sequence_length}, {batch.tokens_per_step:,} tokens a step"
+        f"accumulation x {batch.data_ranks} data ranks, sequence {batch.sequence_length}, {batch.tokens_per_step:,} tokens per step"
     )
     print(f"run          {config.schedule.train_steps:,} steps, {_scaled(run_tokens)} tokens")
-    print(f"compute      {_scaled(flops)}FLOP a token forward and backward, {_scaled(flops * run_tokens)}FLOP in all")
+    print(
+        f"compute      {_scaled(flops)}FLOP per token forward and backward, {_scaled(flops * run_tokens)}FLOP in total"
+    )
     print(
         f"fake sample  ran forward and backward through {len(seconds)} layers of {len(specs)}, {dtype} on {device.type}:"
     )
@@ -83,7 +85,7 @@ def _scaled(number: float) -> str:
 def _seconds(
     config: Config[ModelConfig], specs: list[LayerSpec], device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Seconds that one sample takes forward and backward through the embedding, a block of each mixer, and the head."""
+    """Return the seconds of one sample forward and backward through the embedding, a block of each mixer, and the head."""
     model, length = config.model, config.batch.sequence_length
     tokens = torch.randint(model.vocab_size, (1, length), device=device)
     seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What a run costs before it starts: its configuration for so many processes, FLOPs, memory by part, and what is sent."""
+"""Estimate what a run costs before it starts: FLOPs, memory by part, and communication."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers at once
+if TYPE_CHECKING:  # torch is imported on use, so that --help is fast
     from torch import Tensor
 
     from megatron_lite.config.schema import Config
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # torch is imported where it is used, so that --help answers 
 
 
 def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
-    """The configuration for so many processes. Accumulation follows from the layout where both batch sizes are given."""
+    """Return the configuration for `gpus` processes. With both batch sizes given, accumulation follows from the layout."""
     from megatron_lite.config.loader import ConfigError, load_config
     from models.config import ModelConfig
     from tools.loading.vocab_size import vocabulary_override
@@ -32,9 +32,11 @@ def read_config(words: Sequence[str], gpus: int) -> Config[ModelConfig]:
         return load_config(files, overrides, model_type=ModelConfig, world_size=gpus)
 
 
-def any_layout(words: Sequence[str], gpus: int) -> tuple[Config[ModelConfig], list[str], Exception | None]:
-    """The configuration, the words that hold its batch in every layout, and why its own layout cannot run, if so: the
-    batch may divide in others. Raises ConfigError for what no layout mends."""
+def read_config_any_layout(words: Sequence[str], gpus: int) -> tuple[Config[ModelConfig], list[str], Exception | None]:
+    """Return the configuration, words that fix its batch in every layout, and the error of its own layout or None.
+
+    Raises ConfigError for an error that remains without parallelism.
+    """
     from megatron_lite.config.loader import ConfigError
 
     problem = None
@@ -42,9 +44,9 @@ def any_layout(words: Sequence[str], gpus: int) -> tuple[Config[ModelConfig], li
         config = read_config(words, gpus)
     except ConfigError as error:
         problem = error
-        alone = [f"parallel.{key}=1" for key in ("tensor", "pipeline", "context")]
+        one_process = [f"parallel.{key}=1" for key in ("tensor", "pipeline", "context")]
         try:
-            config = read_config([*words, *alone, "parallel.sequence_parallel=false"], 1)
+            config = read_config([*words, *one_process, "parallel.sequence_parallel=false"], 1)
         except ConfigError:
             raise error from None
     sizes = ("micro_batch_size", "global_batch_size")
@@ -52,7 +54,7 @@ def any_layout(words: Sequence[str], gpus: int) -> tuple[Config[ModelConfig], li
 
 
 def layer_flops(config: Config[ModelConfig]) -> list[float]:
-    """Forward FLOPs a token of every layer."""
+    """Return the forward FLOPs per token of each layer."""
     import torch
 
     from megatron_lite.planning.flops import forward_flops
@@ -74,21 +76,21 @@ def memory(
     overlap: bool = True,
     released: bool = True,
 ) -> dict[str, float]:
-    """Bytes by part of the fullest process: of the stages of a pipeline, the first holds most micro batches."""
+    """Return the bytes by part of the pipeline stage with the most memory. The first holds the most micro-batches."""
     from megatron_lite.planning.memory import Setting, step_bytes
 
     steps = config.batch.gradient_accumulation_steps
     replicas = config.batch.data_ranks * layout.context
+    state, graphs = config.precision.optimizer_state, config.parallel.cuda_graph and layout.pipeline == 1
     stages = []
-    for own, in_flight in layers_of_stages(layers, flops, config, layout):
-        state, graphs = config.precision.optimizer_state, config.parallel.cuda_graph and layout.pipeline == 1
+    for stage_layers, in_flight in layers_by_stage(layers, flops, config, layout):
         setting = Setting(dtype, stage, replicas, steps, in_flight, overlap, released, state, graphs)
-        stages.append(step_bytes(own, setting))
+        stages.append(step_bytes(stage_layers, setting))
     return max(stages, key=lambda parts: sum(parts.values()))
 
 
 def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> dict[str, float]:
-    """Bytes by part of the fullest process of this configuration's layout: on GPUs, or on a CPU, whose layers are computed."""
+    """Return the bytes by part of the process with the most memory. On a CPU (not `cuda`) the layers are executed."""
     from megatron_lite.engine.precision import DTYPES
     from megatron_lite.parallel.layout import Layout
     from tools.planning.layer_memory import layer_costs
@@ -108,24 +110,24 @@ def memory_of(config: Config[ModelConfig], dtype: str, *, cuda: bool = True) -> 
     return memory(layers, layer_flops(config), config, layout, dtype, stage, overlap=cuda, released=cuda)
 
 
-def layers_of_stages(
+def layers_by_stage(
     layers: list[LayerCost], flops: Sequence[float], config: Config[ModelConfig], layout: Layout
 ) -> list[tuple[list[LayerCost], int]]:
-    """The layers of every pipeline stage, and the micro batches whose activations it holds at once."""
+    """Return the layers of each pipeline stage, and the number of micro-batches whose activations it holds at once."""
     from megatron_lite.parallel.layout import stage_bounds
 
     bounds = stage_bounds(flops, layout.pipeline)
     stages = []
     for index in range(layout.pipeline):
-        own = layers[bounds[index] : bounds[index + 1]]
+        stage = layers[bounds[index] : bounds[index + 1]]
         if config.model.tie_embeddings and layout.pipeline > 1 and index == layout.pipeline - 1:
-            own = [*own[:-1], replace(own[-1], parameters=own[-1].parameters + layers[0].largest)]
-        stages.append((own, min(config.batch.gradient_accumulation_steps, layout.pipeline - index)))
+            stage = [*stage[:-1], replace(stage[-1], parameters=stage[-1].parameters + layers[0].largest)]
+        stages.append((stage, min(config.batch.gradient_accumulation_steps, layout.pipeline - index)))
     return stages
 
 
 def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) -> Workload:
-    """What the model of communication needs to know."""
+    """Return the quantities that the communication model reads."""
     from megatron_lite.planning.communication_cost import Workload
     from models.language_model import count_parameters
 
@@ -145,9 +147,9 @@ def workload(config: Config[ModelConfig], flops: Sequence[float], dtype: str) ->
 
 
 def state_elements(model: ModelConfig) -> float:
-    """Numbers that a block hands on for a sample where a sequence is split, states and their decays, as a mean over blocks.
+    """Return the float32 numbers per sample that a block sends under context parallelism, as a mean over the blocks.
 
-    The mixers say so themselves: one of each kind runs on "meta" on a local shard, and what it gathers counts.
+    One mixer of each kind runs on the device "meta" on a local shard; its gathered elements are counted.
     """
     import torch
 
@@ -155,34 +157,34 @@ def state_elements(model: ModelConfig) -> float:
     from models.operators.context_parallel import context_parallel
     from tools.planning.meta_device import kernels_of_cuda
 
-    found: dict[str, int] = {}
+    elements: dict[str, int] = {}
     names = [model.mixer_of(index) for index in range(model.num_layers)]
     with kernels_of_cuda(), torch.no_grad():
         for index, name in enumerate(names):
-            if name in found:
+            if name in elements:
                 continue
-            found[name] = 0
+            elements[name] = 0
             if getattr(MIXERS[name], "supports_context_parallel", False):
                 with torch.device("meta"):
                     mixer = MIXERS[name](model, index, model.options_of(name))
-                mixer.to("meta", torch.bfloat16)  # and buffers that are made elsewhere
+                mixer.to("meta", torch.bfloat16)  # buffers may be created on another device
                 x = torch.zeros(1, 64, model.hidden_size, dtype=torch.bfloat16, device="meta")
                 counter = _Counter()
                 with context_parallel(counter):
                     mixer(x)
-                found[name] = counter.numbers
-    return sum(found[name] for name in names) / len(names)
+                elements[name] = counter.elements
+    return sum(elements[name] for name in names) / len(names)
 
 
 class _Counter:
-    """A context-parallel group that counts the float32 numbers gathered. A convolution's few tokens, of 16 bits, are left out."""
+    """Count the float32 elements gathered in a context-parallel group. The few 16-bit tokens of a convolution are ignored."""
 
     index, count = 1, 2
 
     def __init__(self) -> None:
-        self.numbers = 0
+        self.elements = 0
 
     def gather(self, x: Tensor) -> Tensor:
         if x.itemsize > 2 and x.is_floating_point():
-            self.numbers += x.numel()
+            self.elements += x.numel()
         return x.new_zeros(self.count, *x.shape)

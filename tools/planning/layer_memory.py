@@ -1,4 +1,4 @@
-"""What the layers of a model cost on one process, without computing: on the device "meta", in place of CUDA."""
+"""Measure the memory of each layer of a model on one process, without computing: on the device "meta", as on CUDA."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ def layer_costs(
     parallel: ParallelConfig,
     device: str = "meta",
 ) -> list[LayerCost]:
-    """The cost of every layer, in order, cut and called as the engine does for `layout`; equal blocks are run once.
+    """Return the cost of each layer, sharded and called as the engine does for `layout`. Equal blocks run once.
 
     Args:
-        parallel: of it activation checkpointing, `compile`, and whether the ZeRO stage is 3.
-        device: "meta" stands for CUDA; "cpu" computes, with the forms of a CPU.
+        parallel: read for activation checkpointing, `compile`, and whether the ZeRO stage is 3.
+        device: "meta" takes the paths of CUDA; "cpu" executes the layers.
     """
     specs = layer_specs(model)
     length = sequence_length // layout.context
-    outside = length // layout.tensor if layout.sequence_parallel else length  # of the parallel regions
-    group = _OneMember(0, 1)
+    # Between the tensor-parallel regions.
+    residual_length = length // layout.tensor if layout.sequence_parallel else length
+    group = _SilentGroup(0, 1)
     tensor = None
     if layout.tensor > 1:
-        kept = parallel.activation_checkpointing.mode == "selective"
-        tensor = TensorGroup(group, 0, layout.tensor, sequence=layout.sequence_parallel, products_kept=kept)
-    # The last rank has an incoming state from all before it.
+        selective = parallel.activation_checkpointing.mode == "selective"
+        tensor = TensorGroup(group, 0, layout.tensor, sequence=layout.sequence_parallel, products_kept=selective)
+    # The last rank receives a state from every previous rank.
     ranks = ContextParallelGroup(group, layout.context - 1, layout.context) if layout.context > 1 else None
     tokens = torch.zeros(micro_batch_size, length, dtype=torch.int64, device=device)
     weight = torch.ones(micro_batch_size, length, device=device)
@@ -64,14 +65,14 @@ def layer_costs(
                     layer = build_layer(spec, index, None if device == "meta" else 0)
                 shard_and_fuse(layer, tensor, parallel)
                 layer = layer.to(dtype)
-                shape = (micro_batch_size, outside, model.hidden_size)
+                shape = (micro_batch_size, residual_length, model.hidden_size)
                 x = tokens if index == 0 else torch.zeros(shape, dtype=dtype, device=device)
                 call = checkpointed(partial(_on_rank, ranks, layer), index, len(specs), parallel, recompute_elementwise)
                 extra = {"labels": tokens, "loss_weight": weight} if index == len(specs) - 1 else {}
-                own = sum(p.numel() for p in layer.parameters())
+                parameters = sum(p.numel() for p in layer.parameters())
                 if spec.tied_to is not None:
-                    own -= layer.weight.numel()  # type: ignore[union-attr,operator]
-                known[kind] = layer_cost(layer, call, x, parameters=own, **extra)
+                    parameters -= layer.weight.numel()  # type: ignore[union-attr,operator]
+                known[kind] = layer_cost(layer, call, x, parameters=parameters, **extra)
             costs.append(known[kind])
     return costs
 
@@ -81,11 +82,8 @@ def _on_rank(ranks: ContextParallelGroup | None, layer: Callable[..., Tensor], x
         return layer(x, **context)
 
 
-class _OneMember(dist.ProcessGroup):
-    """A process group of which this process is one member, and nothing is sent.
-
-    What comes from the other members is zero: some forms depend on what they read.
-    """
+class _SilentGroup(dist.ProcessGroup):
+    """Stand for a process group without communication. Received data are zero, because some forms read their values."""
 
     def allreduce(self, *_: Any) -> None: ...
 
@@ -93,5 +91,5 @@ class _OneMember(dist.ProcessGroup):
         out.zero_()
 
     _reduce_scatter_base = _allgather_base
-    # As torch 2.13 names them.
+    # The names in torch 2.13.
     all_gather_single = reduce_scatter_single = _allgather_base

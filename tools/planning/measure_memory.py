@@ -1,4 +1,4 @@
-"""The plan's estimate of memory beside what a training step allocates: `python -m tools.plan CONFIG --measure`."""
+"""Compare the memory estimate with the allocations of a training step: `python -m tools.plan CONFIG --measure`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from models.config import ModelConfig
 from tools.loading.engine import build_engine
 from tools.planning.estimate import memory_of, read_config
 
-# Steps before the one that is measured: CUDA graphs are recorded in the third micro batch.
-BEFORE = 3
+# CUDA graphs are recorded in the third micro-batch.
+WARMUP_STEPS = 3
 CASES = [(stage, mode) for stage in (1, 2, 3) for mode in ("none", "elementwise", "selective", "full")]
 
 
 def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None) -> int:
-    """A few training steps on random tokens in the layout of the configuration, under each ZeRO stage and checkpointing mode.
+    """Train a few steps on random tokens with each ZeRO stage and checkpointing mode, in the configuration's layout.
 
-    Returns 0, or 1 when an estimate is further than 15 % from what was allocated.
+    Returns 0, or 1 if an estimate differs from the allocated memory by more than 15 %.
     """
     import os
 
@@ -46,10 +46,10 @@ def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None
         most = 1 if sizes.pipeline > 1 else 2 if config.parallel.cuda_graph else 3
         cases = [case for case in CASES if case[0] <= most]
     for stage, mode in cases:
-        here = read_config(
+        case = read_config(
             [*words, f"parallel.zero_stage={stage}", f"parallel.activation_checkpointing.mode={mode}"], gpus
         )
-        estimated, allocated = estimate(here, dtype, grid), _largest(allocation(here, dtype, grid), grid)
+        estimated, allocated = estimate(case, dtype, grid), _largest(allocation(case, dtype, grid), grid)
         ratio = estimated / allocated
         worst = max(worst, ratio, 1 / ratio)
         if grid.is_main:
@@ -60,18 +60,20 @@ def measure(words: Sequence[str], cases: Sequence[tuple[int, str]] | None = None
 
 
 def estimate(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
-    """Bytes of the fullest process, as tools.plan counts them."""
+    """Return the estimated bytes of the process with the most memory."""
     return sum(memory_of(config, dtype, cuda=grid.device.type == "cuda").values())
 
 
 def allocation(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
-    """Most bytes that this process holds at once in a step after the first ones: of tensors, and on CUDA of graphs, which
-    keep their memory also while no tensor lies there."""
+    """Return the peak bytes of this process in a step after the first ones.
+
+    On CUDA they include the memory that graphs hold while no tensor uses it.
+    """
     if grid.device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
         engine = build_engine(config, grid, dtype)
-        for _ in range(BEFORE):
+        for _ in range(WARMUP_STEPS):
             _step(engine, config, grid)
         torch.cuda.reset_peak_memory_stats(grid.device)
         _step(engine, config, grid)
@@ -90,17 +92,17 @@ def allocation(config: Config[ModelConfig], dtype: str, grid: Grid) -> float:
 
 
 def _idle_in_graphs() -> int:
-    """Bytes that CUDA graphs hold and where no tensor lies now."""
+    """Return the bytes that CUDA graphs hold and no tensor uses now."""
     segments = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) != (0, 0)]
     return sum(part["total_size"] - part["allocated_size"] for part in segments)
 
 
 def _step(engine: Engine, config: Config[ModelConfig], grid: Grid) -> None:
-    draw = torch.Generator().manual_seed(grid.data_rank)
+    generator = torch.Generator().manual_seed(grid.data_rank)
     batches: list[dict[str, Any]] = []
     for _ in range(config.batch.gradient_accumulation_steps):
         shape = (config.batch.micro_batch_size, config.batch.sequence_length + 1)
-        tokens = torch.randint(config.model.vocab_size, shape, generator=draw)
+        tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
         batches.append(
             {
                 "tokens": tokens[:, :-1].contiguous(),

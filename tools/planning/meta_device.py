@@ -1,7 +1,7 @@
-"""The kernels of CUDA on the device "meta": they keep for the backward pass what they keep and allocate what they allocate.
+"""Run the paths of CUDA on the device "meta": allocations and saved tensors are equal, nothing is computed.
 
-The kernels of `models/kernels` stand for themselves: their Python allocates, and nothing is launched. A new kernel needs
-nothing here. flash-linear-attention's and PyTorch's own kernels have stand-ins.
+The Python of `models/kernels` runs as it is and launches nothing, so a new kernel needs no code here. The kernels of
+flash-linear-attention and of PyTorch have stand-ins.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from models.operators.gla.select_kernel import is_fixed
 
 @contextlib.contextmanager
 def kernels_of_cuda() -> Iterator[None]:
-    """Inside, tensors on "meta" take the paths of tensors on CUDA, as on a Hopper GPU."""
+    """Let tensors on "meta" take the paths of tensors on a Hopper GPU."""
     import_kernels()
     stand_ins = {
         "fla_form": _fla_form,
-        # The project's kernels then take these decays.
+        # So the project's kernels compute the gradients of these decays.
         "fla_refuses_scalar_gradient": lambda: True,
-        "chunk_form": _chunk_form,  # reads values, to choose its chunks
+        "chunk_form": _chunk_form,  # the original selects its chunks by values
         "fla_scan": _Scan.apply,
         "dot_product": _attention,
     }
@@ -41,7 +41,7 @@ def kernels_of_cuda() -> Iterator[None]:
 
 @cache
 def import_kernels() -> None:
-    """Import `models/kernels` where Triton is missing, with a module in its place whose kernels cannot be launched."""
+    """Import `models/kernels` without Triton: a stand-in module defines kernels that refuse to launch."""
     if importlib.util.find_spec("triton") is not None:
         return
     triton: Any = ModuleType("triton")
@@ -62,7 +62,7 @@ def import_kernels() -> None:
 
 
 def _jit(kernel: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """Stand for `triton.jit`, of a kernel or with options."""
+    """Stand for `triton.jit`, with and without options."""
     return _jit if kernel is None else _Unlaunchable()
 
 
@@ -97,7 +97,7 @@ _CHUNK = 64
 
 
 class _Gla(torch.autograd.Function):
-    """fla.ops.gla.chunk (0.6.0): keeps q, k, v, the cumulated decay and, in float32, the products within chunks."""
+    """Stand for fla.ops.gla.chunk (0.6.0), which saves q, k, v, the cumulated decay and float32 products within chunks."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ class _Gla(torch.autograd.Function):
 
 
 class _SimpleGla(torch.autograd.Function):
-    """fla.ops.simple_gla.chunk (0.6.0) with one fixed decay a head: keeps q, k and v."""
+    """Stand for fla.ops.simple_gla.chunk (0.6.0) with one fixed decay per head, which saves q, k and v."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class _SimpleGla(torch.autograd.Function):
 
 
 class _Scan(torch.autograd.Function):
-    """fla.ops.hgrn.chunk (0.6.0): keeps the decay and the states."""
+    """Stand for fla.ops.hgrn.chunk (0.6.0), which saves the decay and the states."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log_decay: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """FlashAttention: keeps its inputs, its output and a float32 number a head and token."""
+    """Stand for FlashAttention, which saves its inputs, its output and one float32 number per head and token."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from tools.planning.estimate import layer_flops, read_config, state_elements, wo
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2)])
-def test_what_is_sent_is_as_wide_as_what_is_computed(dtype: str, width: int) -> None:
+def test_communication_width_follows_the_dtype(dtype: str, width: int) -> None:
     config = read_config(
         ["configs/default.yml", "run.device=cpu", "model.vocab_size=512", "data.tokenizer.vocab_size=512"], 1
     )
@@ -31,7 +31,7 @@ def work(**changes: object) -> Workload:
     return Workload(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_what_is_sent():
+def test_volumes_by_parallel_dimension():
     assert volumes(work(), Layout(), 1) == {"data": 0, "tensor": 0, "pipeline": 0, "context": 0}
     assert volumes(work(), Layout(), 4)["data"] == pytest.approx(2 * 0.75 * 2e9)
     assert volumes(work(zero_stage=3), Layout(), 4)["data"] == pytest.approx(32 * 3 * 0.75 * 2e9)
@@ -39,7 +39,7 @@ def test_what_is_sent():
     assert volumes(work(), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 4 * hidden)
     assert volumes(work(recompute=True), Layout(tensor=2), 2)["tensor"] == pytest.approx(128 * 24 * 6 * hidden)
     assert volumes(work(), Layout(pipeline=4), 4)["pipeline"] == pytest.approx(128 * 2 * hidden)
-    # States, not tokens: the same bytes for a sequence of any length.
+    # States are sent, not tokens: the bytes do not depend on the sequence length.
     sent = volumes(work(), Layout(context=4), 4)["context"]
     assert sent == volumes(work(sequence_length=1 << 17), Layout(context=4), 4)["context"] > 0
 
@@ -52,22 +52,23 @@ def test_gathered_numbers_are_the_state_of_the_mixer(name: str, options: dict[st
         vocab_size=64, num_layers=2, hidden_size=256, num_heads=4, mixers=(name, "attention"),
         mixer_options={name: options} if options else {},
     )  # fmt: skip
-    found = state_elements(model)
+    elements = state_elements(model)
     if name == "attention":
-        assert found == 0
+        assert elements == 0
     elif not model.bidirectional_mixers():
         mixer = MIXERS[name](model, 0, model.options_of(name))
         with torch.no_grad():
             _, state = mixer(torch.zeros(1, 8, 256), return_state=True)
-        held = state["recurrent"].numel()
-        # Attention beside it halves the mean. Channel by channel, decays are as many as states; the delta rule has matrices.
+        size = state["recurrent"].numel()
+        # The attention layer adds nothing to the mean over two blocks. Per-channel decays are as many as states, and the
+        # delta rule has matrices.
         twice = ("hgrn", "mamba", "qlstm", "rg_lru", "rwkv4", "s5", "delta_net", "gated_delta_net", "gdn2", "kda")
-        assert held <= 2 * found <= (2 if name in twice else 1.12) * held
+        assert size <= 2 * elements <= (2 if name in twice else 1.12) * size
     else:
-        assert 2 * found == 2 * 4 * (32 * 64 + 32)  # MetaLA's, to both sides
+        assert 2 * elements == 2 * 4 * (32 * 64 + 32)  # MetaLA's state and decays, in both directions
 
 
-def test_the_page_shows_what_is_sent():
+def test_documented_volumes_equal_the_model():
     config = read_config(["configs/metala_1.4b.yml"], 8)
     work = workload(config, layer_flops(config), "bf16")
     page = (Path(__file__).parents[3] / "docs" / "guide" / "parallelism.md").read_text()
@@ -86,7 +87,7 @@ def test_the_page_shows_what_is_sent():
         )
 
 
-def test_how_long_a_step_takes():
+def test_step_seconds_of_compute_bubble_and_network():
     links = Links()
     alone = step_seconds(work(), Layout(), 1, 4e14, links)
     assert sum(alone.values()) == alone["compute"] == pytest.approx(6e9 * 512 * 2048 / 4e14)

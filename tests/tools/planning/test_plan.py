@@ -1,4 +1,4 @@
-"""The plan: its memory beside what is really allocated, its layouts, its table."""
+"""Compare the memory estimate with allocations, and check layouts and table of `tools.plan`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALL = [
 
 @pytest.mark.parametrize(("dtype", "state"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_estimate_is_within_15_percent_of_what_a_step_allocates(dtype, state, accumulation, capsys):
+def test_estimate_is_within_15_percent_of_allocation(dtype, state, accumulation, capsys):
     words = [*SMALL, f"precision.dtype={dtype}", f"batch.global_batch_size={accumulation}"]
     words.append(f"precision.optimizer_state={state}")
     cases = [(stage, "none") for stage in (1, 2, 3)] + [(1, "elementwise")]
@@ -53,7 +53,7 @@ def test_the_estimate_is_within_15_percent_of_what_a_step_allocates(dtype, state
     assert [(int(stage), mode) for stage, mode, *_ in rows] == cases
 
 
-def test_a_masked_model_is_planned_like_any_other():
+def test_masked_model_head_is_sharded_over_tensor_ranks():
     shape = {"vocab_size": 512, "num_layers": 2, "hidden_size": 64, "num_heads": 4, "head": "mlm"}
     model = ModelConfig(**shape, mixers=("lion",), mixer_options={"lion": {"causal": False}})
     common = {"dtype": torch.float32, "micro_batch_size": 2, "sequence_length": 64, "parallel": ParallelConfig()}
@@ -63,36 +63,35 @@ def test_a_masked_model_is_planned_like_any_other():
     assert half.parameters == head.parameters - 256
 
 
-def test_the_head_of_a_masked_model_counts_for_the_tokens_that_are_asked_for():
+def test_masked_model_head_flops_are_proportional_to_predicted_tokens():
     words = ["configs/lion_s_base.yml", "run.device=cpu"]
     *body, head = plan.layer_flops(plan.read_config(words, 1))
-    *same, all_asked = plan.layer_flops(plan.read_config([*words, "data.masked.rate=0.5"], 1))
+    *same, head_at_half = plan.layer_flops(plan.read_config([*words, "data.masked.rate=0.5"], 1))
     assert body == same
-    assert head / all_asked == pytest.approx(0.3 / 0.5)
+    assert head / head_at_half == pytest.approx(0.3 / 0.5)
 
 
 @pytest.mark.parametrize(("estimated", "ratio", "off"), [(1.2e9, "1.200", "20%"), (0.8e9, "0.800", "25%")])
-def test_an_estimate_that_is_off_is_an_error(monkeypatch, capsys, estimated, ratio, off):
-    """Above what is allocated, or below."""
+def test_wrong_estimate_exits_with_1(monkeypatch, capsys, estimated, ratio, off):
     monkeypatch.setattr(measure_memory, "allocation", lambda *_: 1e9)
     monkeypatch.setattr(measure_memory, "estimate", lambda *_: estimated)
     assert measure_memory.measure(SMALL, [(1, "none")]) == 1
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1].split()[-1] == ratio
-    assert f"off by {off}" in said.err
+    out, error = capsys.readouterr()
+    assert out.splitlines()[-1].split()[-1] == ratio
+    assert f"off by {off}" in error
 
 
-@pytest.mark.parametrize(("state", "bytes_a_parameter"), [("fp32", 2 + 4 + 4 + 8), ("bf16", 2 + 4)])
-def test_the_states_are_exact(state, bytes_a_parameter):
+@pytest.mark.parametrize(("state", "bytes_per_parameter"), [("fp32", 2 + 4 + 4 + 8), ("bf16", 2 + 4)])
+def test_optimizer_state_bytes_are_exact(state, bytes_per_parameter):
     config = plan.read_config([*SMALL, "precision.dtype=bf16", f"precision.optimizer_state={state}"], 1)
     grid = init_grid("cpu")
     with Allocations("cpu") as count:
         engine = build_engine(config, grid, "bf16")
-        held = count.now
+        allocated = count.now
     elements = sum(p.numel() for p in engine.layers[0].parameters()) + sum(
         p.numel() for layer in engine.layers[1:] for p in layer.parameters()
     )
-    assert held == pytest.approx(bytes_a_parameter * elements, rel=0.01)
+    assert allocated == pytest.approx(bytes_per_parameter * elements, rel=0.01)
     with count:
         engine.close()
     del engine
@@ -114,26 +113,26 @@ def costs(mode: str = "none", mixers: tuple[str, ...] = ("metala",), **sizes: ob
     )
 
 
-def test_layers_on_the_device_meta():
+def test_layer_costs_by_layout_and_checkpointing_mode():
     whole, cut, split = costs(), costs(tensor=2), costs(tensor=2, sequence_parallel=True)
     tokens = 2 * 512 * 256 * 2  # bytes of hidden states
     assert whole[1].parameters == pytest.approx(2 * cut[1].parameters, rel=0.02)
-    # What is cut halves; norms, residual streams and the convolution before the cut stay, or are shared out as well.
+    # Sharded tensors need half. Norms, residual streams and the convolution are whole, or sharded by sequence parallelism.
     assert whole[1].saved / 2 < split[1].saved < cut[1].saved < whole[1].saved
-    # What is exchanged over the sequence are states, and the sums of decays; the core is not one step there, and keeps a too.
+    # Context parallelism adds gathered states and decays, and saves `a`, because the core is not fused.
     assert 1 < costs(context=2)[1].saved / (whole[1].saved / 2) < 1.06
-    assert costs("full")[1].saved == tokens  # its output alone
+    assert costs("full")[1].saved == tokens  # the output
     assert costs("full")[1].backward > whole[1].saved - tokens
     assert tokens < costs("selective")[1].saved < costs("elementwise")[1].saved < whole[1].saved
-    # The kernel keeps its inputs and output; the plain form would keep 512 x 512 weights a head.
+    # The kernel saves its inputs and output; the plain form would save 512 x 512 weights per head.
     assert costs(mixers=("attention",))[1].saved < 30 * tokens
     for name in ("lion", "mamba2", "hgrn2", "retnet"):
         assert costs(mixers=(name,))[1].saved > tokens
 
 
-# GiB of the fullest process, torch.cuda.max_memory_allocated over all steps of `tools.benchmark layouts`: MetaLA 1.4B, bf16,
-# ZeRO 1, on H200 of one host, torch 2.11.0, triton 3.6.0, 2026-11-21. docs/guide/parallelism.md shows the same table. What
-# graphs hold (tensor parallelism's) is not in the allocator's figure and not in the estimate here.
+# Largest GiB per process, torch.cuda.max_memory_allocated over all steps of `tools.benchmark layouts`: MetaLA 1.4B, bf16,
+# ZeRO 1, on H200 of one host, torch 2.11.0, triton 3.6.0, 2026-11-21. docs/guide/parallelism.md shows the same table. The
+# memory of CUDA graphs (tensor parallelism) is neither in the allocator's figure nor in the estimate.
 LONG = ["batch.sequence_length=131072", "parallel.activation_checkpointing.mode=full"]
 MEASURED = {
     "1 GPU": (Layout(), 1, 8, 4, [], 55.565),
@@ -151,7 +150,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_estimate_is_what_was_measured_on_gpus(name):
+def test_estimate_is_within_3_percent_of_gpu_measurements(name):
     layout, gpus, micro, accumulation, words, measured = MEASURED[name]
     samples = micro * accumulation * gpus // (layout.pipeline * layout.tensor * layout.context)
     words = [*words, f"batch.micro_batch_size={micro}", f"batch.global_batch_size={samples}"]
@@ -166,25 +165,25 @@ def test_the_estimate_is_what_was_measured_on_gpus(name):
     assert f"| {name} | {estimated:.1f} | {measured:.1f} | {estimated / measured:.3f} |" in page
 
 
-def test_every_kernel_counts_as_itself():
-    """A block under the kernels keeps what `save_for_backward` of each says, in elements of 16 bits a token."""
+def test_block_saves_tensors_of_each_kernel():
+    """Count the elements of 16 bits per token in `save_for_backward` of each kernel."""
     d, width = 256, ModelConfig(vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8).mlp_width
     norms_and_sums = 4 * d  # the norms' outputs, the sum between them, the block's output
     convolution = d
     projections = d // 2 + d + d  # q, v, gate
-    decay, key = d, d // 2  # half as wide, the decay in float32
-    states = 16 * 32 * 8 // 64  # of 8 heads, every 64 tokens
+    decay, key = d, d // 2  # the decay is half as wide, in float32
+    states = 16 * 32 * 8 // 64  # 8 heads, every 64 tokens
     output, epilogue = d, d
     mlp = 3 * width
-    kept = norms_and_sums + convolution + projections + decay + key + states + output + epilogue + mlp
-    assert costs()[1].saved == pytest.approx(2 * 2 * 512 * kept, rel=0.01)
-    # Decay and key are made again from a, which is kept in their place.
-    forgotten = 2 * d + convolution + decay + key - d // 2 + states + epilogue + width
-    assert costs("elementwise")[1].saved == pytest.approx(2 * 2 * 512 * (kept - forgotten), rel=0.01)
+    saved = norms_and_sums + convolution + projections + decay + key + states + output + epilogue + mlp
+    assert costs()[1].saved == pytest.approx(2 * 2 * 512 * saved, rel=0.01)
+    # Decay and key are recomputed from `a`, which is saved in their place.
+    recomputed = 2 * d + convolution + decay + key - d // 2 + states + epilogue + width
+    assert costs("elementwise")[1].saved == pytest.approx(2 * 2 * 512 * (saved - recomputed), rel=0.01)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
-def test_kernels_that_were_imported_without_triton_refuse_to_launch():
+def test_kernels_without_triton_refuse_to_launch():
     with kernels_of_cuda():
         assert available(torch.empty(1, device="meta"))
         assert not available(torch.empty(1))
@@ -196,31 +195,31 @@ def test_kernels_that_were_imported_without_triton_refuse_to_launch():
         swiglu(torch.ones(2), torch.ones(2))
 
 
-def test_fused_projections_are_counted_as_the_engine_sets_them(monkeypatch):
-    joined = []
-    monkeypatch.setattr(parallelize, "fuse_projections", lambda layer, tensor: joined.append(tensor))
+def test_projections_are_fused_in_the_estimate_as_in_the_engine(monkeypatch):
+    fused = []
+    monkeypatch.setattr(parallelize, "fuse_projections", lambda layer, tensor: fused.append(tensor))
     config = plan.read_config(SMALL, 1)
     for stage, words in ((1, []), (3, []), (1, ["parallel.compile=true"])):
-        joined.clear()
+        fused.clear()
         plan._layers(plan.read_config([*SMALL, *words], 1), Layout(), "bf16", stage)
-        assert bool(joined) == (stage < 3 and not words)
+        assert bool(fused) == (stage < 3 and not words)
     plan._layers(config, Layout(tensor=2), "bf16", 2)
-    assert joined[-1].count == 2
+    assert fused[-1].count == 2
 
 
-def test_the_peak_of_a_step_is_at_its_fullest_moment():
+def test_step_bytes_are_those_of_the_peak():
     layer = LayerCost(parameters=100, largest=100, saved=1e6, forward=1e6, backward=5e5)
     parts = step_bytes([layer] * 4, Setting("bf16", 1, 1, released=False))
     assert parts == {"weights": 800, "gradients": 1600, "optimizer": 4800, "activations": 4e6, "at work": 5e5}
     pipeline = step_bytes([layer] * 4, Setting("bf16", 1, 1, accumulation=8, in_flight=3))
     assert pipeline["activations"] == 12e6
-    assert pipeline["gradients"] == 1600  # the 16-bit ones of the micro batch before are in these
+    assert pipeline["gradients"] == 1600  # the 16-bit gradients of the previous micro-batch share this memory
     light = LayerCost(parameters=1000, largest=1000, saved=1, forward=1, backward=1)
     assert step_bytes([light], Setting("bf16", 1, 4))["gradients"] == 4000 + 2000
     summed = Setting("bf16", 1, 1, accumulation=2)
     assert step_bytes([light], summed)["gradients"] == 4000 + 2000
-    assert step_bytes([light], Setting("bf16", 1, 1))["gradients"] == 2000  # and of one micro batch there are no sums
-    # Released, they are not there while the activations are, but for those of an earlier micro batch.
+    assert step_bytes([light], Setting("bf16", 1, 1))["gradients"] == 2000  # one micro-batch needs no accumulation
+    # Released gradients do not coexist with the activations, except those of an earlier micro-batch.
     assert step_bytes([layer] * 4, Setting("bf16", 1, 1))["gradients"] == 0
     assert step_bytes([layer] * 4, summed)["gradients"] == 1600
     assert step_bytes([light], Setting("bf16", 1, 4))["optimizer"] == 3000
@@ -231,7 +230,7 @@ def test_the_peak_of_a_step_is_at_its_fullest_moment():
     assert step_bytes([light], Setting("bf16", 3, 4, optimizer_state="bf16"))["optimizer"] == 1500
 
 
-def test_the_table(capsys):
+def test_command_lists_layouts_and_exits_with_1_if_none_fits(capsys):
     words = [*SMALL, "batch.global_batch_size=8", "model.num_layers=4", "--gpus", "4", "--rows", "0"]
     assert plan.main(words) == 0
     out = capsys.readouterr().out
@@ -242,18 +241,23 @@ def test_the_table(capsys):
         (4, 1, 1, 1),
         (1, 1, 4, 1),
     }
-    assert all(stage == "1" for _, _, pipe, _, _, stage, _ in rows if pipe != "1")  # DeepSpeed has no other
+    assert all(stage == "1" for _, _, pipe, _, _, stage, _ in rows if pipe != "1")  # DeepSpeed supports no other
     assert f"{len(rows)} layouts, {len(rows)} fit into 141 GB" in out
-    assert plan.main([*words, "--gpu-memory", "0.001"]) == 0
-    out = capsys.readouterr().out
+    assert plan.main([*words, "batch.micro_batch_size=1", "--gpu-memory", "0.001"]) == 1
+    out, error = capsys.readouterr()
     assert out.count("does not fit") == len(rows)
     assert "0 fit into 0.001 GB" in out
+    assert re.search(
+        r"error: no layout fits into 0.001 GB. The smallest \(parallel.tensor=\d .*\) needs 0\.\d+ GB", error
+    )
+    assert "parallel.activation_checkpointing.mode=full, precision.optimizer_state=bf16, more --gpus" in error
+    assert "batch.micro_batch_size" not in error
     assert plan.main([*words, "--gpu", "Voodoo2"]) == 2
     assert plan.main(["configs/default.yml", "model.zzz=1"]) == 2
 
 
-def test_a_batch_that_does_not_divide_in_the_layout_of_the_file(capsys):
-    """Of eight GPUs four at most can be data ranks."""
+def test_layouts_with_a_divisible_batch_are_listed_if_the_files_layout_has_none(capsys):
+    """At most four of eight GPUs can be data ranks."""
     words = [*SMALL, "model.num_layers=4", "--gpus", "8", "--rows", "0"]
     for batch in (
         ["batch.global_batch_size=4"],
@@ -267,8 +271,8 @@ def test_a_batch_that_does_not_divide_in_the_layout_of_the_file(capsys):
     assert "no multiple of micro_batch_size 1 x 65536 data ranks" in capsys.readouterr().err
 
 
-def test_accumulation_of_the_file_sets_the_batch(capsys):
-    """Every layout has the batch of the file's own: 1 sample x 4 micro batches x 2 data ranks."""
+def test_all_layouts_have_the_batch_size_of_the_file(capsys):
+    """The batch is 1 sample x 4 micro-batches x 2 data ranks."""
     words = [
         *SMALL,
         "batch.global_batch_size=null",
@@ -280,26 +284,26 @@ def test_accumulation_of_the_file_sets_the_batch(capsys):
     ]
     assert plan.main(words) == 0
     out = capsys.readouterr().out
-    assert "8 samples of 256 a step in micro batches of 1" in out
+    assert "8 samples of 256 per step in micro-batches of 1" in out
     rows = re.findall(r"^\d(?: \+SP)? +\d +\d +(\d) +\d +(\d) \|", out, re.MULTILINE)
     assert {tuple(map(int, row)) for row in rows} == {(2, 4), (1, 8)}
 
 
-def test_what_a_row_says():
+def test_table_row_shows_memory_speed_and_days():
     config = read_config([*SMALL, "batch.global_batch_size=8", "schedule.train_steps=86400"], 1)
     memory = {"weights": GIB, "gradients": 2 * GIB, "optimizer": 3 * GIB, "activations": 4 * GIB, "at work": 0.5 * GIB}
     row = plan.Row(Layout(), 1, 2, 8, memory, {"compute": 1.5, "data": 0.5})
     cells = plan.table([row], config, 10 * GIB).splitlines()[2].replace("|", " ").split()
-    # Eight samples of 256 tokens in two seconds; 86,400 such steps are two days.
+    # 8 samples of 256 tokens in 2 seconds; 86,400 steps take 2 days.
     assert cells[6:] == ["1.00", "2.00", "3.00", "4.50", "10.5", "1,024", "2.00", "75%", "does", "not", "fit"]
 
 
-def test_the_fastest_that_fits_comes_first(capsys):
-    """Alone, a GPU computes as fast as --mfu says; memory is in units of 10^9 bytes."""
+def test_fastest_fitting_layout_comes_first(capsys):
+    """A single GPU has the speed of --mfu. --gpu-memory is in 10^9 bytes."""
     words = [*SMALL, "model.hidden_size=2048", "batch.global_batch_size=8", "--mfu", "0.1", "--rows", "0"]
 
     def rows(*more: str) -> list[tuple[float, float, bool]]:
-        """(GiB, tokens a second, whether it fits) of every row."""
+        """Return (GiB, tokens per second, whether it fits) of each row."""
         assert plan.main([*words, *more]) == 0
         lines = (line.split("|") for line in capsys.readouterr().out.splitlines() if line[:1].isdigit() and "|" in line)
         cells = ((memory.split()[-1], speed.split()[0].replace(",", ""), speed) for _, memory, speed in lines)
@@ -311,35 +315,35 @@ def test_the_fastest_that_fits_comes_first(capsys):
     assert speed == pytest.approx(0.1 * listed_peak_flops("H200", "bf16") / (3 * lm.flops_per_token(256)), rel=1e-3)
     sums = sorted(gib for gib, *_ in rows("--gpus", "2"))
     limit = 0.97 * sums[len(sums) // 2]
-    found = rows("--gpus", "2", "--gpu-memory", str(limit * GIB / 1e9))
-    for gib, _, fits in found:
-        assert fits == (gib < limit) or abs(gib - limit) <= 0.05, "sums are printed to a tenth"
-    assert found == sorted(found, key=lambda row: (not row[2], -row[1]))
+    listed = rows("--gpus", "2", "--gpu-memory", str(limit * GIB / 1e9))
+    for gib, _, fits in listed:
+        assert fits == (gib < limit) or abs(gib - limit) <= 0.05, "sums are printed with one decimal"
+    assert listed == sorted(listed, key=lambda row: (not row[2], -row[1]))
 
 
-def test_graphs_keep_their_memory_beside_the_head_and_the_update():
+def test_memory_pool_of_cuda_graphs_is_separate_from_head_and_optimizer_step():
     first = LayerCost(parameters=10, largest=10, saved=10, forward=10, backward=10)
     block = LayerCost(parameters=1000, largest=1000, saved=5000, forward=6000, backward=9000)
     last = LayerCost(parameters=10, largest=10, saved=2e5, forward=3e5, backward=4e5)
     layers = [first, block, block, last]
-    pool = 2 * 5000 + 9000 + 3 * 10  # the fullest moment is the beginning of the backward pass
-    # The head's backward pass is the fullest moment with and without: beside all that the blocks need, or what they keep.
+    pool = 2 * 5000 + 9000 + 3 * 10  # the peak is at the start of the backward pass
+    # The peak is in the head's backward pass: with graphs beside the whole pool, without graphs beside the saved tensors.
     with_graphs = step_bytes(layers, Setting("bf16", 1, 1, graphs=True))
     assert (with_graphs["activations"], with_graphs["at work"]) == (pool + 2e5, 4e5)
     without = step_bytes(layers, Setting("bf16", 1, 1))
     assert without["activations"] == 10 + 2 * 5000 + 2e5
-    # Of a small head the update is, and it finds the graphs' memory still taken; the blocks' gradients lie there.
+    # With a small head the peak is in the optimizer step, beside the pool, which holds the blocks' gradients.
     small = LayerCost(parameters=10, largest=10, saved=10, forward=10, backward=10)
     setting = Setting("bf16", 1, 1, accumulation=2, graphs=True)
     parts = step_bytes([first, block, block, small], setting)
     assert parts["activations"] == pool
     assert parts["gradients"] == 4 * 2020 + 2 * 20
-    # Those that last are copied out, all of them at once.
+    # Gradients that outlive the backward pass are copied out of the pool at once.
     narrow = step_bytes([first, block, block, small], Setting("bf16", 1, 1, optimizer_state="bf16", graphs=True))
     assert narrow["gradients"] == 2 * 2020
 
 
-def test_the_plan_counts_graphs_where_the_configuration_asks_for_them(capsys):
+def test_plan_counts_cuda_graphs_if_configured(capsys):
     words = ["configs/metala_1.4b.yml", "--gpus", "4"]
     sums = []
     for more in ([], ["parallel.cuda_graph=true", "parallel.tensor_overlap=false"]):
@@ -347,12 +351,12 @@ def test_the_plan_counts_graphs_where_the_configuration_asks_for_them(capsys):
         rows = re.findall(r"^(1|2|4) +1 +1 +(\d) +(\d) .* ([\d.]+) \|", capsys.readouterr().out, re.MULTILINE)
         sums.append({(tensor, data, stage): float(total) for tensor, data, stage, total in rows})
     plain, graphs = sums
-    assert {stage for *_, stage in graphs} == {"1", "2"}  # ZeRO 3 moves the weights, and is refused with graphs
+    assert {stage for *_, stage in graphs} == {"1", "2"}  # ZeRO 3 with graphs is refused
     assert all(graphs[row] > plain[row] for row in graphs)
 
 
-def test_the_plan_leaves_out_what_the_configuration_refuses(capsys):
-    """Rows that train.py would not start: two halves of a micro batch go with ZeRO 1 and 2 alone."""
+def test_plan_omits_layouts_that_train_refuses(capsys):
+    """Tensor-parallel overlap excludes ZeRO 3."""
     words = [*SMALL, "batch.micro_batch_size=2", "parallel.tensor=2", "parallel.tensor_overlap=true", "--gpus", "2"]
     assert plan.main(words) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line[:1].isdigit() and "|" in line]
