@@ -52,7 +52,8 @@ def dry_run(config: Config[ModelConfig]) -> int:
     print(f"blocks {sum(sizes[1:-1]):,}, head {sizes[-1]:,}{' (tied)' if specs[-1].tied_to else ''}")
     print(
         f"batch        {batch.global_batch_size} = {batch.micro_batch_size} x {batch.gradient_accumulation_steps} "
-        f"accumulation x {batch.data_ranks} data ranks, sequence {batch.sequence_length}, {batch.tokens_per_step:,} tokens per step"
+        f"accumulation x {batch.data_ranks} data ranks, sequence {batch.sequence_length}, "
+        f"{batch.tokens_per_step:,} tokens per step"
     )
     print(f"run          {config.schedule.train_steps:,} steps, {_scaled(run_tokens)} tokens")
     print(
