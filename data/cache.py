@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
 from numpy.typing import NDArray
 
 from .atomic_io import (
@@ -22,7 +21,7 @@ from .atomic_io import (
     write_array,
     write_text,
 )
-from .checksum import DamagedDataError, difference, read_sealed, record_of, write_sealed
+from .checksum import DamagedDataError, difference, load_array, read_sealed, record_of, write_sealed
 
 # Part of the hash: caches of other versions are not used.
 CACHE_VERSION = 2
@@ -126,15 +125,5 @@ def damaged_order(array: NDArray, error: Exception) -> DamagedDataError:
 
 def _arrays(folder: Path) -> dict[str, NDArray]:
     names = read_sealed(folder / CONTENTS, f"remove {folder}; it is rebuilt at the next start", "files")["files"]
-    return {Path(name).stem: _mapped(folder / name) for name in names if name.endswith(".npy")}
-
-
-def _mapped(path: Path) -> NDArray:
-    try:
-        return np.load(path, mmap_mode="r")
-    except OSError:
-        raise
-    except Exception as error:  # numpy raises many error types for a damaged header
-        raise DamagedDataError(
-            f"{path} is damaged ({error}). Remove {path.parent}; it is rebuilt at the next start."
-        ) from error
+    remedy = f"Remove {folder}; it is rebuilt at the next start."
+    return {Path(name).stem: load_array(folder / name, remedy, "r") for name in names if name.endswith(".npy")}

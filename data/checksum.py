@@ -15,7 +15,10 @@ import zlib
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .atomic_io import read_json, write_text
 
@@ -109,6 +112,16 @@ def difference(path: Path, record: Mapping[str, Any], *, whole: bool = False) ->
             raise
         return f"{path} cannot be read: {error.strerror} (a failing disk?)"
     return f"{path} is damaged {position}: its SHA-256 is not the one that was recorded when it was written"
+
+
+def load_array(path: Path, remedy: str, mmap_mode: Literal["r"] | None = None) -> NDArray:
+    """Return the array of an ``.npy`` file. Raises DamagedDataError that ends with ``remedy`` for other content."""
+    try:
+        return np.load(path, mmap_mode=mmap_mode)
+    except OSError:
+        raise
+    except Exception as error:  # numpy raises many error types for a damaged header
+        raise DamagedDataError(f"{path} is damaged ({error}). {remedy}") from error
 
 
 def write_sealed(path: Path, content: Mapping[str, Any]) -> None:

@@ -56,8 +56,7 @@ def check_documents(path: Path, starts: NDArray[np.int64], count: int, at: int) 
         raise ValueError(
             f"{path} ends its documents at sequence {int(starts[-1]):,} of {count:,}, so the remaining sequences belong"
             " to no document: its writer did not mark the end of documents, or the file is damaged. Write the token"
-            " files again with"
-            " document boundaries."
+            " files again with document boundaries."
         )
 
 

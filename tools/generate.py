@@ -126,7 +126,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if options.prompts_file is None:
         return [options.prompt]
     if not options.prompts_file.is_file():
-        raise ValueError(f"--prompts-file {options.prompts_file}: no such file; it holds one prompt a line")
+        raise ValueError(f"--prompts-file {options.prompts_file}: no such file; give a file with one prompt per line")
     try:
         prompts = options.prompts_file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -134,7 +134,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if prompts[-1] == "":
         prompts.pop()
     if not prompts:
-        raise ValueError(f"{options.prompts_file} is empty: write one prompt a line")
+        raise ValueError(f"{options.prompts_file} is empty: write one prompt per line")
     return prompts
 
 

@@ -52,7 +52,7 @@ again. Outputs of other input or settings are replaced only with --overwrite. Th
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    recipe = PreprocessingSettings(
+    settings = PreprocessingSettings(
         tokenizer_type=TOKENIZER_TYPES[options.tokenizer_type],
         tokenizer_path=options.vocab_file,
         keys=tuple(options.jsonl_keys),
@@ -72,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     # An existing path may contain a comma; any other word is split at commas.
     files = source_files([p for word in options.input for p in ([word] if os.path.exists(word) else word.split(","))])
-    if not options.overwrite and (manifests := finished(files, options.output_prefix, recipe)):
+    if not options.overwrite and (manifests := finished(files, options.output_prefix, settings)):
         _print_summary(options.output_prefix, manifests)
         print("complete: written before from this input with these settings (--overwrite writes it again)")
         return 0
     start = time.perf_counter()
     manifests = preprocess(
-        files, options.output_prefix, recipe, workers=options.workers, progress=not options.no_progress
+        files, options.output_prefix, settings, workers=options.workers, progress=not options.no_progress
     )
     seconds = time.perf_counter() - start
     _print_summary(options.output_prefix, manifests)

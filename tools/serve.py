@@ -103,7 +103,7 @@ def token_counter(tokenizer: Any, config: Mapping[str, Any]) -> Callable[[str, M
         if positions is not None and tokens + new > positions:
             raise RefusedRequestError(
                 f"{tokens:,} tokens of the prompt and max_tokens = {new:,} are over the model's {positions:,} positions: "
-                "ask for less"
+                "send a shorter prompt or a smaller max_tokens"
             )
         return tokens
 
@@ -116,7 +116,7 @@ def _rendered(tokenizer: Any, messages: Any) -> int:
 
     if not tokenizer.chat_template:
         raise RefusedRequestError(
-            "the model has no chat template: ask /v1/completions, or set tokenizer.chat_template of a model that was tuned "
+            "the model has no chat template: use /v1/completions, or set tokenizer.chat_template of a model that was tuned "
             "to chat, and save it"
         )
     try:

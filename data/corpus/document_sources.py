@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..atomic_io import atomic_write, write_array
-from ..checksum import DamagedDataError, Record, difference, record_of
+from ..checksum import DamagedDataError, Record, difference, load_array, record_of
 from ..manifest import read_manifest
 
 UNKNOWN = "other"
+_REMEDY = "Copy it again, or write the token files again."
 MAX_SOURCES = np.iinfo(np.int16).max + 1
 
 
@@ -87,29 +88,19 @@ def read_sources(prefix: str | Path, num_sequences: int) -> tuple[list[str], NDA
         raise ValueError(f"{path} does not exist, but the manifest names sources: copy this file with the token files")
     record = manifest.get("checksums", {}).get("sources.npy")
     if record is not None and (problem := difference(path, record)):
-        raise DamagedDataError(f"{problem}. Copy it again, or write the token files again.")
+        raise DamagedDataError(f"{problem}. {_REMEDY}")
     ids = read_sources_file(path)
     if len(ids) != num_sequences or ids.min(initial=0) < 0 or ids.max(initial=0) >= len(names):
         raise ValueError(
             f"{path} numbers {len(ids):,} documents from {ids.min(initial=0)} to {ids.max(initial=0)}; the token file has"
-            f" {num_sequences:,} and its manifest names {len(names)} sources. The files do not belong together: copy"
-            f" them again, or write the token files again."
+            f" {num_sequences:,} and its manifest names {len(names)} sources. The files do not belong together. {_REMEDY}"
         )
     return names, ids
 
 
 def read_sources_file(path: Path) -> NDArray[np.int16]:
     """Return the array that `write_sources` wrote: int16 [sequences]. Raises DamagedDataError for any other content."""
-    try:
-        ids = np.load(path)
-    except OSError:
-        raise
-    except Exception as error:  # numpy raises many error types for a damaged header
-        raise DamagedDataError(
-            f"{path} is damaged ({error}). Copy it again, or write the token files again."
-        ) from error
+    ids = load_array(path, _REMEDY)
     if not isinstance(ids, np.ndarray) or ids.dtype != np.int16 or ids.ndim != 1:
-        raise DamagedDataError(
-            f"{path} does not hold one int16 per document. Copy it again, or write the token files again."
-        )
+        raise DamagedDataError(f"{path} does not hold one int16 per document. {_REMEDY}")
     return ids

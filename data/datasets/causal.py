@@ -92,9 +92,8 @@ class CausalDataset:
         if self.packing.reset_at_documents:
             sample["cu_seqlens"] = cu_seqlens(spans, self.sequence_length, self.segments)
         if self.packing.mask_boundaries:
-            starts = [
-                place - 1 for place in _span_starts(spans) if place
-            ]  # every span except the first begins a document
+            # Every span except the first begins a document.
+            starts = [place - 1 for place in _span_starts(spans) if place]
             sample["loss_weight"][starts] = 0.0
         if self._source_of is not None:
             source = np.repeat(self._source_of[[span[0] for span in spans]], [span[2] for span in spans])[1:]
@@ -155,9 +154,7 @@ class SequentialDataset:
         length = self.sequence_length
         begin = max(number * length - 1, 0)  # the token before the first label, if there is one
         count = min((number + 1) * length, self.num_tokens) - begin
-        entry = int(np.searchsorted(self._ends, begin, side="right"))
-        offset = begin - (int(self._ends[entry - 1]) if entry else 0)
-        spans = token_spans(self.file.sizes, self._order, entry, offset, count)
+        spans = spans_in_order(self.file.sizes, self._order, self._ends, begin, count)
         stream = np.full(length + 1, self.first_token, np.int64)
         lead = int(number == 0)
         stream[lead : lead + count] = read_spans(self.file, spans, count)
@@ -211,6 +208,15 @@ def token_spans(sizes: NDArray, order: NDArray, entry: int, offset: int, count: 
         count -= taken
         entry, offset = entry + 1, 0
     return spans
+
+
+def spans_in_order(sizes: NDArray, order: NDArray, ends: NDArray[np.int64], begin: int, count: int) -> list[TokenSpan]:
+    """Return the token spans of the tokens [begin, begin + count) of the sequences ``order``, one after the other.
+
+    ends: int64 [sequences], the cumulative sizes of the sequences ``order``.
+    """
+    entry = int(np.searchsorted(ends, begin, side="right"))
+    return token_spans(sizes, order, entry, begin - (int(ends[entry - 1]) if entry else 0), count)
 
 
 def _span_starts(spans: list[TokenSpan]) -> list[int]:

@@ -12,7 +12,7 @@ from ..cache import cached_arrays, damaged_order
 from ..corpus.document_sources import read_sources
 from ..indexed import IndexedTokens
 from ..tokenizer import Tokenizer
-from .causal import Sample, cu_seqlens, read_spans, token_spans
+from .causal import Sample, cu_seqlens, read_spans, spans_in_order, token_spans
 from .masking import IGNORED_LABEL, Masking
 from .sample_index import cached_sample_index
 
@@ -137,9 +137,7 @@ class MaskedDataset:
         if self._order is None:
             start = place * length
             count = min(length, int(self._ends[-1]) - start)
-            entry = int(np.searchsorted(self._ends, start, side="right"))
-            offset = start - (int(self._ends[entry - 1]) if entry else 0)
-            spans = token_spans(self.file.sizes, self._ids, entry, offset, count)
+            spans = spans_in_order(self.file.sizes, self._ids, self._ends, start, count)
         else:
             entry, offset = (int(x) for x in self._index.sample_index[place])
             count = length

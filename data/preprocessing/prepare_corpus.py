@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..atomic_io import naming_file_in_errors, read_json, write_text
+from ..atomic_io import naming_file_in_errors, read_json, write_json
 from ..cache import built_folder
 from ..corpus.discovery import Corpus, SourceFile, source_files
 from ..corpus.readers import SOURCE_KEY, Document, parse_block, read_blocks
@@ -189,7 +189,7 @@ def _build(settings: _CorpusSettings, folder: Path) -> None:
             "tokenising": round(time.perf_counter() - trained, 2),
         },
     }
-    write_text(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    write_json(folder / "manifest.json", manifest)
 
 
 def _survey_documents(settings: _CorpusSettings) -> _Survey:

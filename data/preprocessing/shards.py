@@ -137,25 +137,26 @@ def finished_reports(parts: Path, files: int) -> list[list[dict[str, Any]]]:
         reports.append([])
         number = 0
         while (path := _report_path(parts, _shard_name(file, number))).is_file():
-            problem = problem or _damage(path)
+            if problem is None:
+                try:
+                    reports[-1].append(_intact_report(path))
+                except DamagedDataError as error:
+                    problem = str(error)
             if problem:
                 path.unlink()
-            else:
-                reports[-1].append(read_sealed(path, ""))
             number += 1
     if problem:
         print(f"finished parts are written again: {problem}", file=sys.stderr)
     return reports
 
 
-def _damage(report: Path) -> str | None:
-    """Return the problem of a shard, or None. The content of large token files is compared at the join."""
-    try:
-        records = read_sealed(report, "it is written again", "files")["files"]
-    except DamagedDataError as error:
-        return str(error)
-    differences = (difference(report.with_name(name), record) for name, record in records.items())
-    return next((problem for problem in differences if problem), None)
+def _intact_report(path: Path) -> dict[str, Any]:
+    """Return the report of a shard. Raises DamagedDataError; the content of large token files is compared at the join."""
+    report = read_sealed(path, "it is written again", "files")
+    for name, record in report["files"].items():
+        if problem := difference(path.with_name(name), record):
+            raise DamagedDataError(problem)
+    return report
 
 
 def _report_path(parts: Path, name: str) -> Path:

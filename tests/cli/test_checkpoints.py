@@ -291,7 +291,7 @@ def test_a_corrupted_checkpoint_is_named_and_the_newest_readable_one_is_resumed(
     assert f"not readable: {step}: the file weights-00000.safetensors is corrupted" in error
     assert "step_00000006 at step 6\n" in out
     aside = tmp_path / "run" / "checkpoints.1"
-    assert f"what came after that step is kept: {aside}, " in out
+    assert f"later checkpoints and metrics are moved to {aside} and " in out
     assert [path.name for path in aside.iterdir()] == ["step_00000008"]
     assert train_lines(tmp_path / "run") == whole
     assert train.main(again) == 0

@@ -181,7 +181,7 @@ def test_a_masked_language_model(arguments, files, tmp_path, layout, capsys):
     (validation,) = lines(tmp_path / layout, "validation")
     assert {"loss/Github", "loss/ArXiv"} <= set(validation)
     assert "bits_per_byte" not in validation
-    assert f"masked tokens found: {validation['accuracy']:.2%}" in said
+    assert f"masked-token accuracy: {validation['accuracy']:.2%}" in said
     unigram = json.loads((tmp_path / layout / "summary.json").read_text())["unigram"]
     assert f"{unigram['accuracy']:.2%} (loss {unigram['loss']:.4f})" in said
     assert train.main(arguments(layout, **changes)) == 0

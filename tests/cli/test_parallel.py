@@ -48,7 +48,7 @@ def test_a_layout_equals_one_process_which_goes_on_from_its_checkpoint(corpus, r
     assert sorted(p.name for p in step.glob("weights-*")) == ["weights-00000.safetensors", "weights-00001.safetensors"]
     capsys.readouterr()
     assert train.main(run_words(corpus, runs, name, **LONGER)) == 0
-    assert f"written by 2 processes: {LAYOUTS[name][1]}, fp32 and read into this layout" in capsys.readouterr().out
+    assert f"written by 2 processes: {LAYOUTS[name][1]}, fp32, resharded to this layout" in capsys.readouterr().out
     assert_same_run(runs / name, runs / "longer")
 
 

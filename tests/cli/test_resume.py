@@ -78,7 +78,7 @@ def test_a_run_from_another_one_that_is_queued_again_goes_on_from_its_own_checkp
     out = capsys.readouterr().out
     assert f"checkpoint.resume = {source} was for the first start: this run goes on from its own checkpoints" in out
     assert "step_00000003 at step 3\n" in out
-    assert "\nthe same command goes on from there" in out
+    assert "\nthe same command resumes from there" in out
     assert train.main(words) == 0
     assert train_lines(tmp_path / "cut") == train_lines(tmp_path / "whole")
     capsys.readouterr()
@@ -109,7 +109,7 @@ def test_a_run_goes_back_to_an_earlier_checkpoint_of_its_own(arguments, tmp_path
         assert train.main([*words, back, "schedule.train_steps=5"]) == 0
     out = capsys.readouterr().out
     assert "step_00000004 at step 4\n" in out
-    assert f"what came after that step is kept: {folder / 'checkpoints.1'}, " in out
+    assert f"later checkpoints and metrics are moved to {folder / 'checkpoints.1'} and " in out
     assert sorted(path.name for path in (folder / "checkpoints.1").iterdir()) == ["step_00000006", "step_00000007"]
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000004", "step_00000005"]
     assert len((folder / "metrics.previous.jsonl").read_text().splitlines()) > 7

@@ -332,7 +332,7 @@ def test_an_interrupt_before_the_first_step_is_one_sentence(arguments, tmp_path,
     monkeypatch.setattr(Trainer, "fit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert train.main(arguments()) == 130
     assert capsys.readouterr().err.endswith(
-        "\ninterrupted: the same command goes on from the newest checkpoint, or begins where there is none\n"
+        "\ninterrupted: the same command resumes from the newest checkpoint, or starts if there is none\n"
     )
 
 

@@ -107,7 +107,7 @@ CASES = {
         ("BROKEN", "corrupted"),
         ("UNREADABLE", r"config\.yml is damaged \(while parsing .*\); name another step folder"),
         ("LOST", r"description\.json is damaged: .*; copy it again, or remove its folder"),
-        ("RUN --prompts-file NONE", "--prompts-file .*nothing: no such file; it holds one prompt a line"),
+        ("RUN --prompts-file NONE", "--prompts-file .*nothing: no such file; give a file with one prompt per line"),
         ("RUN --temperature -1", r"temperature = -1\.0: 0 .* or more is allowed"),
         ("RUN --temperature nan", r"temperature = nan: 0 .* or more is allowed"),
         ("RUN --prompts-file BINARY", "--prompts-file .*binary: no UTF-8 at byte 5"),

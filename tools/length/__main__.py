@@ -123,8 +123,8 @@ def measure_run(
                 results.append({**row, "trained_at": trained})
         return results
     with _bar(loaded, len(lengths) * pieces_read(size, max(lengths), tokens)) as progress:
-        found = loss_over_length(loaded, prefix, lengths, tokens=tokens, progress=progress)
-    return {"by_length": found.by_length(), "by_position": found.by_position()}
+        losses = loss_over_length(loaded, prefix, lengths, tokens=tokens, progress=progress)
+    return {"by_length": losses.by_length(), "by_position": losses.by_position()}
 
 
 def _lengths(run: Path, model: ModelConfig, config: Mapping[str, Any], requested: Sequence[int] | None) -> list[int]:

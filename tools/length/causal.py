@@ -111,11 +111,11 @@ def loss_table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
         ]
         parts.append(f"{run}, {rows[0]['tokens']:,} tokens, each predicted once at every length\n")
         parts.append(
-            markdown_table(["tokens in view", "trained", "loss", "perplexity", "less trained"], body, aligned=True)
+            markdown_table(["tokens in view", "trained", "loss", "perplexity", "minus trained"], body, aligned=True)
             + "\n"
         )
         body = [[f"{r['from']:,} to {r['to']:,}", f"{r['loss']:.4f}", _signed(r)] for r in result["by_position"]]
-        header = [f"position in {rows[-1]['length']:,}", "loss", f"less with {int(trained):,} in view"]
+        header = [f"position in {rows[-1]['length']:,}", "loss", f"minus with {int(trained):,} in view"]
         parts.append(markdown_table(header, body, aligned=True) + "\n")
     return "\n".join(parts)
 

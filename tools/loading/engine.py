@@ -1,4 +1,4 @@
-"""The engine of a configuration: the one place where `models` and `megatron_lite` meet for training."""
+"""Build the engine of a configuration. This is the only place where `models` and `megatron_lite` meet for training."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from models.recompute import recompute_elementwise
 
 
 def build_engine(config: Config[ModelConfig], grid: Grid, dtype: str) -> Engine:
-    """An engine with the weights of `run.seed`, as `train.py` trains it; masked models also count their right answers.
+    """Return an engine with the initial weights of `run.seed`. Masked models also count correct predictions.
 
     Args:
-        grid: of the sizes in `config.parallel`.
-        dtype: "bf16", "fp16" or "fp32"; `precision.dtype` may be "auto", which the caller decides.
+        grid: has the sizes of `config.parallel`.
+        dtype: "bf16", "fp16" or "fp32". The caller resolves `precision.dtype` "auto".
 
     Raises ValueError as `Engine`.
     """

@@ -41,17 +41,17 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
+        """Return the device of the weights."""
         return next(self.model.parameters()).device
 
     @property
     def step(self) -> int:
-        """Training steps behind the weights."""
+        """Return the number of training steps of the weights."""
         return int(self.checkpoint.name.rpartition("_")[2])
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters."""
+        """Return the number of parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
@@ -64,7 +64,7 @@ class LocatedCheckpoint:
         config: the configuration that it was trained with, as plain YAML values.
         manifest: the content of its manifest.
         model: the configuration of the model.
-        device, dtype: where its weights will be, and in which number format.
+        device, dtype: of the weights when they are loaded.
     """
 
     checkpoint: Path
@@ -76,7 +76,7 @@ class LocatedCheckpoint:
 
     @property
     def run(self) -> Path:
-        """The run's folder."""
+        """Return the folder of the run."""
         return run_folder(self.checkpoint, self.config)
 
     def read_tokenizer(self) -> Tokenizer:
@@ -85,16 +85,16 @@ class LocatedCheckpoint:
 
 
 def locate_checkpoint(path: Path | str, *, device: str = "auto", dtype: str = "auto") -> LocatedCheckpoint:
-    """Find a checkpoint and check what needs no weights. It takes milliseconds.
+    """Find a checkpoint and check all that needs no weights. This takes milliseconds.
 
     Args:
-        path: a run folder, a checkpoints folder or a step folder. The newest checkpoint is taken if several are there.
+        path: a run folder, a checkpoints folder or a step folder. The newest of several checkpoints is used.
         device: as `device_of`.
         dtype: "fp32", "bf16", "fp16", "fp64", or "auto": bf16 on a GPU, fp32 on a CPU.
 
     Raises:
-        CheckpointError: no checkpoint there, or one with a damaged manifest or configuration, or a file cut short.
-        ValueError: an unknown dtype, a device that is not here, or as `ModelConfig`.
+        CheckpointError: there is no checkpoint, its manifest or configuration is damaged, or a file is cut short.
+        ValueError: an unknown dtype, a device that does not exist, or as `ModelConfig`.
     """
     place = device_of(device)
     if dtype == "auto":
@@ -115,24 +115,25 @@ def load_model(path: Path | str, *, device: str = "auto", dtype: str = "auto") -
 def load_located(located: LocatedCheckpoint, device: str | None = None) -> LoadedModel:
     """Load the weights and the tokenizer of a checkpoint.
 
-    device: None for the one of `located`.
+    device: None for the device of `located`.
 
     Raises:
         CheckpointError: damaged weights.
-        ValueError: weights that are not those of the stored configuration, or are too large for the dtype, or a tokenizer
-            that is larger than the model's vocabulary.
-        FileNotFoundError: the tokenizer is gone.
+        ValueError: weights that do not fit the stored configuration or overflow the dtype, or a tokenizer that is larger
+            than the model's vocabulary.
+        FileNotFoundError: the tokenizer is missing.
     """
     checkpoint, tokenizer = located.checkpoint, located.read_tokenizer()
     if tokenizer.vocab_size > located.model.vocab_size:
         raise ValueError(
             f"{checkpoint}: the tokenizer {tokenizer.path or tokenizer.type} has {tokenizer.vocab_size} entries and the "
-            f"model {located.model.vocab_size} rows: it is not the tokenizer that the model was trained with"
+            f"model {located.model.vocab_size} rows, so the model was trained with another tokenizer. Copy its folder"
+            " tokenizer from where the run was made"
         )
     model = build_model(located.model, read_weights(checkpoint), checkpoint)
     model = model.to(device=located.device if device is None else device_of(device), dtype=located.dtype)
     if names := names_not_finite(model.named_parameters()):
-        raise ValueError(f"{checkpoint}: too large for {located.dtype}: {', '.join(names[:8])}; take another dtype")
+        raise ValueError(f"{checkpoint}: too large for {located.dtype}: {', '.join(names[:8])}; set another dtype")
     return LoadedModel(model.eval().requires_grad_(False), tokenizer, located.config, checkpoint, located.run)
 
 
@@ -140,21 +141,21 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
     """Return the section `model` of a checkpoint's configuration. Raises ValueError as `ModelConfig`."""
     try:
         return ModelConfig(**{key: value for key, value in config["model"].items() if value is not None})
-    except TypeError as error:  # a key that is missing or unknown
+    except TypeError as error:  # a missing or unknown key
         raise ValueError(f"the section model of the configuration: {error}") from error
 
 
 def build_model(config: ModelConfig, weights: dict[str, Tensor], source: Path | str = "the weights") -> LanguageModel:
-    """Build a model from tensors by their canonical names, without an initialisation before.
+    """Return a model with tensors by their canonical names. The weights are not initialised first.
 
-    Raises ValueError naming the first tensors that differ from what the configuration needs.
+    Raises ValueError naming the first tensors whose shape differs from the configuration.
     """
     with torch.device("meta"):
         model = LanguageModel(config)
     needed = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     differing = [
-        f"{name}: {given.get(name, 'absent')} there, {needed.get(name, 'absent')} in the model"
+        f"{name}: {given.get(name, 'absent')} in the weights, {needed.get(name, 'absent')} in the model"
         for name in sorted(needed.keys() | given.keys())
         if needed.get(name) != given.get(name)
     ]
@@ -169,7 +170,7 @@ def build_model(config: ModelConfig, weights: dict[str, Tensor], source: Path | 
 def run_folder(checkpoint: Path, config: dict[str, Any]) -> Path:
     """Return the folder of the run that wrote a step folder.
 
-    It is the folder above `checkpoints`. Where that has no metrics, it is the folder that the configuration names.
+    It is the folder above `checkpoints`, or the configured folder if only that one has metrics.
     """
     parent = checkpoint.absolute().parent.parent
     configured = Path(config["run"].get("directory") or f"runs/{config['run']['name']}")

@@ -1,4 +1,4 @@
-"""The token files of a run: prepared from its corpus, or named by its configuration."""
+"""Open the token files of a run, which are prepared from its corpus or named by its configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def data_config(config: dict[str, Any]) -> DataConfig:
 
 
 def prepare_token_files(data: DataConfig) -> Prepared:
-    """Return the token files of `data.corpus`, from the cache if they are there. Raises as `prepare_corpus`."""
+    """Return the token files of `data.corpus`, from the cache if it has them. Raises as `prepare_corpus`."""
     if data.corpus is None:
         raise ValueError("data.corpus is not set: this run was trained on token files (data.train)")
     return prepare_corpus(
@@ -67,14 +67,14 @@ class PreparedData:
 
 
 def prepared_data(data: DataConfig, vocab_size: int) -> PreparedData:
-    """Return the data of a configuration. Prepare its corpus if that was not done before.
+    """Return the data of a configuration. Prepare its corpus unless the cache has it.
 
     Args:
         vocab_size: rows of the model's embedding. Every token id must be smaller.
 
     Raises:
-        ValueError, FileNotFoundError: as `prepare_corpus` and `IndexedTokens`, or a tokenizer with more entries than the
-            model has.
+        ValueError, FileNotFoundError: as `prepare_corpus` and `IndexedTokens`, or a tokenizer with more entries than
+            `vocab_size`.
     """
     if data.corpus is not None:
         corpus = prepare_token_files(data)

@@ -1,13 +1,12 @@
-"""The tokenizer of a run: saved beside its checkpoints, read with them, and compared with the tokenizer of the data."""
+"""Save the tokenizer of a run beside its checkpoints, read it, and compare it with the tokenizer of the data."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.atomic_io import atomic_write, read_json, write_text
+from data.atomic_io import atomic_write, read_json, write_json, write_text
 from data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.checksums import FILE_NAME, check_files, checksums_text, file_sha256, inside
 from tools.loading.token_data import data_config
@@ -27,7 +26,7 @@ def save_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
             if path.is_file() and path.resolve() != (folder / path.name).resolve():
                 with atomic_write(folder / path.name) as file:
                     file.write(path.read_bytes())
-    write_text(folder / "description.json", json.dumps(description, indent=1) + "\n")
+    write_json(folder / "description.json", description)
     names = ["description.json"]
     if tokenizer.path is not None:
         names += [name for name in (source.name, "tokenizer_config.json") if (folder / name).is_file()]
@@ -71,17 +70,17 @@ def check_same_tokenizer(tokenizer: Tokenizer, run: Path, manifest: Mapping[str,
         original = f"data.tokenizer.path={saved.path}" if saved and usable else "that tokenizer"
         raise ValueError(
             f"{run}: its checkpoint was trained with another tokenizer (hash {expected}) than the data have now "
-            f"({tokenizer.path or tokenizer.type}, {tokenizer.hash}). Go on with {original}, or begin anew with "
-            "checkpoint.resume=never"
+            f"({tokenizer.path or tokenizer.type}, {tokenizer.hash}). Set {original} to resume, or start "
+            "again with checkpoint.resume=never"
         )
 
 
 def saved_tokenizer(run: Path) -> Tokenizer | None:
     """Return the tokenizer that `save_tokenizer` put into the run, or None. Raises as `read_tokenizer`."""
-    path, mend = run / "tokenizer" / "description.json", "copy it again, or remove its folder to take data.tokenizer"
-    if not check_files(path.parent, mend) and not path.is_file():
+    path, remedy = run / "tokenizer" / "description.json", "copy it again, or remove its folder to use data.tokenizer"
+    if not check_files(path.parent, remedy) and not path.is_file():
         return None
-    description = read_json(path, mend, "type", "file", "hash")
+    description = read_json(path, remedy, "type", "file", "hash")
     file = None if description["file"] is None else inside(path.parent, description["file"], path)
     tokenizer = load_tokenizer(description["type"], file)
     if tokenizer.hash != description["hash"]:

@@ -1,4 +1,4 @@
-"""What Triton's kernels do with their configurations: take one, or time them all, compiled side by side before."""
+"""Set how Triton selects the configurations of autotuned kernels: one fixed choice, or timing after a parallel compilation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-# Milliseconds of warming up and of timing a configuration, for Triton's 25 and 100.
+# Milliseconds of warm-up and of timing per configuration. Triton's defaults are 25 and 100.
 WARM_UP, TIMED = 5, 30
-# Seconds after which processes that compile are given up; what is missing is compiled when it is timed.
+# Seconds until compiling processes are killed. A missing configuration is compiled when it is timed.
 PATIENCE = 120.0
 
 
 def without_tuning() -> None:
-    """From here on Triton's kernels do not time their configurations but take one: the first of four warps, Triton's own
-    choice where none is named, or of the nearest number of them."""
+    """Make Triton's kernels use one configuration without timing: the first with four warps (Triton's default), or with the
+    nearest number of warps."""
     try:
         from triton.runtime.autotuner import Autotuner
     except ImportError:
@@ -32,8 +32,10 @@ def without_tuning() -> None:
 
 
 def tune_side_by_side() -> None:
-    """From here on the configurations of a Triton kernel that times them are compiled by as many processes as there are
-    processors. One after the other, Triton's way, those of one flash-linear-attention layer take minutes."""
+    """Compile the configurations of an autotuned Triton kernel in one process per processor before they are timed.
+
+    Triton compiles them sequentially, which takes minutes for one flash-linear-attention layer.
+    """
     try:
         from triton.runtime.autotuner import Autotuner
         from triton.testing import do_bench
@@ -56,7 +58,7 @@ def tune_side_by_side() -> None:
 
 
 def _compile(kernel: Any, args: Sequence[Any], meta: dict[str, Any], configs: Sequence[Any]) -> None:
-    """Into Triton's cache on disk, where this process finds what its children have compiled."""
+    """Compile the configurations in child processes, into Triton's cache on disk, which this process reads."""
     count = min(len(os.sched_getaffinity(0)), len(configs))
     if count < 2:
         return
@@ -71,11 +73,11 @@ def _compile(kernel: Any, args: Sequence[Any], meta: dict[str, Any], configs: Se
             children.append(child)
             continue
         try:
-            # A fork may not ask CUDA for anything.
+            # A forked process cannot use CUDA.
             active.get_current_device, active.get_current_stream = lambda: device, lambda _: 0
             active.get_current_target = lambda: target
             for config in configs[number::count]:
-                # What cannot be compiled says so to the one who times it.
+                # The parent process reports an error when it times the configuration.
                 with suppress(Exception):
                     kernel.run(*args, **{**meta, "warmup": True}, **config.all_kwargs())
         finally:

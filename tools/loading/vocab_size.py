@@ -1,4 +1,4 @@
-"""The size of a model's vocabulary where its configuration leaves it out."""
+"""Derive `model.vocab_size` from the tokenizer if the configuration does not set it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_lite.config.files import read_sources
 
 
 def vocabulary_override(files: Sequence[str | Path], overrides: Sequence[str]) -> list[str]:
-    """`model.vocab_size=N` for a configuration without one: the entries of its tokenizer, padded to a multiple of 128.
+    """Return ["model.vocab_size=N"], the entries of the tokenizer padded to a multiple of 128; [] if the size is set.
 
-    Empty where the size is given. Raises as `load_tokenizer`.
+    Raises as `load_tokenizer`.
     """
     tree = read_sources(files, overrides).tree
     model, data = (section if isinstance(section := tree.get(name), dict) else {} for name in ("model", "data"))

@@ -1,4 +1,4 @@
-"""The samples of a run: from its configuration and its token files to batches for training and validation."""
+"""Build the batches of a run, for training and validation, from its configuration and its token files."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from tools.loading.token_data import PreparedData
 
 
 def training_samples(
-    config: Config[Any], data: PreparedData, tokenizer: Tokenizer, steps: int, done: int = 0, consumed: int = 0
+    config: Config[Any], data: PreparedData, tokenizer: Tokenizer, steps: int, step: int = 0, consumed_samples: int = 0
 ) -> Any:
-    """Return the data set of the first so many steps, of which some are done, with so many samples. Raises as the data sets of
-    `data.blend` and `data.masked`."""
+    """Return the training data set of a run of `steps` steps.
+
+    step, consumed_samples: steps done and samples read by the checkpoint that the run resumes from.
+    Raises as `training_dataset` and `MaskedDataset`.
+    """
     settings, batch = config.data, config.batch
     common: dict[str, Any] = {
-        "sequence_length": config.batch.sequence_length,
-        # The batch may have been larger before.
-        "num_samples": max(batch.samples_of(steps), batch.samples_of(max(0, steps - done), consumed)),
+        "sequence_length": batch.sequence_length,
+        # The previous part of the run may have had a larger batch.
+        "num_samples": max(batch.samples_of(steps), batch.samples_of(max(0, steps - step), consumed_samples)),
         "seed": config.run.seed,
         "order": settings.order,
         "cache_directory": settings.cache_directory,
@@ -59,7 +62,7 @@ def training_samples(
 
 
 def training_steps(config: Config[Any], samples: Dataset, grid: Grid) -> Callable[[int], ReadAhead[list[MicroBatch]]]:
-    """Consumed samples -> the steps of this data rank from there on, read ahead."""
+    """Return a function of the consumed samples that yields this data rank's next steps, prefetched."""
     return lambda consumed: ReadAhead(
         batches(
             samples,
@@ -75,8 +78,11 @@ def training_steps(config: Config[Any], samples: Dataset, grid: Grid) -> Callabl
 def validation_set(
     config: Config[Any], prefix: str | None, total_bytes: int | None, tokenizer: Tokenizer, grid: Grid
 ) -> ValidationSet | None:
-    """Return the validation data of a token file; None where there is none. A limited number of batches holds the same samples
-    at every validation and in every layout. With `logging.loss_by_source` there is one part for every source."""
+    """Return the validation data of a token file, or None without a file.
+
+    A limited number of batches holds the same samples at every validation and in every layout. With
+    `logging.loss_by_source` each source is one part.
+    """
     if prefix is None:
         return None
     at_once = config.batch.micro_batch_size * grid.data_size
@@ -114,8 +120,8 @@ class _Part:
 
     def batches(self, samples: int | None) -> Iterator[MicroBatch]:
         dataset: Any = self.dataset
-        if samples is not None and samples < len(self.dataset):  # spread over the set, the same every time
-            dataset = _Spread(self.dataset, samples)
+        if samples is not None and samples < len(self.dataset):
+            dataset = _EvenSubset(self.dataset, samples)
         steps = batches(
             dataset,
             global_batch_size=self.at_once,
@@ -128,8 +134,8 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Spread:
-    """So many samples of a data set, evenly spread over it."""
+class _EvenSubset:
+    """`count` evenly spaced samples of a data set, the same at every validation."""
 
     dataset: Dataset
     count: int
@@ -171,7 +177,7 @@ def _validation_samples(
 
 
 def _by_source(config: Config[Any], prefix: str) -> dict[str, Any]:
-    """Return the sequences of each source; one part of all of them where sources are not told apart."""
+    """Return the sequence ids of each source; without `logging.loss_by_source` {"": None} for all sequences."""
     if not config.logging.loss_by_source:
         return {"": None}
     file = IndexedTokens(prefix)

@@ -1,4 +1,4 @@
-"""Everything before the first step of a run: start point, data, engine, state, evaluation, trainer."""
+"""Prepare a run up to its first step: start checkpoint, data, engine, state, evaluation, trainer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prepare_run(
     is_trained = start is not None and start.is_trained
     if start is not None and is_trained and config.schedule.time_budget_minutes:
         config = reload(f"schedule.train_steps={start.read_train_steps()}")
-    # If the steps are done and the end (the last validation, for instance) is not, the trainer does the rest.
+    # If only the end is missing, such as the last validation, the trainer does it.
     if start is not None and start.is_own and on_main(grid, lambda: is_complete(config, start.manifest)):
         return _complete_run(config, start, grid)
 
@@ -98,7 +98,7 @@ def prepare_run(
         save_tokenizer(tokenizer, config.run.path)
         print(start_message(config, engine, data, state, start.path if start else None))
         if archive is not None:
-            print(f"what came after that step is kept: {archive}, {config.run.path / PREVIOUS_FILE_NAME}")
+            print(f"later checkpoints and metrics are moved to {archive} and {config.run.path / PREVIOUS_FILE_NAME}")
         metrics = _open_metrics(config, state, keep_previous=archive is not None)
     trainer = Trainer(
         engine,
@@ -133,7 +133,7 @@ def _complete_run(config: Config[ModelConfig], start: StartPoint, grid: Grid) ->
 
 
 def _open_data(config: Config[ModelConfig], start: StartPoint | None, grid: Grid) -> tuple[PreparedData, Tokenizer]:
-    """Prepare the token files, the same on every process, and load their tokenizer, which is that of the checkpoint."""
+    """Prepare the token files and load their tokenizer. Check that all ranks and the checkpoint have the same ones."""
     data: PreparedData = on_main(grid, lambda: prepared_data(config.data, config.model.vocab_size))
     require_agreement({"data": file_facts(data.files)}, grid)
     tokenizer = data.load_tokenizer()
@@ -143,7 +143,7 @@ def _open_data(config: Config[ModelConfig], start: StartPoint | None, grid: Grid
 
 
 def _dtype(config: Config[ModelConfig], start: StartPoint | None, grid: Grid) -> str:
-    """Return the number format: the configured one; for auto that of the run so far, or the faster one."""
+    """Return the configured number format; for auto the format of the checkpoint, or the faster one."""
     if config.precision.dtype != "auto":
         return config.precision.dtype
     if start is not None and start.is_trained:
@@ -167,14 +167,14 @@ def _steps_in_budget(config: Config[Any], engine: Any, steps: Steps, grid: Grid)
     """Return how many steps fit into `schedule.time_budget_minutes`, at most `schedule.train_steps`."""
     with closing(steps):
         seconds = engine.measure_step_seconds(next(steps))
-    # A batch that grows is measured where it is smallest.
+    # A batch size ramp is measured at its smallest batch.
     samples = config.schedule.time_budget_minutes * 60 / seconds * config.batch.size_at(0)
     steps_in = range(1, config.schedule.train_steps + 1)
     return on_main(grid, lambda: max(1, bisect.bisect_right(steps_in, samples, key=config.batch.samples_of)))
 
 
 def _writes_samples(config: Config[Any], grid: Grid) -> bool:
-    # A model whose layers are on several processes does not write text while it trains: tools.generate does.
+    # A model with layers on several processes writes no text in training; tools.generate does.
     has_all_layers = grid.pipe_size * grid.context_size == 1
     return bool(config.evaluation.sample_tokens) and has_all_layers and config.data.objective == "causal"
 

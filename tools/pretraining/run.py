@@ -1,4 +1,4 @@
-"""A training run from its configuration to its exit status: refusals, run folders, preparation, training loop."""
+"""Run a training from its configuration to its exit status: checks, folder locks, preparation, training loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from megatron_lite.config.schema import Config
 from megatron_lite.fault_tolerance.guards import StopSignal
 from tools.cli.arguments import FAILED, FULL, interrupted, refused
 
-if (
-    TYPE_CHECKING
-):  # torch and DeepSpeed are imported where they are used, so that a wrong configuration is refused at once
+# torch and DeepSpeed are imported where they are used, so that a wrong configuration is refused at once.
+if TYPE_CHECKING:
     from megatron_lite.parallel.grid import Grid
     from models.config import ModelConfig
 
@@ -30,16 +29,16 @@ def run(
     print_config: bool = False,
     dry_run: bool = False,
 ) -> int:
-    """Train by configuration files and `key=value` overrides; `print_config` and `dry_run` print and stop before that.
+    """Train with configuration files and `key=value` overrides. `print_config` and `dry_run` print and do not train.
 
     Returns:
-        the exit status: 0 when the run is complete or was stopped by a signal, 1 or 2 after an error, 130 after a Ctrl-C
-        before the first step or a second one.
+        The exit status: 0 if the run is complete or was stopped by a signal, 1 or 2 after an error, 130 after Ctrl-C
+        before the first step or a second Ctrl-C.
     """
     try:
         return _run(files, overrides, print_config, dry_run)
     except KeyboardInterrupt:
-        return interrupted("the same command goes on from the newest checkpoint, or begins where there is none")
+        return interrupted("the same command resumes from the newest checkpoint, or starts if there is none")
 
 
 def _run(files: Sequence[str | Path], overrides: Sequence[str], print_config: bool, dry_run: bool) -> int:
@@ -73,7 +72,7 @@ def _run(files: Sequence[str | Path], overrides: Sequence[str], print_config: bo
 def _train(
     config: Config[ModelConfig], reload: Callable[..., Config[ModelConfig]], folder_locks: ExitStack, early: StopSignal
 ) -> int:
-    """Train to the end, or to a signal; return the exit status. `reload` loads the configuration with more overrides."""
+    """Train until the end or a signal. `reload` loads the configuration with more overrides. Returns the exit status."""
     from data.checksum import DamagedDataError
     from megatron_lite.checkpoint.reader import CheckpointError
     from megatron_lite.fault_tolerance.guards import TooManySkippedSteps, print_stacks_on_signal
@@ -86,17 +85,16 @@ def _train(
     print_stacks_on_signal()
     try:
         grid = _init_grid(config)
-        # Before hours of tokenising.
         on_main(grid, lambda: _hold_folders(config, folder_locks))
         fit = prepare_run(config, reload, grid, early)
-    except (RunInUse, RankRefused) as error:  # no mistake of the configuration: SLURM may try again
+    except (RunInUse, RankRefused) as error:  # not an error of the configuration: SLURM may try again
         print(f"\nerror: {error}", file=sys.stderr)
         return FAILED
     except (ValueError, OSError) as error:
         print(file=sys.stderr)
         return refused(_with_key(error, config))
     try:
-        # Any other error from the first step on is no mistake of the configuration: it keeps its traceback.
+        # Any other error after the first step is an error of the program and keeps its traceback.
         return fit()
     except (CheckpointError, DamagedDataError, ReplicasDifferError, TooManySkippedSteps) as error:
         print(f"\nerror: {error}", file=sys.stderr)
@@ -117,7 +115,7 @@ def _init_grid(config: Config[Any]) -> Grid:
     from megatron_lite.fault_tolerance.rank_consistency import code_facts, configuration_facts, require_agreement
     from megatron_lite.parallel.grid import init_grid
 
-    # Before anything else: processes with different layouts, for instance, would wait for one another without end.
+    # The check comes first, because processes with different layouts would wait for one another forever.
     grid = init_grid(config.run.device)
     facts = {
         "configuration": configuration_facts(config.model_dump(mode="json")),

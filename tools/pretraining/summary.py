@@ -1,4 +1,4 @@
-"""What a run shows a person at its end: the result beside general compressors, a sample, the files, what to try next."""
+"""Describe a run at its start and end: the result beside general compressors, a sample, the files, the next commands."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tools.pretraining.unigram_baseline import unigram_baseline
 
 
 def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
-    """Return the closing text of a run; draw `loss.png` if a step is logged, then write `summary.json`, the mark of its end."""
+    """Return the closing text of a run. Plot `loss.png` if a step is logged, then write `summary.json`, which marks the end."""
     from tools.reporting.run_curves import plot_loss
 
     folder = config.run.path
     state = result.state
     if not result.finished:
-        again = "the same command" + (" without checkpoint.resume" if _begins_again(config) else "")
+        again = "the same command" + (" without checkpoint.resume" if _has_fixed_start(config) else "")
         return (
             f"\nstopped after step {state.step} of {config.schedule.train_steps}; saved to {result.checkpoint}\n"
-            f"{again} goes on from there"
+            f"{again} resumes from there"
         )
     rate = state.consumed_tokens / max(state.seconds, 1e-9)
     lines = [
@@ -65,21 +65,21 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
         if "accuracy" in values and data.validation is not None:
             report["unigram"] = unigram_baseline(data.train[0], data.validation, data.load_tokenizer())
             lines += [
-                f"masked tokens found: {values['accuracy']:.2%}",
-                f"without reading, by the frequencies of the training text: {report['unigram']['accuracy']:.2%} "
+                f"masked-token accuracy: {values['accuracy']:.2%}",
+                f"accuracy of the most frequent token of the training text: {report['unigram']['accuracy']:.2%} "
                 f"(loss {report['unigram']['loss']:.4f})",
             ]
     measured = read_metrics(folder)
     tests = [line for line in measured if line["kind"] == "test" and line["step"] == state.step]
     if tests:
         test = report["test"] = {key: value for key, value in tests[-1].items() if key not in ("kind", "step", "time")}
-        accuracy = f", masked tokens found: {test['accuracy']:.2%}" if "accuracy" in test else ""
+        accuracy = f", masked-token accuracy {test['accuracy']:.2%}" if "accuracy" in test else ""
         lines += ["", f"test loss {test['loss']:.4f} nats/token, perplexity {test['perplexity']:.2f}{accuracy}"]
     samples = [line for line in measured if line["kind"] == "sample"]
     if samples:
         report["sample"] = samples[-1]["prompt"] + samples[-1]["text"]
         lines += ["", "sample:", *("  | " + line for line in report["sample"].splitlines())]
-    plot: Path | str = f"none, for no step was logged (logging.interval = {config.logging.interval})"
+    plot: Path | str = f"none: no step was logged (logging.interval = {config.logging.interval})"
     if any(line["kind"] == "train" for line in measured):
         plot = plot_loss(folder, baseline=report.get("unigram", {}).get("accuracy"))
     write_json(folder / "summary.json", report)
@@ -91,7 +91,7 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
         f"summary      {folder / 'summary.json'}",
         "",
         "next:",
-        f"  {command(config, 2 * state.step)}   # go on for as long again",
+        f"  {command(config, 2 * state.step)}   # train twice as long",
         *_uses(config),
     ]
     return "\n".join(lines)
@@ -100,7 +100,6 @@ def summary(config: Config[Any], result: FitResult, data: PreparedData) -> str:
 def _uses(config: Config[Any]) -> list[str]:
     """Return the commands that use the model."""
     run, checkpoints = config.run.path, Path(config.checkpoint.directory)
-    # Where a run's own folder says enough.
     folder = shlex.quote(str(run if checkpoints == run / "checkpoints" else checkpoints))
     if config.data.objective == "masked":
         return [
@@ -109,30 +108,30 @@ def _uses(config: Config[Any]) -> list[str]:
             f"  python -m tools.convert_hf export {folder} EXPORT   # for transformers",
         ]
     return [
-        f"  python -m tools.generate {folder} --prompt {shlex.quote(config.evaluation.prompt)}   # write",
+        f"  python -m tools.generate {folder} --prompt {shlex.quote(config.evaluation.prompt)}   # generate text",
         f"  python eval.py {folder}   # evaluate",
-        f"  python -m tools.length {folder}   # the loss at other lengths than in training",
+        f"  python -m tools.length {folder}   # loss at other context lengths",
     ]
 
 
-def _begins_again(config: Config[Any]) -> bool:
+def _has_fixed_start(config: Config[Any]) -> bool:
     """Return whether each start with this `checkpoint.resume` begins at the same step."""
     resume = config.checkpoint.resume
     return resume == "never" or is_own_checkpoint(resume, Path(config.checkpoint.directory))
 
 
 def command(config: Config[Any], steps: int) -> str:
-    """Return the command that trains on to `steps`, with the words of the running command."""
+    """Return the command that continues the training to `steps`, with the arguments of the running command."""
     words = [word for word in sys.argv[1:] if not word.startswith("schedule.train_steps=")]
     if config.schedule.time_budget_minutes is not None:
-        # A budget would take the number of steps from the checkpoint.
+        # A resumed run with a time budget keeps the number of steps of its checkpoint.
         words = [word for word in words if not word.startswith("schedule.time_budget")]
         words.append("schedule.time_budget_minutes=null")
-    if _begins_again(config):
+    if _has_fixed_start(config):
         words = [*(word for word in words if not word.startswith("checkpoint.resume=")), "checkpoint.resume=auto"]
     processes = config.batch.data_ranks * config.parallel.model_ranks
-    here = os.environ.get("LOCAL_WORLD_SIZE") == str(processes)  # all of them on this machine, by torchrun
-    launcher = f"torchrun --nproc-per-node {processes}" if here else "..."
+    is_local = os.environ.get("LOCAL_WORLD_SIZE") == str(processes)  # torchrun started all of them on this machine
+    launcher = f"torchrun --nproc-per-node {processes}" if is_local else "..."
     start = "python" if processes == 1 else launcher
     return f"{start} train.py {shlex.join([*words, f'schedule.train_steps={steps}'])}"
 
@@ -140,7 +139,7 @@ def command(config: Config[Any], steps: int) -> str:
 def start_message(
     config: Config[Any], engine: Engine, data: PreparedData, state: TrainState, source: Path | None
 ) -> str:
-    """Two lines at the start of a run: what is trained, on what, for how long, from where."""
+    """Return the two lines at the start of a run: model, layout, device, steps, tokens and start checkpoint."""
     parameters = sum(math.prod(shape) for shape in engine.parameter_shapes().values())
     tokens = config.batch.tokens_of(config.schedule.train_steps)
     most = "" if config.batch.ramp.start is None else "up to "
@@ -149,7 +148,7 @@ def start_message(
         f"{layout_words(engine.layout)} on {engine.grid.device.type}\n"
         f"{config.schedule.train_steps:,} steps of {most}{config.batch.tokens_per_step:,} tokens = {tokens / 1e6:,.1f} M, "
         f"from {data.train_tokens / 1e6:,.1f} M tokens of text; "
-        + (f"from {source} at step {state.step}{_resharded(engine, source)}" if source else "from the start")
+        + (f"from {source} at step {state.step}{_resharded(engine, source)}" if source else "from step 0")
     )
 
 
@@ -157,20 +156,20 @@ def _resharded(engine: Engine, source: Path) -> str:
     stored = read_manifest(source)["layout"]
     if {**engine.layout, **stored} == engine.layout:
         return ""
-    return f", written by {layout_words(stored)} and read into this layout"
+    return f", written by {layout_words(stored)}, resharded to this layout"
 
 
 def is_complete(config: Config[Any], manifest: Mapping[str, Any]) -> bool:
-    """Return whether all steps are done with the checkpoint of this manifest, and so is what comes after them."""
+    """Return whether a run has done all steps with the checkpoint of this manifest, and the work after the last step."""
     try:
         report = json.loads((config.run.path / "summary.json").read_text())
-        # The seconds tell the checkpoint from one of as many steps that an earlier run in this folder ended with.
+        # An earlier run in this folder may have ended at the same step; its seconds differ.
         stored = manifest["step"], manifest["state"]["seconds"]
         for measured in (report["validation"], report.get("test", {})):
             if measured.get("loss", 0) is None and measured.get("evaluated_tokens"):
                 return False  # not finite
         return stored == (report["steps"], report["training_seconds"]) and stored[0] >= config.schedule.train_steps
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # there is none, or it is no summary
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing, or not a summary
         return False
 
 
@@ -181,14 +180,14 @@ def complete_message(config: Config[Any], source: Path, step: int) -> str:
         *_changed(config, source),
         f"  python train.py ... schedule.train_steps={2 * step}   # train longer",
         f"  python train.py ... run.name={config.run.name}-2   # another run",
-        "  python train.py ... checkpoint.resume=never   # over again",
+        "  python train.py ... checkpoint.resume=never   # train again from step 0",
         *_uses(config),
     ]
     return "\n".join(lines)
 
 
 def _changed(config: Config[Any], source: Path, limit: int = 8) -> list[str]:
-    """Which values a complete run did not have that are requested for now, and that they change nothing."""
+    """Return a line with the requested values that differ from those of a complete run; [] without a difference."""
     saved, requested = (
         configuration_facts(values) for values in (read_config_yaml(source), yaml.safe_load(dump_config(config)))
     )
@@ -203,7 +202,7 @@ def _changed(config: Config[Any], source: Path, limit: int = 8) -> list[str]:
 
 
 def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Bits that `gzip -9` and `xz -9` spend on each byte of the text."""
+    """Return the bits per byte of the text after `gzip -9` and `xz -9`."""
     size = max(len(text), 1)
     return {
         "gzip -9": 8 * len(gzip.compress(text, 9)) / size,

@@ -83,7 +83,7 @@ def test_an_answer(exported: Path, trained_run: Path, tmp_path: Path) -> None:
     texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events[:-1]]
     assert "".join(texts) == expected
     assert [code for code, _ in said] == [400, 404]
-    assert said[0][1].startswith("the model has no chat template: ask /v1/completions")
+    assert said[0][1].startswith("the model has no chat template: use /v1/completions")
     assert answer["usage"]["prompt_tokens"] == len(loaded.tokenizer.encode("def "))
     assert [model["id"] for model in models["data"]] == [str(exported)]
 
@@ -121,7 +121,7 @@ def test_tokens_of_a_request_are_counted(exported: Path, trained_run: Path) -> N
     count = token_counter(tokenizer, {"max_positions": 20})
     assert count(COMPLETIONS, {"prompt": "def "}) == len(load_model(trained_run).tokenizer.encode("def "))
     assert count(COMPLETIONS, {}) == 0
-    with pytest.raises(RefusedRequestError, match=r"max_tokens = 20 are over the model's 20 positions: ask for less"):
+    with pytest.raises(RefusedRequestError, match=r"max_tokens = 20 are over the model's 20 positions: send a shorter prompt"):
         count(COMPLETIONS, {"prompt": "def ", "max_tokens": 20})
     conversation = {"messages": [{"role": "user", "content": "def "}]}
     with pytest.raises(RefusedRequestError, match="no chat template"):

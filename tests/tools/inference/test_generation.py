@@ -257,9 +257,9 @@ def test_command_with_a_file_of_prompts(trained_run: Path, tmp_path: Path, capsy
         (["{run}", "--top-p", "1.5"], "top_p = 1.5"),
         (["{run}", "--temperature", "-1"], "temperature = -1.0"),
         (["{tmp}/absent"], "does not exist"),
-        (["{run}", "--prompts-file", "{tmp}/none.txt"], "none.txt: no such file; it holds one prompt a line"),
+        (["{run}", "--prompts-file", "{tmp}/none.txt"], "none.txt: no such file; give a file with one prompt per line"),
         (["{tmp}/absent", "--prompts-file", "{tmp}/prompts.txt", "--out", "{tmp}/before.jsonl"], "does not exist"),
-        (["{run}", "--prompts-file", "{tmp}/empty.txt"], "is empty: write one prompt a line"),
+        (["{run}", "--prompts-file", "{tmp}/empty.txt"], "is empty: write one prompt per line"),
     ],
 )
 def test_bad_input(

@@ -38,11 +38,11 @@ def test_tokenizer_of_another_checkpoint_is_refused(trained_run: Path) -> None:
         read_tokenizer(trained_run, read_config_yaml(trained_run), other)
     saved = read_tokenizer(trained_run, {}, OLD)
     check_same_tokenizer(saved, trained_run, OLD)
-    with pytest.raises(ValueError, match=r"with another tokenizer .*Go on with that tokenizer, or .*resume=never"):
+    with pytest.raises(ValueError, match=r"with another tokenizer .*Set that tokenizer to resume, or .*resume=never"):
         check_same_tokenizer(saved, trained_run, other)
     manifest = {"state": {"tokenizer": saved.hash}}
     with pytest.raises(
-        ValueError, match=r"\(bytes, bytes-257\)\. Go on with data\.tokenizer\.path=.*tokenizer\.model, or"
+        ValueError, match=r"\(bytes, bytes-257\)\. Set data\.tokenizer\.path=.*tokenizer\.model to resume, or"
     ):
         check_same_tokenizer(load_tokenizer("bytes"), trained_run, manifest)
 

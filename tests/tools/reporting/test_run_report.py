@@ -201,7 +201,7 @@ def test_the_script_of_the_page(run: Path) -> None:
     for words in (
         "loss, nats per token",
         "gradient norm",
-        "12.50 % masked tokens found",
+        "12.50 % masked-token accuracy",
         HOSTILE,
         "step_00000030",
         "perplexity",
