@@ -2,14 +2,14 @@
 
 Little-endian, no padding. The ``.idx`` file is
 
-    9 bytes   magic ``MMIDIDX`` and two zero bytes
-    uint64    version, 1
-    uint8     code of the token type
-    uint64    N, the number of sequences
-    uint64    D, the number of documents + 1
-    int32[N]  number of tokens of each sequence
-    int64[N]  byte offset of each sequence in ``.bin``
-    int64[D]  sequence at which each document starts; the first is 0, the last is N
+- 9 bytes: magic ``MMIDIDX`` and two zero bytes
+- uint64: version, 1
+- uint8: code of the token type
+- uint64: N, the number of sequences
+- uint64: D, the number of documents + 1
+- int32[N]: number of tokens of each sequence
+- int64[N]: byte offset of each sequence in ``.bin``
+- int64[D]: sequence at which each document starts; the first is 0, the last is N
 
 and ``.bin`` holds the concatenated tokens of the sequences. A *prefix* is the path without extension.
 """

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A hundred short documents of a toy language."""
+    """Write a hundred short documents of a toy language."""
     path = tmp_path_factory.mktemp("corpus") / "toy.jsonl"
     write_corpus(path)
     return path
@@ -40,12 +40,12 @@ def write_corpus(path: Path) -> None:
 
 @pytest.fixture
 def arguments(corpus: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """The words of a run in this test's own folder: bytes, a tiny MetaLA, eight steps."""
+    """Return the arguments of a run in the test's folder: bytes, a tiny MetaLA, eight steps."""
     return partial(run_words, corpus, tmp_path)
 
 
 def run_words(corpus: Path, folder: Path, name: str = "run", **changes: Any) -> list[str]:
-    """The words of a tiny run in `folder/name`."""
+    """Return the arguments of a tiny run in `folder/name`."""
     values: dict[str, Any] = {
         "run.directory": folder / name,
         "run.device": "cpu",
@@ -85,7 +85,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of a run in processes of their own: what a launcher of this process has set does not reach them."""
+    """Return the environment of child processes, without variables of this process's launcher."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**kept, "OMP_NUM_THREADS": "1"}
 
@@ -108,7 +108,7 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], secon
 
 
 def train_lines(folder: Path) -> list[dict[str, Any]]:
-    """What must be equal in two runs that did the same."""
+    """Return the values that must be equal in two equal runs."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     keys = ("step", "loss", "gradient_norm", "learning_rate", "tokens")
     return [{key: line[key] for key in keys} for line in lines if line["kind"] == "train"]

@@ -33,7 +33,7 @@ def test_saves_follow_the_configuration(arguments, tmp_path):
 
 
 def test_the_files_have_the_rights_of_new_files(arguments, tmp_path):
-    """A group that shares a disk reads one another's checkpoints."""
+    """Read a checkpoint of another member of a group on a shared disk."""
     former = os.umask(0o027)
     try:
         assert train.main(arguments(**{"schedule.train_steps": 1})) == 0
@@ -117,7 +117,7 @@ def test_the_signal_of_a_time_limit_outside_of_the_loop_ends_nothing(arguments, 
 
 
 def test_the_signal_of_a_time_limit_before_a_run_begins(arguments, tmp_path):
-    """As a process of its own, from the time that its folder is there to the exit of the interpreter."""
+    """Run in a process of its own, from the time that its folder exists to the exit of the interpreter."""
     process = start(arguments(**{"schedule.train_steps": 2}))
     wait_for((tmp_path / "run").is_dir, process)
     while process.poll() is None:
@@ -128,7 +128,7 @@ def test_the_signal_of_a_time_limit_before_a_run_begins(arguments, tmp_path):
 
 
 def test_a_signal_saves_before_what_is_measured_after_the_step(arguments, tmp_path):
-    """A validation or a suite may take longer than the time that a scheduler gives."""
+    """Validation and suites may take longer than a scheduler waits."""
     settings = {"evaluation.interval": 2, "evaluation.batches": 1, "checkpoint.interval": 0}
     assert train.main(arguments("whole", **settings)) == 0
     step = Trainer._step
@@ -180,7 +180,7 @@ def test_a_second_run_in_the_folder_of_a_live_one_is_refused_and_changes_nothing
 
 @pytest.mark.parametrize("given", ["elsewhere", "other/checkpoints"])
 def test_a_second_run_with_the_checkpoint_folder_of_a_live_one_is_refused(arguments, tmp_path, capsys, given):
-    """`other/checkpoints` is where a run in `other` keeps its own without being told to."""
+    """`other/checkpoints` is the default folder of a run in `other`."""
     folder, seen = tmp_path / given, []
     of_first = {} if given.startswith("other") else {"checkpoint.directory": folder}
     second = arguments("second", **{"checkpoint.directory": folder, "checkpoint.resume": "never"})

@@ -109,7 +109,7 @@ def test_a_source_has_the_loss_of_all_steps_since_the_last_line_also_where_the_r
 
 
 def test_a_part_of_the_validation_text_is_spread_over_each_source(files):
-    """The whole once, of both ranks together; a part of it with each source's share, from the first sample to the last."""
+    """Both ranks read the whole set once, and a limited set with the share of each source, evenly spaced."""
     words = [
         "batch.micro_batch_size=2",
         "batch.sequence_length=16",

@@ -18,7 +18,7 @@ def test_a_validation_that_is_killed_or_signalled_loses_no_step_and_is_made_up(a
     settings = {"schedule.train_steps": 5, "evaluation.interval": 4, "evaluation.batches": 2, "checkpoint.interval": 4}
     assert train.main(arguments("whole", **settings)) == 0
     words = arguments("cut", **settings)
-    evaluate, step, asked, measured = trainer.evaluate, Trainer._step, [], []
+    evaluate, step, stop_checks, measured = trainer.evaluate, Trainer._step, [], []
 
     class Killed(BaseException):
         pass
@@ -28,8 +28,8 @@ def test_a_validation_that_is_killed_or_signalled_loses_no_step_and_is_made_up(a
 
     def signalled(*args, stop):
         def stop_before_the_second_batch():
-            asked.append(1)
-            if len(asked) == 2:
+            stop_checks.append(1)
+            if len(stop_checks) == 2:
                 signal.raise_signal(signal.SIGTERM)
             return stop()
 
@@ -50,7 +50,7 @@ def test_a_validation_that_is_killed_or_signalled_loses_no_step_and_is_made_up(a
         assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "cut"))["step"] == 4
         patch.setattr(trainer, "evaluate", signalled)
         assert train.main(words) == 0
-        assert len(asked) == 2
+        assert len(stop_checks) == 2
         patch.setattr(trainer, "evaluate", evaluate)
         patch.setattr(Trainer, "_step", killed_in_step_5)
         with pytest.raises(Killed):

@@ -29,7 +29,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each layout; `one` of one process, and `longer`, that run gone on with."""
+    """Return a run of each layout: `one` of one process, and `longer`, which resumes it."""
     folder = tmp_path_factory.mktemp("runs")
     train_in_turn(run_words(corpus, folder, name, **SETTINGS, **layout) for name, (layout, _) in LAYOUTS.items())
     assert train.main(run_words(corpus, folder, "one", **SETTINGS)) == 0

@@ -158,7 +158,7 @@ def test_a_launcher_starts_a_run_again_that_went_back(arguments, tmp_path, monke
 
 
 def cut_after(run: Path, step: int, copy: Path) -> None:
-    """A copy of a finished run as a kill after the save of that step leaves it."""
+    """Copy a finished run as a kill after the save of that step leaves it."""
     shutil.copytree(run, copy)
     (copy / "summary.json").unlink()
     for folder in (copy / "checkpoints").glob("step_*"):

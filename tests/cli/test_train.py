@@ -78,7 +78,7 @@ def test_a_run_ends_with_everything_that_a_user_needs(arguments, tmp_path, capsy
 
 def test_a_run_shorter_than_the_interval_of_its_log_comes_to_its_end(arguments, tmp_path, capsys):
     assert train.main(arguments(**{"logging.interval": 100, "schedule.train_steps": 2})) == 0
-    assert "loss plot    none, for no step was logged (logging.interval = 100)" in capsys.readouterr().out
+    assert "loss plot    none: no step was logged (logging.interval = 100)" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
 
@@ -230,7 +230,7 @@ def test_help_answers_without_importing_torch():
 
 
 def test_a_text_ends_where_learned_positions_do(arguments, tmp_path, capsys):
-    """A run with positions for its own sequences, no more, writes the text that they allow, and so does tools.generate."""
+    """Sample text up to the last learned position, in training and with tools.generate."""
     model = {"model.mixers": "[attention]", "model.positions": "learned", "model.max_positions": 32}
     assert train.main(arguments(**model, **{"evaluation.sample_tokens": 64, "schedule.train_steps": 2})) == 0
     (sample,) = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "sample"]
@@ -318,7 +318,7 @@ def test_token_files_of_another_tokenizer_are_refused(arguments, tmp_path, capsy
 
 
 def test_an_error_in_the_loop_keeps_its_traceback(arguments, monkeypatch):
-    """It is no answer to the configuration: exit status 2 would keep SLURM from trying again."""
+    """Exit with 1, because SLURM does not try again after exit status 2."""
 
     def broken(self: Trainer, steps: object) -> None:
         raise ValueError("a shape that does not fit")

@@ -112,7 +112,7 @@ def test_a_cache_that_another_file_of_the_same_name_made_is_not_used(tmp_path):
 
 @pytest.mark.parametrize("limit", [1_000, 20_000])
 def test_a_disk_that_fills_up(tmp_path, limit):
-    """A limit on the size of files stands for the disk: the error of a write is the same but for its number."""
+    """Limit the size of files instead of filling a disk: only the number of the error differs."""
     (tmp_path / "a.jsonl").write_bytes(LINES)
     words = [
         "--input",

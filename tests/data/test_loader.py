@@ -173,7 +173,7 @@ def test_memory_does_not_grow_over_epochs(tmp_path, objective):
 
 
 def test_a_batch_that_grows():
-    """As in Megatron-LM: from 2 by 2 to 6 over 12 samples; a resume in the middle goes on with the same steps."""
+    """Ramp as in Megatron-LM, from 2 by 2 to 6 over 12 samples; a resumed run takes the same steps."""
     batch = BatchConfig(
         micro_batch_size=1,
         global_batch_size=6,

@@ -54,7 +54,7 @@ def test_indentation_is_short_and_a_prompt_may_end_in_a_space(sentencepiece):
 
 
 def test_a_word_after_a_context_changes_no_id_of_the_context_but_a_closing_space(sentencepiece):
-    """An evaluation splits the ids of context and continuation by the number of ids that the context has alone."""
+    """Evaluation splits context and continuation by the number of ids of the context."""
     for document in read_documents(stdlib_files("json")):
         for match in list(re.finditer(r"\S(?=\s+\S)", document.text))[::29]:
             context = document.text[max(0, match.end() - 200) : match.end()]

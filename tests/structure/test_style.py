@@ -29,7 +29,7 @@ LONGEST_SENTENCE = 35
 
 LIMITS = {
     # package: private words, docstrings of public functions that do not begin with a verb, sentences that are too long
-    "data": (0, 0, 1),
+    "data": (0, 0, 0),
     "megatron_lite": (33, 22, 5),
     "models": (10, 0, 13),
     "tools": (62, 20, 2),

@@ -257,7 +257,7 @@ def test_a_saved_data_set(tmp_path, monkeypatch):
 
 
 def test_a_data_set_by_name_is_streamed(tmp_path, monkeypatch):
-    """A folder has a name too, so that this needs no network."""
+    """Name a folder as a data set, so that this needs no network."""
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(readers, "BLOCK_BYTES", 100)

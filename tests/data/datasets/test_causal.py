@@ -24,7 +24,7 @@ SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any)
 
 
 def write(prefix: Path, sizes: list[int]) -> Path:
-    """A token file in which token p of the stream has the value p, so that a sample shows where it comes from."""
+    """Write a token file in which token p of the stream has the value p, so that a sample shows its origin."""
     with IndexedWriter(prefix, np.dtype("<i4")) as writer:
         start = 0
         for size in sizes:
@@ -34,7 +34,7 @@ def write(prefix: Path, sizes: list[int]) -> Path:
 
 
 def naive_starts(sizes: list[int], order: list[int], length: int, samples: int) -> list[tuple[int, int]]:
-    """Where samples start, by walking along the documents token by token."""
+    """Return the sample starts, found token by token."""
     stream = [(entry, offset) for entry, document in enumerate(order) for offset in range(sizes[document])]
     return [stream[sample * length] for sample in range(samples + 1)]
 
@@ -197,7 +197,7 @@ def test_a_cache_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path):
 
 
 def test_more_than_two_to_the_31_tokens(tmp_path, monkeypatch):
-    """In a file with holes: three sequences of 2^30 zeros and a short one behind them."""
+    """Use a sparse file: three sequences of 2^30 zeros and a short one after them."""
 
     def skip(writer: IndexedWriter, tokens: np.ndarray) -> None:
         writer._file.truncate(writer._file.seek(len(tokens), os.SEEK_CUR))

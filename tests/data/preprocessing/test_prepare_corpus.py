@@ -77,8 +77,8 @@ def test_a_sample_is_of_the_texts_that_are_farthest_from_the_validation_side():
     for position, text in ((0.9, "aaaa"), (0.1, "bbbb"), (0.7, "cc"), (0.5, "dddd")):
         sample.add(position, text)
     assert (sample.texts(), sample.characters) == (["dddd", "cc", "aaaa"], 10)
-    sample.add(0.95, "longer than all that is asked for")
-    assert sample.texts() == ["longer than all that is asked for"]
+    sample.add(0.95, "longer than the limit of characters")
+    assert sample.texts() == ["longer than the limit of characters"]
 
 
 def test_the_split_is_stable_when_documents_are_added(tmp_path):

@@ -130,7 +130,7 @@ def test_existing_outputs_need_overwrite(corpus, tmp_path, inline, capsys):
 
 
 def test_another_end_of_documents_is_another_tokenizer(tmp_path, inline, capsys):
-    """It is named in tokenizer_config.json, beside the file that the hash is of."""
+    """tokenizer_config.json names it; the hash covers only tokenizer.json."""
     import tokenizers
 
     vocabulary = {"<unk>": 0, "</s>": 1, "<end>": 2, "word": 3}
@@ -379,7 +379,7 @@ def test_parts_of_another_recipe_are_not_used(corpus, tmp_path, inline):
 
 
 def test_parts_of_another_tokenizer_are_not_used(tmp_path, inline):
-    """The same file of a vocabulary, with other entries, between a kill and the next attempt."""
+    """Change the entries of the vocabulary file between a kill and the next attempt."""
     for name in "ab":
         write(tmp_path / f"{name}.jsonl", [{"text": "word"}])
     files = source_files(str(tmp_path / "*.jsonl"))

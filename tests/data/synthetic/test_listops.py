@@ -13,7 +13,7 @@ from data.synthetic.listops import PAD, TOKENS, listops
 
 
 def words_of(row: np.ndarray) -> list[str]:
-    """A row as words; padding stands at the end only."""
+    """Return a row as words; padding is only at the end."""
     words = [TOKENS[i] for i in row.tolist()]
     end = words.index("<pad>") if "<pad>" in words else len(words)
     assert set(words[end:]) <= {"<pad>"}
@@ -86,7 +86,7 @@ def test_every_expression_is_one_and_its_label_its_value() -> None:
 
 
 def reference(draw: random.Random, level: int = 1) -> list | int:
-    """An element of Long Range Arena's grammar; the first level is an operation."""
+    """Return an element of Long Range Arena's grammar; the first level is an operation."""
     if level == 10 or (level > 1 and draw.random() > 0.25):
         return draw.randrange(10)
     return [draw.choice("abcd"), *(reference(draw, level + 1) for _ in range(draw.randint(2, 10)))]
@@ -97,7 +97,7 @@ def size(element: list | int) -> int:
 
 
 def test_lengths_are_those_of_the_grammar() -> None:
-    """The distribution of lengths beside that of lists that are drawn one by one."""
+    """Compare the distribution of lengths with that of expressions drawn one by one."""
     draw = random.Random(0)
     drawn = [n for n in (size(reference(draw)) for _ in range(5000)) if 20 <= n <= 1000]
     tokens, _ = listops(4000, 1000, shortest=20, seed=1)

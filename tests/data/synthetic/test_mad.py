@@ -29,12 +29,12 @@ def test_shapes_are_those_of_the_paper() -> None:
 
 
 def whole(examples: Examples) -> np.ndarray:
-    """The rows with the token that is only a label."""
+    """Return the rows with the token that is only a label."""
     return np.concatenate([examples.tokens, examples.labels[:, -1:]], 1)
 
 
 def both(task: str, **options: Any) -> tuple[Examples, Examples]:
-    """The same rows, labelled for training and for testing."""
+    """Return the same rows, labelled for training and for testing."""
     return TASKS[task](6, **options, training=True), TASKS[task](6, **options, training=False)
 
 
@@ -57,8 +57,8 @@ def test_in_context_recall(seed: int, vocabulary: int, half_length: int, noise: 
         assert (~noisy[:-1]).any()
         table: dict[int, int] = {}
         for place, (key, value) in enumerate(pairs):
-            asked = key in table and not noisy[place]
-            assert labels[2 * place] == (value if asked else UNLABELLED)
+            queried = key in table and not noisy[place]
+            assert labels[2 * place] == (value if queried else UNLABELLED)
             if not noisy[place]:
                 assert key < keys <= value < vocabulary
                 assert table.setdefault(key, value) == value
@@ -96,7 +96,7 @@ def test_every_id_is_as_likely(task: str, ids: int) -> None:
 
 
 def runs(row: np.ndarray, keys: int) -> Iterator[tuple[bool, int, tuple[int, ...]]]:
-    """Stretches of key tokens and of value tokens: is it a key, where it begins, and its tokens."""
+    """Return the runs of key tokens and of value tokens: whether it is a key, its first position, its tokens."""
     start = 0
     for end in range(1, len(row) + 1):
         if end == len(row) or (row[end] < keys) != (row[start] < keys):

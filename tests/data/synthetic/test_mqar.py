@@ -22,13 +22,13 @@ def check(examples: Examples, pairs: int, vocabulary: int) -> None:
         assert keys.min() >= 1
         assert keys.max() < half <= values.min()
         assert values.max() < vocabulary
-        asked = np.nonzero(labels != UNLABELLED)[0]
-        assert len(asked) == pairs
-        assert asked.min() >= 2 * pairs
-        assert not (asked % 2).any()
-        assert dict(zip(tokens[asked], labels[asked], strict=True)) == dict(zip(keys, values, strict=True))
+        labelled = np.nonzero(labels != UNLABELLED)[0]
+        assert len(labelled) == pairs
+        assert labelled.min() >= 2 * pairs
+        assert not (labelled % 2).any()
+        assert dict(zip(tokens[labelled], labels[labelled], strict=True)) == dict(zip(keys, values, strict=True))
         rest = np.ones(len(tokens), bool)
-        rest[: 2 * pairs] = rest[asked] = False
+        rest[: 2 * pairs] = rest[labelled] = False
         assert not tokens[rest].any()
 
 
@@ -81,14 +81,14 @@ def test_every_ordered_choice_is_as_likely() -> None:
 
 def test_looking_up_solves_it_and_guessing_does_not() -> None:
     examples = mqar(2_000, 64, 4, vocabulary=64)
-    asked = examples.labels != UNLABELLED
+    labelled = examples.labels != UNLABELLED
     answers = np.zeros_like(examples.labels)
     for row, tokens in enumerate(examples.tokens):
         table = dict(zip(tokens[:8:2], tokens[1:8:2], strict=True))
         answers[row] = [table.get(token, 0) for token in tokens]
-    assert (answers[asked] == examples.labels[asked]).all()
+    assert (answers[labelled] == examples.labels[labelled]).all()
     guessed = np.random.default_rng(0).integers(32, 64, examples.labels.shape)
-    assert abs((guessed[asked] == examples.labels[asked]).mean() - 1 / 32) < 0.01
+    assert abs((guessed[labelled] == examples.labels[labelled]).mean() - 1 / 32) < 0.01
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,9 @@ def test_tokens_of_a_request_are_counted(exported: Path, trained_run: Path) -> N
     count = token_counter(tokenizer, {"max_positions": 20})
     assert count(COMPLETIONS, {"prompt": "def "}) == len(load_model(trained_run).tokenizer.encode("def "))
     assert count(COMPLETIONS, {}) == 0
-    with pytest.raises(RefusedRequestError, match=r"max_tokens = 20 are over the model's 20 positions: send a shorter prompt"):
+    with pytest.raises(
+        RefusedRequestError, match=r"max_tokens = 20 are over the model's 20 positions: send a shorter prompt"
+    ):
         count(COMPLETIONS, {"prompt": "def ", "max_tokens": 20})
     conversation = {"messages": [{"role": "user", "content": "def "}]}
     with pytest.raises(RefusedRequestError, match="no chat template"):

@@ -75,7 +75,7 @@ def test_a_prompt_is_continued_alike_alone_and_among_others() -> None:
     other = list(generate(model, prompts, max_tokens=25, vocab_size=64, seed=8))
     assert other != together
     twice = list(generate(model, [[5, 9], [5, 9]], max_tokens=25, vocab_size=64, seed=7))
-    assert [step[0] for step in twice] != [step[1] for step in twice], "each row draws anew"
+    assert [step[0] for step in twice] != [step[1] for step in twice], "each row has its own generator"
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
@@ -164,7 +164,7 @@ def test_streamed_pieces_join_to_the_text(text: str, prompt: str) -> None:
 
 
 def test_the_first_piece_is_decoded_as_one_that_follows_the_prompt(tmp_path: Path) -> None:
-    """A WordPiece tokenizer puts a space between words, and so none before the first of what it is given."""
+    """Decode with WordPiece, which puts a space between words and none before the first."""
     (tmp_path / "vocab.txt").write_text("\n".join(["[UNK]", "[SEP]", "[CLS]", "return", "value", "##s"]))
     tokenizer = load_tokenizer("wordpiece", tmp_path / "vocab.txt")
     assert streamed(tokenizer, [3], [4, 5, 3]) == [" value", "s", " return", ""]
@@ -215,14 +215,14 @@ def test_command(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_text_that_ends_within_a_character_shows_it(trained_run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     tokenizer = load_model(trained_run).tokenizer
-    first, asked = tokenizer.encode("€")[:1], []
-    monkeypatch.setattr(decoding, "generate", lambda *_, **given: asked.append(given) or iter([first]))
+    first, calls = tokenizer.encode("€")[:1], []
+    monkeypatch.setattr(decoding, "generate", lambda *_, **given: calls.append(given) or iter([first]))
     assert main([str(trained_run), "--prompt", "def "]) == 0
     assert capsys.readouterr().out == "def \ufffd\n"
     (tmp_path / "prompts.txt").write_text("def \n")
     assert main([str(trained_run), "--prompts-file", str(tmp_path / "prompts.txt")]) == 0
     assert capsys.readouterr().out == "--- 1 of 1 ---\ndef \ufffd\n"
-    assert {given["stop_id"] for given in asked} == {tokenizer.end_of_document_id}
+    assert {given["stop_id"] for given in calls} == {tokenizer.end_of_document_id}
 
 
 def test_ctrl_c_ends_a_text_and_says_how_far_it_came(trained_run: Path, capsys, monkeypatch) -> None:

@@ -15,7 +15,7 @@ MODEL = "exported"
 
 
 class Backend:
-    """An application that keeps what it was asked and answers with its body, or with a stream of two events."""
+    """An application that records its requests and answers with the request's body, or with a stream of two events."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -77,7 +77,7 @@ def ask(
 
 
 def refused(status: int, *arguments: Any, **settings: Any) -> str:
-    """The sentence of a request that is not passed on."""
+    """Return the message of a refused request."""
     found, text, bodies = ask(*arguments, **settings)
     assert (found, bodies) == (status, [])
     message = json.loads(text)["error"]["message"]

@@ -105,8 +105,8 @@ def test_a_text_of_which_nothing_is_hidden(masked_run: Path, tmp_path: Path, cap
     assert "none of the first 1 tokens is masked; raise --tokens" in capsys.readouterr().err
 
 
-def test_masked_models_read_whole_stretches_of_text_only(masked_run: Path, tmp_path: Path) -> None:
-    """What fills up the last stretch is never masked, so that beyond the text the greatest lengths would look easy."""
+def test_masked_models_read_whole_pieces_only(masked_run: Path, tmp_path: Path) -> None:
+    """Padding is never masked, so a padded piece would make the longest lengths look easy."""
     loaded = load_model(masked_run, device="cpu")
     size = IndexedTokens(validation_text(loaded).prefix).num_tokens
     assert 1024 < size < 2048

@@ -64,24 +64,24 @@ def test_the_command_that_goes_on_does_not_begin_again(monkeypatch, resume, said
     assert command(config, 16).split() == ["python", "train.py", *given[:2], *said, "schedule.train_steps=16"]
 
 
-def test_bits_of_the_compressors_are_bits() -> None:
-    """What cannot be compressed takes eight of them a byte, and a little for the format."""
+def test_compressed_sizes_are_in_bits_per_byte() -> None:
+    """Random bytes take eight bits per byte and a little for the format."""
     for bits in compressed_bits_per_byte(random.Random(0).randbytes(50_000)).values():
         assert 8 < bits < 8.05
     assert all(bits < 0.1 for bits in compressed_bits_per_byte(bytes(50_000)).values())
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(7.6, "0:08"), (59.6, "1:00"), (61, "1:01"), (3661, "1:01:01")])
-def test_a_duration_is_said_in_hours_minutes_and_seconds(seconds: float, said: str) -> None:
-    assert _duration(seconds) == said
+@pytest.mark.parametrize(("seconds", "text"), [(7.6, "0:08"), (59.6, "1:00"), (61, "1:01"), (3661, "1:01:01")])
+def test_a_duration_is_in_hours_minutes_and_seconds(seconds: float, text: str) -> None:
+    assert _duration(seconds) == text
 
 
-def test_a_run_is_complete_where_the_summary_is_of_the_checkpoint_and_no_more_steps_are_asked(tmp_path: Path) -> None:
-    def complete(steps: int, seconds: float, asked: int = 8) -> bool:
+def test_a_run_is_complete_if_its_summary_is_of_the_checkpoint_and_train_steps_is_reached(tmp_path: Path) -> None:
+    def complete(steps: int, seconds: float, train_steps: int = 8) -> bool:
         words = [
             f"run.directory={tmp_path}",
             f"{BUDGET}=null",
-            f"schedule.train_steps={asked}",
+            f"schedule.train_steps={train_steps}",
             "model.vocab_size=4096",
         ]
         config = load_config(["default.yml"], words, model_type=ModelConfig, world_size=1)
@@ -90,7 +90,7 @@ def test_a_run_is_complete_where_the_summary_is_of_the_checkpoint_and_no_more_st
     assert not complete(8, 1.5), "there is no summary"
     (tmp_path / "summary.json").write_text(json.dumps({"steps": 8, "training_seconds": 1.5, "validation": {}}))
     assert complete(8, 1.5)
-    assert complete(8, 1.5, asked=6)
-    assert not complete(8, 1.5, asked=16)
+    assert complete(8, 1.5, train_steps=6)
+    assert not complete(8, 1.5, train_steps=16)
     assert not complete(8, 2.5), "an earlier run of as many steps"
-    assert not complete(6, 1.5, asked=6)
+    assert not complete(6, 1.5, train_steps=6)
