@@ -82,6 +82,10 @@ def test_parts_load_over_the_default_run(path: Path) -> None:
         ("metala_1.3b", 2e-4, 2e6, 100e9, 2e-5),
         ("metala_1.4b", 2e-4, 2e6, 100e9, 2e-5),
         ("metala_1.4b_300b", 2e-4, 2e6, 300e9, 2e-5),
+        ("kda_360m", 3e-4, 0.5e6, 15e9, 3e-5),
+        ("gated_delta_net_360m", 3e-4, 0.5e6, 15e9, 3e-5),
+        ("kda_1.4b", 2e-4, 2e6, 100e9, 2e-5),
+        ("gated_delta_net_1.4b", 2e-4, 2e6, 100e9, 2e-5),
         ("transformer_410m", 3e-4, 2e6, 300e9, 3e-5),
         ("transformer_1.4b", 2e-4, 2e6, 300e9, 2e-5),
     ],
@@ -97,6 +101,15 @@ def test_recipes_are_the_papers(name: str, lr: float, batch_tokens: float, token
     assert (config.optimizer.betas, config.optimizer.eps) == ((0.9, 0.95), 1e-8)
     assert (config.optimizer.weight_decay, config.optimizer.gradient_clipping) == (0.1, 1.0)
     assert (config.model.init_method, config.model.output_init_method) == ("small_init", "wang_init")
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("kda_1.4b", 1465.9), ("gated_delta_net_1.4b", 1462.3), ("kda_360m", 359.6), ("gated_delta_net_360m", 365.9)],
+)
+def test_parameters_of_the_delta_rule_models(name: str, millions: float) -> None:
+    assert round(count_parameters(load(CONFIGS / f"{name}.yml").model) / 1e6, 1) == millions
+    assert f": {millions} M parameters" in (CONFIGS / "model" / f"{name}.yml").read_text(encoding="utf-8")
 
 
 MASKED = [f"{kind}_{size}" for kind in ("lion_s", "lion_d", "lion_lit", "bert") for size in ("base", "large")]
