@@ -60,7 +60,7 @@ def manifest_tokenizer(prefix: str | Path) -> Tokenizer | None:
     manifest = read_manifest(prefix)
     if manifest is None:
         return None
-    entry = _tokenizer_entry(prefix, manifest)
+    entry = tokenizer_entry(manifest_path(prefix), manifest)
     path = None if entry["path"] is None else Path(prefix).parent / entry["path"]
     return load_tokenizer(entry["type"], path)
 
@@ -70,7 +70,7 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     manifest = read_manifest(prefix)
     if manifest is None:
         return
-    entry = _tokenizer_entry(prefix, manifest)
+    entry = tokenizer_entry(manifest_path(prefix), manifest)
     if not same_tokenizer(entry, tokenizer):
         raise ValueError(
             f"{prefix} was written with another tokenizer: {entry['type']} {entry['path'] or ''} ({entry['vocab_size']}"
@@ -81,11 +81,12 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def _tokenizer_entry(prefix: str | Path, manifest: dict[str, Any]) -> dict[str, Any]:
+def tokenizer_entry(path: Path, manifest: Mapping[str, Any], remedy: str = _REMEDY) -> dict[str, Any]:
+    """Return the tokenizer's entry of the manifest at ``path``. Raises DamagedDataError if a key of it is missing."""
     entry = manifest.get("tokenizer")
     if not isinstance(entry, dict) or not entry.keys() >= _TOKENIZER_KEYS:
         keys = ", ".join(sorted(_TOKENIZER_KEYS))
-        raise DamagedDataError(f"{manifest_path(prefix)} does not describe a tokenizer by {keys}: {_REMEDY}")
+        raise DamagedDataError(f"{path} does not describe a tokenizer by {keys}: {remedy}")
     return entry
 
 

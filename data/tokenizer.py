@@ -119,7 +119,7 @@ class SentencePieceTokenizer:
         content = path.read_bytes()
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path} is not a SentencePiece model ({error}). Train one with python -m tools.train_tokenizer, or set"
                 " data.tokenizer.type to the type of the file."

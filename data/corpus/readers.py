@@ -239,7 +239,7 @@ def _open_parquet(path: Path) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a complete parquet file: {error}") from error
 
 

@@ -26,7 +26,7 @@ from ..corpus.discovery import Corpus, SourceFile, source_files
 from ..corpus.readers import SOURCE_KEY, Document, parse_block, read_blocks
 from ..corpus.split import TextSample, split_position, text_digest
 from ..indexed import token_dtype
-from ..manifest import describe_tokenizer, write_manifest
+from ..manifest import describe_tokenizer, tokenizer_entry, write_manifest
 from ..tokenizer import Tokenizer, load_tokenizer
 from ..train_sentencepiece import train_sentencepiece
 from .encode import encode_documents
@@ -95,11 +95,10 @@ def prepare_corpus(
 
 
 def _prepared(folder: Path) -> Prepared:
-    manifest = read_json(
-        folder / "manifest.json", f"remove {folder}; it is rebuilt at the next start", "validation", "tokenizer"
-    )
+    path, remedy = folder / "manifest.json", f"remove {folder}; it is rebuilt at the next start"
+    manifest = read_json(path, remedy, "validation")
     validation = manifest["validation"] is not None
-    tokenizer = manifest["tokenizer"]
+    tokenizer = tokenizer_entry(path, manifest, remedy)
     return Prepared(
         train_prefix=folder / "train_text_document",
         validation_prefix=folder / "validation_text_document" if validation else None,

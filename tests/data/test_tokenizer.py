@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -113,6 +114,13 @@ def test_wrong_files(tmp_path):
         (tmp_path / name).write_text("hello\n")
         with pytest.raises(ValueError, match=name):
             load_tokenizer(kind, tmp_path)
+
+
+def test_damaged_sentencepiece_model_is_named(sentencepiece, tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(Path(sentencepiece.path).read_bytes().replace(b"<0x41>", b"<\xffx41>"))
+    with pytest.raises(ValueError, match=r"tokenizer\.model is not a SentencePiece model"):
+        load_tokenizer("sentencepiece", path)
 
 
 def hf_file(folder, tokens: list[str]) -> None:

@@ -66,6 +66,9 @@ def test_parquet(tmp_path):
     path.write_bytes(whole[:4] + bytes([0x5A]) * 30 + whole[34:])
     with pytest.raises(ValueError, match=r"x\.parquet is damaged in row group 1: "):
         read(path)
+    path.write_bytes(whole.replace(b"text", b"t\xffxt"))
+    with pytest.raises(ValueError, match=r"x\.parquet is not a complete parquet file: 'utf-8' codec can't decode"):
+        read(path)
 
 
 def test_several_members_are_one_stream(tmp_path):

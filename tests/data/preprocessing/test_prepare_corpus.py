@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from data import checksum
 from data.corpus.split import TextSample
 from data.datasets.causal import SequentialDataset
 from data.indexed import IndexedTokens
@@ -119,6 +120,16 @@ def test_the_cache_may_be_moved(tmp_path):
     tokenizer = manifest_tokenizer(tmp_path / "moved" / prepared.train_prefix.parent.name / prepared.train_prefix.name)
     assert tokenizer is not None
     assert tokenizer.hash == prepared.manifest["tokenizer"]["hash"]
+
+
+def test_damaged_manifest_that_counts_as_large_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.jsonl", [f"document {n}" for n in range(30)])
+    manifest = run(path, tmp_path).train_prefix.parent / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"path"', '"pauh"'))
+    monkeypatch.setattr(checksum, "ALWAYS_CHECKED", 200)
+    message = rf"{manifest} does not describe a tokenizer by .*: remove {manifest.parent}; it is rebuilt"
+    with pytest.raises(ValueError, match=message):
+        run(path, tmp_path)
 
 
 def test_a_build_that_stops_leaves_nothing(tmp_path, monkeypatch):
