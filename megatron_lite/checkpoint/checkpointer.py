@@ -22,7 +22,7 @@ from megatron_lite.checkpoint.reader import (
 from megatron_lite.checkpoint.storage import prune
 from megatron_lite.checkpoint.writer import CheckpointWriter, refuse_not_finite
 from megatron_lite.engine.engine import Engine
-from megatron_lite.parallel.collectives import barrier, gather
+from megatron_lite.parallel.collectives import barrier, gather, on_all
 
 
 class Checkpointer(CheckpointWriter):
@@ -63,19 +63,13 @@ class Checkpointer(CheckpointWriter):
             path: a run folder, a checkpoints folder or a step folder; None: the folder of this run.
 
         Raises:
-            CheckpointError: no checkpoint there, a missing or corrupted file, or another architecture.
-            NotFiniteError: a weight or moment is not finite; on every process.
+            CheckpointError: no checkpoint there, a missing or corrupted file, or another architecture; on every rank, also
+                if one rank alone reads the file.
+            NotFiniteError: a weight or moment is not finite; on every rank.
         """
-        path = resolve(path or self._directory)
-        manifest = read_manifest(path)
-        check_shapes(self._engine.parameter_shapes(), manifest, path)
-        reader, optimizer, grid = Reader(path, manifest), self._engine.optimizer_state, self._engine.grid
-        for kind in ("weight", *OPTIMIZER_KEYS):  # kind by kind, so that a tensor is assembled once where it has to be
-            for fragment in optimizer.fragments():
-                target = fragment.tensors[kind]
-                if target.numel():
-                    target.copy_(reader.read(kind, fragment.name, fragment.shard, fragment.start, target.numel()))
-        refuse_not_finite(f"{path} is not finite", gather(reader.not_finite, grid), path.parent, grid)
+        optimizer, grid = self._engine.optimizer_state, self._engine.grid
+        path, manifest, not_finite = on_all(grid, lambda: self._read_state(path or self._directory))
+        refuse_not_finite(f"{path} is not finite", gather(not_finite, grid), path.parent, grid)
         optimizer.loss_scaler = manifest["loss_scale"]
         optimizer.finish_load(manifest["optimizer_steps"])
         barrier(grid)
@@ -92,6 +86,19 @@ class Checkpointer(CheckpointWriter):
             what: begins the message: "step 3 is not finite".
         """
         refuse_not_finite(what, [names], self._directory, self._engine.grid)
+
+    def _read_state(self, folder: Path) -> tuple[Path, dict[str, Any], list[str]]:
+        """Copy this rank's weights and moments; return the step folder, its manifest and the names that are not finite."""
+        path = resolve(folder)
+        manifest = read_manifest(path)
+        check_shapes(self._engine.parameter_shapes(), manifest, path)
+        reader = Reader(path, manifest)
+        for kind in ("weight", *OPTIMIZER_KEYS):  # kind by kind, so that a tensor is assembled once where it has to be
+            for fragment in self._engine.optimizer_state.fragments():
+                target = fragment.tensors[kind]
+                if target.numel():
+                    target.copy_(reader.read(kind, fragment.name, fragment.shard, fragment.start, target.numel()))
+        return path, manifest, reader.not_finite
 
     def _after_save(self) -> None:
         if self._keep_last:

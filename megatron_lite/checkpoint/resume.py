@@ -21,7 +21,7 @@ from megatron_lite.checkpoint.reader import (
 from megatron_lite.checkpoint.storage import archive_all, rollback_to
 from megatron_lite.checkpoint.verify import newest_whole
 from megatron_lite.config.schema import CheckpointConfig
-from megatron_lite.parallel.collectives import on_main
+from megatron_lite.parallel.collectives import on_all, on_main
 from megatron_lite.parallel.grid import Grid
 
 
@@ -61,7 +61,7 @@ def find_start(config: CheckpointConfig, grid: Grid) -> StartPoint | None:
         CheckpointError: the checkpoint is missing or cannot be read.
     """
     path, is_own, rolls_back = on_main(grid, lambda: _find(config))
-    return StartPoint(path, is_own, rolls_back, read_manifest(path)) if path else None
+    return StartPoint(path, is_own, rolls_back, on_all(grid, lambda: read_manifest(path))) if path else None
 
 
 def restore(checkpointer: Checkpointer, start: StartPoint, grid: Grid) -> tuple[dict[str, Any], Path | None]:

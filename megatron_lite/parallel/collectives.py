@@ -111,6 +111,20 @@ def on_main(grid: Grid, function: Callable[[], T]) -> T:
     return result
 
 
+def on_all(grid: Grid, function: Callable[[], T]) -> T:
+    """Call the function on every rank and return its value there. Raise the first failed rank's exception on every rank."""
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as problem:
+        error = problem
+    for failure in gather(error, grid):
+        if failure is not None:
+            raise failure
+    return result
+
+
 def barrier(grid: Grid) -> None:
     """Wait for every rank of the run."""
     if grid.world_size > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 import yaml
 
 from megatron_lite.checkpoint.checkpointer import Checkpointer
+from megatron_lite.checkpoint.checksums import CheckpointError
+from megatron_lite.engine.engine import Engine
+from megatron_lite.parallel.collectives import barrier, gather
 from tests.parity import layouts
 from tests.parity.launch import leave
 from tests.parity.worker import engine_of, grid_of, own, rate
@@ -40,6 +44,27 @@ def main(folder: Path, model: str, relays: dict[str, list[dict[str, Any]]], firs
             engine.close()
         if grid_of({}).is_main:
             (folder / f"{name}.{first}.json").write_text(json.dumps(history))
+    if first:
+        refused_loads(folder, engine_of(config, {"zero_stage": 2}, grid_of({"zero_stage": 2})))
+
+
+def refused_loads(folder: Path, engine: Engine) -> None:
+    """Load a checkpoint of two ranks whose second file is damaged. Write every rank's error to `folder/refused.json`."""
+    damaged = folder / "damaged" / "step_00000003"
+    if engine.grid.is_main:
+        shutil.copytree(folder / "tensor-pipeline-data" / "step_00000003", damaged)
+        file = damaged / "weights-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    barrier(engine.grid)
+    try:
+        Checkpointer(engine, damaged.parent).load(damaged)
+        error = ""
+    except CheckpointError as refusal:
+        error = str(refusal)
+    errors = gather(error, engine.grid)
+    if engine.grid.is_main:
+        (folder / "refused.json").write_text(json.dumps(errors))
+    engine.close()
 
 
 if __name__ == "__main__":

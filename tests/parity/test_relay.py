@@ -114,6 +114,13 @@ def test_a_layout_that_does_not_divide_is_refused(folder, tmp_path, capsys):
     assert "--pipeline = 9" in capsys.readouterr().err
 
 
+def test_damaged_file_that_one_rank_reads_is_refused_on_every_rank(folder):
+    errors = json.loads((folder / "refused.json").read_text())
+    assert len(errors) == 2
+    assert errors[0] == errors[1]
+    assert "step_00000003: the file weights-00001.safetensors is corrupted" in errors[0]
+
+
 def test_a_missing_and_a_corrupted_shard_are_named(folder, tmp_path):
     source = folder / "tensor-pipeline-data" / "step_00000001"
     broken = tmp_path / "step_00000001"
